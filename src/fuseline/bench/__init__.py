@@ -1,0 +1,1 @@
+"""Ladder, suites and peers."""

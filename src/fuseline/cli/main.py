@@ -1,0 +1,99 @@
+"""`fuseline <verb> ...`: find the verb, parse its options, run its workflow, turn errors into messages.
+
+A verb is a module with a dataclass `Options` and `run(options) -> int`. It is imported when it is asked for,
+so that `fuseline --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.version import __version__
+
+VERBS = {
+    "ladder": (
+        "fuseline.cli.ladder",
+        "climb the five levers on a model, rung by rung, and report what each is worth",
+    ),
+    "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
+    "bench compile": (
+        "fuseline.cli.bench_compile",
+        "eager against torch.compile's back ends over five models",
+    ),
+    "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
+    "report": ("fuseline.cli.report", "draw records as one HTML page and PNG files"),
+    "doctor": ("fuseline.cli.doctor", "what this machine has, what is missing, what mends it"),
+    "build": ("fuseline.cli.build", "compile the native libraries ahead of time"),
+}
+
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"fuseline {__version__}")
+        return 0
+    try:
+        verb, rest = _split(arguments)
+        module = importlib.import_module(VERBS[verb][0])
+        import tyro
+
+        options = tyro.cli(module.Options, prog=f"fuseline {verb}", args=rest, description=module.__doc__)
+        return int(module.run(options))
+    except InputError as error:
+        _complain(str(error))
+        return EXIT_INPUT
+    except KeyboardInterrupt:
+        _complain("Interrupted.")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`): not our error, and nothing is left to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The verb, of one word or two, and what follows it."""
+    for words in (2, 1):
+        verb = " ".join(arguments[:words])
+        if verb in VERBS:
+            return verb, arguments[words:]
+    seconds = [v.split()[1] for v in VERBS if v.startswith(f"{arguments[0]} ")]
+    if seconds:
+        if len(arguments) > 1 and not arguments[1].startswith("-"):
+            raise unknown_name(f"{arguments[0]} verb", arguments[1], seconds)
+        raise InputError(f"`fuseline {arguments[0]}` wants to know what: {', '.join(seconds)}.")
+    raise unknown_name("verb", arguments[0], VERBS)
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS)) + 2
+    lines = [f"  {verb:<{width}}{summary}" for verb, (_, summary) in VERBS.items()]
+    return "\n".join(
+        [
+            f"fuseline {__version__}: make a PyTorch transformer fast, and prove it.",
+            "",
+            "usage: fuseline VERB [options]",
+            "",
+            *lines,
+            "",
+            "`fuseline VERB --help` lists a verb's options.",
+        ]
+    )
+
+
+def _complain(message: str) -> None:
+    print(f"fuseline: {message}", file=sys.stderr)

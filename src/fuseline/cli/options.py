@@ -1,0 +1,53 @@
+"""Options every verb shares, and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from fuseline.errors import InputError
+
+
+@dataclass(frozen=True)
+class Common:
+    """Shared by the verbs that run something."""
+
+    device: Annotated[
+        str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto takes the GPU if there is one.")
+    ] = "auto"
+    """Where to run."""
+    seed: int = 1337
+    """Seed of weights, batches and sampling."""
+    out: Path | None = None
+    """Folder for what the run writes (made if it is not there)."""
+    json: bool = False
+    """Print one JSON object instead of tables; progress goes to stderr."""
+    dry_run: bool = False
+    """Say what would be done, and do nothing."""
+
+
+def resolve_device(name: str) -> str:
+    """`auto` made concrete, and a device this machine lacks refused. Returns what `torch.device` takes."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name} is not a device torch knows. Use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available():
+            raise InputError(
+                f"--device {name}: torch {torch.__version__} sees no CUDA device here. "
+                "Use --device cpu, or run `fuseline doctor` to see what is missing."
+            )
+        if (device.index or 0) >= count:
+            raise InputError(f"--device {name}: this machine has {count} CUDA device(s), numbered from 0.")
+    elif device.type != "cpu":
+        raise InputError(f"--device {name}: Fuseline runs on cpu and cuda.")
+    return name

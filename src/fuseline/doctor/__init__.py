@@ -1,0 +1,1 @@
+"""What this machine has, what is missing, what mends it."""

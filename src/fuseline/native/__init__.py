@@ -1,0 +1,1 @@
+"""Find compilers, build, cache and load the compiled libraries."""

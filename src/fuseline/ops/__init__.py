@@ -1,0 +1,1 @@
+"""Fused operations, one file an op."""

@@ -1,0 +1,70 @@
+"""The contract every op keeps, and the registry that tests, benchmarks, doctor and docs iterate.
+
+An op's file holds, in this order: a docstring (formula, shapes, dtypes, errors, source), the plain-PyTorch
+`reference`, the public function, and its `Op` record, registered at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseline.errors import unknown_name
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of an op: a shape and the options that matter with it. `label` names it in tests and records."""
+
+    label: str
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Op:
+    """All that the contract test, the benchmark and `fuseline doctor` need to know of an op.
+
+    `inputs(case, device, dtype, generator)` draws fresh keyword arguments that `function` and `reference`
+    both take; `differentiable` names those of them that have gradients. `bytes_moved(case, itemsize,
+    direction)` counts each input read once and each output written once, for direction "fw" or "bw";
+    `flops(case, direction)` counts arithmetic.
+    """
+
+    name: str
+    function: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor]
+    inputs: Callable[[Case, torch.device, torch.dtype, torch.Generator], dict[str, Any]]
+    differentiable: tuple[str, ...]
+    cases: tuple[Case, ...]
+    bytes_moved: Callable[[Case, int, str], int]
+    flops: Callable[[Case, str], int]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+
+_REGISTRY: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Add `op` to the registry; a name is taken once."""
+    if op.name in _REGISTRY:
+        raise ValueError(f"an op named {op.name!r} is registered already")
+    _REGISTRY[op.name] = op
+    return op
+
+
+def registered() -> tuple[Op, ...]:
+    """All ops, in the order of registration."""
+    return tuple(_REGISTRY.values())
+
+
+def get(name: str) -> Op:
+    """The op of that name; `InputError` with the nearest names if there is none."""
+    if name not in _REGISTRY:
+        raise unknown_name("op", name, _REGISTRY)
+    return _REGISTRY[name]

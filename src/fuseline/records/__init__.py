@@ -1,0 +1,7 @@
+"""How a measurement is kept: one JSON line each, with everything needed to read it later."""
+
+from fuseline.records.environment import Environment, describe
+from fuseline.records.record import Record
+from fuseline.records.store import append, read, results_path
+
+__all__ = ["Environment", "Record", "append", "describe", "read", "results_path"]

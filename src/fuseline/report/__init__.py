@@ -1,0 +1,1 @@
+"""Records in, one HTML page and PNG files out."""

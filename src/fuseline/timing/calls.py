@@ -1,0 +1,97 @@
+"""Timing one call of an operation: on the device, inside a CUDA graph, and on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuseline.timing.memory import synchronize
+from fuseline.timing.statistics import Summary, summarize
+
+FLUSH_BYTES = 256 * 2**20  # several times any L2 there is
+
+
+def time_calls(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 50,
+    warmup: int = 5,
+    flush: bool = True,
+) -> Summary:
+    """Device time of `call` in microseconds, each run after the L2 was overwritten (CUDA); wall time on a CPU."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    if device.type != "cuda":
+        return summarize([_wall_us(call) for _ in range(repeats)])
+    scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flush else None
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    for start, end in zip(starts, ends, strict=True):
+        if scratch is not None:
+            scratch.zero_()
+        start.record()
+        call()
+        end.record()
+    synchronize(device)
+    return summarize([1e3 * s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)])
+
+
+def time_captured(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 20,
+) -> Summary:
+    """Time of one call in microseconds inside a CUDA graph that holds all of `calls` back to back.
+
+    For operations shorter than their launch. Give calls over different inputs, together larger than the
+    L2, so that each finds its inputs in HBM.
+    """
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    for _ in range(3):
+        graph.replay()
+    samples = []
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(repeats):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end) / len(calls))
+    del kept
+    return summarize(samples)
+
+
+def host_time_us(
+    call: Callable[[], object], device: torch.device, *, calls: int = 200, runs: int = 10
+) -> Summary:
+    """What one eager call costs the host, in microseconds: many calls, one synchronization, small inputs."""
+    for _ in range(calls):
+        call()
+    samples = []
+    for _ in range(runs):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - begin) / calls * 1e6)
+    synchronize(device)
+    return summarize(samples)
+
+
+def _wall_us(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6

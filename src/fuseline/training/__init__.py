@@ -1,0 +1,1 @@
+"""One loop; optimizer, schedule, checkpoints, distribution, metrics."""
