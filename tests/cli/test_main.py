@@ -1,0 +1,56 @@
+"""The command line's manners: help, versions, suggestions, exit codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuseline.cli.main import VERBS, run
+from fuseline.cli.options import resolve_device
+from fuseline.errors import InputError, unknown_name
+from fuseline.version import __version__
+
+
+def test_the_overview_names_every_verb(capsys):
+    assert run([]) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in VERBS)
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["doktor"], "Did you mean 'doctor'"),
+        (["bench", "complie"], "Did you mean 'compile'"),
+        (["bench"], "compile, ops"),
+        (["train", "--help"], "gpt"),
+        (["quux"], "Known: ladder"),
+    ],
+)
+def test_a_wrong_verb_gets_one_line_and_exit_code_2(capsys, arguments, said):
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(capsys, verb):
+    with pytest.raises(SystemExit) as stop:
+        run([*verb.split(), "--help"])
+    assert stop.value.code == 0
+    assert f"fuseline {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(InputError, match=name):
+        resolve_device(name)
+
+
+def test_unknown_names_list_the_known_when_nothing_is_near():
+    assert "Known: alpha, beta" in str(unknown_name("thing", "zzz", ["alpha", "beta"]))
