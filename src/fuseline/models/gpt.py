@@ -1,0 +1,211 @@
+"""GPT-2, whole: read it from top to bottom and you know the model.
+
+A GPT guesses the next token from those before it. Each token becomes a vector of C numbers, to which a vector
+for its position is added. L blocks then each do two things, and add what they find to the running vectors
+(the residual stream): *attention*, where each position gathers from earlier ones, and an *MLP*, where each
+position thinks alone. A last norm, and a product with the token vectors themselves (the head is tied to the
+embedding), give a score for each word of the vocabulary: the logits.
+
+This is the architecture of GPT-2 (Radford et al., 2019) as nanoGPT writes it: norm before each branch, exact
+GELU, learned positions. Parameters carry nanoGPT's names, so checkpoints go both ways. What differs is what
+does not show in the numbers: attention and norm go through Fuseline's ops, so that a config says which kernel
+runs; and the vocabulary may be padded (see `GPT._logits`).
+
+Shapes: B batch, T time, C channels (embed_dim), H heads, D head_dim (C / H), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fuseline.nn
+from fuseline import ops
+from fuseline.errors import InputError
+from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
+
+__all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
+
+IGNORE_INDEX = -1
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    kind = fuseline.nn.LayerNorm if config.norm == "fuseline" else nn.LayerNorm
+    return kind(config.embed_dim, eps=1e-5, bias=config.bias)
+
+
+def _dropout(config: GPTConfig) -> nn.Module:
+    # nn.Dropout(0.0) still launches kernels while training; Identity launches none.
+    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+
+class Attention(nn.Module):
+    """Causal self-attention: position t takes a weighted mean of the values of positions 0..t."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.backend = config.attention
+        self.dropout_p = config.dropout
+        self.c_attn = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
+        self.resid_dropout = _dropout(config)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, C = x_BTC.shape
+        H, D = self.num_heads, C // self.num_heads
+        # Views of one product: nothing is copied on the way to the kernel.
+        q_BTC, k_BTC, v_BTC = self.c_attn(x_BTC).split(C, dim=-1)
+        q_BHTD = q_BTC.view(B, T, H, D).transpose(1, 2)
+        k_BHTD = k_BTC.view(B, T, H, D).transpose(1, 2)
+        v_BHTD = v_BTC.view(B, T, H, D).transpose(1, 2)
+        y_BHTD = ops.attention(
+            q_BHTD,
+            k_BHTD,
+            v_BHTD,
+            causal=True,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y_BTC))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
+        self.gelu = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
+        self.c_proj = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
+        self.dropout = _dropout(config)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each reading a normed copy of the stream and adding to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = _norm(config)
+        self.attn = Attention(config)
+        self.ln_2 = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
+        return x_BTC + self.mlp(self.ln_2(x_BTC))
+
+
+class Transformer(nn.Module):
+    """All but the head: the token and position tables, the blocks, the last norm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.block_size = config.block_size
+        self.wte = nn.Embedding(config.padded_vocab_size, config.embed_dim)
+        self.wpe = nn.Embedding(config.block_size, config.embed_dim)
+        self.drop = _dropout(config)
+        self.h = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.ln_f = _norm(config)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        T = tokens_BT.shape[1]
+        if self.block_size < T:
+            raise InputError(
+                f"The sequence has {T} tokens, and this model's block_size is {self.block_size}. "
+                "Crop the sequence, or make the model with a larger block_size."
+            )
+        # Rows of the table itself, rather than a lookup by arange: one op less each way.
+        x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
+        for block in self.h:
+            x_BTC = block(x_BTC)
+        return self.ln_f(x_BTC)
+
+
+class GPT(nn.Module):
+    """The language model. `GPT(preset("gpt2"))` has fresh weights, drawn as GPT-2's were."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        # On "meta" the layers' own initializations cost nothing; _init_weights draws each weight once.
+        with torch.device("meta"):
+            self.transformer = Transformer(config)
+            self.lm_head = nn.Linear(config.embed_dim, config.padded_vocab_size, bias=False)
+        self.to_empty(device=device)
+        self.transformer.wte.weight = self.lm_head.weight
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """Normal with deviation 0.02, norms 1, biases 0; projections into the residual stream are scaled by
+        1/sqrt(2L), since 2L of them add up in it (GPT-2 paper, section 2.3)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.num_layers))
+            elif name == "transformer.wte.weight":
+                # Padding rows take no draws, so that a padded model starts equal to the unpadded one.
+                nn.init.normal_(parameter[: self.config.vocab_size], std=0.02)
+                nn.init.zeros_(parameter[self.config.vocab_size :])
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab_size] of the token after each position; or, given targets, the mean
+        cross-entropy in nats over those that are not -1, a scalar in fp32 or better.
+
+        `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
+        """
+        logits_BTV = self._logits(self.transformer(tokens_BT))
+        if targets_BT is None:
+            return logits_BTV[..., : self.config.vocab_size]
+        if logits_BTV.dtype.itemsize < 4:
+            logits_BTV = logits_BTV.float()
+        return F.cross_entropy(
+            logits_BTV.view(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1), ignore_index=IGNORE_INDEX
+        )
+
+    def next_token_logits(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, vocab_size] of the token after the last one; the head runs on that position alone."""
+        return self._logits(self.transformer(tokens_BT)[:, -1])[:, : self.config.vocab_size]
+
+    def _logits(self, x_C: Tensor) -> Tensor:
+        """Logits [..., padded_vocab_size], the padding at -inf.
+
+        A softmax then gives the padding probability 0 and gradient 0, exactly: the loss is that of the
+        unpadded model. The fill goes through a detached view because the head's backward needs no word of
+        it: recorded, it would cost a copy of all gradients of the logits.
+        """
+        logits_V = self.lm_head(x_C)
+        if self.config.padded_vocab_size != self.config.vocab_size:
+            logits_V.detach()[..., self.config.vocab_size :].fill_(-math.inf)
+        return logits_V
+
+    def num_parameters(self, non_embedding: bool = True) -> int:
+        """Parameters, padding rows left out; without the position table unless `non_embedding` is False
+        (the token table stays: the head uses it). nanoGPT counts so, and `timing.flops` expects it."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.embed_dim
+        count = sum(parameter.numel() for parameter in self.parameters()) - padding
+        return count - self.transformer.wpe.weight.numel() if non_embedding else count
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Forget the positions from `block_size` on, in place: a pretrained model made shorter."""
+        if not 1 <= block_size <= self.config.block_size:
+            raise InputError(
+                f"block_size {block_size} does not lie in 1..{self.config.block_size}: "
+                "a model can be cropped to fewer positions, not given new ones."
+            )
+        self.config = replace(self.config, block_size=block_size)
+        self.transformer.block_size = block_size
+        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
