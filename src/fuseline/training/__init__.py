@@ -1,1 +1,1 @@
-"""One loop; optimizer, schedule, checkpoints, distribution, metrics."""
+"""One training loop, and the rooms it is made of."""

@@ -1,0 +1,69 @@
+"""How a step is carried out: eagerly, compiled, or as one CUDA graph."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fuseline.errors import InputError, unknown_name
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One way to carry out a step.
+
+    `backend` and `mode` are `torch.compile`'s; without a backend nothing is compiled. `whole_step` puts all
+    from the zeroed gradients to the updated weights into one CUDA graph. `trees` says that torch keeps CUDA
+    graphs of its own, which must be told where a step begins.
+    """
+
+    backend: str | None = None
+    mode: str | None = None
+    whole_step: bool = False
+    trees: bool = False
+    needs_cuda: bool = False
+
+
+EXECUTIONS: dict[str, Execution] = {
+    "eager": Execution(),
+    "cudagraphs": Execution(backend="cudagraphs", trees=True, needs_cuda=True),
+    "inductor": Execution(backend="inductor"),
+    "reduce-overhead": Execution(backend="inductor", mode="reduce-overhead", trees=True, needs_cuda=True),
+    "graph": Execution(whole_step=True, needs_cuda=True),
+    "inductor-graph": Execution(backend="inductor", whole_step=True, needs_cuda=True),
+}
+
+
+def find_execution(name: str, device: torch.device) -> Execution:
+    """The execution of that name; `InputError` if there is none, or none on `device`."""
+    if name not in EXECUTIONS:
+        raise unknown_name("execution", name, EXECUTIONS)
+    execution = EXECUTIONS[name]
+    if execution.needs_cuda and device.type != "cuda":
+        raise InputError(
+            f"Execution {name!r} records CUDA graphs, and the model is on {device.type}. "
+            "On a CPU take 'eager' or 'inductor'."
+        )
+    return execution
+
+
+def compile_forward(
+    forward: Callable[..., torch.Tensor], backend: str, mode: str | None
+) -> Callable[..., torch.Tensor]:
+    """`forward` under `torch.compile`, apart from every other compiled step of the process.
+
+    torch keeps what it compiled on the code object, eight entries at most, and then runs eagerly without a
+    word. A ladder compiles the same model more often than that, so each step gets a code object of its own;
+    it takes its compiled entries with it when it goes.
+    """
+    own = types.FunctionType(
+        forward.__code__.replace(),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    return torch.compile(own, backend=backend, mode=mode, dynamic=False)

@@ -1,0 +1,66 @@
+"""The numeric formats a step may compute in: fp32, TF32, bf16, fp16."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from fuseline.errors import InputError, unknown_name
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """`InputError` if there is no such precision, or none of it on `device`."""
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    if precision == "tf32" and device.type != "cuda":
+        raise InputError(f"tf32 is a tensor-core format of CUDA GPUs; on {device.type} take fp32 or bf16.")
+
+
+@contextlib.contextmanager
+def matmul_format(precision: str) -> Iterator[None]:
+    """fp32 products in full for every precision but `tf32`; what the process had before comes back on exit.
+
+    torch keeps this in process-wide flags (one for matrix products, one for cuDNN), so it is set around each
+    step rather than once: two steps of different precision can then alternate in one process.
+    """
+    reduced = precision == "tf32"
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if reduced else "highest")
+    torch.backends.cudnn.allow_tf32 = reduced
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The context a forward pass runs in: autocast for bf16 and fp16, none for fp32 and TF32."""
+    if precision in _AUTOCAST:
+        return torch.autocast(device.type, dtype=_AUTOCAST[precision])
+    return contextlib.nullcontext()
+
+
+def make_scaler(
+    precision: str, device: torch.device, optimizer: torch.optim.Optimizer
+) -> torch.amp.GradScaler | None:
+    """A gradient scaler for fp16, None for the rest.
+
+    Raises:
+        InputError: the optimizer is not fused. Only a fused one reads on the device whether a gradient
+            overflowed; any other makes the scaler ask, which stops the host each step.
+    """
+    if precision != "fp16":
+        return None
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise InputError(
+            "fp16 needs a fused optimizer: skipping a step whose gradients overflowed would otherwise "
+            "synchronize each step. Make it with fused=True."
+        )
+    return torch.amp.GradScaler(device.type)
