@@ -1,0 +1,95 @@
+/* The C API of libfuseline_kernels: fused row operations for anyone who holds device pointers.
+ *
+ * What every launch function keeps to:
+ *  - Pointers are device memory of the current device; the work is queued on `stream` (a cudaStream_t, null
+ *    for the default stream) and nothing waits for it. Calls may be captured into a CUDA graph once each has
+ *    been made outside of one.
+ *  - Rows are contiguous, one after the other, with unit stride. Any row length and any alignment of the
+ *    base pointers is right; it is fastest when pointers and rows start at multiples of 16 bytes.
+ *  - Arithmetic is in fp32 whatever the storage dtype, and results are the same bits from run to run.
+ *  - The answer is 0, a cudaError_t value, or one of the negative codes below; fuseline_error_string() says
+ *    it in words. No rows is not an error.
+ */
+#ifndef FUSELINE_KERNELS_H
+#define FUSELINE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define FUSELINE_API __attribute__((visibility("default")))
+#else
+#define FUSELINE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a signature or the meaning of an argument below changes. */
+#define FUSELINE_KERNELS_ABI_VERSION 1
+
+enum {
+  FUSELINE_UNSUPPORTED = -1, /* a dtype or mask kind that is not listed here */
+  FUSELINE_BAD_SIZE = -2     /* a negative size */
+};
+
+typedef enum { FUSELINE_FLOAT32 = 0, FUSELINE_FLOAT16 = 1, FUSELINE_BFLOAT16 = 2 } fuseline_dtype;
+
+typedef enum {
+  FUSELINE_MASK_NONE = 0,
+  FUSELINE_MASK_BOOL = 1,    /* one byte an element: nonzero keeps the score, zero hides it */
+  FUSELINE_MASK_ADD = 2,     /* added to the scaled score; dtype of x */
+  FUSELINE_MASK_ADD_FP32 = 3 /* added to the scaled score; fp32 */
+} fuseline_mask_kind;
+
+FUSELINE_API int fuseline_kernels_abi_version(void);
+FUSELINE_API const char* fuseline_error_string(int code);
+
+/* y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
+ *
+ * mean = sum(x) / n and rstd = 1 / sqrt(sum((x - mean)^2) / n + eps).
+ * x, y: [rows, n] of dtype; y may be x. weight, bias: [n] of weight_dtype, each null for none.
+ * mean, rstd: [rows] fp32, each null if not wanted. (Ba, Kiros, Hinton 2016, equations 3 and 4.) */
+FUSELINE_API int fuseline_layer_norm_forward(const void* x, const void* weight, const void* bias, void* y,
+                                             float* mean, float* rstd, int64_t rows, int64_t n, double eps,
+                                             int dtype, int weight_dtype, void* stream);
+
+/* Bytes of scratch that fuseline_layer_norm_backward needs on the current device for the gradients of weight
+ * and bias. With neither wanted it needs none, and workspace may be null. */
+FUSELINE_API size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype);
+
+/* Gradients of the layer norm, x and grad_out read once:
+ *   grad_x = rstd * (g * w - mean(g * w) - x_hat * mean(g * w * x_hat)), x_hat = (x - mean) * rstd
+ *   grad_weight = sum over rows of g * x_hat, grad_bias = sum over rows of g.
+ *
+ * grad_out, x, grad_x: [rows, n] of dtype; weight (null for ones), grad_weight, grad_bias: [n] of
+ * weight_dtype; mean, rstd: [rows] fp32 from the forward. A gradient whose pointer is null is not computed.
+ * workspace: 16-byte aligned, uninitialized. With no rows, grad_weight and grad_bias are zero. */
+FUSELINE_API int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight,
+                                              const float* mean, const float* rstd, void* grad_x,
+                                              void* grad_weight, void* grad_bias, void* workspace,
+                                              int64_t rows, int64_t n, int dtype, int weight_dtype,
+                                              void* stream);
+
+/* y = softmax(scale * x + mask) over the last dimension of [B, H, T, S]; y may be x.
+ *
+ * mask_kind: a fuseline_mask_kind. mask[b, h, t, s] stands at b * mask_strides[0] + h * mask_strides[1] +
+ * t * mask_strides[2] + s * mask_strides[3] elements; a stride of 0 broadcasts. mask and mask_strides may be
+ * null with kind 0. causal: with 1, key s is visible to query t if s <= t + S - T, and keys that are not
+ * visible are not read. A row with nothing visible, or of -inf only, gives zeros. */
+FUSELINE_API int fuseline_softmax_forward(const void* x, const void* mask, int mask_kind,
+                                          const int64_t mask_strides[4], int64_t B, int64_t H, int64_t T,
+                                          int64_t S, double scale, int causal, void* y, int dtype,
+                                          void* stream);
+
+/* grad_x = scale * y * (grad_out - sum(grad_out * y)) for each of `rows` rows of `n`. Where y is 0 (masked)
+ * the gradient is 0. grad_x may be grad_out. */
+FUSELINE_API int fuseline_softmax_backward(const void* grad_out, const void* y, void* grad_x, int64_t rows,
+                                           int64_t n, double scale, int dtype, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
