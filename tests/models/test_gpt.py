@@ -116,6 +116,7 @@ def test_padding_changes_neither_loss_nor_gradients(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # inductor's own imports
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_to_one_graph_with_equal_gradients(backend: str) -> None:
     config = small(vocab_multiple=64)
@@ -133,8 +134,6 @@ def test_compiles_to_one_graph_with_equal_gradients(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_the_step() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     config = small(vocab_multiple=64)
     model = make(config).cuda()
     tokens, targets = (t.cuda() for t in draw(config))

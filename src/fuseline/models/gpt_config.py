@@ -73,7 +73,7 @@ def _gpt2(num_layers: int, num_heads: int, embed_dim: int) -> GPTConfig:
 # tiny: a step of B=8, T=128 takes about 0.1 s in fp32 on two cores. shakespeare: nanoGPT's
 # train_shakespeare_char. gpt2 and up: OpenAI's shapes, dropout 0 as nanoGPT pretrains them.
 PRESETS: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(block_size=128, vocab_size=1000, num_layers=4, num_heads=4, embed_dim=128),
+    "tiny": GPTConfig(block_size=128, vocab_size=1000, num_layers=4, num_heads=6, embed_dim=192),
     "shakespeare": GPTConfig(
         block_size=256, vocab_size=65, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, bias=False
     ),

@@ -1,0 +1,172 @@
+"""GPT-2 in Hugging Face's format: a folder of `config.json` and safetensors, read and written.
+
+`transformers` is not needed. Its GPT-2 keeps linear weights as [in, out] (its `Conv1D`), ours as [out, in],
+so four weights a layer are transposed on the way. Its GELU is the tanh approximation (`gelu_new`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fuseline.errors import InputError
+from fuseline.models.gpt import GPT
+from fuseline.models.gpt_checkpoints import (
+    assemble,
+    checked_options,
+    load_nanogpt,
+    unpadded_weights,
+    written_whole,
+)
+from fuseline.models.gpt_config import GPTConfig
+
+_CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_MASKS = (".attn.bias", ".attn.masked_bias")
+_SIZES = {
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "embed_dim",
+    "n_positions": "block_size",
+    "vocab_size": "vocab_size",
+}
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+# What their config can say and our model does not do, with the only value that is the same to both.
+_FIXED = {
+    "model_type": "gpt2",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+_WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+def load_pretrained(path: Path | str, **options: Any) -> GPT:
+    """A GPT of either format: a folder or `.safetensors` file is Hugging Face's, another file nanoGPT's."""
+    path = Path(path)
+    hugging_face = path.is_dir() or path.suffix == ".safetensors"
+    return load_hugging_face(path, **options) if hugging_face else load_nanogpt(path, **options)
+
+
+def load_hugging_face(path: Path | str, **options: Any) -> GPT:
+    """The GPT-2 of a folder with `config.json` and `model.safetensors` (whole, or in shards with an index),
+    or of one `.safetensors` file with a `config.json` beside it. On the CPU, in fp32, dropout 0.
+
+    `options` set any of `gpt_checkpoints.READER_OPTIONS`. Raises `InputError` for files that are missing,
+    truncated, foreign, or of a GPT-2 variant that this model is not.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    config = _read_config(folder / _CONFIG, options)
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        try:
+            weights.update(load_file(file))
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"Cannot read {file}: {error}. It is missing, cut off, or not a safetensors file."
+            ) from error
+    return assemble(config, _to_ours(weights), path)
+
+
+def save_hugging_face(model: GPT, folder: Path | str) -> None:
+    """Write `config.json` and `model.safetensors` as `GPT2LMHeadModel.from_pretrained` reads them.
+
+    A model without biases gets zero biases, which compute the same.
+    """
+    config = model.config
+    weights = unpadded_weights(model)
+    head = weights.pop("lm_head.weight")
+    theirs = {}
+    for name, weight in weights.items():
+        theirs[name] = weight.T.contiguous() if name.endswith(_CONV1D) else weight
+        if not config.bias and not name.endswith(("wte.weight", "wpe.weight")):
+            theirs[name.removesuffix("weight") + "bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype)
+    description: dict[str, Any] = {
+        "architectures": ["GPT2LMHeadModel"],
+        **_FIXED,
+        **{name: getattr(config, ours) for name, ours in _SIZES.items()},
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else "gelu",
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        # The last token of GPT-2's own vocabulary ends a text; other vocabularies have no such token.
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 50256 if config.vocab_size == 50257 else None),
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }
+    folder = Path(folder)
+    with written_whole(folder / _WEIGHTS) as part:
+        save_file(theirs, part, metadata={"format": "pt"})
+    with written_whole(folder / _CONFIG) as part:
+        part.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_config(path: Path, options: dict[str, Any]) -> GPTConfig:
+    said = _read_json(path)
+    for name, value in _FIXED.items():
+        if said.get(name, value) != value:
+            raise InputError(
+                f"{path}: {name} is {said[name]!r}, and this GPT-2 has {value!r}. It cannot be loaded."
+            )
+    activation = said.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise InputError(
+            f"{path}: activation_function {activation!r} is not one of {', '.join(_ACTIVATIONS)}."
+        )
+    missing = [name for name in _SIZES if name not in said]
+    if missing:
+        raise InputError(f"{path} is not the config of a GPT-2: it lacks {', '.join(missing)}.")
+    if said.get("n_inner") not in (None, 4 * said["n_embd"]):
+        raise InputError(f"{path}: n_inner is {said['n_inner']}, and this GPT-2 has 4 x {said['n_embd']}.")
+    sizes = {ours: said[name] for name, ours in _SIZES.items()}
+    try:
+        return GPTConfig(**{**sizes, "activation": _ACTIVATIONS[activation], **checked_options(options)})
+    except TypeError as error:
+        raise InputError(f"{path} does not describe a GPT-2: {error}") from error
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / _WEIGHTS).exists():
+        return [path / _WEIGHTS]
+    if (path / _INDEX).exists():
+        index = _read_json(path / _INDEX).get("weight_map")
+        if not isinstance(index, dict):
+            raise InputError(f"{path / _INDEX} has no weight_map: it is not the index of a sharded model.")
+        # Names only: an index must not lead out of its folder.
+        return sorted({path / Path(shard).name for shard in index.values()})
+    hint = ""
+    if (path / "pytorch_model.bin").exists():
+        hint = " Its pytorch_model.bin is a pickle; save the model anew with transformers to get safetensors."
+    raise InputError(f"There is neither {_WEIGHTS} nor {_INDEX} in {path}.{hint}")
+
+
+def _to_ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their names to nanoGPT's; the [in, out] weights transposed; causal masks left out."""
+    ours = {}
+    for name, weight in weights.items():
+        if name.endswith(_MASKS):
+            continue
+        if name != "lm_head.weight" and not name.startswith("transformer."):
+            name = f"transformer.{name}"
+        ours[name] = weight.T if name.endswith(_CONV1D) else weight
+    # One table under two names is stored once.
+    if "transformer.wte.weight" in ours:
+        ours.setdefault("lm_head.weight", ours["transformer.wte.weight"])
+    return ours
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"Cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} does not hold a JSON object.")
+    return value
