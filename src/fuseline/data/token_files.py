@@ -1,0 +1,155 @@
+"""A corpus as numbers on disk: tokenized once, kept by content, read through a memory map ever after.
+
+A dataset is a folder: `tokens.bin` (uint16, or uint32 for more than 65536 ids, in this machine's byte order),
+`tokenizer.json` and `meta.json`. The folder's name holds a hash of all that it was made from, so it never
+goes stale; it is renamed into place when it is whole, so it is never half there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from fuseline.data.corpora import Corpus
+from fuseline.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from fuseline.errors import InputError
+from fuseline.native.cache import cache_dir as default_cache_dir
+from fuseline.native.cache import content_key, make_once
+
+Progress = Callable[[int, "int | None"], None]
+"""Called with the bytes of text tokenized so far, and all there are (None if that is not known)."""
+
+_FORMAT = "fuseline tokens 1"
+# Documents are handed to the tokenizer by so many characters, which it spreads over the cores.
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Tokens of a corpus, the last of them apart for validation. Both arrays are memory maps, read only."""
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: Tokenizer
+    path: Path
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer_kind: str,
+    *,
+    vocab_size: int | None = None,
+    validation_fraction: float = 0.1,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> TokenDataset:
+    """The corpus as tokens, from the cache if it has been tokenized so before.
+
+    The tokenizer ("char", "bpe" or "gpt2") is made from the corpus. Documents follow one another, parted by
+    the tokenizer's `end_of_text` if it has one; the last `validation_fraction` of all tokens is for
+    validation. Raises `InputError` for an empty corpus, a fraction out of range, or a full disk.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise InputError(f"validation_fraction is {validation_fraction}; it must be 0 or more, and below 1.")
+    made_from = [_FORMAT, sys.byteorder, tokenizers.__version__, corpus.fingerprint]
+    made_from += [tokenizer_kind, str(vocab_size)]
+    slug = re.sub(r"[^a-z0-9]+", "-", corpus.name.lower()).strip("-") or "corpus"
+    folder = cache_dir or default_cache_dir()
+    path = folder / "tokens" / f"{slug}-{tokenizer_kind}-{content_key(made_from, ())}"
+
+    def make(part: Path) -> None:
+        part.mkdir()
+        _tokenize(corpus, train_tokenizer(tokenizer_kind, corpus, vocab_size), part, progress)
+
+    try:
+        make_once(path, make)
+    except OSError as error:
+        raise InputError(
+            f"Cannot write the tokens of {corpus.name} to {path}: {error.strerror or error}. "
+            "Name a folder with more room in $FUSELINE_CACHE."
+        ) from error
+    return open_dataset(path, validation_fraction)
+
+
+def open_dataset(path: Path | str, validation_fraction: float = 0.1) -> TokenDataset:
+    """The dataset in a folder that `prepare` made; `InputError` if it was damaged."""
+    path = Path(path)
+    damaged = f"The dataset in {path} is damaged. Delete that folder; it will be made anew."
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{damaged} ({error})") from error
+    tokenizer = load_tokenizer(path / "tokenizer.json")
+    if len(tokens) != meta["tokens"] or tokenizer.vocab_size != meta["vocab_size"]:
+        raise InputError(
+            f"{damaged} (It should hold {meta['tokens']} tokens of {meta['vocab_size']} ids, and holds "
+            f"{len(tokens)} of {tokenizer.vocab_size}.)"
+        )
+    cut = len(tokens) - int(len(tokens) * validation_fraction)
+    return TokenDataset(meta["name"], tokens[:cut], tokens[cut:], tokenizer, path)
+
+
+def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    count = num_bytes = 0
+    with (folder / "tokens.bin").open("wb") as file:
+        for batch in _batches(corpus.documents):
+            texts = [text for _, text in batch]
+            for (begins, _), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+                piece = np.asarray(end + ids if begins and count else ids, dtype)
+                file.write(piece.tobytes())
+                count += len(piece)
+            num_bytes += sum(len(text.encode()) for text in texts)
+            if progress is not None:
+                progress(num_bytes, corpus.num_bytes)
+    if not count:
+        raise InputError(f"The corpus {corpus.name} holds no text.")
+    tokenizer.save(folder / "tokenizer.json")
+    meta = {
+        "format": _FORMAT,
+        "name": corpus.name,
+        "tokens": count,
+        "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": corpus.fingerprint,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
+    """Pieces of the documents, batched; each piece with whether it begins a document."""
+    batch: list[tuple[bool, str]] = []
+    characters = 0
+    for document in documents:
+        for i, piece in enumerate(_pieces(document)):
+            batch.append((i == 0, piece))
+            characters += len(piece)
+            if characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """The document, cut after a line if it is longer than a batch: BPE needs many times a text's memory."""
+    start = 0
+    while len(document) - start > _BATCH_CHARACTERS:
+        stop = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1 or start + _BATCH_CHARACTERS
+        yield document[start:stop]
+        start = stop
+    yield document[start:]
