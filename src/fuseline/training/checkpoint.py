@@ -1,0 +1,145 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, in one file that is whole or absent.
+
+`latest.pt` holds weights, optimizer, scaler, random numbers, the data position and the configuration.
+`best.pt` holds the weights of the lowest validation loss and what describes the model. Both are read with
+`weights_only`, so nothing a file contains is executed. Weights carry the plain model's names whether it was
+trained compiled, distributed, or neither.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuseline.errors import InputError
+from fuseline.models.gpt import GPT
+from fuseline.models.gpt_config import GPTConfig, as_dict
+from fuseline.training.files import write_atomically
+from fuseline.training.random_state import RandomState
+
+LATEST, BEST = "latest.pt", "best.pt"
+
+_FORMAT = "fuseline training 1"
+_WEIGHTS_FORMAT = "fuseline weights 1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run between two steps.
+
+    `step` counts optimizer steps taken, `position` micro-batches consumed by all processes together, and
+    `random` has one state a process. `data` identifies corpus and tokenizer by their content.
+    """
+
+    step: int
+    position: int
+    config: dict[str, Any]
+    model_config: dict[str, Any]
+    data: dict[str, Any]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[Any, Any]
+    scaler: dict[str, Any]
+    random: list[RandomState]
+    best_validation_loss: float
+    best_step: int
+    seconds: float
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write `checkpoint` to `path`, replacing the one before only when the new one is whole.
+
+    Raises:
+        InputError: it could not be written (a full disk, no permission). The one before stays as it was.
+    """
+    _save(path, {"format": _FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(Checkpoint)}})
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, its tensors on the CPU. `InputError` if it is missing, truncated or foreign."""
+    content = _load(path)
+    names = {f.name for f in fields(Checkpoint)}
+    if content.get("format") != _FORMAT or not names <= content.keys():
+        raise InputError(
+            f"{path} is not a checkpoint that `fuseline train gpt` can resume. "
+            "To begin a new run from its weights give it to --init-from."
+        )
+    return Checkpoint(**{name: content[name] for name in names})
+
+
+def save_weights(path: Path, model: GPT, *, step: int, validation_loss: float) -> None:
+    """Write a model's weights and shape to `path`, atomically. Raises as `save_checkpoint`."""
+    content = {
+        "format": _WEIGHTS_FORMAT,
+        "model": model.state_dict(),
+        "model_config": as_dict(model.config),
+        "step": step,
+        "validation_loss": validation_loss,
+    }
+    _save(path, content)
+
+
+def load_weights(path: Path, **options: Any) -> GPT:
+    """The model of a `best.pt` or `latest.pt`, on the CPU, with `options` replacing fields of its config.
+
+    Raises:
+        InputError: the file is missing, truncated or foreign, or `options` ask for other shapes.
+    """
+    content = _load(path)
+    if content.get("format") not in (_FORMAT, _WEIGHTS_FORMAT):
+        raise InputError(f"{path} holds no weights written by Fuseline.")
+    model = GPT(GPTConfig(**{**content["model_config"], **options}))
+    load_model_state(model, content["model"], path)
+    return model
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
+    return _load(path).get("format") in (_FORMAT, _WEIGHTS_FORMAT)
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Load weights into `model`, every name and shape checked. `source` is named if they do not fit."""
+    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    theirs = {name: tuple(t.shape) for name, t in state.items()}
+    for name in sorted(own.keys() | theirs.keys()):
+        if own.get(name) != theirs.get(name):
+            raise InputError(
+                f"{source} does not fit the model: {name} is {theirs.get(name, 'missing')} in the file and "
+                f"{own.get(name, 'unknown')} in the model. Take the sizes the file was trained with."
+            )
+    model.load_state_dict(state)
+
+
+def _save(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        write_atomically(path, lambda file: torch.save(dict(content), file))
+    except (OSError, RuntimeError) as error:
+        # torch's writer turns a full disk into a RuntimeError of its own.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+        raise InputError(
+            f"Could not write {path}: {reason}. The checkpoint before it is untouched. "
+            "Free some space (or give --out another disk), then resume."
+        ) from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"There is no checkpoint at {path}.")
+    if not zipfile.is_zipfile(path):
+        raise InputError(f"{path} is not a PyTorch checkpoint, or was cut off while it was copied.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
+        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {_first_line(error)}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

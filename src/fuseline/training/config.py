@@ -1,0 +1,233 @@
+"""What a training run is made of, as data: one schema for Python, files and the command line.
+
+Free of torch, so that `fuseline train gpt --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Optional
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.models.gpt_config import GPTConfig
+
+
+def _field(default: Any, says: str) -> Any:
+    return field(default=default, metadata={"help": says})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A GPT, its data, and how it is trained. `help(field)` of each stands in the field's metadata.
+
+    The defaults are the preset `tiny`. Raises `InputError` for values that cannot be.
+    """
+
+    data: str = _field(
+        "python", "python (the interpreter's own standard library), shakespeare, openwebtext, or a path"
+    )
+    tokenizer: str = _field("bpe", "char, bpe (trained on the data) or gpt2")
+    vocab_size: Optional[int] = _field(None, "size of a bpe vocabulary (default: 1000)")
+    validation_fraction: float = _field(0.1, "share of the text held back for validation")
+
+    num_layers: int = _field(4, "blocks")
+    num_heads: int = _field(4, "attention heads; must divide embed_dim")
+    embed_dim: int = _field(128, "width of the residual stream")
+    block_size: int = _field(128, "tokens a sequence")
+    dropout: float = _field(0.0, "dropout everywhere the model has one")
+    bias: bool = _field(False, "biases in linear layers and norms")
+    vocab_multiple: int = _field(1, "pad the embedding's rows to a multiple of this")
+    attention: str = _field("auto", "attention backend")
+    norm: str = _field("torch", "who computes LayerNorm: torch or fuseline")
+    activation: str = _field("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
+
+    batch_size: int = _field(16, "sequences a micro-batch")
+    accumulation: int = _field(1, "micro-batches a step, over all processes together")
+    steps: int = _field(300, "optimizer steps")
+    minutes: Optional[float] = _field(
+        None, "stop after this much training time (compiling, validating and saving not counted)"
+    )
+    learning_rate: float = _field(1e-3, "highest learning rate")
+    min_learning_rate: float = _field(1e-4, "learning rate at the end of the cosine")
+    warmup_steps: int = _field(20, "steps of linear warm-up")
+    decay_steps: Optional[int] = _field(None, "step at which the cosine ends (default: the last)")
+    weight_decay: float = _field(0.1, "decay of matrices and embeddings")
+    beta1: float = _field(0.9, "Adam's first decay rate")
+    beta2: float = _field(0.99, "Adam's second decay rate")
+    grad_clip: float = _field(1.0, "largest gradient norm; 0 does not clip")
+
+    precision: str = _field("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
+    execution: str = _field(
+        "auto",
+        "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; "
+        "auto: graph on one GPU, else eager",
+    )
+    deterministic: bool = _field(True, "repeatable to the bit, also over a resume")
+    seed: int = _field(1337, "seed of weights, batches, dropout and samples")
+
+    log_interval: int = _field(10, "steps between two looks at the device")
+    eval_interval: int = _field(100, "steps between validations; 0 for none but the last")
+    eval_batches: int = _field(20, "batches a validation")
+    checkpoint_interval: int = _field(100, "steps between checkpoints; 0 for none but the last")
+    checkpoint_seconds: Optional[float] = _field(None, "also a checkpoint whenever this time has passed")
+    sample_interval: int = _field(100, "steps between samples of text; 0 for none")
+    sample_tokens: int = _field(120, "tokens a sample")
+    tensorboard: bool = _field(False, "write TensorBoard event files too")
+    wandb: Optional[str] = _field(None, "project to log to on Weights & Biases too")
+
+    def __post_init__(self) -> None:
+        least = {
+            "batch_size": 1,
+            "accumulation": 1,
+            "steps": 1,
+            "log_interval": 1,
+            "eval_batches": 1,
+            "sample_tokens": 1,
+            "warmup_steps": 0,
+            "eval_interval": 0,
+            "checkpoint_interval": 0,
+            "sample_interval": 0,
+        }
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {bound} or more.")
+        for name in ("minutes", "checkpoint_seconds", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name} is {value}; it must be more than 0.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie in 0..1, without the 1.")
+        for name in ("min_learning_rate", "weight_decay", "grad_clip"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
+        if not 0 < self.validation_fraction < 1:
+            raise InputError(
+                f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
+                "between 0 and 1."
+            )
+        self.model_config(self.vocab_size or 1)
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """The model's part, for a vocabulary of that size."""
+        return GPTConfig(
+            block_size=self.block_size,
+            vocab_size=vocab_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            embed_dim=self.embed_dim,
+            dropout=self.dropout,
+            bias=self.bias,
+            vocab_multiple=self.vocab_multiple,
+            attention=self.attention,
+            norm=self.norm,
+            activation=self.activation,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.block_size * self.accumulation
+
+
+# What may differ between a run and its continuation. All else decides the weights, and is the checkpoint's.
+FREE_ON_RESUME = frozenset(
+    {
+        "steps",
+        "minutes",
+        "execution",
+        "deterministic",
+        "log_interval",
+        "eval_interval",
+        "eval_batches",
+        "checkpoint_interval",
+        "checkpoint_seconds",
+        "sample_interval",
+        "sample_tokens",
+        "tensorboard",
+        "wandb",
+    }
+)
+
+# nanoGPT's config/train_shakespeare_char.py and config/train_gpt2.py (with train.py's defaults).
+PRESETS: dict[str, TrainConfig] = {
+    "tiny": TrainConfig(),
+    "shakespeare": TrainConfig(
+        data="shakespeare",
+        tokenizer="char",
+        num_layers=6,
+        num_heads=6,
+        embed_dim=384,
+        block_size=256,
+        dropout=0.2,
+        batch_size=64,
+        steps=5000,
+        learning_rate=1e-3,
+        min_learning_rate=1e-4,
+        warmup_steps=100,
+        beta2=0.99,
+        eval_interval=250,
+        eval_batches=200,
+        checkpoint_interval=250,
+        sample_interval=1000,
+        sample_tokens=300,
+    ),
+    "gpt2": TrainConfig(
+        data="openwebtext",
+        tokenizer="gpt2",
+        validation_fraction=0.0005,
+        num_layers=12,
+        num_heads=12,
+        embed_dim=768,
+        block_size=1024,
+        vocab_multiple=64,
+        batch_size=12,
+        accumulation=40,
+        steps=600_000,
+        learning_rate=6e-4,
+        min_learning_rate=6e-5,
+        warmup_steps=2000,
+        beta2=0.95,
+        eval_interval=1000,
+        eval_batches=200,
+        checkpoint_interval=1000,
+        sample_interval=1000,
+    ),
+}
+
+
+def preset(name: str, **overrides: Any) -> TrainConfig:
+    """The preset of that name, with `overrides` replacing its fields; `InputError` for an unknown name."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return changed(PRESETS[name], overrides)
+
+
+def changed(config: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
+    """`config` with some fields replaced; `InputError` for a field there is not."""
+    known = [f.name for f in fields(TrainConfig)]
+    for name in overrides:
+        if name not in known:
+            raise unknown_name("training option", name, known)
+    return replace(config, **overrides)
+
+
+def as_dict(config: TrainConfig) -> dict[str, Any]:
+    """The config as plain values, for files and checkpoints; `TrainConfig(**d)` makes it again."""
+    return asdict(config)
+
+
+def continued(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
+    """The config of a run taken up again, with `overrides` where they leave the weights' course alone.
+
+    Raises:
+        InputError: an override names a value that the checkpoint's run did not have and that would make
+            this another run.
+    """
+    for name, value in overrides.items():
+        if name not in FREE_ON_RESUME and value != getattr(saved, name, value):
+            raise InputError(
+                f"This run was begun with {name}={getattr(saved, name)!r}, and resuming cannot make it "
+                f"{value!r}. Leave the option out, or begin a new run from these weights with --init-from."
+            )
+    return changed(saved, overrides)

@@ -1,0 +1,247 @@
+"""The training loop. Between two looks at the device the host only queues work: nothing waits.
+
+A look (each `log_interval` steps, and before a validation, a sample or a checkpoint) reads the losses of the
+steps since the last one in a single synchronization, and settles with the other processes what happens next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fuseline.errors import InputError
+from fuseline.generation.sampling import sample
+from fuseline.timing import flops_per_token, mfu, peak_memory_gib
+from fuseline.training.evaluation import evaluate
+from fuseline.training.interruption import Interruption
+from fuseline.training.metrics import Writer
+from fuseline.training.optimizer import set_learning_rate
+from fuseline.training.reporter import Pace, Reporter, TrainResult
+from fuseline.training.run import Run
+
+_TOP_K = 200  # nanoGPT's sample.py
+
+
+class Loop:
+    """Takes a run from where it is to its end. `writers` are the first process's; the others have none."""
+
+    def __init__(
+        self, run: Run, reporter: Reporter, writers: Sequence[Writer], interruption: Interruption
+    ) -> None:
+        self.run, self.config, self.group = run, run.config, run.group
+        self.reporter, self.writers, self.interruption = reporter, writers, interruption
+        self._begun_at = run.taken
+        self._seconds_before = run.stopwatch.seconds
+        self._losses: list[torch.Tensor] = []
+        self._rates: list[float] = []
+        self._looked = (run.taken, run.stopwatch.seconds, 0.0)  # step, training seconds, seconds of data wait
+        self._saved_step, self._saved_at, self._is_saved = run.taken, time.monotonic(), True
+        self._validated_step, self._validation_loss = -1, math.nan
+        self._pace: Pace | None = None
+
+    def to_the_end(self) -> TrainResult:
+        run, config = self.run, self.config
+        self.reporter.began(run.plan())
+        if run.taken == 0 and config.eval_interval:
+            self._validate()
+        outcome = "finished"
+        while run.taken < config.steps:
+            self._advance()
+            if not self._is_look_due():
+                continue
+            self._look()
+            interrupted, out_of_time, save_by_clock = self._agreed_wishes()
+            if self._is_multiple(config.eval_interval):
+                self._validate()
+            if self._is_multiple(config.sample_interval):
+                self._sample()
+            if interrupted or save_by_clock or self._is_multiple(config.checkpoint_interval):
+                self._save()
+            if interrupted or out_of_time:
+                outcome = "interrupted" if interrupted else "time"
+                break
+            run.stopwatch.start()
+        if outcome != "interrupted" and self._validated_step != run.taken:
+            self._validate()
+        if not self._is_saved:
+            self._save()
+        result = self._result(outcome)
+        self.reporter.ended(result)
+        return result
+
+    def _advance(self) -> None:
+        run = self.run
+        rate = run.schedule(run.taken)
+        set_learning_rate(run.step.optimizer, rate)
+        micro_batches = [next(run.batches) for _ in range(run.step.accumulation)]
+        self._losses.append(run.step(*micro_batches))
+        self._rates.append(rate)
+        run.taken += 1
+        self._is_saved = False
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.run.taken % interval == 0
+
+    def _is_look_due(self) -> bool:
+        config, taken = self.config, self.run.taken
+        intervals = (
+            config.log_interval,
+            config.eval_interval,
+            config.sample_interval,
+            config.checkpoint_interval,
+        )
+        # The first step is apart: it compiles, records, warms up. The clock starts after it.
+        if taken == config.steps or taken == self._begun_at + 1 or any(map(self._is_multiple, intervals)):
+            return True
+        # Several processes look together or not at all; one may also look whenever it has a reason.
+        return self.group.world_size == 1 and any(self._wishes())
+
+    def _wishes(self) -> tuple[bool, bool, bool]:
+        """Whether to stop because a signal came, to stop because time is up, to save because it is time."""
+        minutes, seconds = self.config.minutes, self.config.checkpoint_seconds
+        return (
+            self.interruption.wanted,
+            minutes is not None and self.run.stopwatch.seconds >= 60 * minutes,
+            seconds is not None and time.monotonic() - self._saved_at >= seconds,
+        )
+
+    def _agreed_wishes(self) -> tuple[bool, bool, bool]:
+        """The clocks' wishes are the first process's, a signal's any process's."""
+        wishes = self.group.gathered(self._wishes())
+        return any(signalled for signalled, _, _ in wishes), wishes[0][1], wishes[0][2]
+
+    def _look(self) -> None:
+        """Wait for the steps queued so far, take their losses, tell how fast they went. The clock stops."""
+        run = self.run
+        losses = self.group.mean(torch.stack(self._losses).float()).tolist()
+        run.stopwatch.stop()
+        first = run.taken - len(losses) + 1
+        for step, loss in enumerate(losses, first):
+            if math.isnan(loss):
+                raise InputError(
+                    f"The loss is not a number at step {step}. The checkpoint of step {self._saved_step} is "
+                    "untouched. A lower --learning-rate, a longer warm-up, or --precision bf16 in place of "
+                    "fp16 may help."
+                )
+        entries: list[dict[str, Any]] = [
+            {"kind": "step", "step": step, "loss": loss, "learning_rate": rate}
+            for step, (loss, rate) in enumerate(zip(losses, self._rates, strict=True), first)
+        ]
+        pace = self._measured(sum(losses) / len(losses))
+        if pace is not None:
+            self._pace = pace
+            entries.append({"kind": "pace", **asdict(pace)})
+        self._write(entries)
+        if pace is not None:
+            self.reporter.paced(pace)
+        self._losses, self._rates = [], []
+
+    def _measured(self, loss: float) -> Pace | None:
+        """How fast the steps since the last look went; None for the very first, which the clock left out."""
+        run, config = self.run, self.config
+        step, seconds, waited = self._looked
+        self._looked = (run.taken, run.stopwatch.seconds, run.batches.wait_seconds)
+        elapsed = run.stopwatch.seconds - seconds
+        if elapsed <= 0:
+            return None
+        tokens_per_s = (run.taken - step) * config.tokens_per_step / elapsed
+        return Pace(
+            step=run.taken,
+            loss=loss,
+            learning_rate=self._rates[-1],
+            tokens_per_s=tokens_per_s,
+            mfu=self._mfu(tokens_per_s),
+            peak_memory_gib=peak_memory_gib(self.group.device),
+            data_wait_share=(run.batches.wait_seconds - waited) / elapsed,
+            eta_seconds=self._eta(tokens_per_s),
+        )
+
+    def _eta(self, tokens_per_s: float) -> float:
+        left = (self.config.steps - self.run.taken) * self.config.tokens_per_step / tokens_per_s
+        if self.config.minutes is None:
+            return left
+        return max(0.0, min(left, 60 * self.config.minutes - self.run.stopwatch.seconds))
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        device = self.group.device
+        if device.type != "cuda":
+            return None
+        shape = self.run.model.config
+        per_token = flops_per_token(
+            self.run.model.num_parameters(), shape.num_layers, shape.embed_dim, shape.block_size
+        )
+        return mfu(tokens_per_s * per_token / self.group.world_size, torch.cuda.get_device_name(device))
+
+    def _validate(self) -> None:
+        run, config = self.run, self.config
+        loss = evaluate(
+            run.model,
+            run.dataset.validation,
+            batches=config.eval_batches,
+            batch_size=config.batch_size,
+            block_size=config.block_size,
+            precision=config.precision,
+            group=self.group,
+        )
+        self._validated_step, self._validation_loss = run.taken, loss
+        best = run.note_validation(loss)
+        self._is_saved = False
+        self._write([{"kind": "validation", "step": run.taken, "loss": loss, "best": best}])
+        self.reporter.validated(run.taken, loss, best=best)
+
+    def _sample(self) -> None:
+        """Text from the model, by the first process, with random numbers apart from the training's."""
+        if not self.group.is_first:
+            return
+        run, device = self.run, self.group.device
+        tokenizer = run.dataset.tokenizer
+        start = run.dataset.validation[0] if tokenizer.end_of_text is None else tokenizer.end_of_text
+        prompt = torch.tensor([[int(start)]], device=device)
+        generator = torch.Generator(device).manual_seed(self.config.seed + run.taken)
+        tokens = sample(run.model, prompt, self.config.sample_tokens, top_k=_TOP_K, generator=generator)
+        text = tokenizer.decode(tokens[0, 1:].tolist())
+        self._write([{"kind": "sample", "step": run.taken, "text": text}])
+        self.reporter.sampled(run.taken, text)
+
+    def _save(self) -> None:
+        path = self.run.save()
+        self._saved_step, self._saved_at, self._is_saved = self.run.taken, time.monotonic(), True
+        self.reporter.saved(self.run.taken, path)
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        def write() -> None:
+            for writer in self.writers:
+                writer.write(entries)
+
+        self.group.first(write)
+
+    def _result(self, outcome: str) -> TrainResult:
+        run = self.run
+        seconds = run.stopwatch.seconds - self._seconds_before
+        steps = run.taken - self._begun_at - 1  # the first is not in the clock
+        tokens_per_s = steps * self.config.tokens_per_step / seconds if steps > 0 and seconds > 0 else None
+        return TrainResult(
+            outcome=outcome,
+            folder=run.folder,
+            step=run.taken,
+            loss=None if self._pace is None else self._pace.loss,
+            validation_loss=_finite(self._validation_loss),
+            best_validation_loss=_finite(run.best_validation_loss),
+            best_step=run.best_step,
+            seconds=run.stopwatch.seconds,
+            compile_seconds=run.step.compile_seconds,
+            parameters=run.model.num_parameters(),
+            tokens_per_s=tokens_per_s,
+            mfu=None if tokens_per_s is None else self._mfu(tokens_per_s),
+            peak_memory_gib=peak_memory_gib(self.group.device),
+            data_wait_share=None if tokens_per_s is None else run.batches.wait_seconds / seconds,
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,238 @@
+"""From a configuration to a run that is ready for its next step, fresh or from its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fuseline.data.corpora import load_corpus
+from fuseline.data.token_files import TokenDataset, prepare
+from fuseline.errors import InputError
+from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state
+from fuseline.training.config import TrainConfig, as_dict, changed, continued
+from fuseline.training.distributed import Group
+from fuseline.training.execution import find_execution
+from fuseline.training.files import remove_partial, write_atomically
+from fuseline.training.initial_weights import fresh_model, pretrained_model
+from fuseline.training.metrics import METRICS, cut_back
+from fuseline.training.optimizer import load_optimizer_state, make_optimizer
+from fuseline.training.pace import Stopwatch
+from fuseline.training.random_state import restore_random_state
+from fuseline.training.reporter import Reporter
+from fuseline.training.run import DataIdentity, Run
+from fuseline.training.schedule import CosineSchedule
+from fuseline.training.step import TrainStep
+from fuseline.training.stream import Stream
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "config.json"
+
+
+def prepared(
+    config: TrainConfig,
+    folder: Path,
+    group: Group,
+    *,
+    resume: bool,
+    init_from: Path | None,
+    cache_dir: Path | None,
+    reporter: Reporter,
+) -> Run:
+    """A run in `folder`, at its first step or at the step of its checkpoint.
+
+    Nothing is written before all of it is known to fit together.
+
+    Raises:
+        InputError: the folder holds another run (or none to resume), or configuration, data, weights and
+            machine do not go together.
+    """
+    saved = _saved(folder, resume=resume, init_from=init_from)
+    if saved is None:
+        config = resolved(config, group)
+    else:
+        given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
+        config = continued(TrainConfig(**saved.config), given)
+    _check_accumulation(config, group)
+    dataset, identity = _dataset(config, group, cache_dir, reporter)
+    if saved is not None:
+        _check_identity(DataIdentity(**saved.data), identity, config)
+    run = _assembled(config, folder, group, dataset, identity, saved, init_from)
+    group.first(lambda: _lay_out(run))
+    if saved is None:
+        run.save()
+    return run
+
+
+def resolved(config: TrainConfig, group: Group) -> TrainConfig:
+    """`config` with every `auto` decided for the machine in hand."""
+    on_gpu = group.device.type == "cuda"
+    choices: dict[str, object] = {}
+    if config.precision == "auto":
+        choices["precision"] = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
+    if config.execution == "auto":
+        choices["execution"] = "graph" if on_gpu and group.world_size == 1 else "eager"
+    if config.decay_steps is None:
+        choices["decay_steps"] = config.steps
+    return changed(config, choices)
+
+
+def _saved(folder: Path, *, resume: bool, init_from: Path | None) -> Checkpoint | None:
+    path = folder / LATEST
+    if resume:
+        if init_from is not None:
+            raise InputError("A run is either resumed or begun from other weights: give one of the two.")
+        return load_checkpoint(path)
+    if path.exists():
+        raise InputError(
+            f"{folder} holds a run already. Go on with it by --resume {folder}, or give another --out."
+        )
+    return None
+
+
+def _check_accumulation(config: TrainConfig, group: Group) -> None:
+    if config.accumulation % group.world_size:
+        raise InputError(
+            f"accumulation {config.accumulation} cannot be shared out among {group.world_size} processes: it "
+            f"counts the micro-batches of all of them. Use a multiple of {group.world_size}."
+        )
+
+
+def _dataset(
+    config: TrainConfig, group: Group, cache_dir: Path | None, reporter: Reporter
+) -> tuple[TokenDataset, DataIdentity]:
+    """The tokenized data: made by the first process, and read from its cache by the others."""
+
+    def tokenized() -> tuple[TokenDataset, DataIdentity]:
+        corpus = load_corpus(config.data, cache_dir)
+        dataset = prepare(
+            corpus,
+            config.tokenizer,
+            vocab_size=config.vocab_size,
+            validation_fraction=config.validation_fraction,
+            cache_dir=cache_dir,
+            progress=reporter.tokenized,
+        )
+        tokenizer = hashlib.sha256((dataset.path / TOKENIZER).read_bytes()).hexdigest()
+        return dataset, DataIdentity(corpus.fingerprint, tokenizer, dataset.vocab_size)
+
+    dataset, identity = group.first(tokenized) or tokenized()
+    for name, tokens in (("training", dataset.train), ("validation", dataset.validation)):
+        _check_length(name, tokens, config)
+    return dataset, identity
+
+
+def _check_length(name: str, tokens: np.ndarray, config: TrainConfig) -> None:
+    if len(tokens) <= config.block_size:
+        raise InputError(
+            f"The {name} part of {config.data!r} has {len(tokens)} tokens, and a sequence of block_size "
+            f"{config.block_size} needs {config.block_size + 1}. Give more text, a smaller --block-size, or "
+            "another --validation-fraction."
+        )
+
+
+def _assembled(
+    config: TrainConfig,
+    folder: Path,
+    group: Group,
+    dataset: TokenDataset,
+    identity: DataIdentity,
+    saved: Checkpoint | None,
+    init_from: Path | None,
+) -> Run:
+    if init_from is None:
+        model = fresh_model(config, dataset.vocab_size)
+    else:
+        model, config = pretrained_model(config, init_from, dataset.vocab_size)
+    if saved is not None:
+        load_model_state(model, saved.model, folder / LATEST)
+    model = model.to(group.device).train()
+    optimizer = make_optimizer(
+        model,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+        capturable=find_execution(config.execution, group.device).whole_step,
+    )
+    step = TrainStep(
+        group.wrapped(model),
+        optimizer,
+        precision=config.precision,
+        execution=config.execution,
+        accumulation=config.accumulation // group.world_size,
+        grad_clip=config.grad_clip,
+    )
+    run = Run(
+        config=config,
+        folder=folder,
+        group=group,
+        dataset=dataset,
+        identity=identity,
+        model=model,
+        step=step,
+        batches=Stream(
+            dataset.train,
+            batch_size=config.batch_size,
+            block_size=config.block_size,
+            seed=config.seed,
+            group=group,
+            start=0 if saved is None else saved.position,
+        ),
+        schedule=CosineSchedule(
+            config.learning_rate,
+            config.min_learning_rate,
+            config.warmup_steps,
+            config.decay_steps or config.steps,
+        ),
+    )
+    # Each process its own stream of dropout; the first keeps the seed's.
+    torch.manual_seed(config.seed + 7919 * group.rank)
+    if saved is not None:
+        _take_up(run, saved)
+    return run
+
+
+def _take_up(run: Run, saved: Checkpoint) -> None:
+    """Put the run where its checkpoint was: optimizer, scaler, random numbers, counts."""
+    load_optimizer_state(run.step.optimizer, saved.optimizer)
+    if run.step.scaler is not None:
+        run.step.scaler.load_state_dict(saved.scaler)
+    run.taken, run.stopwatch = saved.step, Stopwatch(saved.seconds)
+    run.best_validation_loss, run.best_step = saved.best_validation_loss, saved.best_step
+    if len(saved.random) == run.group.world_size:
+        restore_random_state(saved.random[run.group.rank], run.group.device)
+    else:
+        # As many other processes: their streams cannot be continued, but must not repeat themselves.
+        torch.manual_seed(run.config.seed + 7919 * run.group.rank + 104729 * saved.step)
+
+
+def _check_identity(began: DataIdentity, now: DataIdentity, config: TrainConfig) -> None:
+    if began.vocab_size != now.vocab_size:
+        raise InputError(
+            f"The checkpoint's model knows {began.vocab_size} tokens, and tokenizer {config.tokenizer!r} now "
+            f"makes {now.vocab_size} of {config.data!r}. The data has changed since the run began: bring it "
+            "back, or begin a new run."
+        )
+    for what in ("corpus", "tokenizer"):
+        if getattr(began, what) != getattr(now, what):
+            raise InputError(
+                f"The {what} of {config.data!r} is not the one that this run began with: it has changed "
+                "since. Bring it back, or begin a new run from these weights with --init-from."
+            )
+
+
+def _lay_out(run: Run) -> None:
+    """Make the folder, or clear it of what was written after the checkpoint."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(run.folder)
+        # A run taken up at its very beginning validates its fresh weights again.
+        cut_back(run.folder / METRICS, run.taken or -1)
+        run.dataset.tokenizer.save(run.folder / TOKENIZER)
+        text = json.dumps(as_dict(run.config), indent=2, ensure_ascii=False) + "\n"
+        write_atomically(run.folder / CONFIG, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise InputError(f"Cannot write to {run.folder}: {error.strerror}. Give another --out.") from error
