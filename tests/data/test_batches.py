@@ -108,7 +108,7 @@ def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with loader() as batches:
         for _ in range(4):
             next(batches)
-        assert 0.35 < batches.wait_seconds < 1.0  # four batches, a tenth of a second each
+        assert 0.25 < batches.wait_seconds < 1.0  # four batches, a tenth of a second each
         time.sleep(0.5)  # time enough to prefetch two
         before = batches.wait_seconds
         next(batches)
