@@ -21,6 +21,7 @@ from torch import nn
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig, as_dict
+from fuseline.training.config import TrainConfig
 from fuseline.training.files import write_atomically
 from fuseline.training.random_state import RandomState
 
@@ -64,13 +65,14 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint, its tensors on the CPU. `InputError` if it is missing, truncated or foreign."""
     content = _load(path)
-    names = {f.name for f in fields(Checkpoint)}
-    if content.get("format") != _FORMAT or not names <= content.keys():
-        raise InputError(
-            f"{path} is not a checkpoint that `fuseline train gpt` can resume. "
-            "To begin a new run from its weights give it to --init-from."
-        )
-    return Checkpoint(**{name: content[name] for name in names})
+    _config(content, path)
+    return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})
+
+
+def peek(path: Path) -> tuple[TrainConfig, int]:
+    """A checkpoint's configuration and step; its tensors are not read. Raises as `load_checkpoint`."""
+    content = _load(path, mmap=True)
+    return _config(content, path), int(content["step"])
 
 
 def save_weights(path: Path, model: GPT, *, step: int, validation_loss: float) -> None:
@@ -101,7 +103,7 @@ def load_weights(path: Path, **options: Any) -> GPT:
 
 def is_ours(path: Path) -> bool:
     """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
-    return _load(path).get("format") in (_FORMAT, _WEIGHTS_FORMAT)
+    return _load(path, mmap=True).get("format") in (_FORMAT, _WEIGHTS_FORMAT)
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: Path) -> None:
@@ -117,6 +119,15 @@ def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source
     model.load_state_dict(state)
 
 
+def _config(content: Mapping[str, Any], path: Path) -> TrainConfig:
+    if content.get("format") != _FORMAT:
+        raise InputError(
+            f"{path} is not a checkpoint that `fuseline train gpt` can resume. "
+            "To begin a new run from its weights give it to --init-from."
+        )
+    return TrainConfig(**content["config"])
+
+
 def _save(path: Path, content: Mapping[str, Any]) -> None:
     try:
         write_atomically(path, lambda file: torch.save(dict(content), file))
@@ -129,13 +140,13 @@ def _save(path: Path, content: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"There is no checkpoint at {path}.")
     if not zipfile.is_zipfile(path):
         raise InputError(f"{path} is not a PyTorch checkpoint, or was cut off while it was copied.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
         raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {_first_line(error)}") from error
     return content if isinstance(content, dict) else {}

@@ -56,7 +56,7 @@ def prepared(
     else:
         given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
         config = continued(TrainConfig(**saved.config), given)
-    _check_accumulation(config, group)
+    check_accumulation(config, group)
     dataset, identity = _dataset(config, group, cache_dir, reporter)
     if saved is not None:
         _check_identity(DataIdentity(**saved.data), identity, config)
@@ -81,19 +81,26 @@ def resolved(config: TrainConfig, group: Group) -> TrainConfig:
 
 
 def _saved(folder: Path, *, resume: bool, init_from: Path | None) -> Checkpoint | None:
-    path = folder / LATEST
-    if resume:
-        if init_from is not None:
-            raise InputError("A run is either resumed or begun from other weights: give one of the two.")
-        return load_checkpoint(path)
-    if path.exists():
+    if not resume:
+        check_vacant(folder)
+        return None
+    if init_from is not None:
+        raise InputError("A run is either resumed or begun from other weights: give one of the two.")
+    return load_checkpoint(folder / LATEST)
+
+
+def check_vacant(folder: Path) -> None:
+    """`InputError` if `folder` holds a run, or is no folder."""
+    if (folder / LATEST).exists():
         raise InputError(
-            f"{folder} holds a run already. Go on with it by --resume {folder}, or give another --out."
+            f"{folder} holds a run already. Go on with it by --out {folder} --resume, or give another --out."
         )
-    return None
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; --out names a folder.")
 
 
-def _check_accumulation(config: TrainConfig, group: Group) -> None:
+def check_accumulation(config: TrainConfig, group: Group) -> None:
+    """`InputError` unless every process gets as many micro-batches a step."""
     if config.accumulation % group.world_size:
         raise InputError(
             f"accumulation {config.accumulation} cannot be shared out among {group.world_size} processes: it "

@@ -61,6 +61,7 @@ def train(
     compiled = config.execution in EXECUTIONS and EXECUTIONS[config.execution].backend is not None
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(device))
+        folder = group.agreed(folder)  # its default name holds the time, which each process reads for itself
         interruption = stack.enter_context(interruptible())
         stack.enter_context(deterministic(config.deterministic, compiled=compiled))
         stack.enter_context(_explained(config, group))
