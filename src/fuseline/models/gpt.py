@@ -170,11 +170,11 @@ class GPT(nn.Module):
         logits_BTV = self._logits(self.transformer(tokens_BT))
         if targets_BT is None:
             return logits_BTV[..., : self.config.vocab_size]
-        if logits_BTV.dtype.itemsize < 4:
-            logits_BTV = logits_BTV.float()
-        return F.cross_entropy(
-            logits_BTV.view(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1), ignore_index=IGNORE_INDEX
-        )
+        # log_softmax reads 16-bit logits and writes fp32 in one kernel, and its backward the other way: a cast
+        # of the logits, the largest tensor of the step, is never made.
+        wide = torch.float32 if logits_BTV.dtype.itemsize < 4 else logits_BTV.dtype
+        log_probs_BTV = F.log_softmax(logits_BTV.view(-1, logits_BTV.shape[-1]), dim=-1, dtype=wide)
+        return F.nll_loss(log_probs_BTV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
 
     def next_token_logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, vocab_size] of the token after the last one; the head runs on that position alone."""
