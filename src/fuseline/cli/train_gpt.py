@@ -1,7 +1,8 @@
 """Train a GPT on text, from nothing or from weights you have.
 
 Options left out are the preset's. A run can be stopped at any time and taken up again (--out FOLDER
---resume): it goes on as if it had never stopped. On several GPUs: torchrun --nproc-per-node N -m fuseline train gpt ...
+--resume): it goes on as if it had never stopped.
+On several GPUs: torchrun --nproc-per-node N -m fuseline train gpt ...
 """
 
 from __future__ import annotations

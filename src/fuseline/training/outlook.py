@@ -20,7 +20,7 @@ _VOCAB_SIZES = {"gpt2": 50257, "bpe": 1000, "char": 65}
 
 
 def outlook(config: TrainConfig, *, folder: Path, device: str, resume: bool = False) -> Plan:
-    """The plan of `train` with these arguments. Its numbers of tokens are None, and with a character tokenizer
+    """The plan of `train` with these arguments. Its numbers of tokens are None; with a character tokenizer
     its vocabulary is a guess.
 
     Raises:
