@@ -1,1 +1,5 @@
-"""Records in, one HTML page and PNG files out."""
+"""Records in, one HTML page and picture files out."""
+
+from fuseline.report.page import build, figures
+
+__all__ = ["build", "figures"]

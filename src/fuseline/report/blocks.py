@@ -1,0 +1,129 @@
+"""What a page is made of: sections of headlines, tables, figures and words; the template knows no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Union
+
+from fuseline.report.charts import Figure
+
+Tone = Literal["", "good", "bad", "muted"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`detail` is a second, smaller line; `swatch` a colour role shown before the text."""
+
+    text: str
+    detail: str = ""
+    tone: Tone = ""
+    swatch: str = ""
+
+
+EMPTY = Cell("")
+
+
+@dataclass(frozen=True)
+class Column:
+    """`hint` explains the heading; numbers stand right."""
+
+    label: str
+    hint: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    cells: tuple[Cell, ...]
+    tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names the row. A `folded` table opens when it is asked for."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    source: str
+    reading: str = ""
+    folded: bool = False
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One figure in large type, and a few beside it: (label, value, detail)."""
+
+    value: str
+    words: str
+    tiles: tuple[tuple[str, str, str], ...] = ()
+    source: str = ""
+    kind: str = "headline"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    figure: Figure
+    kind: str = "drawing"
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str
+    kind: str = "words"
+
+
+@dataclass(frozen=True)
+class Details:
+    """Folded away, unless `unfolded`. `items` are (term, text); `verbatim` keeps line breaks."""
+
+    summary: str
+    items: tuple[tuple[str, str], ...]
+    verbatim: bool = False
+    unfolded: bool = False
+    kind: str = "details"
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    kind: str = "heading"
+
+
+Block = Union[Table, Headline, Drawing, Words, Details, Heading]
+
+
+@dataclass(frozen=True)
+class Section:
+    """`anchor` is its id on the page; `summary` one line for the contents at the top."""
+
+    anchor: str
+    title: str
+    subtitle: str
+    summary: str
+    blocks: tuple[Block, ...]
+
+
+def table(
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    source: str,
+    reading: str = "",
+    *,
+    folded: bool = False,
+) -> Table | None:
+    """A table without the columns that are empty in every row; None without rows."""
+    if not rows:
+        return None
+    kept = [i for i in range(len(columns)) if i == 0 or any(row.cells[i] != EMPTY for row in rows)]
+    return Table(
+        title,
+        tuple(columns[i] for i in kept),
+        tuple(Row(tuple(row.cells[i] for i in kept), row.tone) for row in rows),
+        source,
+        reading,
+        folded,
+    )

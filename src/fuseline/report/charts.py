@@ -1,0 +1,159 @@
+"""What a figure shows, without a word on how it is drawn: one model for SVG and PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Union
+
+from fuseline.report.numbers import tick
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`label` names quantity and unit; `show` writes a tick; `low`/`high` override the data's."""
+
+    label: str
+    show: Callable[[float], str] = tick
+    kind: Literal["linear", "log10", "log2"] = "linear"
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend."""
+
+    label: str
+    role: str
+    shape: Literal["square", "line", "diamond"] = "square"
+    dash: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with its interval. `text` stands at its end; `mark` is another's figure, drawn as a diamond."""
+
+    label: str
+    value: float
+    text: str
+    role: str = "baseline"
+    low: float | None = None
+    high: float | None = None
+    faded: bool = False
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    label: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars, in groups where there is more than one."""
+
+    title: str
+    axis: Axis
+    groups: tuple[BarGroup, ...]
+    legend: tuple[Key, ...] = ()
+
+    def words(self) -> str:
+        """The figure for someone who cannot see it."""
+        return "; ".join(
+            f"{f'{group.label}, ' if group.label else ''}{bar.label}: {bar.text}"
+            for group in self.groups
+            for bar in group.bars
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line with a band from the points' `low` to their `high` where they have them."""
+
+    label: str
+    points: tuple[Point, ...]
+    role: str = "accent"
+    dash: tuple[float, ...] = ()
+    dots: bool = True
+
+
+@dataclass(frozen=True)
+class Lines:
+    title: str
+    x: Axis
+    y: Axis
+    lines: tuple[Line, ...]
+    level: float | None = None  # a horizontal line to reach, as a copy's bandwidth
+
+    def words(self) -> str:
+        return "; ".join(
+            f"{line.label}: {self.y.show(line.points[0].y)} at {self.x.show(line.points[0].x)}, "
+            f"{self.y.show(line.points[-1].y)} at {self.x.show(line.points[-1].x)}, "
+            f"lowest {self.y.show(min(p.y for p in line.points))}, "
+            f"highest {self.y.show(max(p.y for p in line.points))}"
+            for line in self.lines
+            if line.points
+        )
+
+
+@dataclass(frozen=True)
+class Dot:
+    label: str
+    x: float
+    y: float
+    role: str = "accent"
+    low: float | None = None
+    high: float | None = None
+    faded: bool = False
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Named dots. On a log10 `x` axis a dot at 0 stands apart, at the axis' left end."""
+
+    title: str
+    x: Axis
+    y: Axis
+    dots: tuple[Dot, ...]
+    legend: tuple[Key, ...] = ()
+    exact: str = "exact"
+
+    def words(self) -> str:
+        return "; ".join(f"{d.label}: {self.y.show(d.y)} at {self.x.show(d.x)}" for d in self.dots)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Small charts side by side where there is room, below each other where there is not."""
+
+    title: str
+    charts: tuple[Bars | Lines, ...]
+    legend: tuple[Key, ...] = ()
+    columns: int = 2  # at most, where it is wide
+
+    def words(self) -> str:
+        return ". ".join(f"{chart.title}: {chart.words()}" for chart in self.charts)
+
+
+Chart = Union[Bars, Lines, Scatter, Panels]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its file name (no suffix), the sentence under its title and where its data come from."""
+
+    name: str
+    chart: Chart
+    reading: str
+    source: str
+    note: str = ""

@@ -1,0 +1,106 @@
+"""The ladder's tables: what each rung gained, what it cost, and what did not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuseline.report.blocks import EMPTY, Cell, Column, Details, Row, Table, Tone, table
+from fuseline.report.metrics import cell, presentation
+from fuseline.report.palette import lever_label, lever_role
+from fuseline.report.provenance import source
+from fuseline.report.sections.rungs import Climb, Rung
+
+SPEED = ("iteration_ms", "tokens_per_s", "speedup", "paired_speedup", "mfu", "mfu_causal")
+COST = (
+    "peak_memory_gib",
+    "max_batch",
+    "loss_error",
+    "grad_error",
+    "compile_s",
+    "data_wait_share",
+)
+
+
+def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
+    """Every rung in order, those that did not run among them with the reason."""
+    columns = [Column("rung", numeric=False), *_columns(SPEED), Column("outcome", numeric=False)]
+    rows = [
+        Row(
+            (_name(rung), *_cells(rung, SPEED), _outcome(rung, climb.mode)),
+            "" if rung.kept else "muted",
+        )
+        for rung in climb.rungs
+    ]
+    reading = "Brackets: 95% intervals." if climb.of("iteration_ms") else ""
+    return table(title, columns, rows, _source(climb, SPEED), reading, folded=folded)
+
+
+def cost(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
+    """Memory, precision and waiting of the rungs that ran."""
+    shown = [metric for metric in COST if climb.of(metric)]
+    if not shown:
+        return None
+    rows = [Row((_name(rung), *_cells(rung, shown)), "" if rung.kept else "muted") for rung in climb.ran]
+    columns = [Column("rung", numeric=False), *_columns(shown)]
+    return table(title, columns, rows, _source(climb, shown), folded=folded)
+
+
+def kernels(climb: Climb) -> Details | None:
+    """The kernels that ran, rung by rung."""
+    items = []
+    for rung in climb.rungs:
+        record = rung.records.get("kernels")
+        names = record.case.get("names") if record is not None else None
+        if names:
+            items.append((rung.name, str(names).replace("; ", "\n")))
+    return Details("The kernels that took longest", tuple(items), verbatim=True) if items else None
+
+
+def notes(climb: Climb) -> Details | None:
+    """What the run noted about a rung."""
+    items = tuple((rung.name, rung.said("note", "")) for rung in climb.rungs if rung.said("note", ""))
+    return Details("Notes on single rungs", items) if items else None
+
+
+def _columns(metrics: Sequence[str]) -> list[Column]:
+    shown = map(presentation, metrics)
+    return [Column(f"{p.label}, {p.unit}" if p.unit else p.label, p.hint) for p in shown]
+
+
+def _cells(rung: Rung, metrics: Sequence[str]) -> list[Cell]:
+    return [_toned(rung, metric) for metric in metrics]
+
+
+def _toned(rung: Rung, metric: str) -> Cell:
+    made = cell(rung.records.get(metric))
+    record = rung.records.get(metric)
+    if metric == "max_batch" and record is not None and "verified" in record.case:
+        return Cell(made.text, "tried" if record.case["verified"] else "predicted")
+    if metric != "paired_speedup" or record is None or record.low is None or record.high is None:
+        return made
+    tone: Tone = "good" if record.low > 1 else "bad" if record.high < 1 else ""
+    return Cell(made.text, made.detail, tone)
+
+
+def _name(rung: Rung) -> Cell:
+    slot, lever = rung.said("slot", ""), lever_label(rung.lever)
+    detail = " · ".join(part for part in (slot if slot != "combination" else "", lever) if part)
+    return Cell(rung.name, detail if detail != rung.name else "", swatch=lever_role(rung.lever))
+
+
+def _outcome(rung: Rung, mode: str) -> Cell:
+    if rung.time is None:
+        return Cell("skipped", rung.said("reason", "no reason recorded"), "muted")
+    against = rung.said("baseline", "")
+    beside = f"against {against}" if against else ""
+    if mode not in ("cumulative", "alone"):
+        return Cell("", beside) if beside else EMPTY
+    if rung.said("slot", "") == "baseline":
+        return Cell("baseline")
+    good, poor = ("kept", "dropped") if mode == "cumulative" else ("pays", "does not pay")
+    return Cell(good if rung.kept else poor, beside)
+
+
+def _source(climb: Climb, metrics: Sequence[str]) -> str:
+    records = [record for metric in metrics for record in climb.of(metric)]
+    return source(records or climb.records, samples="n (runs)", subject=climb.subject)

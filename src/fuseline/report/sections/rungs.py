@@ -1,0 +1,135 @@
+"""Ladder records gathered into rungs, and rungs into the climbs they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fuseline.records import Record
+from fuseline.records.record import Scalar
+from fuseline.report.numbers import whole
+from fuseline.report.selection import grouped
+
+Said = TypeVar("Said", str, int, bool)
+
+MODES = ("cumulative", "alone", "combination", "anchor")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung: what was run, and its records by metric."""
+
+    case: Mapping[str, Scalar]
+    records: Mapping[str, Record]
+
+    def said(self, key: str, default: Said) -> Said:
+        """`case[key]`, or `default` where the records do not say, or say it in another type."""
+        value = self.case.get(key)
+        return value if isinstance(value, type(default)) else default
+
+    @property
+    def name(self) -> str:
+        return self.said("rung", "unnamed")
+
+    @property
+    def lever(self) -> str:
+        return self.said("lever", "")
+
+    @property
+    def time(self) -> Record | None:
+        """The record of its iteration time, if it ran."""
+        record = self.records.get("iteration_ms")
+        return record if record is not None and record.value is not None else None
+
+    @property
+    def interval(self) -> tuple[float, float | None, float | None]:
+        """Milliseconds an iteration with low and high, of a rung that ran."""
+        record = self.time
+        if record is None or record.value is None:
+            raise ValueError(f"{self.name} did not run")
+        return record.value, record.low, record.high
+
+    @property
+    def kept(self) -> bool:
+        return self.time is not None and self.said("kept", True)
+
+    def value(self, metric: str) -> float | None:
+        record = self.records.get(metric)
+        return None if record is None else record.value
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Rungs of one mode (and one named combination) at one setup, in the order they were tried."""
+
+    mode: str
+    combination: str
+    setup: str
+    rungs: tuple[Rung, ...]
+
+    @property
+    def ran(self) -> tuple[Rung, ...]:
+        return tuple(rung for rung in self.rungs if rung.time is not None)
+
+    @property
+    def subject(self) -> str:
+        """What was trained: `gpt2, B = 16, T = 1024`."""
+        preset = next((rung.said("preset", "") for rung in self.rungs), "")
+        return ", ".join(part for part in (preset, self.setup) if part)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for rung in self.rungs for record in rung.records.values()]
+
+    @property
+    def baseline(self) -> Rung | None:
+        """Where it starts: the first rung that ran."""
+        return next(iter(self.ran), None)
+
+    @property
+    def best(self) -> Rung | None:
+        """The fastest rung that was kept."""
+        return min(
+            (rung for rung in self.ran if rung.kept),
+            key=lambda rung: rung.value("iteration_ms") or 0.0,
+            default=None,
+        )
+
+    def of(self, metric: str) -> list[Record]:
+        """The records of `metric` that hold a value."""
+        return [r for r in self.records if r.metric == metric and r.value is not None]
+
+
+def climbs(records: Sequence[Record]) -> list[Climb]:
+    """All climbs among the records of one machine and preset, the cumulative ones first."""
+    found = [
+        Climb(mode, combination, setup, _rungs(group))
+        for (mode, combination, setup), group in grouped(records, _climb_of).items()
+    ]
+    return sorted(found, key=lambda c: MODES.index(c.mode) if c.mode in MODES else len(MODES))
+
+
+def setup_of(case: Mapping[str, Scalar]) -> str:
+    """`B = 16, T = 1 024`, as far as the case says."""
+    parts = (("B", case.get("batch")), ("T", case.get("seqlen_q")))
+    return ", ".join(f"{name} = {whole(v)}" for name, v in parts if isinstance(v, (int, float)) and v)
+
+
+def _climb_of(record: Record) -> tuple[str, str, str]:
+    case = record.case
+    mode = str(case.get("mode") or "cumulative")
+    # The rows of a named set may differ in their batch: it is part of their names.
+    setup = setup_of(case) if mode in ("cumulative", "alone") else ""
+    return mode, str(case.get("combination") or ""), setup
+
+
+def _rungs(records: Sequence[Record]) -> tuple[Rung, ...]:
+    by_name = grouped(records, lambda r: (r.case.get("rung"), r.case.get("batch"), r.case.get("seqlen_q")))
+    rungs = []
+    for group in by_name.values():
+        ordered = sorted(group, key=lambda r: r.time)
+        case = {key: value for record in ordered for key, value in record.case.items()}
+        rungs.append(Rung(case, {record.metric: record for record in ordered}))
+    # Sorting is stable: rungs without an order stay as they were written.
+    return tuple(sorted(rungs, key=lambda rung: rung.said("order", 0)))
