@@ -1,1 +1,20 @@
-"""Find compilers, build, cache and load the compiled libraries."""
+"""The native core: compilers found, libraries built, cached and loaded. Nothing happens at import."""
+
+from fuseline.native.build import BuildError
+from fuseline.native.cache import cache_dir
+from fuseline.native.compilers import Compiler, Search, compilers
+from fuseline.native.library import LibraryStatus, NativeError, Status, load, ready, status
+
+__all__ = [
+    "BuildError",
+    "Compiler",
+    "LibraryStatus",
+    "NativeError",
+    "Search",
+    "Status",
+    "cache_dir",
+    "compilers",
+    "load",
+    "ready",
+    "status",
+]

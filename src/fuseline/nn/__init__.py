@@ -1,1 +1,5 @@
 """Drop-in modules over the ops."""
+
+from fuseline.nn.layer_norm import LayerNorm
+
+__all__ = ["LayerNorm"]

@@ -1,1 +1,13 @@
-"""Fused operations, one file an op."""
+"""Fused operations, one file an op.
+
+Functions are bound here once and eagerly: `fuseline.ops.softmax` is the function, whatever was imported
+before.
+"""
+
+from fuseline.ops.attention import backends as attention_backends
+from fuseline.ops.attention.attention import attention
+from fuseline.ops.layer_norm import layer_norm
+from fuseline.ops.op import Case, Op, get, registered
+from fuseline.ops.softmax import softmax
+
+__all__ = ["Case", "Op", "attention", "attention_backends", "get", "layer_norm", "registered", "softmax"]

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """One case of an op: a shape and the options that matter with it. `label` names it in tests and records."""
+    """One case of an op: a shape and the options that matter with it. `label` names it in records."""
 
     label: str
     shape: tuple[int, ...]

@@ -1,0 +1,87 @@
+// The door to libfuseline_kernels, opened by Python with the library's path, and what the ops' files share.
+
+#include "fuseline_torch.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+namespace fuseline {
+namespace {
+
+std::mutex mutex;
+void* kernels = nullptr;
+
+std::string open_kernels(const char* path) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (kernels != nullptr) return "";
+    void* opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (opened == nullptr) return dlerror();
+    const auto version = reinterpret_cast<decltype(&fuseline_kernels_abi_version)>(
+        dlsym(opened, "fuseline_kernels_abi_version"));
+    const int found = version == nullptr ? 0 : version();
+    if (found != FUSELINE_KERNELS_ABI_VERSION) {
+        dlclose(opened);
+        return "it has interface version " + std::to_string(found) + ", this library calls version " +
+               std::to_string(FUSELINE_KERNELS_ABI_VERSION);
+    }
+    kernels = opened;
+    return "";
+}
+
+}  // namespace
+
+void* kernel_symbol(const char* name) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK(kernels != nullptr,
+                "libfuseline_kernels.so is not loaded, so torch.ops.fuseline has no CUDA kernels. Call the functions "
+                "in fuseline.ops, which load it or run their references; `fuseline doctor` says what is missing.");
+    void* symbol = dlsym(kernels, name);
+    TORCH_CHECK(symbol != nullptr, "libfuseline_kernels.so has no function ", name, "; `fuseline build` makes it anew.");
+    return symbol;
+}
+
+void check_launch(int code, const char* op) {
+    if (code == 0) return;
+    static const auto describe = FUSELINE_KERNEL(fuseline_error_string);
+    TORCH_CHECK(false, op, " on CUDA: ", describe(code), " (code ", code, ")");
+}
+
+int kernel_dtype(const Tensor& x, const char* op) {
+    const auto type = x.scalar_type();
+    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, op,
+                     " on CUDA takes float32, float16 and bfloat16, not ", type,
+                     ". The function in fuseline.ops runs its reference for float64.");
+    return type == at::kFloat ? FUSELINE_FLOAT32 : type == at::kHalf ? FUSELINE_FLOAT16 : FUSELINE_BFLOAT16;
+}
+
+cpu::Type cpu_type(const Tensor& x, const char* op) {
+    const auto type = x.scalar_type();
+    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble, op,
+                     " takes float32, float64, float16 and bfloat16, not ", type, ".");
+    return type == at::kFloat      ? cpu::Type::f32
+           : type == at::kHalf     ? cpu::Type::f16
+           : type == at::kBFloat16 ? cpu::Type::bf16
+                                   : cpu::Type::f64;
+}
+
+Tensor NoSecondDerivative::forward(AutogradContext* ctx, const Tensor& result, const Tensor&, const Tensor&,
+                                   const std::string& op) {
+    ctx->saved_data["op"] = op;
+    return result.view_as(result);
+}
+
+variable_list NoSecondDerivative::backward(AutogradContext* ctx, const variable_list&) {
+    const std::string op = ctx->saved_data["op"].toStringRef();
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "fuseline.ops.", op, " has no second derivative. Its reference has one: "
+                                "fuseline.ops.get(\"", op, "\").reference(...) takes the same arguments.");
+    return {};
+}
+
+}  // namespace fuseline
+
+extern "C" __attribute__((visibility("default"))) const char* fuseline_torch_load_kernels(const char* path) {
+    static thread_local std::string complaint;
+    complaint = fuseline::open_kernels(path);
+    return complaint.c_str();
+}

@@ -1,0 +1,118 @@
+"""Our two libraries as recipes: what is compiled, with which flags.
+
+`libfuseline_kernels.so` (nvcc, no torch headers, static CUDA runtime) serves every torch and Python; its
+key knows nothing of torch. `libfuseline_torch.so` (C++ only) is built against the torch at hand.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from fuseline.native.build import Recipe, Unit
+from fuseline.native.compilers import Compiler, toolkit_library_flags
+
+CSRC = Path(__file__).parent.parent / "csrc"
+KERNELS = CSRC / "kernels"
+TORCH = CSRC / "torch"
+
+KERNELS_NAME = "fuseline_kernels"
+TORCH_NAME = "fuseline_torch"
+
+# Machine code for A100 (and its minors) and H100; PTX for what comes after.
+GENCODE = (
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+)
+NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
+NVCC_CORES = 2
+
+CXX_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas")
+# The row loops vectorize through `omp simd`, which needs no OpenMP runtime; nobody reads errno or
+# floating-point flags, and stores to them would keep the loops scalar.
+ROWS_FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+ISA_FLAGS = {
+    "baseline": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+        "-mprefer-vector-width=512",
+    ),
+}
+
+
+def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
+    """`libfuseline_kernels.so` from every `.cu` in csrc/kernels."""
+    flags = (*host_compiler_flags(cxx), *GENCODE, *NVCC_FLAGS, f"-I{KERNELS}")
+    headers = tuple(sorted((*KERNELS.rglob("*.h"), *KERNELS.rglob("*.cuh"))))
+    units = tuple(
+        Unit(source, nvcc, flags, headers, (cxx.version,), source.name, cores=NVCC_CORES)
+        for source in sorted(KERNELS.rglob("*.cu"))
+    )
+    link = (*host_compiler_flags(cxx), "-shared", "--cudart=static", *toolkit_library_flags(nvcc))
+    return Recipe(KERNELS_NAME, units, nvcc, link)
+
+
+def torch_recipe(cxx: Compiler) -> Recipe:
+    """`libfuseline_torch.so` from every `.cpp` in csrc/torch, against the torch of this interpreter."""
+    include = tuple(f"-isystem{path}" for path in torch_include_paths())
+    flags = (*CXX_FLAGS, *torch_abi_flags(), *openmp_flags(cxx), f"-I{TORCH}", f"-I{KERNELS}", *include)
+    headers = tuple(sorted((*TORCH.rglob("*.h"), *KERNELS.glob("*.h"))))
+    units = [
+        Unit(source, cxx, flags, headers, torch_identity(), source.name)
+        for source in sorted(TORCH.glob("*.cpp"))
+    ]
+    rows = tuple(sorted((TORCH / "cpu").glob("*.h")))
+    for source in sorted((TORCH / "cpu").glob("*_rows.cpp")):
+        for isa, isa_flags in instruction_sets().items():
+            row_flags = (*CXX_FLAGS, *ROWS_FLAGS, *isa_flags, f"-DFUSELINE_ISA={isa}")
+            units.append(
+                Unit(source, cxx, row_flags, rows, (platform.machine(),), f"{source.name} for {isa}")
+            )
+    return Recipe(TORCH_NAME, tuple(units), cxx, torch_link_flags())
+
+
+def instruction_sets() -> dict[str, tuple[str, ...]]:
+    """The instruction sets the CPU kernels are compiled for; one of them is chosen at run time."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return ISA_FLAGS
+    return {"baseline": ()}
+
+
+def host_compiler_flags(cxx: Compiler) -> tuple[str, ...]:
+    """nvcc looks for g++ on PATH by itself; a compiler named in $CXX has to be handed to it."""
+    return (f"-ccbin={cxx.path}",) if os.environ.get("CXX") else ()
+
+
+def openmp_flags(cxx: Compiler) -> tuple[str, ...]:
+    """For at::parallel_for. torch's wheels bring GNU's OpenMP runtime, which is found in the process; linking
+    another one, or clang's, would start a second pool of threads: clang's builds run rows serially."""
+    return () if cxx.is_clang else ("-fopenmp",)
+
+
+def torch_include_paths() -> list[str]:
+    from torch.utils import cpp_extension
+
+    return list(cpp_extension.include_paths("cpu"))
+
+
+def torch_abi_flags() -> tuple[str, ...]:
+    import torch
+
+    return (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
+
+
+def torch_identity() -> tuple[str, ...]:
+    """What of torch decides an object compiled against its headers."""
+    import torch
+
+    return (torch.__version__, str(torch.version.git_version), platform.machine())
+
+
+def torch_link_flags() -> tuple[str, ...]:
+    from torch.utils import cpp_extension
+
+    places = tuple(f"-L{path}" for path in cpp_extension.library_paths("cpu"))
+    return ("-shared", *places, "-ltorch_cpu", "-lc10", "-ldl")

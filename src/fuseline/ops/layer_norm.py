@@ -1,0 +1,139 @@
+"""Layer normalization over the trailing dimensions, weight and bias optional.
+
+    y = (x - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+
+x is [..., *normalized_shape], weight and bias are [*normalized_shape], each optional. dtypes: float32,
+float16, bfloat16, float64 (on a GPU float64 runs the reference); weight and bias have x's dtype or float32.
+The result has x's dtype. Statistics and sums are kept in float32 (float64 for float64), and the variance is
+taken from distances to the mean, so that it does not cancel. Under autocast the dtype stays that of x,
+unlike torch's layer_norm, which returns float32: the op is bound by memory, and its error is that of one
+rounding.
+
+Not twice differentiable. Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, equations 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.errors import InputError
+from fuseline.ops.op import Case, Op, register
+
+
+def reference(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """The definition in plain PyTorch, for every device; rounded once, at the end."""
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if not shape or list(x.shape[-len(shape) :]) != shape:
+        raise InputError(
+            f"layer_norm: normalized_shape {shape} are not the last dimensions of x, "
+            f"whose shape is {list(x.shape)}."
+        )
+    dims = tuple(range(-len(shape), 0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dims, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`torch.nn.functional.layer_norm` in one pass each way, in x's dtype.
+
+    Args:
+        x: [..., *normalized_shape]; float32, float16, bfloat16 or float64.
+        normalized_shape: sizes of the trailing dimensions that share a mean.
+        weight, bias: [*normalized_shape] in x's dtype or float32, each optional.
+        eps: added to the variance.
+
+    Returns x's shape and dtype, contiguous.
+    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    """
+    device = x.device.type
+    if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        return torch.ops.fuseline.layer_norm.default(x, shape, weight, bias, eps)
+    return reference(x, normalized_shape, weight, bias, eps)
+
+
+def _inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    options = dict(case.options)
+    affine = options.pop("affine", "both")
+    affine_dtype = options.pop("affine_dtype", dtype)
+    offset, spread = options.pop("offset", 0.0), options.pop("spread", 1.0)
+    shape = options.pop("normalized_shape", case.shape[-1:])
+    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    arguments = {
+        "x": (torch.randn(case.shape, **draw) * spread + offset).to(dtype),
+        "normalized_shape": shape,
+    }
+    if affine in ("both", "weight"):
+        arguments["weight"] = (1 + 0.5 * torch.randn(shape, **draw)).to(affine_dtype)
+    if affine in ("both", "bias"):
+        arguments["bias"] = torch.randn(shape, **draw).to(affine_dtype)
+    return {**arguments, **options}
+
+
+def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
+    activations = math.prod(case.shape) * itemsize * (2 if direction == "fw" else 3)
+    rows = math.prod(case.shape) // max(1, n)
+    return activations + n * itemsize * (2 if direction == "fw" else 3) + rows * 8
+
+
+def _flops(case: Case, direction: str) -> int:
+    return math.prod(case.shape) * (8 if direction == "fw" else 15)
+
+
+LAYER_NORM = register(
+    Op(
+        name="layer_norm",
+        function=layer_norm,
+        reference=reference,
+        inputs=_inputs,
+        differentiable=("x", "weight", "bias"),
+        cases=(
+            Case("rows of 128", (256, 128)),
+            Case("rows of 768", (2, 65, 768)),
+            Case("rows of 1024", (64, 1024)),
+            Case("no affine", (33, 768), {"affine": "none"}),
+            Case("no bias", (33, 384), {"affine": "weight"}),
+            Case("no weight", (33, 384), {"affine": "bias"}),
+            Case("float32 affine", (40, 384), {"affine_dtype": torch.float32}),
+            Case("one element a row", (5, 1)),
+            Case("seven a row", (3, 7)),
+            Case("odd rows", (31, 31)),
+            Case("one row of a vocabulary", (1, 50257)),
+            Case("many rows", (3000, 40)),
+            Case("one dimension", (129,)),
+            Case("no rows", (0, 16)),
+            Case("two dimensions normalized", (6, 5, 12), {"normalized_shape": (5, 12)}),
+            Case("far from zero", (16, 512), {"offset": 1000.0}),
+            Case("tiny variance", (16, 512), {"spread": 1e-4, "eps": 1e-12}),
+            Case("large values", (16, 512), {"spread": 5000.0}),
+        ),
+        bytes_moved=_bytes_moved,
+        flops=_flops,
+    )
+)
