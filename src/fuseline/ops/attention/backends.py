@@ -132,8 +132,8 @@ def _cudnn(call: Call) -> torch.Tensor:
 
 
 def _autocast(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v as autocast would hand them to scaled_dot_product_attention, whose list the operators are not
-    on.""" device = call.q.device.type
+    """q, k and v cast as autocast casts scaled_dot_product_attention's; the operators are not on its list."""
+    device = call.q.device.type
     if not torch.is_autocast_enabled(device) or call.q.dtype == torch.float64:
         return call.q, call.k, call.v
     dtype = torch.get_autocast_dtype(device)
