@@ -1,0 +1,6 @@
+"""Fuseline's ops against their peers: time, share of the copy bandwidth, error against float64."""
+
+from fuseline.bench.ops.measure import Effort
+from fuseline.bench.ops.suite import OpsBench, run
+
+__all__ = ["Effort", "OpsBench", "run"]

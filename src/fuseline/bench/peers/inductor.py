@@ -1,0 +1,34 @@
+"""`torch.compile` of what eager runs, for exactly these shapes."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+from fuseline.bench.peers.eager import torch_function
+from fuseline.ops import Op
+
+
+class Inductor:
+    name = "inductor"
+
+    def why_not(self, device: torch.device) -> str | None:
+        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            return "no C++ compiler was found, and it generates C++ for a processor"
+        return None
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+        function = torch_function(op, inputs)
+
+        def call(**arguments: Any) -> torch.Tensor:
+            return function(**arguments)
+
+        return functools.partial(torch.compile(call, dynamic=False, fullgraph=True), **inputs)

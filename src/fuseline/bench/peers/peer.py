@@ -1,0 +1,55 @@
+"""What a peer has to say: whether it is here, its version, and how it computes an op."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from fuseline.ops import Op
+
+
+class UnsupportedError(Exception):
+    """This peer does not compute that op, or not with those options. The message says what is missing."""
+
+
+class Peer(Protocol):
+    """An implementation to measure against."""
+
+    @property
+    def name(self) -> str: ...
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run on `device`, or None if it can."""
+
+    def version(self) -> str:
+        """Of the package that computes."""
+
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+        """A call that computes `op` on `inputs`, the arguments of `op.reference`, differentiably.
+
+        Raises `UnsupportedError`. Conversions that the peer needs are done here, outside the call.
+        """
+
+
+def why_not_importable(module: str, package: str, device: torch.device) -> str | None:
+    """For a peer that is an optional package with GPU kernels only."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"not installed: `pip install {package}` ({error})"
+    return None if device.type == "cuda" else "has kernels for GPUs only"
+
+
+def package_version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def refuse_options(peer: str, inputs: Mapping[str, Any], **plain: Any) -> None:
+    """`UnsupportedError` if an option differs from the plain value given: the peer has no such option."""
+    for option, value in plain.items():
+        if option in inputs and inputs[option] != value:
+            raise UnsupportedError(f"{peer} has no {option}")

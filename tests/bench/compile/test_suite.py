@@ -1,0 +1,105 @@
+"""The suite on a processor, tiny: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline.bench.compile import CompileBench, run
+from fuseline.errors import InputError
+from fuseline.records import read
+
+CPU = torch.device("cpu")
+WORDS = "the quick brown fox jumps over the lazy dog and runs away from it " * 40
+
+
+def bench(**options: object) -> CompileBench:
+    settings: dict[str, object] = {
+        "device": CPU,
+        "preset": "small",
+        "precision": "fp32",
+        "iterations": 6,
+        "models": ("lstm", "vit"),
+        "backends": ("eager", "cudagraphs"),
+    }
+    return CompileBench(**{**settings, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "words.txt"
+    path.write_text(WORDS)
+    return path
+
+
+def test_records_and_traces_are_written(tmp_path: Path, text: Path) -> None:
+    events = []
+    out = tmp_path / "out"
+    records = run(bench(data=str(text)), out, lambda *event: events.append(event))
+    assert read(out / "compile.jsonl") == records
+    trace = json.loads((out / "traces" / "lstm-eager.json").read_text())
+    assert len(trace) == 6
+    assert not (out / "traces" / "lstm-cudagraphs.json").exists()
+    times = {r.case["model"]: r for r in records if r.metric == "iteration_mean_ms"}
+    assert set(times) == {"lstm", "vit"}
+    assert times["lstm"].value == pytest.approx(sum(trace) / 6, abs=1e-3)
+    assert times["lstm"].case["vocab"] == len(set(WORDS))
+    assert {r.case["model"] for r in records if r.metric == "skipped"} == {"lstm", "vit"}
+    assert [e for e in events if e[2] == "run"] == [
+        ("lstm", "eager", "run", 6, 6),
+        ("vit", "eager", "run", 6, 6),
+    ]
+
+
+def test_a_budget_leaves_what_there_is_no_time_for(tmp_path: Path, text: Path) -> None:
+    records = run(bench(data=str(text), budget_s=1e-9), tmp_path, lambda *_: None)
+    reasons = {r.case["reason"] for r in records if r.peer == "eager"}
+    assert reasons == {"the time budget was used up before its turn"}
+
+
+def test_the_plan_names_what_will_be_skipped() -> None:
+    assert bench(models=("vit",)).plan() == [
+        ("vit", "eager", None),
+        ("vit", "cudagraphs", "needs a CUDA device: it replays CUDA graphs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"models": ("vitt",)}, "no model named 'vitt'. Did you mean 'vit'"),
+        ({"backends": ("eagr",)}, "no backend named 'eagr'. Did you mean 'eager'"),
+        ({"preset": "middle"}, "no preset named 'middle'"),
+        ({"iterations": 0}, "0 iterations"),
+        ({"budget_s": 0.0}, "A budget of 0 minutes"),
+        ({"price_per_hour": -1.0}, "A price of -1.0 an hour"),
+        ({"models": ()}, "Nothing to compare"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        bench(**options)
+
+
+def test_text_too_short_for_a_batch_is_the_users_to_mend(tmp_path: Path, text: Path) -> None:
+    text.write_text("too short")
+    with pytest.raises(InputError):
+        run(bench(data=str(text)), tmp_path / "out", lambda *_: None)
+
+
+@pytest.mark.slow
+def test_inductor_is_timed_beside_eager_and_agrees_with_it(tmp_path: Path) -> None:
+    records = run(bench(models=("vit",), backends=("eager", "inductor")), tmp_path, lambda *_: None)
+    found = {r.metric: r for r in records if r.peer == "inductor" and r.case["model"] == "vit"}
+    assert "skipped" not in found, found["skipped"].case["reason"]
+    assert found["loss_error"].value is not None
+    assert found["loss_error"].value < 1e-4
+    assert found["paired_speedup"].value is not None
+    assert math.isfinite(found["paired_speedup"].value)
+    assert found["compile_s"].value is not None
+    assert found["compile_s"].value > 0

@@ -1,0 +1,94 @@
+"""The adapters: each present peer computes the op, and each says what it cannot do."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuseline.bench.peers import PEERS, UnsupportedError, find_peers
+from fuseline.errors import InputError
+from fuseline.ops import Case, get
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def inputs_of(op: str, shape: tuple[int, ...] = (5, 24), **options: object) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(0)
+    return get(op).inputs(Case("test", shape, options), CPU, torch.float32, generator)
+
+
+@pytest.mark.parametrize("name", ["fuseline", "eager"])
+def test_softmax_and_layer_norm_are_computed(name: str) -> None:
+    peer = PEERS[name]
+    assert peer.why_not(CPU) is None
+    x = inputs_of("softmax")
+    torch.testing.assert_close(peer.bind(get("softmax"), x)(), F.softmax(x["x"], -1))  # type: ignore[arg-type]
+    norm = inputs_of("layer_norm")
+    expected = F.layer_norm(norm["x"], (24,), norm["weight"], norm["bias"])  # type: ignore[arg-type]
+    torch.testing.assert_close(peer.bind(get("layer_norm"), norm)(), expected)
+
+
+def test_eager_runs_torchs_own_function_and_the_reference_for_options_that_has_not() -> None:
+    with torch.autograd.profiler.profile() as profile:
+        PEERS["eager"].bind(get("softmax"), inputs_of("softmax"))()
+    calls = [event.name for event in profile.function_events]
+    assert [name for name in calls if name in ("aten::softmax", "aten::masked_fill")] == ["aten::softmax"]
+    masked = inputs_of("softmax", mask="bool", scale=0.5)
+    result = PEERS["eager"].bind(get("softmax"), masked)()
+    assert torch.equal(result, get("softmax").reference(**masked))
+    assert float(result[~masked["mask"]].abs().sum()) == 0.0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name, package", [("liger", "liger-kernel"), ("quack", "quack-kernels")])
+def test_an_absent_package_is_named_with_the_command_that_brings_it(name: str, package: str) -> None:
+    module = {"liger": "liger_kernel", "quack": "quack"}[name]
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed here")
+    reason = PEERS[name].why_not(CUDA)
+    assert reason is not None
+    assert f"pip install {package}" in reason
+
+
+@pytest.mark.parametrize("name", ["liger", "quack"])
+def test_what_a_peer_has_not_is_said(name: str) -> None:
+    peer = PEERS[name]
+    unknown = get("softmax").__class__(**{**vars(get("softmax")), "name": "convolution"})
+    with pytest.raises(UnsupportedError, match=f"{name} has no convolution"):
+        peer.bind(unknown, inputs_of("softmax"))
+    with pytest.raises(UnsupportedError, match="weight and a bias"):
+        peer.bind(get("layer_norm"), inputs_of("layer_norm", affine="none"))
+
+
+def test_ours_comes_first_and_an_unknown_peer_is_met_with_the_nearest_name() -> None:
+    assert [peer.name for peer in find_peers(("eager", "fuseline"))] == ["fuseline", "eager"]
+    with pytest.raises(InputError, match=r"no peer named 'ligre'\. Did you mean 'liger'"):
+        find_peers(("ligre",))
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same() -> None:
+    x = inputs_of("softmax")
+    torch.testing.assert_close(
+        PEERS["inductor"].bind(get("softmax"), x)(),
+        F.softmax(x["x"], -1),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["inductor", "liger", "quack"])
+@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+def test_peers_on_a_gpu_agree_with_the_reference_both_ways(name: str, op: str) -> None:
+    peer = PEERS[name]
+    if reason := peer.why_not(CUDA):
+        pytest.skip(reason)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    inputs = get(op).inputs(Case("test", (64, 256)), CUDA, torch.float32, generator)
+    leaves = [inputs[name].requires_grad_() for name in get(op).differentiable if name in inputs]
+    out, expected = peer.bind(get(op), inputs)(), get(op).reference(**inputs)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    grad_out = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, leaves, grad_out) for y in (out, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
