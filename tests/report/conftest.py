@@ -286,6 +286,25 @@ def make_ops(env: Environment = GPU) -> list[Record]:
                             _record("ops", case, "share_of_copy", reached, env, **rest, **_around(reached)),
                             _record("ops", case, "error", error * (1 + share), env, **rest),
                         ]
+                        if peer != "fuseline":
+                            gain = peers["fuseline"][0] / reached
+                            records.append(
+                                _record("ops", case, "paired_speedup", gain, env, **rest, **_around(gain))
+                            )
+            host = {
+                "op": op,
+                "dtype": dtype,
+                "native": True,
+                "direction": "fw",
+                "captured": False,
+                "rows": 8,
+                "n": 128,
+            }
+            for peer, us in (("fuseline", 9.1), ("eager", 11.6), ("inductor", 38.0)):
+                records.append(_record("ops", host, "host_us", us, env, peer=peer, n=10, **_around(us)))
+    absent = {"op": "all", "reason": "not installed: `pip install quack-kernels`"}
+    records.append(_record("ops", absent, "skipped", None, env, peer="quack"))
+    records.append(_record("ops", {"op": "copy"}, "bandwidth_gbs", 3005.0, env, peer="copy"))
     return records
 
 

@@ -37,7 +37,7 @@ METRICS: Mapping[str, Presentation] = {
     "mfu_sigma": Presentation("MFU sigma", "", "percent"),
     "mfu_causal": Presentation("MFU", "causal", "percent", "6N + 6LCT: only the attention a mask leaves"),
     "speedup": Presentation("speed-up", "of the baseline", "ratio"),
-    "paired_speedup": Presentation("this step", "paired", "ratio", "A B B A against what it replaced"),
+    "paired_speedup": Presentation("ratio", "old/new, paired", "ratio", "runs taken A B B A"),
     "peak_memory_gib": Presentation("peak memory", "GiB", hint="allocated, not reserved"),
     "max_batch": Presentation("largest batch", "sequences", "count"),
     "compile_s": Presentation("compile", "s"),

@@ -14,7 +14,9 @@ Group = TypeVar("Group", bound=Hashable)
 _RUNG = ("model", "preset", "mode", "combination", "rung", "batch", "seqlen_q")
 _RAN_AS = ("dtype", "backend", "vocab", "optimizer", "kernels", "execution", "dropout", "bias")
 # What is said of any other run after the fact.
-_SAID_AFTERWARDS = frozenset({"order", "kept", "reason", "names", "baseline", "note", "text", "overflow"})
+_SAID_AFTERWARDS = frozenset(
+    {"order", "kept", "reason", "names", "baseline", "note", "text", "overflow", "models"}
+)
 
 
 class Shelf:

@@ -59,7 +59,7 @@ def side_by_side(reference: ReferenceTable, climb: Climb | None, preset: str) ->
         reading += f" They ran {theirs_of}, ours is {preset}: compare ratios, not times."
     elif not used:
         reading += " Not run here."
-    return table(reference.title, columns, made, source(used, samples="n (runs)"), reading)
+    return table(f"{reference.title}, {theirs_of}", columns, made, source(used, samples="n (runs)"), reading)
 
 
 def chart(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Drawing | None:

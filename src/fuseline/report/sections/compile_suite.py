@@ -22,7 +22,7 @@ MEAN = "geometric mean"  # the model's name in the records that sum up all model
 COLUMNS = {
     "iteration_ms": "median, ms/iteration",
     "iteration_mean_ms": "mean and sigma, ms",
-    "paired_speedup": "ratio old/new, paired",
+    "paired_speedup": "",
     "tokens_per_s": "",
     "samples_per_s": "",
     "mfu": "MFU and sigma",

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Row, Section, Table, table
-from fuseline.report.metrics import cell, presentation
+from fuseline.report.metrics import METRICS, cell
 from fuseline.report.numbers import tick, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
-_TEXT = {"skipped": "reason", "kernels": "names"}
+DRAWN = ("ladder", "compile", "ops")  # suites with a section of their own
+# Metrics whose answer is words, and the key of the case that holds them.
+WORDS = {"skipped": "reason", "kernels": "names"}
 
 
 def sections(shelf: Shelf) -> list[Section]:
@@ -20,49 +22,47 @@ def sections(shelf: Shelf) -> list[Section]:
     made = []
     for index, ((suite, device, _), records) in enumerate(places.items(), 1):
         blocks: tuple[Block, ...] = tuple(b for b in (pivot("Measurements", records),) if b is not None)
-        title = f"{suite.capitalize()}: other measurements"
-        made.append(Section(f"other-{index}", title, device, f"{suite}, {device}", blocks))
+        title = suite.capitalize() + (": other measurements" if suite in DRAWN else "")
+        made.append(Section(f"other-{index}", title, device, f"{len(records)} records of {device}", blocks))
     return made
 
 
 def pivot(title: str, records: Sequence[Record], *, folded: bool = False) -> Table | None:
     """Rows by what was run and by whom, columns by metric. What is the same in all rows is said once."""
-    keys = list(dict.fromkeys(k for r in records for k in r.case if k not in _TEXT.values()))
+    keys = dict.fromkeys(k for r in records for k in r.case if k not in (*WORDS.values(), "section"))
     varying = [k for k in keys if len({str(r.case.get(k)) for r in records}) > 1]
-    constant = [
-        f"{k.replace('_', ' ')} {_case_cell(records[0], k).text}"
-        for k in keys
-        if k not in varying and k != "section"
-    ]
-    peers = len({r.peer for r in records}) > 1
-    metrics = list(dict.fromkeys(r.metric for r in records))
+    constant = [f"{_spoken(k)} {_case_cell(records[0], k).text}" for k in keys if k not in varying]
+    with_peer = not varying or len({r.peer for r in records}) > 1
+    units = {r.metric: r.unit for r in records}
     columns = [
-        *([Column("peer", numeric=False)] if peers else []),
-        *(Column(key.replace("_", " "), numeric=False) for key in varying),
-        *(_column(metric) for metric in metrics),
+        *([Column("peer", numeric=False)] if with_peer else []),
+        *(Column(_spoken(key), numeric=False) for key in varying),
+        *(_column(metric, unit) for metric, unit in units.items()),
     ]
     rows = []
     for group in grouped(records, lambda r: (r.peer, *(str(r.case.get(k)) for k in varying))).values():
         by_metric = {r.metric: r for r in group}
-        first = group[0]
-        rows.append(
-            Row(
-                (
-                    *([Cell(first.peer)] if peers else []),
-                    *(_case_cell(first, key) for key in varying),
-                    *(_value_cell(by_metric.get(metric)) for metric in metrics),
-                )
-            )
-        )
+        cells = [
+            *([Cell(group[0].peer)] if with_peer else []),
+            *(_case_cell(group[0], key) for key in varying),
+            *(_value_cell(by_metric.get(metric)) for metric in units),
+        ]
+        rows.append(Row(tuple(cells)))
     told = f"In all rows: {', '.join(constant)}." if constant else ""
     return table(title, columns, rows, source(records), told, folded=folded)
 
 
-def _column(metric: str) -> Column:
-    shown = presentation(metric)
-    return Column(
-        f"{shown.label}, {shown.unit}" if shown.unit else shown.label, shown.hint, metric not in _TEXT
-    )
+def _spoken(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _column(metric: str, unit: str) -> Column:
+    if metric in WORDS:
+        return Column(_spoken(metric), numeric=False)
+    if metric not in METRICS:
+        return Column(f"{_spoken(metric)}, {unit}")
+    shown = METRICS[metric]
+    return Column(", ".join(filter(None, (shown.label, shown.unit))), shown.hint)
 
 
 def _case_cell(record: Record, key: str) -> Cell:
@@ -75,6 +75,6 @@ def _case_cell(record: Record, key: str) -> Cell:
 
 
 def _value_cell(record: Record | None) -> Cell:
-    if record is not None and record.metric in _TEXT:
-        return Cell(str(record.case.get(_TEXT[record.metric], "")))
+    if record is not None and record.metric in WORDS:
+        return Cell(str(record.case.get(WORDS[record.metric], "")))
     return cell(record)

@@ -63,8 +63,9 @@ def notes(climb: Climb) -> Details | None:
 
 
 def _columns(metrics: Sequence[str]) -> list[Column]:
-    shown = map(presentation, metrics)
-    return [Column(f"{p.label}, {p.unit}" if p.unit else p.label, p.hint) for p in shown]
+    headings = {"paired_speedup": "this step, paired"}
+    shown = [(headings.get(metric), presentation(metric)) for metric in metrics]
+    return [Column(heading or ", ".join(filter(None, (p.label, p.unit))), p.hint) for heading, p in shown]
 
 
 def _cells(rung: Rung, metrics: Sequence[str]) -> list[Cell]:

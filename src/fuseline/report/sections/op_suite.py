@@ -5,19 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fuseline.records import Record
-from fuseline.report.blocks import EMPTY, Block, Cell, Column, Drawing, Heading, Row, Section, Table, table
+from fuseline.report.blocks import (
+    EMPTY,
+    Block,
+    Cell,
+    Column,
+    Details,
+    Drawing,
+    Heading,
+    Row,
+    Section,
+    Table,
+    Words,
+    table,
+)
 from fuseline.report.charts import Axis, Figure, Key, Line, Lines, Panels, Point
 from fuseline.report.metrics import cell, number, presentation
-from fuseline.report.numbers import percent_tick, ratio, tick, whole
+from fuseline.report.numbers import percent_tick, plain, tick, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 DASHES: dict[str, tuple[float, ...]] = {"fuseline": (), "eager": (5, 3), "inductor": (2, 2)}
+OTHER_DASH = (7.0, 3.0, 2.0, 3.0)
 # What is drawn against the row length: the first of these that was measured.
 DRAWN = ("share_of_copy", "bandwidth_gbs", "time_us")
-_WHERE = frozenset({"op", "dtype", "rows", "n", "direction", "reason"})
+_WHERE = frozenset({"op", "dtype", "rows", "n", "direction", "native", "reason"})
 
 
 def sections(shelf: Shelf) -> list[Section]:
@@ -28,42 +43,59 @@ def sections(shelf: Shelf) -> list[Section]:
 
 
 def _section(index: int, device: str, records: Sequence[Record]) -> Section:
-    blocks: list[Block | None] = []
-    by_op = grouped(records, lambda r: str(r.case["op"]))
+    about_all = [r for r in records if r.case["op"] in ("copy", "all")]
+    by_op = grouped((r for r in records if r not in about_all), lambda r: str(r.case["op"]))
+    blocks: list[Block | None] = [*_about_all(about_all, records)]
     for op, group in by_op.items():
         stem = f"ops-{op}" + (f"-{index}" if index > 1 else "")
         blocks.append(Heading(op))
-        variants = grouped(group, _variant)
-        for position, (variant, of_variant) in enumerate(variants.items()):
-            blocks.append(_lines(op, variant, of_variant, stem + (f"-{position}" if position else "")))
-        blocks.append(_worst(group))
-        blocks.append(_all(group))
-    title = "Ops against their peers"
+        for position, (variant, of_variant) in enumerate(grouped(group, _variant).items()):
+            name = stem + (f"-{position}" if position else "")
+            blocks.append(_lines(op, variant, of_variant, name))
+        blocks += [_worst(group), _host(group), _all(group)]
     summary = f"{', '.join(by_op)} on {device}"
-    return Section(f"ops-{index}", title, device, summary, tuple(b for b in blocks if b is not None))
+    made = tuple(b for b in blocks if b is not None)
+    return Section(f"ops-{index}", "Ops against their peers", device, summary, made)
+
+
+def _about_all(records: Sequence[Record], every: Sequence[Record]) -> list[Block]:
+    """The copy bandwidth that shares are of, the peers that were not measured, and fallbacks."""
+    blocks: list[Block] = []
+    copies = [plain(r.value) for r in records if r.case["op"] == "copy" and r.value is not None]
+    if copies:
+        blocks.append(
+            Words(f"A large copy ran at {' and '.join(copies)} GB/s, read and written bytes together.")
+        )
+    if any(r.case.get("native") is False for r in every):
+        blocks.append(
+            Words("Fuseline's native library was not loaded: its figures are those of the reference.")
+        )
+    skipped = tuple((r.peer, str(r.case.get("reason") or "")) for r in records if r.metric == "skipped")
+    if skipped:
+        blocks.append(Details("Peers that were not measured", skipped))
+    return blocks
 
 
 def _lines(op: str, variant: str, records: Sequence[Record], name: str) -> Drawing | None:
     """A panel for each direction and dtype, a line a peer."""
     metric = next((m for m in DRAWN if any(r.metric == m and r.value is not None for r in records)), None)
-    used = [r for r in records if r.metric == metric and _length(r) is not None and r.value is not None]
-    if metric is None or len({_length(r) for r in used}) < 2:
+    used = [r for r in records if r.metric == metric and _size(r, "n") and r.value is not None]
+    if metric is None or len({_size(r, "n") for r in used}) < 2:
         return None
     shown = presentation(metric)
-    show = percent_tick if metric == "share_of_copy" else tick
-    highest = max(1.0, *(r.value or 0.0 for r in used)) if metric == "share_of_copy" else None
-    y = Axis(", ".join(filter(None, (shown.label, shown.unit))), show, low=0.0, high=highest)
+    is_share = metric == "share_of_copy"
+    highest = max(1.0, *(r.value or 0.0 for r in used)) if is_share else None
+    y = Axis(_heading(metric), percent_tick if is_share else tick, low=0.0, high=highest)
     x = Axis("row length N", whole, kind="log2")
-    level = 1.0 if metric == "share_of_copy" else None
     panels = tuple(
-        Lines(f"{DIRECTIONS.get(direction, direction)}, {dtype}", x, y, _peers(group), level)
-        for (dtype, direction), group in grouped(used, _panel).items()
+        Lines(panel, x, y, _peers(group), 1.0 if is_share else None)
+        for panel, group in grouped(used, _panel).items()
     )
     peers = dict.fromkeys(r.peer for r in used)
-    legend = tuple(Key(peer, peer_role(peer), "line", DASHES.get(peer, (7, 3, 2, 3))) for peer in peers)
+    legend = tuple(Key(peer, peer_role(peer), "line", DASHES.get(peer, OTHER_DASH)) for peer in peers)
     title = f"{op}: {shown.label} by row length" + (f", {variant}" if variant else "")
-    reading = "Higher is better." if metric != "time_us" else "Lower is better."
-    if level:
+    reading = "Lower is better." if metric == "time_us" else "Higher is better."
+    if is_share:
         reading += " Dotted: a copy of the same bytes on the same machine."
     return Drawing(Figure(name, Panels(title, panels, legend), reading, source(used, samples="n (runs)")))
 
@@ -71,11 +103,10 @@ def _lines(op: str, variant: str, records: Sequence[Record], name: str) -> Drawi
 def _peers(records: Sequence[Record]) -> tuple[Line, ...]:
     lines = []
     for peer, group in grouped(records, lambda r: r.peer).items():
-        points = sorted(
-            (Point(float(_length(r) or 0), float(r.value or 0.0), r.low, r.high) for r in group),
-            key=lambda point: point.x,
-        )
-        lines.append(Line(peer, tuple(points), peer_role(peer), DASHES.get(peer, (7, 3, 2, 3))))
+        # Of several sizes with rows of one length the largest is drawn: it says most of the bandwidth.
+        largest = {_size(r, "n"): r for r in sorted(group, key=lambda r: _size(r, "rows"))}
+        points = tuple(Point(n, r.value or 0.0, r.low, r.high) for n, r in sorted(largest.items()))
+        lines.append(Line(peer, points, peer_role(peer), DASHES.get(peer, OTHER_DASH)))
     # Ours is drawn last, on top.
     return tuple(sorted(lines, key=lambda line: line.label == "fuseline"))
 
@@ -85,75 +116,81 @@ def _worst(records: Sequence[Record]) -> Table | None:
     errors = [r for r in records if r.metric == "error" and r.value is not None]
     peers = list(dict.fromkeys(r.peer for r in errors))
     rows = []
-    for (dtype, direction), group in grouped(errors, _panel).items():
+    for panel, group in grouped(errors, _panel).items():
         worst = {peer: max((r.value or 0.0 for r in group if r.peer == peer), default=None) for peer in peers}
         cells = [EMPTY if (w := worst[peer]) is None else Cell(number("error", w)) for peer in peers]
-        rows.append(Row((Cell(f"{DIRECTIONS.get(direction, direction)}, {dtype}"), *cells)))
+        rows.append(Row((Cell(panel), *cells)))
     columns = [Column("direction and dtype", numeric=False), *(Column(peer) for peer in peers)]
     reading = "norm(out - reference) / norm(reference), the reference in float64; the worst of all sizes."
-    told = source(errors, "largest of all sizes", "n (draws)")
+    told = source(errors, "largest of all sizes", "n (runs)")
     return table("Largest error against float64", columns, rows, told, reading)
+
+
+def _host(records: Sequence[Record]) -> Table | None:
+    """What an eager call costs the host, by dtype and peer."""
+    calls = [r for r in records if r.metric == "host_us"]
+    peers = list(dict.fromkeys(r.peer for r in calls))
+    rows = []
+    for panel, group in grouped(calls, _panel).items():
+        by_peer = {r.peer: r for r in group}
+        rows.append(Row((Cell(panel), *(cell(by_peer.get(peer)) for peer in peers))))
+    columns = [Column("direction and dtype", numeric=False), *(Column(f"{peer}, µs") for peer in peers)]
+    reading = "One eager call on a small matrix: what the host spends before the GPU begins."
+    return table("Host time", columns, rows, source(calls, samples="n (runs)"), reading)
 
 
 def _all(records: Sequence[Record]) -> Table | None:
     """Everything measured of one op: a row a case and peer."""
     metrics = list(dict.fromkeys(r.metric for r in records if r.metric != "skipped"))
-    rows = []
-    for case_records in grouped(records, _case).values():
-        ours = next((r.value for r in case_records if r.peer == "fuseline" and r.metric == "time_us"), None)
-        for peer, group in grouped(case_records, lambda r: r.peer).items():
-            by_metric = {r.metric: r for r in group}
-            rows.append(_row(group[0], peer, by_metric, metrics, ours))
+    by_run = grouped(records, lambda r: (_place(r), r.peer, r.peer_version))
+    rows = [_row({r.metric: r for r in group}, metrics) for group in by_run.values()]
     columns = [
         Column("case", numeric=False),
         Column("peer", numeric=False),
-        *(Column(", ".join(filter(None, (presentation(m).label, presentation(m).unit)))) for m in metrics),
-        Column("its time / ours", "above 1: ours is faster"),
-        Column("not run", numeric=False),
+        *(Column(_heading(metric), presentation(metric).hint) for metric in metrics),
     ]
-    return table("All figures", columns, rows, source(records, samples="n (runs)"), folded=True)
+    reading = "A paired ratio is the peer's time over Fuseline's: above 1, Fuseline is faster."
+    return table("All figures", columns, rows, source(records, samples="n (runs)"), reading, folded=True)
 
 
-def _row(
-    first: Record, peer: str, by_metric: dict[str, Record], metrics: Sequence[str], ours: float | None
-) -> Row:
-    case = first.case
-    direction = str(case.get("direction") or "")
-    name = ", ".join(filter(None, (DIRECTIONS.get(direction, direction), str(case.get("dtype") or ""))))
-    size = " × ".join(whole(float(v)) for k in ("rows", "n") if isinstance(v := case.get(k), (int, float)))
-    time = by_metric.get("time_us")
-    theirs = time.value if time is not None else None
+def _row(by_metric: dict[str, Record], metrics: Sequence[str]) -> Row:
+    first = next(iter(by_metric.values()))
+    size = " × ".join(whole(_size(first, key)) for key in ("rows", "n") if _size(first, key))
     skipped = by_metric.get("skipped")
-    return Row(
-        (
-            Cell(name, " · ".join(filter(None, (size, _variant(first))))),
-            Cell(peer, swatch=peer_role(peer)),
-            *(cell(by_metric.get(metric)) for metric in metrics),
-            Cell(ratio(theirs / ours)) if theirs and ours and peer != "fuseline" else EMPTY,
-            Cell("skipped", str(skipped.case.get("reason") or "")) if skipped else EMPTY,
-        ),
-        "muted" if skipped else "",
+    reason = f"skipped: {skipped.case.get('reason') or 'no reason recorded'}" if skipped else ""
+    cells = (
+        Cell(_panel(first), " · ".join(filter(None, (size, _variant(first))))),
+        Cell(first.peer, reason, swatch=peer_role(first.peer)),
+        *(cell(by_metric.get(metric)) for metric in metrics),
     )
+    return Row(cells, "muted" if skipped else "")
+
+
+def _heading(metric: str) -> str:
+    shown = presentation(metric)
+    return ", ".join(filter(None, (shown.label, shown.unit)))
+
+
+def _panel(record: Record) -> str:
+    """`forward, bf16`, as far as the case says."""
+    direction, dtype = str(record.case.get("direction") or ""), str(record.case.get("dtype") or "")
+    return ", ".join(filter(None, (DIRECTIONS.get(direction, direction), DTYPES.get(dtype, dtype))))
 
 
 def _variant(record: Record) -> str:
-    """Whatever else sets a case apart: `captured`, `causal`, `mask key padding`."""
+    """Whatever else sets a case apart: `captured`, `causal`, `mask bool`."""
     parts = []
     for key, value in record.case.items():
-        if key in _WHERE or value in (None, False, ""):
-            continue
-        parts.append(key.replace("_", " ") if value is True else f"{key.replace('_', ' ')} {value}")
+        if key not in _WHERE and value not in (None, False, ""):
+            parts.append(key.replace("_", " ") if value is True else f"{key.replace('_', ' ')} {value}")
     return ", ".join(parts)
 
 
-def _panel(record: Record) -> tuple[str, str]:
-    return str(record.case.get("dtype") or ""), str(record.case.get("direction") or "")
+def _place(record: Record) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((key, str(value)) for key, value in record.case.items() if key != "reason"))
 
 
-def _case(record: Record) -> tuple[object, ...]:
-    return tuple((k, str(v)) for k, v in sorted(record.case.items()) if k != "reason")
-
-
-def _length(record: Record) -> float | None:
-    value = record.case.get("n")
-    return float(value) if isinstance(value, (int, float)) and value > 0 else None
+def _size(record: Record, key: str) -> float:
+    """A size in the case, 0 where it is not told."""
+    value = record.case.get(key)
+    return float(value) if isinstance(value, (int, float)) else 0.0
