@@ -117,9 +117,16 @@ def test_padding_changes_neither_loss_nor_gradients(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # inductor's own imports
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_to_one_graph_with_equal_gradients(backend: str) -> None:
-    config = small(vocab_multiple=64)
+@pytest.mark.parametrize(
+    "backend,changes",
+    [
+        ("aot_eager", {}),
+        ("aot_eager", {"norm": "fuseline", "attention": "naive_fused"}),
+        ("inductor", {}),
+    ],
+)
+def test_compiles_to_one_graph_with_equal_gradients(backend: str, changes: dict[str, str]) -> None:
+    config = small(vocab_multiple=64, **changes)
     eager, model = make(config), make(config)
     tokens, targets = draw(config)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -130,6 +137,17 @@ def test_compiles_to_one_graph_with_equal_gradients(backend: str) -> None:
     assert torch.count_nonzero(model.lm_head.weight.grad[37:]) == 0
     for a, b in zip(eager.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_multiple", [1, 64])
+def test_autocast_gives_the_loss_in_fp32(vocab_multiple: int) -> None:
+    model = make(small(vocab_multiple=vocab_multiple))
+    tokens, targets = draw(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+        loss = model(tokens, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, model(tokens, targets), rtol=2e-2, atol=0)
 
 
 @pytest.mark.gpu
@@ -216,6 +234,24 @@ def test_cropped_model_keeps_its_logits() -> None:
 def test_impossible_configs_are_refused(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         small(**overrides)
+
+
+def test_an_unknown_attention_backend_is_refused_when_the_model_is_made() -> None:
+    with pytest.raises(InputError, match="Did you mean 'efficient'"):
+        GPT(small(attention="eficient"))
+
+
+@pytest.mark.parametrize("attention", ["naive", "naive_fused", "math", "flash"])
+@pytest.mark.parametrize("norm", ["torch", "fuseline"])
+def test_backends_change_no_number(attention: str, norm: str) -> None:
+    plain, other = make(small()), make(small(attention=attention, norm=norm))
+    tokens, targets = draw(plain.config)
+    losses = [model(tokens, targets) for model in (plain, other)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_presets_by_name() -> None:

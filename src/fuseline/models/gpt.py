@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fuseline.nn
 from fuseline import ops
-from fuseline.errors import InputError
+from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
@@ -135,6 +135,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.attention not in ops.attention_backends.BACKENDS:
+            raise unknown_name("attention backend", config.attention, ops.attention_backends.BACKENDS)
         self.config = config
         device = torch.get_default_device()
         # On "meta" the layers' own initializations cost nothing; _init_weights draws each weight once.
