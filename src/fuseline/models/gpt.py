@@ -172,8 +172,8 @@ class GPT(nn.Module):
         logits_BTV = self._logits(self.transformer(tokens_BT))
         if targets_BT is None:
             return logits_BTV[..., : self.config.vocab_size]
-        # log_softmax reads 16-bit logits and writes fp32 in one kernel, and its backward the other way: a cast
-        # of the logits, the largest tensor of the step, is never made.
+        # log_softmax reads 16-bit logits and writes fp32 in one kernel, and its backward the other way: a
+        # cast of the logits, the largest tensor of the step, is never made.
         wide = torch.float32 if logits_BTV.dtype.itemsize < 4 else logits_BTV.dtype
         log_probs_BTV = F.log_softmax(logits_BTV.view(-1, logits_BTV.shape[-1]), dim=-1, dtype=wide)
         return F.nll_loss(log_probs_BTV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
