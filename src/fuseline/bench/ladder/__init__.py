@@ -1,0 +1,38 @@
+"""The ladder: one model, from plain PyTorch up the five levers, each rung measured against the one below.
+
+spec.py         what one rung runs            rungs.py         the rungs, as data
+combinations.py named sets of runs            references.py    what others measured
+selection.py    what `--rungs` asks for       settings.py      what a ladder is told, and comes to
+machine.py      what the machine can do       budget.py        time, and how it is shared
+climb.py        the ways up                   result.py        what a rung came to; records
+contender.py    one spec brought to life      pairing.py       A B B A
+learner.py      the training that goes on     text.py          the real text it trains on
+measure.py      how a rung is measured        figures.py       from runs to figures
+precision_check.py  loss and gradients against fp32    kernels_seen.py  which kernels ran
+max_batch.py    the largest batch             max_batch_probe.py  the process that tries it out
+head_gemm.py    the head's products alone     stability.py     attention's formulas against float64
+run.py          all of it in order            afterwards.py    what follows the climb
+events.py       what it tells a watcher
+"""
+
+from fuseline.bench.ladder.events import Event, Observer
+from fuseline.bench.ladder.result import Figure, Measurement, RungResult
+from fuseline.bench.ladder.run import RECORDS, run
+from fuseline.bench.ladder.settings import Outcome, Planned, Settings, plan
+from fuseline.bench.ladder.spec import RunSpec, baseline
+
+__all__ = [
+    "RECORDS",
+    "Event",
+    "Figure",
+    "Measurement",
+    "Observer",
+    "Outcome",
+    "Planned",
+    "RunSpec",
+    "RungResult",
+    "Settings",
+    "baseline",
+    "plan",
+    "run",
+]

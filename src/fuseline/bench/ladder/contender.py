@@ -1,0 +1,96 @@
+"""One spec brought to life: the model, its optimizer and its training step, ready to be timed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from fuseline.bench.ladder.learner import TrainingState, unpadded
+from fuseline.bench.ladder.spec import RunSpec
+from fuseline.models.gpt import GPT
+from fuseline.timing import synchronize, time_steps
+from fuseline.training.optimizer import make_optimizer, set_learning_rate
+from fuseline.training.step import TrainStep
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+BETAS = (0.9, 0.95)
+# Steps before anything is timed. A compiled step compiles in the first, records its CUDA graph in the second
+# and replays it from the third on.
+WARM_UP = {False: 2, True: 4}
+SCALER_PATIENCE = 20  # fp16's scale starts at 2**16 and halves at each step it skips
+
+
+class Contender:
+    """A spec at work on `device`. Building it may fail: out of memory, or a case that torch does not have.
+
+    Gradients are not clipped, as in nanoGPT's bench: a rung's time is that of the model and the optimizer.
+    """
+
+    def __init__(self, spec: RunSpec, device: torch.device, state: TrainingState) -> None:
+        self.spec = spec
+        self.device = device
+        with device:
+            self.model = GPT(spec.config)
+        state.fill(self.model)
+        self.optimizer = make_optimizer(
+            self.model,
+            lr=0.0,  # the learner sets it before each run
+            betas=BETAS,
+            fused=spec.optimizer == "fused",
+            capturable=spec.is_captured,
+        )
+        self.step = TrainStep(
+            self.model, self.optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0
+        )
+        self.loss = torch.zeros((), device=device)
+
+    def warm_up(self, batches: Iterator[Batch]) -> None:
+        """Compile, record, fill caches."""
+        for _ in range(WARM_UP[self.spec.is_compiled]):
+            self.loss = self.step(next(batches))
+        synchronize(self.device)
+
+    def run(self, batches: Iterator[Batch], steps: int) -> float:
+        """Take `steps` steps to one synchronization; milliseconds a step, fetching the batch included."""
+
+        def one() -> None:
+            self.loss = self.step(next(batches))
+
+        return time_steps(one, self.device, steps=steps)
+
+    def set_learning_rate(self, value: float) -> None:
+        set_learning_rate(self.optimizer, value)
+
+    def gradients(self, batch: Batch, state: TrainingState) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss and gradients (by name, fp32, unpadded, on the CPU) of one step over `batch`, taken from the
+        weights of `state`.
+
+        Read off AdamW's first moment, which after one step from nothing is (1 - beta1) times the gradient:
+        the one place where a captured step leaves it, too. A step that fp16's scaler skipped is taken again.
+        """
+        self.set_learning_rate(0.0)
+        state.without_moments().fill(self.model, self.optimizer)
+        for _ in range(SCALER_PATIENCE):
+            self.loss = self.step(batch)
+            first = {
+                name: self.optimizer.state[parameter]["exp_avg"]
+                for name, parameter in self.model.named_parameters()
+            }
+            if any(bool(moment.any()) for moment in first.values()):
+                break
+        return float(self.loss), {
+            name: unpadded(moment, self.model, name).cpu() / (1 - BETAS[0]) for name, moment in first.items()
+        }
+
+    def close(self) -> None:
+        """Give everything back: compiled code, graphs, memory."""
+        self.step.close()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+        del self.step, self.optimizer, self.model, self.loss
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

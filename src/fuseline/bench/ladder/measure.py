@@ -1,0 +1,247 @@
+"""How a rung is measured: probed, timed in turn with what it is compared with, checked, looked into.
+
+All of it happens in one process on one stream of real batches. Two steps are alive at most: the one being
+measured and the one it is paired with.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from fuseline.bench.ladder.contender import Batch, Contender
+from fuseline.bench.ladder.events import LossPoint, Observer, Stage
+from fuseline.bench.ladder.figures import speed
+from fuseline.bench.ladder.kernels_seen import kernels_seen
+from fuseline.bench.ladder.learner import Learner, TrainingState
+from fuseline.bench.ladder.pairing import BatchSource, run_in_turn
+from fuseline.bench.ladder.precision_check import Reference, errors, reference
+from fuseline.bench.ladder.result import Figure, Measurement
+from fuseline.bench.ladder.spec import RunSpec
+from fuseline.timing import peak_memory_gib, reset_peak_memory, synchronize
+
+GIB = 2**30
+OUT_OF_MEMORY = "out of memory"
+REASON_LENGTH = 200
+
+# Seconds besides the timed runs (building, compiling, checking), before anything is known of this machine.
+EXPECTED_SECONDS: dict[str, dict[str, float]] = {
+    "cpu": {"eager": 3.0, "inductor": 70.0},
+    "cuda": {
+        "eager": 5.0,
+        "cudagraphs": 20.0,
+        "inductor": 60.0,
+        "reduce-overhead": 60.0,
+        "graph": 8.0,
+        "inductor-graph": 60.0,
+    },
+}
+
+
+class OutOfTimeError(Exception):
+    """Even the shortest measurement takes longer than there is time for."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where batches come from, by batch size and sequence length: `training` the same source when asked
+    again, `held_out` a batch that is never trained on."""
+
+    training: Callable[[int, int], BatchSource]
+    held_out: Callable[[int, int], Batch]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Most steps a run, and how many runs."""
+
+    steps: int
+    runs: int
+
+
+class StepMeasurer:
+    """Measures training steps on `device`; a `climb.Measurer`. Close it when the climb is over."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        device_name: str,
+        sources: Sources,
+        learner: Learner,
+        effort: Effort,
+        observer: Observer,
+    ) -> None:
+        self._device, self._device_name = device, device_name
+        self._sources = sources
+        self._learner = learner
+        self._effort = effort
+        self._observer = observer
+        self._old: Contender | None = None
+        self._new: Contender | None = None
+        self._references: dict[tuple[int, int], Reference] = {}
+        self._seen_seconds: dict[str, list[float]] = {}
+
+    def fixed_seconds(self, spec: RunSpec) -> float:
+        seen = self._seen_seconds.get(spec.execution)
+        if seen:
+            return median(seen)
+        return EXPECTED_SECONDS[self._device.type][spec.execution]
+
+    def measure(self, spec: RunSpec, against: RunSpec | None, *, seconds: float, limit: float) -> Measurement:
+        """See `climb.Measurer`. A rung that does not fit in memory beside its pair is timed alone."""
+        begin = time.monotonic()
+        note = self._bring(against)
+        found = self._guarded(spec, begin, seconds, limit)
+        if found.reason and found.reason.startswith(OUT_OF_MEMORY) and self._old is not None:
+            self._drop(old=True, new=True)
+            note = "timed alone: it did not fit in memory beside the rung it is compared with"
+            found = self._guarded(spec, begin, seconds, limit)
+        return replace(found, note=note) if note else found
+
+    def close(self) -> None:
+        """Let go of all models and their memory."""
+        self._drop(old=True, new=True)
+        self._references.clear()
+
+    def _bring(self, against: RunSpec | None) -> str:
+        """Have `against`, and nothing else, alive as the old step. What was measured last often is it.
+        Returns why it is not, where it cannot be."""
+        if self._new is not None and self._new.spec == against:
+            self._drop(old=True)
+            self._old, self._new = self._new, None
+        self._drop(new=True, old=self._old is not None and self._old.spec != against)
+        if against is None or self._old is not None:
+            return ""
+        self._observer(Stage("building the rung to compare with"))
+        try:
+            self._old = self._raise(against)
+        except (RuntimeError, ValueError) as error:
+            return f"timed alone: the rung it is compared with could not be built again ({_told(error)})"
+        return ""
+
+    def _guarded(self, spec: RunSpec, begin: float, seconds: float, limit: float) -> Measurement:
+        """`_measure`, with what this machine cannot do told as a reason."""
+        try:
+            return self._measure(spec, begin, seconds, limit)
+        except OutOfTimeError as error:
+            found = Measurement(reason=str(error), out_of_budget=True)
+        except (RuntimeError, ValueError) as error:
+            found = Measurement(reason=_told(error))
+        # Only here, when the exception and the frames it held are gone, can their memory be freed.
+        self._drop(new=True)
+        return found
+
+    def _measure(self, spec: RunSpec, begin: float, seconds: float, limit: float) -> Measurement:
+        others = self._allocated()
+        reset_peak_memory(self._device)
+        self._observer(Stage("compiling" if spec.is_compiled else "building"))
+        new = self._new = self._raise(spec)
+        batches = self._sources.training(spec.batch, spec.seqlen)
+        peaks = {spec.batch: self._peak(others)}
+        pair_ms = sum(min(c.run(batches, 1) for _ in range(2)) for c in (new, self._old) if c is not None)
+        before_timing = time.monotonic() - begin
+        steps = self._steps(pair_ms / 1e3, seconds, limit - before_timing)
+
+        self._learner.state.fill(new.model, new.optimizer)
+        timing = time.monotonic()
+        runs = run_in_turn(
+            new,
+            self._old,
+            batches,
+            self._learner,
+            steps=steps,
+            runs=self._effort.runs,
+            after_run=self._tell,
+        )
+        timing = time.monotonic() - timing
+        taken = self._learner.state.steps + steps * self._effort.runs
+        self._learner.take(TrainingState.of(new.model, new.optimizer, taken), runs.losses)
+
+        figures = speed(new, runs, self._device_name)
+        if new.step.compile_seconds:
+            figures["compile_s"] = Figure(new.step.compile_seconds)
+        if peaks[spec.batch] is not None and spec.execution == "eager" and spec.batch > 1:
+            peaks[spec.batch // 2] = self._peak_at(new, spec.batch // 2, others)
+        known = {batch: peak for batch, peak in peaks.items() if peak is not None}
+        if known:
+            figures["peak_memory_gib"] = Figure(known[spec.batch])
+        self._observer(Stage("comparing with fp32"))
+        truth = self._reference(spec)
+        figures.update(errors(new, truth))
+        self._observer(Stage("listing kernels"))
+        kernels = kernels_seen(lambda: new.step(truth.batch), self._device)
+        self._seen_seconds.setdefault(spec.execution, []).append(time.monotonic() - begin - timing)
+        return Measurement(figures=figures, kernels=kernels, peaks=known)
+
+    def _raise(self, spec: RunSpec) -> Contender:
+        contender = Contender(spec, self._device, self._learner.state)
+        try:
+            contender.warm_up(self._sources.training(spec.batch, spec.seqlen))
+        except BaseException:
+            contender.close()
+            raise
+        return contender
+
+    def _steps(self, pair_seconds: float, seconds: float, limit: float) -> int:
+        """Steps a run that fit into `seconds`; one at least, if that fits into `limit`."""
+        shortest = pair_seconds * self._effort.runs
+        if shortest > limit:
+            raise OutOfTimeError(
+                f"not reached: {self._effort.runs} runs of one step take {shortest:.0f} s, and "
+                f"{max(limit, 0):.0f} s of the budget were left"
+            )
+        return max(1, min(self._effort.steps, int(min(seconds, limit) / shortest)))
+
+    def _reference(self, spec: RunSpec) -> Reference:
+        """The same weights and batch for all rungs of a shape: those after the first one had trained."""
+        shape = (spec.batch, spec.seqlen)
+        if shape not in self._references:
+            batch = self._sources.held_out(*shape)
+            self._references[shape] = reference(spec, batch, self._learner.state.without_moments())
+        return self._references[shape]
+
+    def _tell(self, run: int, step: int, loss: float) -> None:
+        self._observer(Stage("timing", run, self._effort.runs))
+        self._observer(LossPoint(step, loss))
+
+    def _peak_at(self, contender: Contender, batch: int, others: int) -> float | None:
+        tokens_BT, targets_BT = next(self._sources.training(contender.spec.batch, contender.spec.seqlen))
+        synchronize(self._device)
+        contender.optimizer.zero_grad(set_to_none=True)
+        reset_peak_memory(self._device)
+        contender.step((tokens_BT[:batch], targets_BT[:batch]))
+        return self._peak(others)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _peak(self, others: int) -> float | None:
+        """Peak since the last reset in GiB, less the bytes that others held then."""
+        synchronize(self._device)
+        peak = peak_memory_gib(self._device)
+        return None if peak is None else peak - others / GIB
+
+    def _drop(self, *, old: bool = False, new: bool = False) -> None:
+        if old and self._old is not None:
+            self._old.close()
+            self._old = None
+        if new and self._new is not None:
+            self._new.close()
+            self._new = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _told(error: BaseException) -> str:
+    """One line of it, enough to go on."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = lines[0] if lines else type(error).__name__
+    return told if len(told) <= REASON_LENGTH else told[: REASON_LENGTH - 3] + "..."

@@ -1,0 +1,163 @@
+"""What a rung came to, and how it is written as records and read back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fuseline.bench.ladder.spec import RunSpec
+from fuseline.records import Environment, Record
+from fuseline.records.record import Scalar
+from fuseline.timing import Ratio, Summary
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value with its 95% interval and the number of samples behind it."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int = 1
+
+    @classmethod
+    def of(cls, measured: Summary | Ratio) -> Figure:
+        value = measured.median if isinstance(measured, Summary) else measured.value
+        return cls(value, measured.low, measured.high, measured.n)
+
+
+def ratio(old: Figure, new: Figure) -> Figure:
+    """old / new, its interval the widest that both intervals allow."""
+    return Figure(
+        old.value / new.value,
+        (old.low or old.value) / (new.high or new.value),
+        (old.high or old.value) / (new.low or new.value),
+        min(old.n, new.n),
+    )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What measuring one spec gave: figures by metric, or the reason why there are none.
+
+    `out_of_budget` says that it would have run, given time. `kernels` names the kernels that took longest,
+    `note` what a reader should know. `peaks` is peak memory in GiB by batch size.
+    """
+
+    reason: str | None = None
+    out_of_budget: bool = False
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    kernels: str = ""
+    note: str = ""
+    peaks: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RungResult:
+    """One rung as it was tried: where it stands in the ladder, what ran, what came of it.
+
+    `baseline` names the rung it is paired with; `kept` says that the climb went on from here.
+    """
+
+    name: str
+    slot: str
+    lever: str
+    mode: str
+    order: int
+    spec: RunSpec
+    measurement: Measurement
+    baseline: str | None = None
+    kept: bool = False
+    combination: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        return self.measurement.reason
+
+    @property
+    def iteration_ms(self) -> Figure | None:
+        return self.measurement.figures.get("iteration_ms")
+
+    def value(self, metric: str) -> float | None:
+        figure = self.measurement.figures.get(metric)
+        return None if figure is None else figure.value
+
+    def case(self) -> dict[str, Scalar]:
+        case: dict[str, Scalar] = {
+            **self.spec.case(),
+            "mode": self.mode,
+            "rung": self.name,
+            "slot": self.slot,
+            "lever": self.lever,
+            "order": self.order,
+            "kept": self.kept,
+            "baseline": self.baseline,
+        }
+        if self.combination:
+            case["combination"] = self.combination
+        if self.measurement.note:
+            case["note"] = self.measurement.note
+        return case
+
+    def records(self, environment: Environment) -> list[Record]:
+        """One record a figure, one for the kernels seen; or one `skipped` with the reason."""
+        case = self.case()
+        measurement = self.measurement
+        if measurement.reason is not None:
+            told = {**case, "reason": measurement.reason, "out_of_budget": measurement.out_of_budget}
+            return [Record.of("ladder", told, "skipped", None, environment)]
+        records = [
+            Record.of("ladder", case, metric, f.value, environment, low=f.low, high=f.high, n=f.n)
+            for metric, f in measurement.figures.items()
+        ]
+        if measurement.kernels:
+            named = {**case, "names": measurement.kernels}
+            records.append(Record.of("ladder", named, "kernels", None, environment))
+        return records
+
+
+def recorded(records: Iterable[Record], device: str, torch_version: str) -> dict[RunSpec, RungResult]:
+    """Rungs measured on `device` under that torch, read back from `records`: the newest of each spec."""
+    rungs: dict[tuple[RunSpec, str, str], list[Record]] = {}
+    for record in records:
+        if record.suite != "ladder" or "rung" not in record.case or record.metric == "skipped":
+            continue
+        if (record.device, record.torch) != (device, torch_version):
+            continue
+        try:
+            spec = RunSpec.of_case(record.case)
+        except KeyError:
+            continue  # a ladder of another version: nothing to go by
+        key = (spec, str(record.case["mode"]), str(record.case["rung"]))
+        rungs.setdefault(key, []).append(record)
+    found = {}
+    for (spec, _, _), group in rungs.items():
+        if any(record.metric == "iteration_ms" for record in group):
+            found[spec] = _read_back(spec, group)
+    return found
+
+
+def _read_back(spec: RunSpec, group: Sequence[Record]) -> RungResult:
+    case = {key: value for record in group for key, value in record.case.items()}
+    figures = {
+        r.metric: Figure(r.value, r.low, r.high, r.n)
+        for r in group
+        if r.value is not None and r.metric != "kernels"
+    }
+    measurement = Measurement(figures=figures, kernels=str(case.get("names") or ""), note=_text(case, "note"))
+    return RungResult(
+        name=_text(case, "rung"),
+        slot=_text(case, "slot"),
+        lever=_text(case, "lever"),
+        mode=_text(case, "mode"),
+        order=int(case.get("order") or 0),
+        spec=spec,
+        measurement=measurement,
+        baseline=_text(case, "baseline") or None,
+        kept=bool(case.get("kept")),
+        combination=_text(case, "combination") or None,
+    )
+
+
+def _text(case: Mapping[str, object], key: str) -> str:
+    return str(case.get(key) or "")

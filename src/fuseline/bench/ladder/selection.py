@@ -1,0 +1,62 @@
+"""What `--rungs` and `--mode` ask for: names of rungs, slots and combinations made into things to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuseline.bench.ladder.combinations import COMBINATIONS, Combination, find_combination
+from fuseline.bench.ladder.rungs import NO_LEVER, RUNGS, SLOTS, Rung
+from fuseline.errors import InputError, unknown_name
+
+MODES = ("cumulative", "alone", "combination")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rungs to climb (in the order of the slots) and combinations to run."""
+
+    mode: str
+    rungs: tuple[Rung, ...]
+    combinations: tuple[Combination, ...]
+
+
+def select(names: Sequence[str], mode: str, preset: str) -> Selection:
+    """Everything, if no names are given; else the rungs, slots and combinations named.
+
+    Raises:
+        InputError: an unknown name or mode, or names of rungs where `mode` is `combination`.
+    """
+    if mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    climbable = tuple(rung for rung in RUNGS if rung.lever != NO_LEVER)
+    if not names:
+        if mode == "combination":
+            fitting = tuple(c for c in COMBINATIONS if preset in c.rows or "any" in c.rows)
+            return Selection(mode, (), fitting)
+        return Selection(mode, climbable, ())
+    rungs: list[Rung] = []
+    combinations: list[Combination] = []
+    for name in names:
+        combination = find_combination(name)
+        if combination is not None:
+            if combination not in combinations:
+                combinations.append(combination)
+            continue
+        found = [rung for rung in RUNGS if name in (rung.name, rung.slot)]
+        if not found:
+            known = [rung.name for rung in RUNGS] + list(SLOTS) + [c.name for c in COMBINATIONS]
+            raise unknown_name("rung, slot or combination", name, known)
+        rungs += found
+    if mode == "combination" and rungs:
+        raise InputError(
+            f"{rungs[0].name!r} is a rung, and --mode combination runs named sets "
+            f"({', '.join(c.name for c in COMBINATIONS)}). Use --mode cumulative or --mode alone."
+        )
+    asked = tuple(rung for rung in climbable if rung in rungs)
+    if rungs and not asked:
+        raise InputError(
+            f"{rungs[0].name!r} is where the ladder stands already. Name a rung that changes something: "
+            f"{', '.join(rung.name for rung in climbable)}."
+        )
+    return Selection(mode, asked, tuple(combinations))

@@ -1,0 +1,114 @@
+"""What a ladder is told to do, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fuseline.bench.ladder.climb import BASELINE
+from fuseline.bench.ladder.machine import Machine, examine
+from fuseline.bench.ladder.result import RungResult
+from fuseline.bench.ladder.selection import Selection, select
+from fuseline.bench.ladder.spec import RunSpec, baseline
+from fuseline.errors import InputError, unknown_name
+from fuseline.records import Record
+
+MAX_BATCH_CHOICES = ("none", "fit", "kept", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run. `budget_seconds` None is no limit; `batch` and `seqlen` None are the preset's usual ones.
+
+    `max_batch` (GPU only): `none`; `fit`, predict from two sizes where the second costs nothing; `kept`, also
+    try it out for the eager rungs that the climb kept and for the fastest of all; `all`, for every rung.
+
+    Raises `InputError` for values that cannot be.
+    """
+
+    preset: str
+    device: str
+    out: Path
+    seed: int = 1337
+    data: str = "python"
+    tokenizer: str | None = None
+    batch: int | None = None
+    seqlen: int | None = None
+    mode: str = "cumulative"
+    rungs: tuple[str, ...] = ()
+    budget_seconds: float | None = None
+    steps: int = 20
+    runs: int = 5
+    resume: bool = False
+    max_batch: str = "kept"
+
+    def __post_init__(self) -> None:
+        if self.max_batch not in MAX_BATCH_CHOICES:
+            raise unknown_name("--max-batch choice", self.max_batch, MAX_BATCH_CHOICES)
+        for name in ("batch", "seqlen", "steps", "runs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name} {value}: it must be 1 or more.")
+        if self.out.exists() and not self.out.is_dir():
+            raise InputError(f"--out {self.out} is a file; name a folder to write to.")
+
+    @property
+    def selection(self) -> Selection:
+        return select(self.rungs, self.mode, self.preset)
+
+    @property
+    def base(self) -> RunSpec:
+        """Plain PyTorch, before the text says how large the vocabulary is."""
+        return baseline(self.preset, batch=self.batch, seqlen=self.seqlen)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One line of what would be run: `reason` is why not, None if it would."""
+
+    name: str
+    slot: str
+    lever: str
+    summary: str
+    reason: str | None
+
+
+def plan(settings: Settings) -> list[Planned]:
+    """What the ladder would try, and what it would leave out and why. Builds and loads nothing."""
+    machine = examine(settings.device, load_native=False)
+    base, selection = settings.base, settings.selection
+    lines = []
+    for combination in selection.combinations:
+        for rung in combination.rungs(settings.preset, machine):
+            reason = rung.unavailable(machine, base.with_(rung.change))
+            lines.append(Planned(rung.name, combination.name, rung.lever, rung.summary, reason))
+    if selection.rungs:
+        for rung in (BASELINE, *selection.rungs):
+            reason = rung.unavailable(machine, base.with_(rung.change))
+            lines.append(Planned(rung.name, rung.slot, rung.lever, rung.summary, reason))
+    return lines
+
+
+def count(selection: Selection, preset: str, machine: Machine) -> int:
+    """How many rungs there are to try."""
+    rows = sum(len(c.rungs(preset, machine)) for c in selection.combinations)
+    return rows + (1 + len(selection.rungs) if selection.rungs else 0)
+
+
+@dataclass
+class Outcome:
+    """What a ladder came to. `sample` is text by the model it trained, `curve` its (step, loss)."""
+
+    results: list[RungResult] = field(default_factory=list)
+    curve: Sequence[tuple[int, float]] = ()
+    validation_loss: float | None = None
+    sample: str = ""
+    sections: list[Record] = field(default_factory=list)
+
+    @property
+    def best(self) -> RungResult | None:
+        """The fastest rung that was kept, among those that do the work of the first one."""
+        ran = [r for r in self.results if r.iteration_ms is not None and r.kept]
+        same = [r for r in ran if r.spec.same_work(ran[0].spec)]
+        return min(same, key=lambda r: r.iteration_ms.value if r.iteration_ms else 0.0, default=None)

@@ -1,0 +1,234 @@
+"""How a ladder looks in a terminal: bars while it climbs (stderr), tables when it is through (stdout)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fuseline.bench.ladder.events import (
+    Event,
+    LossPoint,
+    Preparing,
+    RungEnded,
+    RungStarted,
+    Stage,
+    Started,
+)
+from fuseline.bench.ladder.references import reference
+from fuseline.bench.ladder.result import Figure, RungResult
+from fuseline.bench.ladder.settings import Outcome, Planned, Settings
+from fuseline.records import Record
+
+NAME_WIDTH = 28
+
+
+class LadderView:
+    """Draws events as they come. Use it in a `with`; the bars go when it is left."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+        self._ladder = Progress(*bar, TimeElapsedColumn(), console=self._console)
+        self._rung = Progress(*bar, TextColumn("{task.fields[loss]}"), console=self._console)
+        self._live = Live(Group(self._ladder, self._rung), console=self._console, transient=True)
+        self._climbed: TaskID | None = None
+        self._timed = self._rung.add_task("", total=None, loss="", visible=False)
+        self._name, self._losses = "", [0.0]
+
+    def __enter__(self) -> LadderView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(escape(line), highlight=False, soft_wrap=True)
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Preparing):
+            self.say(f"{event.what} ...")
+        elif isinstance(event, Started):
+            self._start(event)
+        elif isinstance(event, RungStarted):
+            self._name = event.name
+            self._rung.update(self._timed, visible=True)
+        elif isinstance(event, Stage):
+            self._show_stage(event)
+        elif isinstance(event, LossPoint):
+            self._rung.update(self._timed, loss=f"training loss {event.loss:.3f} after {event.step} steps")
+        else:
+            self._end_rung(event)
+
+    def _start(self, event: Started) -> None:
+        base = event.base
+        self.say(
+            f"A {base.preset} GPT, {base.batch} x {base.seqlen} tokens a step, on {event.device_name}: "
+            f"{event.total} rungs"
+        )
+        self._climbed = self._ladder.add_task("ladder".ljust(NAME_WIDTH), total=event.total)
+        self._live.start()
+
+    def _show_stage(self, event: Stage) -> None:
+        where = f"{self._name}: {event.what}" if self._name else event.what
+        total = event.total or None
+        self._rung.update(
+            self._timed,
+            description=where[:NAME_WIDTH].ljust(NAME_WIDTH),
+            completed=event.done,
+            total=total,
+            visible=True,
+        )
+
+    def _end_rung(self, event: RungEnded) -> None:
+        result = event.result
+        self._name = ""
+        self._rung.update(self._timed, visible=False)
+        if self._climbed is not None:
+            self._ladder.advance(self._climbed)
+        if result.iteration_ms is None:
+            self.say(f"  {result.name:<{NAME_WIDTH}}not run: {result.reason}")
+            return
+        paired = result.measurement.figures.get("paired_speedup")
+        gain = f"  {_ratio(paired)} against {result.baseline}" if paired else ""
+        left_out = "" if result.kept else ", left out"
+        self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}")
+
+
+def print_plan(lines: Sequence[Planned], settings: Settings) -> None:
+    """What `--dry-run` shows."""
+    base = settings.base
+    shape = f"{base.preset}, {base.batch} x {base.seqlen} tokens a step, on {settings.device}"
+    table = Table(title=f"{settings.mode} ladder: {shape}")
+    for heading in ("rung", "slot", "lever", "what it does"):
+        table.add_column(heading)
+    for line in lines:
+        told = escape(f"not run: {line.reason}") if line.reason else line.summary
+        style = "dim" if line.reason else ""
+        table.add_row(line.name, line.slot, line.lever, told, style=style)
+    Console().print(table)
+
+
+def print_outcome(outcome: Outcome, settings: Settings) -> None:
+    """The tables of a ladder that is through, its sections, and what the model it trained writes."""
+    console = Console()
+    groups: dict[tuple[str, str | None], list[RungResult]] = {}
+    for result in outcome.results:
+        groups.setdefault((result.mode, result.combination), []).append(result)
+    for (mode, combination), results in groups.items():
+        console.print(results_table(results, combination or mode, settings.preset))
+        _print_left_out(console, results)
+    for line in [*_head_lines(outcome.sections), *_stability_lines(outcome.sections)]:
+        console.print(line, highlight=False)
+    if outcome.curve:
+        (first_step, first), (last_step, last) = outcome.curve[0], outcome.curve[-1]
+        validated = "" if outcome.validation_loss is None else f"; validation {outcome.validation_loss:.3f}"
+        console.print(
+            f"Training went on from rung to rung: loss {first:.3f} after {first_step} steps, "
+            f"{last:.3f} after {last_step}{validated}.",
+            highlight=False,
+        )
+    if outcome.sample:
+        console.print(Panel(escape(outcome.sample), title="what the model writes now", title_align="left"))
+
+
+Cell = Callable[[RungResult], str]
+
+
+def results_table(results: Sequence[RungResult], title: str, preset: str) -> Table:
+    """Rungs that ran, the columns that hold something, 80 columns wide at most."""
+    ran = [result for result in results if result.iteration_ms is not None]
+    beside = reference(title)
+    columns: list[tuple[str, Cell]] = [
+        ("rung", lambda r: r.name if r.kept else f"[dim]{r.name} (left out)[/]"),
+        ("ms/it", lambda r: _ms(r.iteration_ms)),
+        ("tok/s", lambda r: _count(r.value("tokens_per_s"))),
+        ("total", lambda r: _times(r.value("speedup"))),
+        ("step", lambda r: _times(r.value("paired_speedup"))),
+        ("MFU", lambda r: _percent(r.value("mfu"))),
+        ("GiB", lambda r: _number(r.value("peak_memory_gib"), ".1f")),
+        ("batch", lambda r: _number(r.value("max_batch"), ".0f")),
+        ("grad err", lambda r: _number(r.value("grad_error"), ".0e")),
+        ("wait", lambda r: _percent(r.value("data_wait_share"))),
+    ]
+    if beside is not None:
+
+        def theirs(result: RungResult) -> str:
+            row = beside.row(result.name, preset)
+            return "" if row is None else f"{row.iteration_ms:.4g}"
+
+        columns.append((f"{beside.hardware.split(' x ')[-1].split()[0]} ms", theirs))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading, cell in columns:
+        if any(cell(result) for result in ran):
+            table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=True)
+    shown = [cell for _, cell in columns if any(cell(result) for result in ran)]
+    for result in ran:
+        table.add_row(*(cell(result) for cell in shown))
+    return table
+
+
+def _print_left_out(console: Console, results: Sequence[RungResult]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for result in results:
+        if result.reason is not None:
+            by_reason.setdefault(result.reason, []).append(result.name)
+    for reason, names in by_reason.items():
+        console.print(f"[dim]not run: {', '.join(names)}: {escape(reason)}[/]", highlight=False)
+    combination = results[0].combination
+    beside = reference(combination) if combination else None
+    if beside is not None:
+        console.print(f"[dim]beside: {beside.title}; {beside.hardware}, {beside.software}; {beside.note}[/]")
+
+
+def _head_lines(records: Sequence[Record]) -> list[str]:
+    """The head's products: time exact, padded, ratio."""
+    found = [r for r in records if r.case.get("section") == "head_gemm" and r.metric == "speedup"]
+    told = ", ".join(f"{r.case['product']} {_times(r.value)}" for r in found)
+    return [f"Padding the head alone, {found[0].case['vocab']} rows: {told}."] if found else []
+
+
+def _stability_lines(records: Sequence[Record]) -> list[str]:
+    """From which magnitude on each formula of attention overflows in fp16."""
+    limits = {
+        str(r.case["variant"]): r.case.get("overflow_magnitude")
+        for r in records
+        if r.case.get("section") == "stability" and r.case.get("dtype") == "fp16"
+    }
+    told = ", ".join(
+        f"{variant} {limit:.0f}" if isinstance(limit, float) else f"{variant} never"
+        for variant, limit in limits.items()
+    )
+    return [f"Attention in fp16 overflows when q and k reach (standard deviation): {told}."] if told else []
+
+
+def _ms(figure: Figure | None) -> str:
+    return "" if figure is None else f"{figure.value:.4g}" if figure.value < 1000 else f"{figure.value:.0f}"
+
+
+def _ratio(figure: Figure) -> str:
+    return f"{figure.value:.3f}x ({figure.low:.3f} to {figure.high:.3f})"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value < 1e5 else f"{value / 1e3:.0f}K"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

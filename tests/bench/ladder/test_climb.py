@@ -1,0 +1,187 @@
+"""What is compared with what, what is kept, and how the time is shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuseline.bench.ladder.budget import Budget
+from fuseline.bench.ladder.climb import Climb
+from fuseline.bench.ladder.combinations import find_combination
+from fuseline.bench.ladder.events import RungStarted
+from fuseline.bench.ladder.result import RungResult
+from fuseline.bench.ladder.rungs import find_rung
+from fuseline.bench.ladder.spec import baseline
+
+
+def _rungs(*names):
+    return [find_rung(name) for name in names]
+
+
+def _by_name(results: list[RungResult]) -> dict[str, RungResult]:
+    return {result.name: result for result in results}
+
+
+def _ms(table, otherwise=100.0):
+    """Milliseconds by (precision, attention, optimizer)."""
+    return lambda spec: table.get((spec.precision, spec.attention, spec.optimizer), otherwise)
+
+
+@pytest.fixture
+def climb(gpu, scripted):
+    def make(ms, *, budget=None, recorded=None, **options):
+        measurer = scripted(ms, **options)
+        events = []
+        made = Climb(gpu, measurer, Budget(budget, measurer.clock), events.append, recorded)
+        return made, measurer, events
+
+    return make
+
+
+def test_the_best_of_a_slot_is_kept_and_a_rung_that_slows_down_is_shown_and_dropped(climb, base):
+    ms = _ms(
+        {
+            ("fp32", "naive", "unfused"): 100.0,
+            ("bf16", "naive", "unfused"): 50.0,
+            ("bf16", "math", "unfused"): 60.0,
+            ("bf16", "flash", "unfused"): 25.0,
+            ("bf16", "flash", "fused"): 20.0,
+        }
+    )
+    made, measurer, _ = climb(ms)
+    results = _by_name(list(made.cumulative(base, _rungs("tf32", "bf16", "math", "flash", "fused-adamw"))))
+    assert {name: r.kept for name, r in results.items()} == {
+        "plain PyTorch": True,
+        "tf32": False,  # as fast as what it replaces: within the noise
+        "bf16": True,
+        "math": False,
+        "flash": True,
+        "fused-adamw": True,
+    }
+    assert results["math"].value("paired_speedup") == pytest.approx(50 / 60)
+    assert results["math"].baseline == results["flash"].baseline == "bf16"
+    assert results["fused-adamw"].baseline == "flash"
+    assert results["fused-adamw"].value("speedup") == pytest.approx(5.0)
+    # What is dropped is not built upon.
+    assert measurer.asked[4][0].attention == "flash"
+    assert measurer.asked[4][1] == base.with_({"precision": "bf16"})
+    assert [r.order for r in results.values()] == list(range(6))
+
+
+def test_a_gain_within_the_interval_is_not_kept(climb, base):
+    made, _, _ = climb(_ms({("bf16", "naive", "unfused"): 99.5}))
+    assert [r.kept for r in made.cumulative(base, _rungs("bf16"))] == [True, False]
+
+
+def test_alone_compares_each_rung_with_the_baseline(climb, base):
+    made, measurer, _ = climb(
+        _ms({("bf16", "naive", "unfused"): 50.0, ("fp32", "efficient", "unfused"): 80.0})
+    )
+    results = list(made.alone(base, _rungs("bf16", "efficient")))
+    assert [against for _, against in measurer.asked] == [None, base, base]
+    assert results[2].spec == base.with_({"attention": "efficient"})
+    assert results[2].value("speedup") == pytest.approx(1.25)
+
+
+def test_a_rung_that_cannot_run_has_its_reason_and_the_climb_goes_on(climb, base):
+    def ms(spec):
+        return "out of memory" if spec.attention == "math" else 100.0 / (1 + (spec.attention == "efficient"))
+
+    made, _, _ = climb(ms)
+    results = _by_name(list(made.cumulative(base, _rungs("math", "efficient"))))
+    assert results["math"].reason == "out of memory"
+    assert results["efficient"].kept
+    assert results["efficient"].baseline == "plain PyTorch"
+
+
+def test_a_climb_whose_first_rung_does_not_fit_starts_from_the_next_that_does(climb, base):
+    made, measurer, _ = climb(lambda spec: "out of memory" if spec.precision == "fp32" else 50.0)
+    results = list(made.cumulative(base, _rungs("bf16", "flash")))
+    assert [r.kept for r in results] == [False, True, False]
+    assert measurer.asked[1][1] is None
+    assert measurer.asked[2][1] == base.with_({"precision": "bf16"})
+
+
+def test_what_a_machine_cannot_do_is_listed_and_not_measured(climb, cpu, base, scripted):
+    measurer = scripted(lambda spec: 1.0)
+    made = Climb(cpu, measurer, Budget(None), lambda event: None)
+    results = _by_name(list(made.cumulative(base, _rungs("tf32", "bf16", "cudagraphs"))))
+    assert len(measurer.asked) == 1
+    assert "AVX512-BF16" in results["bf16"].reason
+    assert "CUDA" in results["cudagraphs"].reason
+
+
+def test_a_rung_that_changes_nothing_any_more_says_so(climb, base):
+    def ms(spec):
+        return 10.0 if spec.precision == "fp16" else 100.0
+
+    made, measurer, _ = climb(ms)
+    results = list(made.cumulative(base, _rungs("fp16", "fused-adamw")))
+    assert results[1].kept
+    assert results[2].reason == "nothing to change: fp16 has it already"
+    assert len(measurer.asked) == 2
+
+
+def test_the_budget_is_kept_and_what_it_does_not_reach_is_listed(climb, base):
+    made, measurer, _ = climb(lambda spec: 100.0, budget=25.0, cost=10.0, fixed=lambda spec: 4.0)
+    results = list(made.alone(base, _rungs("tf32", "bf16", "math", "efficient")))
+    assert [r.reason is None for r in results] == [True, True, True, False, False]
+    assert "not reached" in results[3].reason
+    assert results[3].measurement.out_of_budget
+    assert measurer.clock.now == 30.0  # the third began with 5 s left, and 4 is what it was expected to take
+
+
+def test_the_time_left_is_shared_among_the_rungs_to_come(climb, base):
+    def fixed(spec):
+        return 40.0 if spec.execution == "inductor" else 5.0
+
+    made, measurer, _ = climb(lambda spec: 100.0, budget=100.0, cost=10.0, fixed=fixed)
+    list(made.alone(base, _rungs("bf16", "inductor")))
+    # 100 less 5 + 5 + 40 for three; then 90 less 5 + 40 for two; then 80 less 40 for the last.
+    assert measurer.seconds == pytest.approx([50 / 3, 22.5, 40.0])
+
+
+def test_what_cannot_run_takes_no_share(climb, cpu, base, scripted):
+    measurer = scripted(lambda spec: 100.0)
+    made = Climb(cpu, measurer, Budget(10.0, measurer.clock), lambda event: None)
+    list(made.cumulative(base, _rungs("tf32", "cudagraphs", "graph")))
+    assert measurer.seconds == [9.0]
+
+
+def test_recorded_specs_are_not_run_again(climb, base):
+    ms = _ms({("bf16", "naive", "unfused"): 50.0, ("bf16", "flash", "unfused"): 25.0})
+    made, _, _ = climb(ms)
+    earlier = {r.spec: r for r in made.cumulative(base, _rungs("bf16"))}
+    again, measurer, events = climb(ms, recorded=earlier)
+    results = _by_name(list(again.cumulative(base, _rungs("bf16", "flash"))))
+    assert [spec.attention for spec, _ in measurer.asked] == ["flash"]
+    assert [e.name for e in events if isinstance(e, RungStarted)] == ["flash"]
+    assert results["bf16"].kept
+    assert results["bf16"].value("paired_speedup") == pytest.approx(2.0)
+    assert results["flash"].value("speedup") == pytest.approx(4.0)
+
+
+def test_a_recorded_ratio_is_not_passed_off_as_one_to_another_rung(climb, base):
+    made, _, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0}))
+    earlier = {r.spec: r for r in made.cumulative(base, _rungs("bf16"))}
+    del earlier[base]
+    again, _, _ = climb(lambda spec: "out of memory", recorded=earlier)
+    result = _by_name(list(again.cumulative(base, _rungs("bf16"))))["bf16"]
+    assert result.value("iteration_ms") == 50.0
+    assert result.value("paired_speedup") is None
+
+
+def test_a_combination_pairs_each_row_with_the_one_before(climb):
+    base = baseline("gpt2")
+    made, measurer, _ = climb(lambda spec: {16: 50.0, 32: 90.0, 64: 170.0}[spec.batch])
+    results = list(made.combination(find_combination("anchors"), base))
+    assert len(results) == 14
+    ran = [r for r in results if r.reason is None]  # a torch without cuDNN leaves two rows out
+    assert len(ran) >= 12
+    assert all(r.mode == "anchor" and r.combination == "anchors" and r.kept for r in ran)
+    assert measurer.asked[0][1] is None
+    assert all(measurer.asked[i][1] == measurer.asked[i - 1][0] for i in range(1, len(ran) - 2))
+    # Another batch is other work: there is nothing to pair it with.
+    larger = _by_name(results)["inductor default 50304 B=32"]
+    assert larger.spec.batch == 32
+    assert larger.baseline is None
+    assert larger.value("speedup") is None

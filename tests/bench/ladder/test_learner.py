@@ -1,0 +1,101 @@
+"""Training handed from rung to rung: in place, whatever the vocabulary is padded to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fuseline.bench.ladder.contender import Contender
+from fuseline.bench.ladder.learner import Learner, TrainingState
+from fuseline.models.gpt import GPT
+
+CPU = torch.device("cpu")
+
+
+def _batches(spec):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens_BT = torch.randint(spec.vocab_size, (spec.batch, spec.seqlen + 1), generator=generator)
+        yield tokens_BT[:, :-1], tokens_BT[:, 1:]
+
+
+@pytest.fixture
+def state(base) -> TrainingState:
+    torch.manual_seed(0)
+    return TrainingState.of(GPT(base.config))
+
+
+def _trained(spec, state, batches, steps):
+    contender = Contender(spec, CPU, state)
+    contender.warm_up(batches)
+    state.fill(contender.model, contender.optimizer)
+    contender.set_learning_rate(1e-3)
+    contender.run(batches, steps)
+    return contender
+
+
+def test_training_passed_through_a_padded_and_fused_rung_goes_on_as_if_it_had_not(base, state):
+    whole = _trained(base, state, _fixed(base), 4)
+    first = _trained(base.with_({"vocab_multiple": 64, "optimizer": "fused"}), state, _fixed(base), 2)
+    passed_on = TrainingState.of(first.model, first.optimizer, steps=2)
+    second = _trained(base, passed_on, _fixed(base, after=2), 2)
+    for (name, one), (_, two) in zip(
+        whole.model.named_parameters(), second.model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, two, rtol=2e-4, atol=2e-6, msg=name)
+    assert not torch.equal(whole.model.lm_head.weight, state.weights["transformer.wte.weight"])
+
+
+def _fixed(spec, after=0):
+    """Batches by number, with two for the warm-up first."""
+    source = _batches(spec)
+    numbered = [next(source) for _ in range(8)]
+    yield from numbered[6:]
+    yield from numbered[after:]
+
+
+def test_filling_is_in_place_and_zeroes_what_only_the_target_has(base, state):
+    contender = _trained(base.with_({"vocab_multiple": 64}), state, _batches(base), 1)
+    weight = contender.model.lm_head.weight
+    where = weight.data_ptr()
+    with torch.no_grad():
+        weight[base.vocab_size :] = 1.0
+    state.fill(contender.model, contender.optimizer)
+    assert contender.model.lm_head.weight.data_ptr() == where
+    assert torch.equal(weight[: base.vocab_size], state.weights["transformer.wte.weight"])
+    assert not weight[base.vocab_size :].any()
+    moments = contender.optimizer.state[weight]
+    assert not moments["exp_avg"].any()
+    assert not moments["exp_avg_sq"].any()
+    assert float(moments["step"]) == 0
+
+
+def test_a_state_is_a_copy(base, state):
+    contender = Contender(base, CPU, state)
+    kept = TrainingState.of(contender.model)
+    with torch.no_grad():
+        contender.model.lm_head.weight.zero_()
+    assert kept.weights["transformer.wte.weight"].any()
+
+
+def test_the_learning_rate_warms_up_and_stays(state):
+    learner = Learner(state, 1e-3)
+    assert learner.rate() == pytest.approx(1e-5)
+    assert learner.rate(49) == pytest.approx(5e-4)
+    assert learner.rate(5000) == 1e-3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_training_that_overflowed_is_forgotten(state, bad):
+    learner = Learner(state, 1e-3)
+    broken = TrainingState({"w": torch.tensor([bad])}, steps=7)
+    learner.take(broken, [(7, 2.0)])
+    learner.take(TrainingState({"w": torch.ones(1)}, steps=7), [(7, bad)])
+    assert learner.state is state
+    assert learner.curve == []
+    good = TrainingState({"w": torch.ones(1)}, steps=7)
+    learner.take(good, [(7, 2.0)])
+    assert learner.state is good
+    assert learner.curve == [(7, 2.0)]
