@@ -30,7 +30,7 @@ extern "C" {
 #define FUSELINE_KERNELS_ABI_VERSION 1
 
 enum {
-  FUSELINE_UNSUPPORTED = -1, /* a dtype or mask kind that is not listed here */
+  FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
   FUSELINE_BAD_SIZE = -2     /* a negative size */
 };
 
@@ -49,7 +49,8 @@ FUSELINE_API const char* fuseline_error_string(int code);
 /* y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
  *
  * mean = sum(x) / n and rstd = 1 / sqrt(sum((x - mean)^2) / n + eps).
- * x, y: [rows, n] of dtype; y may be x. weight, bias: [n] of weight_dtype, each null for none.
+ * x, y: [rows, n] of dtype; y may be x. weight, bias: [n] of weight_dtype, which is dtype or fp32; each null for
+ * none.
  * mean, rstd: [rows] fp32, each null if not wanted. (Ba, Kiros, Hinton 2016, equations 3 and 4.) */
 FUSELINE_API int fuseline_layer_norm_forward(const void* x, const void* weight, const void* bias, void* y,
                                              float* mean, float* rstd, int64_t rows, int64_t n, double eps,
@@ -64,7 +65,7 @@ FUSELINE_API size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t
  *   grad_weight = sum over rows of g * x_hat, grad_bias = sum over rows of g.
  *
  * grad_out, x, grad_x: [rows, n] of dtype; weight (null for ones), grad_weight, grad_bias: [n] of
- * weight_dtype; mean, rstd: [rows] fp32 from the forward. A gradient whose pointer is null is not computed.
+ * weight_dtype, which is dtype or fp32; mean, rstd: [rows] fp32 from the forward. A gradient whose pointer is null is not computed.
  * workspace: 16-byte aligned, uninitialized. With no rows, grad_weight and grad_bias are zero. */
 FUSELINE_API int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight,
                                               const float* mean, const float* rstd, void* grad_x,

@@ -1,0 +1,157 @@
+// The threads that share a row: a part of a warp, a warp, several warps, or the blocks of a cluster (sm_90), and
+// how they agree on a sum, a maximum or a moment.
+//
+// A block is (threads of one row, rows). Below 32 threads a row they are a power of two and sit in one warp; above,
+// a multiple of 32. Inside a warp values travel by shuffles, in a fixed tree. Across warps each warp publishes one
+// small state in shared memory (in that of every block of the cluster), all meet at one barrier, and every warp
+// combines the states for itself: one barrier a row, and the same bits each run.
+#pragma once
+
+#include <cstdint>
+
+namespace fuseline {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxCluster = 8;  // the largest that every sm_90 part grants
+constexpr int kMostThreads = 512;  // of a row in one block; two such blocks, or more of fewer, share a multiprocessor
+constexpr int kShortRowBlock = 128;  // threads of a block whose rows are a warp's each, or less
+constexpr int kMaxStates = kMostThreads / kWarp * kMaxCluster;
+
+// Launch bounds of a kernel that holds `registers` registers of a row in each thread.
+constexpr int most_threads(bool one_warp) { return one_warp ? kShortRowBlock : kMostThreads; }
+constexpr int least_blocks(bool one_warp, int registers) {
+  return !one_warp ? 2 : registers <= 8 ? 12 : registers <= 16 ? 10 : 8;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// Writes one word into the shared memory of block `rank` of the cluster, where this block has `here`.
+__device__ __forceinline__ void store_in_cluster(void* here, int rank, uint32_t word) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t local = uint32_t(__cvta_generic_to_shared(here));
+  asm volatile(
+      "{\n .reg .u32 remote;\n"
+      " mapa.shared::cluster.u32 remote, %0, %1;\n"
+      " st.shared::cluster.u32 [remote], %2;\n}\n" ::"r"(local),
+      "r"(rank), "r"(word)
+      : "memory");
+#endif
+}
+
+// Where this thread stands among those of its row, and what they meet through. With kOneWarp the row is known to have
+// no more threads than a warp, and nothing of the rest is kept in registers.
+template <class State, bool kOneWarp = false>
+struct Group {
+  int threads;   // of this block that share the row
+  int lane;      // of these, 0 ..
+  int width;     // lanes of this warp that share the row, a power of two
+  int blocks;    // of the cluster that share the row
+  int rank;      // this block among those
+  int first;     // blocks, clusters counting once, before this one
+  int states;    // warps that share the row, over all its blocks
+  State* slots;  // two sets of `states` for this row's threads, so that one barrier a row is enough
+  int turn;      // the set to publish in
+  bool waiting;  // for the other blocks to begin
+
+  // `shared` holds 2 * kMaxStates. Blocks of one cluster, a power of two, are neighbours in the grid.
+  __device__ __forceinline__ Group(State* shared, int cluster)
+      : threads(blockDim.x),
+        lane(threadIdx.x),
+        width(min(int(blockDim.x), kWarp)),
+        blocks(cluster),
+        rank(kOneWarp ? 0 : int(blockIdx.x) & (cluster - 1)),
+        first(kOneWarp ? int(blockIdx.x) : int(blockIdx.x) >> ((cluster > 1) + (cluster > 2) + (cluster > 4))),
+        states(cluster * (int(blockDim.x) / kWarp)),
+        slots(shared + (blockDim.x > kWarp ? threadIdx.y * (blockDim.x / kWarp) : 0)),
+        turn(0),
+        waiting(cluster > 1) {
+    if (!kOneWarp && blocks > 1) cluster_arrive();  // nobody writes to a block that has not begun: publish() waits for it
+  }
+
+  __device__ __forceinline__ bool in_one_warp() const { return kOneWarp || states <= 1; }
+
+  // Sums and maxima over the lanes of this warp that share the row.
+  __device__ __forceinline__ float warp_sum(float value) const {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      if (step < width) value += __shfl_xor_sync(kAllLanes, value, step);
+    }
+    return value;
+  }
+
+  __device__ __forceinline__ float warp_max(float value) const {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      if (step < width) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+    }
+    return value;
+  }
+
+  // Before the end of a kernel that may not have published: its blocks still have to have begun together.
+  __device__ __forceinline__ void leave() {
+    if (waiting) cluster_wait();
+    waiting = false;
+  }
+
+  // The states of all warps of the row, `states` of them. Every thread of the group calls, with its warp's state.
+  // They stay valid until the call after the next.
+  __device__ __forceinline__ const State* publish(const State& mine) {
+    leave();
+    State* const set = slots + turn * kMaxStates;
+    turn ^= 1;
+    State* const slot = set + rank * (threads / kWarp) + lane / kWarp;
+    if (blocks == 1) {
+      if (lane % kWarp == 0) *slot = mine;
+      asm volatile("barrier.sync %0, %1;" ::"r"(int(threadIdx.y) + 1), "r"(threads) : "memory");
+    } else {
+      if (lane % kWarp < blocks) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(&mine);
+#pragma unroll
+        for (int i = 0; i < int(sizeof(State) / 4); ++i) {
+          store_in_cluster(reinterpret_cast<uint32_t*>(slot) + i, lane % kWarp, words[i]);
+        }
+      }
+      cluster_arrive();
+      cluster_wait();
+    }
+    return set;
+  }
+};
+
+// The sum of a value over the row.
+template <bool kOneWarp>
+__device__ __forceinline__ float sum_over_row(float mine, Group<float, kOneWarp>& group) {
+  const float warp = group.warp_sum(mine);
+  if (group.in_one_warp()) return warp;
+  const float* states = group.publish(warp);
+  float total = 0.f;
+  for (int i = group.lane % kWarp; i < group.states; i += kWarp) total += states[i];
+  return group.warp_sum(total);
+}
+
+// The sums of two values over the row, at one meeting.
+template <bool kOneWarp>
+__device__ __forceinline__ float2 sum_over_row(float2 mine, Group<float2, kOneWarp>& group) {
+  const float2 warp = make_float2(group.warp_sum(mine.x), group.warp_sum(mine.y));
+  if (group.in_one_warp()) return warp;
+  const float2* states = group.publish(warp);
+  float2 total = make_float2(0.f, 0.f);
+  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
+    total.x += states[i].x;
+    total.y += states[i].y;
+  }
+  return make_float2(group.warp_sum(total.x), group.warp_sum(total.y));
+}
+
+}  // namespace fuseline

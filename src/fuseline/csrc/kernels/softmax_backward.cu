@@ -1,0 +1,167 @@
+// grad_x = scale * y * (grad_out - sum(grad_out * y)) over each row.
+//
+// Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
+//
+// Threads: as in softmax_forward.cu, but both rows stay in registers as they came from memory (two arrays of fp32
+// would not leave room for enough threads) and are widened twice. Longer rows are read twice.
+
+#include "device/launch.cuh"
+
+namespace fuseline {
+namespace {
+
+struct SoftmaxBackward {
+  const void* grad_out;
+  const void* y;
+  void* grad_x;
+  int64_t rows, n;
+  float scale;
+  bool y_vectors;       // y stands in its 16-byte vectors as grad_out does
+  bool grad_x_vectors;  // and so does grad_x
+  int cluster;
+};
+
+template <class T>
+__device__ __forceinline__ float dot(const uint4& grad_raw, const uint4& y_raw) {
+  float grad[kVector<T>], y[kVector<T>];
+  unpack<T>(grad_raw, grad);
+  unpack<T>(y_raw, y);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) sum += grad[i] * y[i];
+  return sum;
+}
+
+template <class T>
+__device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_raw, float sum, float scale,
+                                         float (&result)[kVector<T>]) {
+  float grad[kVector<T>], y[kVector<T>];
+  unpack<T>(grad_raw, grad);
+  unpack<T>(y_raw, y);
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - sum);
+}
+
+// ---- kernels ----
+
+template <class T, int kHeld, bool kAligned, bool kOneWarp>
+__global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp, 8 * kHeld))
+    softmax_backward_rows(const SoftmaxBackward a) {
+  __shared__ float shared[2 * kMaxStates];
+  Group<float, kOneWarp> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n);
+  const int step = group.threads * kSize;
+    const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
+  const int inside = row < a.rows ? n : 0;
+  const T* grad_out = static_cast<const T*>(a.grad_out) + row * a.n;
+  const T* y = static_cast<const T*>(a.y) + row * a.n;
+  T* grad_x = static_cast<T*>(a.grad_x) + row * a.n;
+  const int head = kAligned ? 0 : elements_into_vector(grad_out);
+  int start = (group.rank * kHeld * group.threads + group.lane) * kSize - head;
+  uint4 grad_raw[kHeld], y_raw[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    grad_raw[k] = load_vector<T, kAligned>(grad_out, start + k * step, inside, true);
+    y_raw[k] = load_vector<T, kAligned>(y, start + k * step, inside, a.y_vectors);
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) sum += dot<T>(grad_raw[k], y_raw[k]);
+  sum = sum_over_row(sum, group);
+  forget(start);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) forget(grad_raw[k]), forget(y_raw[k]);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    float result[kSize];
+    gradient<T>(grad_raw[k], y_raw[k], sum, a.scale, result);
+    store_vector<T, kAligned>(grad_x, start + k * step, inside, a.grad_x_vectors, result);
+  }
+}
+
+constexpr int kPiece = 4;  // vectors of each row a thread of the streamed kernel has in flight
+
+template <class T>
+__global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBackward a) {
+  __shared__ float shared[2 * kMaxStates];
+  Group<float> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int64_t step = int64_t(group.threads) * kSize;
+  const int64_t row = group.first;
+  const T* grad_out = static_cast<const T*>(a.grad_out) + row * a.n;
+  const T* y = static_cast<const T*>(a.y) + row * a.n;
+  T* grad_x = static_cast<T*>(a.grad_x) + row * a.n;
+  const int head = elements_into_vector(grad_out);
+  const int64_t vectors = (a.n + head + kSize - 1) / kSize;
+  const int64_t share = (vectors + group.blocks - 1) / group.blocks;
+  const int64_t begin = (share * group.rank + group.lane) * kSize - head;
+  const int64_t share_end = share * (group.rank + 1) * kSize - head;
+  const int64_t end = share_end < a.n ? share_end : a.n;
+  float sum = 0.f;
+  for (int64_t from = begin; from < end; from += kPiece * step) {
+    uint4 grad_raw[kPiece], y_raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      grad_raw[k] = load_vector<T, false>(grad_out, from + k * step, end, true);
+      y_raw[k] = load_vector<T, false>(y, from + k * step, end, a.y_vectors);
+    }
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) sum += dot<T>(grad_raw[k], y_raw[k]);
+  }
+  sum = sum_over_row(sum, group);
+  for (int64_t from = begin; from < end; from += step) {
+    float result[kSize];
+    gradient<T>(load_vector<T, false>(grad_out, from, end, true),
+                load_vector<T, false>(y, from, end, a.y_vectors), sum, a.scale, result);
+    store_vector<T, false>(grad_x, from, end, a.grad_x_vectors, result);
+  }
+}
+
+// ---- launcher ----
+
+// Four vectors of each row are 32 registers.
+constexpr RowTuning kTuning = {4, 8};
+
+template <class T>
+auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
+  constexpr int kMost = kTuning.held;
+  if (plan.streamed) return softmax_backward_streamed<T>;
+  if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
+  if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
+  if (!plan.one_warp) return softmax_backward_rows<T, kMost, true, false>;
+  if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
+  return plan.held == kMost / 2 ? softmax_backward_rows<T, kMost / 2, true, true> : softmax_backward_rows<T, kMost / 4, true, true>;
+}
+
+template <class T>
+int run(SoftmaxBackward a, const Device& device, void* stream) {
+  constexpr int kSize = kVector<T>;
+  const int offset = offset_in_vector(a.grad_out);
+  a.y_vectors = offset_in_vector(a.y) == offset;
+  a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
+  const bool aligned = a.n % kSize == 0 && offset == 0 && a.y_vectors && a.grad_x_vectors;
+  const int64_t vectors = aligned ? a.n / kSize : divide_up(a.n + kSize - 1, kSize);
+  const RowPlan plan = plan_rows(vectors, aligned, kTuning, device.clusters);
+  a.cluster = plan.cluster;
+  return launch(kernel_for<T>(plan, aligned), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0,
+                plan.cluster, stream);
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_softmax_backward(const void* grad_out, const void* y, void* grad_x, int64_t rows, int64_t n,
+                              double scale, int dtype, void* stream) {
+  using namespace fuseline;
+  if (rows < 0 || n < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
+  if (rows == 0 || n == 0) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  SoftmaxBackward a{};
+  a.grad_out = grad_out, a.y = y, a.grad_x = grad_x;
+  a.rows = rows, a.n = n, a.scale = float(scale);
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
+}

@@ -1,0 +1,295 @@
+// y = softmax(scale * x + mask) over the last dimension, with the maximum taken out first.
+//
+// Moves: x read once, y written once (of a causal row only the visible part is read); a mask that is broadcast is
+// read from cache. Does: about 6 operations and one exponential an element. Limit: HBM bandwidth.
+//
+// Threads: a row belongs to a group (group.cuh) of 1 to 32 threads, of a block, or of a cluster, and stays in
+// registers as fp32: kHeld 16-byte vectors a thread, those of neighbouring threads side by side. Each warp takes its
+// own maximum and its sum of exponentials against that; the warps then meet once, and each scales its exponentials
+// to the maximum of the row. Rows longer than a cluster can hold are read twice (the second time from L2 if it has
+// them).
+
+#include "device/launch.cuh"
+
+namespace fuseline {
+namespace {
+
+struct SoftmaxForward {
+  const void* x;
+  const void* mask;
+  void* y;
+  int64_t mask_strides[4];
+  int64_t rows, n;        // of [B * H * T, S]
+  int64_t heads, height;  // H and T
+  float scale;
+  int mask_kind;
+  bool causal;
+  bool y_vectors;     // y stands in its 16-byte vectors as x does
+  bool mask_vectors;  // the mask can be read a vector of x at a time
+  int cluster;
+};
+
+// The maximum of some scores, and the sum of their exponentials against it.
+struct MaxSum {
+  float max, sum;
+};
+
+// Exponentials are taken against this: a row of nothing but -inf then has exp(-inf) = 0 all over, not NaN.
+__device__ __forceinline__ float finite(float max) { return max == -kInfinity ? 0.f : max; }
+
+// Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
+struct Row {
+  int64_t mask_at;
+  int64_t visible;
+};
+
+template <class Integer>
+__device__ __forceinline__ Row locate(const SoftmaxForward& a, Integer row) {
+  const Integer bh = row / Integer(a.height);
+  const Integer t = row - bh * Integer(a.height);
+  const Integer b = bh / Integer(a.heads);
+  const Integer h = bh - b * Integer(a.heads);
+  const int64_t reach = int64_t(t) + 1 + a.n - a.height;
+  return {int64_t(b) * a.mask_strides[0] + int64_t(h) * a.mask_strides[1] + int64_t(t) * a.mask_strides[2],
+          a.causal ? (reach < 0 ? 0 : (reach < a.n ? reach : a.n)) : a.n};
+}
+
+__device__ __forceinline__ Row locate_row(const SoftmaxForward& a, int64_t row) {
+  if (row >= a.rows) return {0, 0};
+  if (!a.causal && a.mask_kind == FUSELINE_MASK_NONE) return {0, a.n};
+  return a.rows <= 0xffffffffll ? locate<uint32_t>(a, uint32_t(row)) : locate<int64_t>(a, row);
+}
+
+template <class T>
+__device__ __forceinline__ float mask_one(const SoftmaxForward& a, int64_t at, float score) {
+  if (a.mask_kind == FUSELINE_MASK_BOOL) return static_cast<const uint8_t*>(a.mask)[at] ? score : -kInfinity;
+  if (a.mask_kind == FUSELINE_MASK_ADD) return score + to_float(static_cast<const T*>(a.mask)[at]);
+  return score + static_cast<const float*>(a.mask)[at];
+}
+
+template <class T>
+__device__ __forceinline__ void mask_vector(const SoftmaxForward& a, int64_t at, float (&score)[kVector<T>]) {
+  if (a.mask_kind == FUSELINE_MASK_BOOL) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(a.mask) + at);
+#pragma unroll
+    for (int w = 0; w < kVector<T> / 4; ++w) {
+      const uint32_t four = __ldg(words + w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((four & (0xffu << (8 * i))) == 0) score[4 * w + i] = -kInfinity;
+      }
+    }
+    return;
+  }
+  float added[kVector<T>];
+  if (a.mask_kind == FUSELINE_MASK_ADD) {
+    load_reused<T>(static_cast<const T*>(a.mask) + at, added);
+  } else {
+    load_reused<float>(static_cast<const float*>(a.mask) + at, added);
+  }
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) score[i] += added[i];
+}
+
+// The scaled and masked scores first .. first + kVector of a row from their 16 bytes; -inf where not visible.
+template <class T, bool kPlain, class Index>
+__device__ __forceinline__ void score_vector(const SoftmaxForward& a, const Row& at, const uint4& raw, Index first,
+                                             Index visible, float (&score)[kVector<T>]) {
+  unpack<T>(raw, score);
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) score[i] *= a.scale;
+  const bool whole = first >= 0 && first + kVector<T> <= visible;
+  if (!kPlain && whole && a.mask_vectors) {
+    mask_vector<T>(a, at.mask_at + first, score);
+  } else if (!whole || (!kPlain && a.mask_kind != FUSELINE_MASK_NONE)) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) {
+      const Index j = first + i;
+      if (j < 0 || j >= visible) {
+        score[i] = -kInfinity;
+      } else if (!kPlain && a.mask_kind != FUSELINE_MASK_NONE) {
+        score[i] = mask_one<T>(a, at.mask_at + j * a.mask_strides[3], score[i]);
+      }
+    }
+  }
+}
+
+// Maximum and sum over the row from those of each warp.
+template <class T, bool kOneWarp>
+__device__ __forceinline__ MaxSum meet(MaxSum warp, Group<MaxSum, kOneWarp>& group) {
+  if (group.in_one_warp()) return warp;
+  const MaxSum* states = group.publish(warp);
+  MaxSum row{-kInfinity, 0.f};
+  for (int i = group.lane % kWarp; i < group.states; i += kWarp) row.max = fmaxf(row.max, states[i].max);
+  row.max = group.warp_max(row.max);
+  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
+    row.sum += states[i].sum * exponential<T>(states[i].max - finite(row.max));
+  }
+  row.sum = group.warp_sum(row.sum);
+  return row;
+}
+
+__device__ __forceinline__ float reciprocal(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+
+// ---- kernels ----
+
+// kPlain: rows keep to 16-byte steps and there is no mask.
+template <class T, int kHeld, bool kPlain, bool kOneWarp>
+__global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp, kHeld * kVector<T>))
+    softmax_forward_rows(const SoftmaxForward a) {
+  __shared__ MaxSum shared[2 * kMaxStates];
+  Group<MaxSum, kOneWarp> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n);
+  const int step = group.threads * kSize;
+    int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
+  const Row at = locate_row(a, row);
+  const int visible = int(at.visible);
+  const T* x = static_cast<const T*>(a.x) + row * a.n;
+  const int head = kPlain ? 0 : elements_into_vector(x);
+  int start = (group.rank * kHeld * group.threads + group.lane) * kSize - head;
+  uint4 raw[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
+  float score[kHeld][kSize];
+  float max = -kInfinity;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    score_vector<T, kPlain>(a, at, raw[k], start + k * step, visible, score[k]);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
+  }
+  MaxSum warp{group.warp_max(max), 0.f};
+  const float taken_out = finite(warp.max);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      score[k][i] = exponential<T>(score[k][i] - taken_out);
+      warp.sum += score[k][i];
+    }
+  }
+  warp.sum = group.warp_sum(warp.sum);
+  const MaxSum whole = meet<T>(warp, group);
+  const float factor = exponential<T>(taken_out - finite(whole.max)) * reciprocal(whole.sum);
+  if (row >= a.rows) return;
+  forget(start);
+  forget(row);
+  T* y = static_cast<T*>(a.y) + row * a.n;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) score[k][i] *= factor;
+    store_vector<T, kPlain>(y, start + k * step, n, a.y_vectors, score[k]);
+  }
+}
+
+constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in flight
+
+template <class T>
+__global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxForward a) {
+  __shared__ MaxSum shared[2 * kMaxStates];
+  Group<MaxSum> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int64_t step = int64_t(group.threads) * kSize;
+  const int64_t row = group.first;
+  const Row at = locate_row(a, row);
+  const T* x = static_cast<const T*>(a.x) + row * a.n;
+  T* y = static_cast<T*>(a.y) + row * a.n;
+  const int head = elements_into_vector(x);
+  const int64_t vectors = (a.n + head + kSize - 1) / kSize;
+  const int64_t share = (vectors + group.blocks - 1) / group.blocks;
+  const int64_t begin = (share * group.rank + group.lane) * kSize - head;
+  const int64_t share_end = share * (group.rank + 1) * kSize - head;
+  const int64_t end = share_end < a.n ? share_end : a.n;
+  const int64_t seen = end < at.visible ? end : at.visible;
+  MaxSum mine{-kInfinity, 0.f};
+  for (int64_t from = begin; from < seen; from += kPiece * step) {
+    uint4 raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) raw[k] = load_vector<T, false>(x, from + k * step, seen, true);
+    float score[kPiece][kSize];
+    float max = mine.max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      score_vector<T, false>(a, at, raw[k], from + k * step, seen, score[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
+    }
+    mine.sum *= exponential<T>(mine.max - finite(max));
+    mine.max = max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(score[k][i] - finite(max));
+    }
+  }
+  MaxSum warp{group.warp_max(mine.max), 0.f};
+  warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
+  const MaxSum whole = meet<T>(warp, group);
+  const float factor = reciprocal(whole.sum);
+  for (int64_t from = begin; from < end; from += step) {
+    float score[kSize];
+    score_vector<T, false>(a, at, load_vector<T, false>(x, from, seen, true), from, seen, score);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) score[i] = exponential<T>(score[i] - finite(whole.max)) * factor;
+    store_vector<T, false>(y, from, end, a.y_vectors, score);
+  }
+}
+
+// ---- launcher ----
+
+// Eight threads side by side read whole 128-byte lines; 32 values a thread (held = 32 / kVector) leave room for
+// 1024 threads a multiprocessor.
+template <class T>
+constexpr RowTuning kTuning = {32 / kVector<T>, 8};
+
+template <class T>
+auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
+  constexpr int kMost = kTuning<T>.held;
+  if (plan.streamed) return softmax_forward_streamed<T>;
+  if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
+  if (!plain) return softmax_forward_rows<T, kMost, false, false>;
+  if (!plan.one_warp) return softmax_forward_rows<T, kMost, true, false>;
+  if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
+  return plan.held == kMost / 2 ? softmax_forward_rows<T, kMost / 2, true, true> : softmax_forward_rows<T, kMost / 4, true, true>;
+}
+
+template <class T>
+int run(SoftmaxForward a, const Device& device, void* stream) {
+  constexpr int kSize = kVector<T>;
+  const bool aligned = a.n % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0;
+  const bool plain = aligned && a.mask_kind == FUSELINE_MASK_NONE;
+  a.y_vectors = offset_in_vector(a.x) == offset_in_vector(a.y);
+  a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
+                   offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
+                   a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
+  const int64_t vectors = plain ? a.n / kSize : divide_up(a.n + kSize - 1, kSize);
+  const RowPlan plan = plan_rows(vectors, plain, kTuning<T>, device.clusters);
+  a.cluster = plan.cluster;
+  return launch(kernel_for<T>(plan, plain), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0,
+                plan.cluster, stream);
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_softmax_forward(const void* x, const void* mask, int mask_kind, const int64_t mask_strides[4], int64_t B,
+                             int64_t H, int64_t T, int64_t S, double scale, int causal, void* y, int dtype,
+                             void* stream) {
+  using namespace fuseline;
+  if (B < 0 || H < 0 || T < 0 || S < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype) || mask_kind < FUSELINE_MASK_NONE || mask_kind > FUSELINE_MASK_ADD_FP32) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  if (B == 0 || H == 0 || T == 0 || S == 0) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  SoftmaxForward a{};
+  a.x = x, a.mask = mask, a.y = y;
+  if (mask_kind != FUSELINE_MASK_NONE) std::copy(mask_strides, mask_strides + 4, a.mask_strides);
+  a.rows = B * H * T, a.n = S, a.heads = H, a.height = T;
+  a.scale = float(scale), a.mask_kind = mask_kind, a.causal = causal != 0;
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
+}
