@@ -44,8 +44,8 @@ class Options(Common):
     or the path of a file or folder. Images are random."""
     price_per_hour: float | None = None
     """What an hour of this machine costs, in any currency: adds the cost of a million tokens or images."""
-    budget: Annotated[float | None, tyro.conf.arg(metavar="MINUTES")] = None
-    """Minutes the whole run may take: iterations are cut to keep it. No limit if not given."""
+    budget: Annotated[str, tyro.conf.arg(metavar="MINUTES")] = "none"
+    """Time for the whole run: 8, 90s, 1.5h or none. Iterations are cut to keep it."""
 
 
 def run(options: Options) -> int:
@@ -77,6 +77,7 @@ def _bench(options: Options) -> CompileBench:
     import torch
 
     from fuseline.bench.compile import BACKENDS, MODELS, CompileBench
+    from fuseline.bench.ladder.budget import parse_duration
 
     device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
@@ -91,7 +92,7 @@ def _bench(options: Options) -> CompileBench:
         data=options.data,
         seed=options.seed,
         price_per_hour=options.price_per_hour,
-        budget_s=math.inf if options.budget is None else 60 * options.budget,
+        budget_s=parse_duration(options.budget) or math.inf,
     )
 
 

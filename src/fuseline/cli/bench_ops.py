@@ -130,25 +130,25 @@ def _progress() -> Iterator[Observer]:
 
 
 def _table(records: Sequence[Record]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="Ops against their peers")
+    table = Table(title="Ops against their peers", box=box.SIMPLE)
     for heading in ("op", "dtype", "n", "direction", "peer"):
         table.add_column(heading)
     for heading in ("us", "GB/s", "of copy", "its time / ours", "error"):
         table.add_column(heading, justify="right")
-    rows: dict[tuple[str, ...], dict[str, Record]] = {}
+    places: dict[tuple[str, ...], dict[str, dict[str, Record]]] = {}
     for record in records:
         if "direction" in record.case and record.metric != "host_us":
             captured = " captured" if record.case["captured"] else ""
-            keys = [str(record.case[key]) for key in ("op", "dtype", "n", "direction")]
-            rows.setdefault((*keys[:3], keys[3] + captured, record.peer), {})[record.metric] = record
-    before: tuple[str, ...] = ()
-    for key, row in rows.items():
-        if key[:4] != before:
-            table.add_section()
-        table.add_row(*(key if key[:4] != before else ("", "", "", "", key[4])), *_cells(row))
-        before = key[:4]
+            op, dtype, n, direction = (str(record.case[key]) for key in ("op", "dtype", "n", "direction"))
+            peers = places.setdefault((op, dtype, n, direction + captured), {})
+            peers.setdefault(record.peer, {})[record.metric] = record
+    for place, peers in places.items():
+        table.add_section()
+        for number, (peer, row) in enumerate(peers.items()):
+            table.add_row(*(place if number == 0 else ("", "", "", "")), peer, *_cells(row))
     return table
 
 

@@ -93,6 +93,7 @@ def test_text_too_short_for_a_batch_is_the_users_to_mend(tmp_path: Path, text: P
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")  # from inductor's own imports
 def test_inductor_is_timed_beside_eager_and_agrees_with_it(tmp_path: Path) -> None:
     records = run(bench(models=("vit",), backends=("eager", "inductor")), tmp_path, lambda *_: None)
     found = {r.metric: r for r in records if r.peer == "inductor" and r.case["model"] == "vit"}

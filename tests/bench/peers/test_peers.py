@@ -69,6 +69,7 @@ def test_ours_comes_first_and_an_unknown_peer_is_met_with_the_nearest_name() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")  # from inductor's own imports
 def test_inductor_computes_the_same() -> None:
     x = inputs_of("softmax")
     torch.testing.assert_close(
@@ -78,6 +79,7 @@ def test_inductor_computes_the_same() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from what the peers import
 @pytest.mark.parametrize("name", ["inductor", "liger", "quack"])
 @pytest.mark.parametrize("op", ["softmax", "layer_norm"])
 def test_peers_on_a_gpu_agree_with_the_reference_both_ways(name: str, op: str) -> None:
