@@ -11,13 +11,15 @@ from fuseline.report.numbers import tick
 
 @dataclass(frozen=True)
 class Axis:
-    """`label` names quantity and unit; `show` writes a tick; `low`/`high` override the data's."""
+    """`label` names quantity and unit; `show` writes a tick; `low`/`high` override the data's; `counted`
+    ticks stand on whole numbers only."""
 
     label: str
     show: Callable[[float], str] = tick
     kind: Literal["linear", "log10", "log2"] = "linear"
     low: float | None = None
     high: float | None = None
+    counted: bool = False
 
 
 @dataclass(frozen=True)

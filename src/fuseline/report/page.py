@@ -95,10 +95,13 @@ def _page(shelf: Shelf, sections: Sequence[Section], title: str | None) -> str:
         lstrip_blocks=True,
     )
     environment.globals["draw"] = _draw
+    alone = len(sections) == 1 and title is None
     devices = ", ".join(dict.fromkeys(r.device for r in shelf.records))
+    place = sections[0].subtitle if alone else devices
     return environment.get_template("page.jinja").render(
-        title=title or (sections[0].title if len(sections) == 1 else "What makes a transformer fast"),
-        lead=f"Measured on {devices}. Every figure names its versions, samples and interval.",
+        title=title or (sections[0].title if alone else "What makes a transformer fast"),
+        alone=alone,
+        lead=f"Measured on {place}. Every figure names its versions, samples and interval.",
         sections=sections,
         notes=provenance.notes(shelf.records, shelf.superseded),
         environments=provenance.environments(shelf.records),

@@ -40,7 +40,7 @@ def scale(axis: Axis, values: Iterable[float], start: float, end: float, *, tick
 def _linear(axis: Axis, low: float, high: float, start: float, end: float, count: int) -> Scale:
     if high <= low:
         high = low + (abs(low) or 1.0)
-    step = _round_step((high - low) / count)
+    step = _round_step(max((high - low) / count, 1.0 if axis.counted else 0.0))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(round(i * step, 12) for i in range(first, last + 1))
     low = low if axis.low is not None else ticks[0]

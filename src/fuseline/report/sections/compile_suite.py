@@ -195,7 +195,7 @@ def _traces(models: dict[str, list[Rung]], traces: Traces, name: str) -> Drawing
         lines = tuple(
             Line(backend, thinned(times), peer_role(backend), dots=False) for backend, times in found.items()
         )
-        panels.append(Lines(model, Axis("iteration"), Axis("ms", low=low, high=high), lines))
+        panels.append(Lines(model, Axis("iteration", counted=True), Axis("ms", low=low, high=high), lines))
     if not panels:
         return None
     legend = tuple(Key(backend, role, "line") for backend, role in drawn.items())

@@ -72,9 +72,9 @@ def _way_up(climb: Climb, name: str) -> list[Block | None]:
     told = READINGS[climb.mode]
     return [
         Heading(f"{HEADINGS[climb.mode]}, {told}"),
-        ladder_figures.times(climb, name, f"{climb.subject}: time, {told}"),
+        ladder_figures.times(climb, name, f"{climb.subject}: time of each rung"),
         ladder_tables.speed(climb, "What each rung gained"),
-        ladder_figures.memory(climb, f"{name}-memory", f"{climb.subject}: memory, {told}"),
+        ladder_figures.memory(climb, f"{name}-memory", f"{climb.subject}: memory of each rung"),
         ladder_figures.precision_cost(climb, f"{name}-precision", f"{climb.subject}: speed and precision"),
         ladder_tables.cost(climb, "What each rung cost"),
         ladder_tables.notes(climb),

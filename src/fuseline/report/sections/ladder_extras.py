@@ -23,6 +23,12 @@ VARIANTS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "fused_softmax": ("Fuseline's fused softmax", "kernels", (2, 2)),
     "sdpa": ("SDPA", "overhead", (8, 3, 2, 3)),
 }
+HEADINGS = {
+    "head_gemm": "The head's matrix products alone",
+    "stability": "Numeric stability of attention",
+    "curve": "What was learned",
+    "sample": "A sample of what it writes now",
+}
 STEPS = ("step", "position", "iteration")
 CURVE_POINTS = 200
 LOSSES = {"loss": ("training", "accent"), "validation_loss": ("validation", "tensor")}
@@ -30,10 +36,17 @@ LOSSES = {"loss": ("training", "accent"), "validation_loss": ("validation", "ten
 
 def blocks(records: Sequence[Record], stem: str) -> Blocks:
     """Blocks for the ladder's records that are not about a rung, section by section."""
+    found = grouped(records, lambda r: str(r.case.get("section") or ""))
     made: Blocks = []
-    for section, group in grouped(records, lambda r: str(r.case.get("section") or "")).items():
-        build = _SECTIONS.get(section, _other)
-        made.extend(build(group, f"{stem}-{section.replace('_', '-') or 'other'}"))
+    for section in [name for name in _SECTIONS if name in found] + [n for n in found if n not in _SECTIONS]:
+        group = found[section]
+        if all(r.metric == "skipped" for r in group):
+            reasons = dict.fromkeys(str(r.case.get("reason") or "no reason recorded") for r in group)
+            told = f"Not run: {'; '.join(reasons)}."
+            made += [Heading(HEADINGS.get(section, _spoken(section))), Words(told)]
+        else:
+            build = _SECTIONS.get(section, _other)
+            made.extend(build(group, f"{stem}-{section.replace('_', '-') or 'other'}"))
     return made
 
 
@@ -52,7 +65,7 @@ def _head_gemm(records: Sequence[Record], name: str) -> Blocks:
             role = "tensor" if i else "baseline"
             bars.append(Bar(label, record.value or 0.0, text, role, record.low, record.high))
         groups.append(BarGroup(product, tuple(bars)))
-    made: Blocks = [Heading("The head's matrix products alone")]
+    made: Blocks = [Heading(HEADINGS["head_gemm"])]
     if groups:
         chart = Bars("A vocabulary as it is, and padded", Axis("microseconds a product"), tuple(groups))
         reading = (
@@ -69,7 +82,7 @@ def _stability(records: Sequence[Record], name: str) -> Blocks:
     variants = list(dict.fromkeys(str(r.case.get("variant") or "") for r in errors))
     panels = tuple(_stability_panel(dtype, group) for dtype, group in by_dtype.items())
     made: Blocks = [
-        Heading("Numeric stability of attention"),
+        Heading(HEADINGS["stability"]),
         Words(
             "Where the scale is applied decides what is lost: nanoGPT multiplies q by k and scales the "
             "product, torch divides both by the fourth root of the head's width first. On paper they are "
@@ -135,11 +148,13 @@ def _curve(records: Sequence[Record], name: str) -> Blocks:
             )
     made: Blocks = []
     if lines:
-        chart = Lines("The loss as it fell", Axis("step", whole), Axis("loss, nats"), tuple(lines))
+        chart = Lines(
+            "The loss as it fell", Axis("step", whole, counted=True), Axis("loss, nats"), tuple(lines)
+        )
         reading = (
             "The model trained on real text while the ladder climbed, each rung going on from the one before."
         )
-        made += [Heading("What was learned"), Drawing(Figure(name, chart, reading, source(records, "", "n")))]
+        made += [Heading(HEADINGS["curve"]), Drawing(Figure(name, chart, reading, source(records, "", "n")))]
     shown = [r for r in records if r.metric in LOSSES and _step(r) is not None]
     made.append(pivot("Other figures", [r for r in records if r not in shown]))
     return made
@@ -147,11 +162,14 @@ def _curve(records: Sequence[Record], name: str) -> Blocks:
 
 def _sample(records: Sequence[Record], name: str) -> Blocks:
     """What the model writes after all that training, with its validation loss."""
-    texts = tuple((_told(r), str(r.case["text"])) for r in records if r.case.get("text"))
-    made: Blocks = (
-        [Details("A sample of what it writes now", texts, verbatim=True, unfolded=True)] if texts else []
-    )
+    texts = tuple((_told(r), _printable(str(r.case["text"]))) for r in records if r.case.get("text"))
+    made: Blocks = [Details(HEADINGS["sample"], texts, verbatim=True, unfolded=True)] if texts else []
     return [*made, pivot("Where the model stands", [r for r in records if not r.case.get("text")])]
+
+
+def _printable(text: str) -> str:
+    """Half-trained models write control characters, too."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _told(record: Record) -> str:
@@ -161,8 +179,11 @@ def _told(record: Record) -> str:
 
 
 def _other(records: Sequence[Record], name: str) -> Blocks:
-    section = str(records[0].case.get("section") or "other").replace("_", " ")
-    return [Heading(section.capitalize()), pivot("Measurements", records)]
+    return [Heading(_spoken(str(records[0].case.get("section") or ""))), pivot("Measurements", records)]
+
+
+def _spoken(section: str) -> str:
+    return (section or "other figures").replace("_", " ").capitalize()
 
 
 def _variant(name: str) -> tuple[str, str, tuple[float, ...]]:

@@ -1,0 +1,99 @@
+"""Every registered op once on every device, against its reference in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuseline import native, ops
+from fuseline.doctor.check import Check
+from fuseline.ops import Case, Op
+
+GROUP = "Correctness"
+SEED = 1234
+CASES = 3  # of an op's own, the first ones: enough to see whether it works at all
+MEND = "Run with FUSELINE_NATIVE=0 to use the references, and report what `fuseline doctor --json` says."
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors against float64 of the op and of its reference at the same dtype, and that dtype's ulp."""
+
+    op: float
+    reference: float
+    ulp: float
+
+    @property
+    def excess(self) -> float:
+        """How far the op is beyond twice the reference's error plus one ulp; right is what is not."""
+        return self.op - 2 * self.reference - self.ulp
+
+
+def checks() -> Iterator[Check]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for op in ops.registered():
+        for name in devices:
+            yield _check(op, torch.device(name))
+
+
+def _check(op: Op, device: torch.device) -> Check:
+    name = f"{op.name} on {device}"
+    try:
+        by = "natively" if native.ready(device.type) else "by its reference"
+        worst = {dtype: _worst(op, device, dtype) for dtype in op.dtypes}
+    except (RuntimeError, ValueError, TypeError) as error:  # what torch, CUDA and our own library raise
+        first_line = str(error).strip().partition("\n")[0]
+        return Check(GROUP, name, "bad", f"failed with {type(error).__name__}: {first_line}", MEND)
+    told = ", ".join(f"{str(dtype).removeprefix('torch.')} {e.op:.1e}" for dtype, e in worst.items())
+    wrong = [str(dtype).removeprefix("torch.") for dtype, e in worst.items() if not e.excess <= 0]
+    if wrong:
+        return Check(GROUP, name, "bad", f"wrong in {', '.join(wrong)}: errors {told}", MEND)
+    return Check(GROUP, name, "ok", f"computed {by}; errors {told}")
+
+
+def _worst(op: Op, device: torch.device, dtype: torch.dtype) -> Errors:
+    """The worst errors over the first cases, of the output and of every gradient."""
+    compared = [errors for case in op.cases[:CASES] for errors in _compare(op, case, device, dtype)]
+    # A NaN is the worst there is, and compares as nothing.
+    return max(compared, key=lambda errors: math.inf if math.isnan(errors.op) else errors.excess)
+
+
+def _compare(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> list[Errors]:
+    inputs = op.inputs(case, device, dtype, torch.Generator(device).manual_seed(SEED))
+    with torch.no_grad():
+        shape = op.reference(**inputs).shape
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    grad_out = torch.randn(shape, generator=generator, device=device)
+    truth = _results(op, op.reference, {k: _as_float64(v) for k, v in inputs.items()}, grad_out)
+    ours = _results(op, op.function, inputs, grad_out)
+    plain = _results(op, op.reference, inputs, grad_out)
+    ulp = torch.finfo(dtype).eps
+    return [Errors(_error(o, t), _error(p, t), ulp) for o, p, t in zip(ours, plain, truth, strict=True)]
+
+
+def _results(op: Op, function: Any, inputs: dict[str, Any], grad_out: torch.Tensor) -> list[torch.Tensor]:
+    """The output and the gradients of what has some."""
+    given = {
+        k: v.detach().requires_grad_() if k in op.differentiable and _is_floating(v) else v
+        for k, v in inputs.items()
+    }
+    leaves = [v for k, v in given.items() if k in op.differentiable and _is_floating(v)]
+    out = function(**given)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _as_float64(value: Any) -> Any:
+    return value.double() if _is_floating(value) else value
+
+
+def _error(computed: torch.Tensor, truth: torch.Tensor) -> float:
+    norm = float(truth.norm())
+    return float((computed.double() - truth).norm()) / (norm or 1.0)
