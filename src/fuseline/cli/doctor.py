@@ -40,7 +40,6 @@ def run(options: Options) -> int:
 
 def _print(checks: list[Check]) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -56,14 +55,16 @@ def _print(checks: list[Check]) -> None:
         if check.group != group and group:
             table.add_row()
         mark, style = MARKS[check.state]
-        table.add_row(check.group if check.group != group else "", Text(mark, style), check.name, check.found)
+        table.add_row(
+            check.group if check.group != group else "", Text(mark, style), check.name, Text(check.found)
+        )
         if check.mend:
             table.add_row(
                 "", "", "", Text(f"-> {check.mend}", "cyan" if check.state != "absent" else "dim cyan")
             )
         group = check.group
     console.print(table)
-    console.print(escape(_verdict(checks)), highlight=False)
+    console.print(Text(_verdict(checks)))
 
 
 def _verdict(checks: list[Check]) -> str:

@@ -21,7 +21,7 @@ MEND = "Run with FUSELINE_NATIVE=0 to use the references, and report what `fusel
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors against float64 of the op and of its reference at the same dtype, and that dtype's ulp."""
+    """Relative errors against float64 of the op and of its reference, and their dtype's ulp."""
 
     op: float
     reference: float
