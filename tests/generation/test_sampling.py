@@ -54,7 +54,7 @@ def test_greedy_reads_the_last_block_of_tokens(model: GPT, options: dict[str, fl
     assert torch.equal(sample(model, PROMPT, 20, generator=seeded(), **options), expected)
 
 
-@pytest.mark.parametrize("top_k,temperature", [(None, 1.0), (3, 1.0), (None, 2.0), (99, 0.5)])
+@pytest.mark.parametrize("top_k,temperature", [(None, 1.0), (3, 1.0), (3, 2.0), (None, 2.0), (99, 0.5)])
 def test_draws_follow_the_models_probabilities(model: GPT, top_k: int | None, temperature: float) -> None:
     count = 20_000
     drawn = sample(

@@ -97,6 +97,8 @@ def test_state_dict_has_nanogpts_names() -> None:
 def test_padding_changes_neither_loss_nor_gradients(dtype: torch.dtype) -> None:
     plain, padded = make(small()).to(dtype), make(small(vocab_multiple=64)).to(dtype)
     assert padded.lm_head.weight.shape == (64, 32)
+    assert torch.count_nonzero(padded.lm_head.weight[37:]) == 0
+    assert torch.equal(padded.lm_head.weight[:37], plain.lm_head.weight)
     with torch.no_grad():  # padding far from zero, which would win every position if it were seen
         padded.lm_head.weight[37:] = 100.0
     tokens, targets = draw(plain.config)
