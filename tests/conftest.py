@@ -1,4 +1,4 @@
-"""Rules for all tests: GPU tests skip with the reason, workers share the cores."""
+"""Rules for all tests: GPU tests skip with the reason, workers share the cores, native code is built once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import os
 import pytest
 import torch
 
+from fuseline import native
+
 
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Build outside of any test: none is timed out by a compiler, none builds in a cache of its own."""
+    if not session.config.option.collectonly:
+        native.load()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

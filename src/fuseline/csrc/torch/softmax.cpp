@@ -202,10 +202,12 @@ struct Softmax : torch::autograd::Function<Softmax> {
         const bool x_grad = ctx->saved_data["x_grad"].toBool() && ctx->needs_input_grad(0);
         const bool mask_grad = ctx->saved_data["mask_grad"].toBool() && ctx->needs_input_grad(1);
         Tensor grad_x, grad_mask;
-        if (mask_grad) {  // the mask's gradient is that of the scores, before the scale
-            const Tensor grad_scores = softmax_backward_op(grads[0], saved[0], dim, 1.0);
+        if (mask_grad) {
+            // The mask's gradient is that of the scores, before the scale; in float32 if the mask is.
+            const auto type = at::promote_types(saved[0].scalar_type(), saved[1].scalar_type());
+            const Tensor grad_scores = softmax_backward_op(grads[0].to(type), saved[0].to(type), dim, 1.0);
             grad_mask = grad_scores.sum_to_size_symint(saved[1].sym_sizes()).to(saved[1].scalar_type());
-            if (x_grad) grad_x = grad_scores.mul(scale);
+            if (x_grad) grad_x = grad_scores.mul(scale).to(saved[0].scalar_type());
         } else if (x_grad) {
             grad_x = softmax_backward_op(grads[0], saved[0], dim, scale);
         }

@@ -56,16 +56,18 @@ void forward_row(const SoftmaxForward& task, int64_t row, A* room) {
     // subtraction of 0, which makes exp(-inf) = 0 and exp(NaN) = NaN.
     const bool blind = maximum == minus_infinity<A>;
     const A shift = blind ? A(0) : maximum;
-    A sum = 0;
+    double sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t s = 0; s < visible; ++s) {
         const A e = exp_nonpositive(x[s] - shift);
         y[s] = e;
-        sum += e;
+        sum += static_cast<double>(e);
     }
-    const A inverse = sum == A(0) ? A(0) : A(1) / sum;
+    // The sum in double and 1/sum in two pieces: their errors would stand in every element of the row.
+    const double exact = sum == 0.0 ? 0.0 : 1.0 / sum;
+    const A inverse = static_cast<A>(exact), rest = static_cast<A>(exact - static_cast<double>(inverse));
 #pragma omp simd
-    for (int64_t s = 0; s < visible; ++s) y[s] *= inverse;
+    for (int64_t s = 0; s < visible; ++s) y[s] = multiply_add(y[s], inverse, y[s] * rest);
     for (int64_t s = visible; s < S; ++s) y[s] = 0;
     close_row(task.y, task.type, start, y, S);
 }
@@ -81,7 +83,7 @@ void backward_row(const SoftmaxBackward& task, int64_t row, A* room) {
         y = load_row(task.y, task.type, start + done, room + tile, m);
         A part = 0;
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < m; ++i) part += g[i] * y[i];
+        for (int64_t i = 0; i < m; ++i) part = multiply_add(g[i], y[i], part);
         dot += part;
     }
     const A scale = static_cast<A>(task.scale);

@@ -161,20 +161,30 @@ inline int64_t tile_of(Type type, int64_t n) {
     return type == Type::f32 || type == Type::f64 || n < tile_elements ? n : tile_elements;
 }
 
+// a * b + c, rounded once where the machine can. Compiled with -ffp-contract=off: elsewhere nothing is fused.
+template <typename A>
+inline A multiply_add(A a, A b, A c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // exp(x) for x <= 0, to about one unit in the last place; NaN stays NaN; results under 2^-126 are zero.
 // Cody and Waite's reduction x = n ln 2 + r with |r| <= ln 2 / 2, and a minimax polynomial for exp(r).
 inline float exp_nonpositive(float x) {
     constexpr float round_trick = 0x1.8p23f;  // adding and subtracting it rounds to the nearest integer
-    const float shifted = x * 0x1.715476p0f + round_trick;
+    const float shifted = multiply_add(x, 0x1.715476p0f, round_trick);
     const float n = shifted - round_trick;
-    const float r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+    const float r = multiply_add(n, -0x1.7f7d1cp-20f, multiply_add(n, -0x1.62e4p-1f, x));
     float p = 0x1.6850e4p-10f;
-    p = p * r + 0x1.123bccp-7f;
-    p = p * r + 0x1.555b98p-5f;
-    p = p * r + 0x1.55548ep-3f;
-    p = p * r + 0x1.fffff8p-2f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    p = multiply_add(p, r, 0x1.123bccp-7f);
+    p = multiply_add(p, r, 0x1.555b98p-5f);
+    p = multiply_add(p, r, 0x1.55548ep-3f);
+    p = multiply_add(p, r, 0x1.fffff8p-2f);
+    p = multiply_add(p, r, 1.0f);
+    p = multiply_add(p, r, 1.0f);
     const float power = as_float((as_bits(shifted) + 127u) << 23);  // 2^n: n stands in the low bits of `shifted`
     const float result = p * power;
     return x < -87.3365f ? 0.0f : result;
