@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from fuseline.training.config import TrainConfig, preset
+from fuseline.training.metrics import METRICS, read_metrics
 
 
 class TinyModel(nn.Module):
@@ -43,6 +47,15 @@ def make_batches(
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in drawn]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by sharing their work out, and threads that wait spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def tiny_model() -> Callable[..., TinyModel]:
     """Makes a `TinyModel`, the same weights each time."""
@@ -53,3 +66,52 @@ def tiny_model() -> Callable[..., TinyModel]:
 def batches() -> Callable[..., list[tuple[torch.Tensor, torch.Tensor]]]:
     """Draws random batches, the same each time for a seed."""
     return make_batches
+
+
+def make_small_config(text: Path, **overrides: Any) -> TrainConfig:
+    values = {
+        "data": str(text),
+        "tokenizer": "char",
+        "num_layers": 2,
+        "num_heads": 2,
+        "embed_dim": 16,
+        "block_size": 16,
+        "batch_size": 4,
+        "steps": 12,
+        "warmup_steps": 3,
+        "decay_steps": 100,
+        "learning_rate": 1e-2,
+        "dropout": 0.1,
+        "log_interval": 5,
+        "eval_interval": 6,
+        "eval_batches": 2,
+        "checkpoint_interval": 4,
+        "sample_interval": 6,
+        "sample_tokens": 5,
+    }
+    return preset("tiny", **{**values, **overrides})
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few kilobytes of text."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"{n} sheep and {n * n} goats went by. " for n in range(200)))
+    return path
+
+
+@pytest.fixture
+def small(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainConfig]:
+    """Makes a configuration that trains in a moment, with a cache of its own."""
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    return lambda **overrides: make_small_config(text_file, **overrides)
+
+
+def course(folder: Path) -> list[dict[str, Any]]:
+    """What a run's metrics say of its course, without how fast it went."""
+    return [entry for entry in read_metrics(folder / METRICS) if entry["kind"] != "pace"]
+
+
+@pytest.fixture(name="course")
+def _course() -> Callable[[Path], list[dict[str, Any]]]:
+    return course

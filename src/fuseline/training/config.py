@@ -61,7 +61,7 @@ class TrainConfig:
     execution: str = _field(
         "auto",
         "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; "
-        "auto: graph on one GPU, else eager",
+        "auto: the fastest that this machine can do",
     )
     deterministic: bool = _field(True, "repeatable to the bit, also over a resume")
     seed: int = _field(1337, "seed of weights, batches, dropout and samples")

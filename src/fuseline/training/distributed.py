@@ -86,9 +86,7 @@ class Group:
         if self.world_size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 @contextlib.contextmanager

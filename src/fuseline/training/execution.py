@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sysconfig
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,6 +53,25 @@ def find_execution(name: str, device: torch.device) -> Execution:
             "On a CPU take 'eager' or 'inductor'."
         )
     return execution
+
+
+def fastest_execution(device: torch.device, processes: int) -> str:
+    """What `auto` stands for: eager on a CPU; on a GPU the compiled step as one graph, or as much of that as can
+    be had (one process trains; Triton finds the C compiler and the Python headers that it needs)."""
+    if device.type != "cuda":
+        return "eager"
+    if processes > 1:
+        return "inductor" if _triton_compiles() else "eager"
+    return "inductor-graph" if _triton_compiles() else "graph"
+
+
+def _triton_compiles() -> bool:
+    compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    return (
+        importlib.util.find_spec("triton") is not None
+        and any(name and shutil.which(name) for name in compilers)
+        and Path(sysconfig.get_path("include"), "Python.h").is_file()
+    )
 
 
 def compile_forward(

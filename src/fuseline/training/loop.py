@@ -21,6 +21,7 @@ from fuseline.training.evaluation import evaluate
 from fuseline.training.interruption import Interruption
 from fuseline.training.metrics import Writer
 from fuseline.training.optimizer import set_learning_rate
+from fuseline.training.precision import autocast, matmul_format
 from fuseline.training.reporter import Pace, Reporter, TrainResult
 from fuseline.training.run import Run
 
@@ -196,17 +197,23 @@ class Loop:
 
     def _sample(self) -> None:
         """Text from the model, by the first process, with random numbers apart from the training's."""
-        if not self.group.is_first:
-            return
+        text = self.group.first(self._drawn_text)
+        if text is not None:
+            self.reporter.sampled(self.run.taken, text)
+
+    def _drawn_text(self) -> str:
         run, device = self.run, self.group.device
         tokenizer = run.dataset.tokenizer
         start = run.dataset.validation[0] if tokenizer.end_of_text is None else tokenizer.end_of_text
         prompt = torch.tensor([[int(start)]], device=device)
         generator = torch.Generator(device).manual_seed(self.config.seed + run.taken)
-        tokens = sample(run.model, prompt, self.config.sample_tokens, top_k=_TOP_K, generator=generator)
-        text = tokenizer.decode(tokens[0, 1:].tolist())
-        self._write([{"kind": "sample", "step": run.taken, "text": text}])
-        self.reporter.sampled(run.taken, text)
+        precision, count = self.config.precision, self.config.sample_tokens
+        with matmul_format(precision), autocast(precision, device):
+            tokens = sample(run.model, prompt, count, top_k=_TOP_K, generator=generator)
+        text: str = tokenizer.decode(tokens[0, 1:].tolist())
+        for writer in self.writers:
+            writer.write([{"kind": "sample", "step": run.taken, "text": text}])
+        return text
 
     def _save(self) -> None:
         path = self.run.save()

@@ -11,8 +11,7 @@ from fuseline.training.checkpoint import LATEST, peek
 from fuseline.training.config import TrainConfig
 from fuseline.training.distributed import Group
 from fuseline.training.memory_estimate import estimated_bytes
-from fuseline.training.precision import check_precision
-from fuseline.training.preparation import check_accumulation, check_vacant, resolved
+from fuseline.training.preparation import check_machine, check_vacant, resolved
 from fuseline.training.reporter import Plan
 
 # Sizes known without the data. A character tokenizer has one id a character of its text: 65 in Shakespeare's.
@@ -32,8 +31,7 @@ def outlook(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         check_vacant(folder)
     group = Group(rank=0, world_size=1, device=torch.device(device))
     config = resolved(config, group)
-    check_precision(config.precision, group.device)
-    check_accumulation(config, group)
+    check_machine(config, group)
     vocab_size = config.vocab_size or _VOCAB_SIZES[config.tokenizer]
     with torch.device("meta"):
         model = GPT(config.model_config(vocab_size))

@@ -14,6 +14,11 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """The dtype that matrix products and attention are given."""
+    return _AUTOCAST.get(precision, torch.float32)
+
+
 def check_precision(precision: str, device: torch.device) -> None:
     """`InputError` if there is no such precision, or none of it on `device`."""
     if precision not in PRECISIONS:

@@ -12,15 +12,17 @@ import torch
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
 from fuseline.errors import InputError
+from fuseline.ops import attention_backends
 from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state
 from fuseline.training.config import TrainConfig, as_dict, changed, continued
 from fuseline.training.distributed import Group
-from fuseline.training.execution import find_execution
+from fuseline.training.execution import fastest_execution, find_execution
 from fuseline.training.files import remove_partial, write_atomically
 from fuseline.training.initial_weights import fresh_model, pretrained_model
 from fuseline.training.metrics import METRICS, cut_back
 from fuseline.training.optimizer import load_optimizer_state, make_optimizer
 from fuseline.training.pace import Stopwatch
+from fuseline.training.precision import check_precision, compute_dtype
 from fuseline.training.random_state import restore_random_state
 from fuseline.training.reporter import Reporter
 from fuseline.training.run import DataIdentity, Run
@@ -32,31 +34,44 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 
 
+def settled(
+    config: TrainConfig, folder: Path, group: Group, *, resume: bool
+) -> tuple[TrainConfig, Checkpoint | None]:
+    """The configuration with nothing left open, and the checkpoint to go on from if there is one.
+
+    Raises:
+        InputError: the folder holds another run (or none to resume), or the configuration does not go with
+            the checkpoint or the machine.
+    """
+    saved = None
+    if resume:
+        saved = load_checkpoint(folder / LATEST)
+        given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
+        config = continued(TrainConfig(**saved.config), given)
+    else:
+        check_vacant(folder)
+        config = resolved(config, group)
+    check_machine(config, group)
+    return config, saved
+
+
 def prepared(
     config: TrainConfig,
     folder: Path,
     group: Group,
     *,
-    resume: bool,
+    saved: Checkpoint | None,
     init_from: Path | None,
     cache_dir: Path | None,
     reporter: Reporter,
 ) -> Run:
-    """A run in `folder`, at its first step or at the step of its checkpoint.
+    """A run in `folder`, at its first step or at the step of `saved`. `config` is a settled one.
 
     Nothing is written before all of it is known to fit together.
 
     Raises:
-        InputError: the folder holds another run (or none to resume), or configuration, data, weights and
-            machine do not go together.
+        InputError: configuration, data and weights do not go together.
     """
-    saved = _saved(folder, resume=resume, init_from=init_from)
-    if saved is None:
-        config = resolved(config, group)
-    else:
-        given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
-        config = continued(TrainConfig(**saved.config), given)
-    check_accumulation(config, group)
     dataset, identity = _dataset(config, group, cache_dir, reporter)
     if saved is not None:
         _check_identity(DataIdentity(**saved.data), identity, config)
@@ -74,19 +89,10 @@ def resolved(config: TrainConfig, group: Group) -> TrainConfig:
     if config.precision == "auto":
         choices["precision"] = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
     if config.execution == "auto":
-        choices["execution"] = "graph" if on_gpu and group.world_size == 1 else "eager"
+        choices["execution"] = fastest_execution(group.device, group.world_size)
     if config.decay_steps is None:
         choices["decay_steps"] = config.steps
     return changed(config, choices)
-
-
-def _saved(folder: Path, *, resume: bool, init_from: Path | None) -> Checkpoint | None:
-    if not resume:
-        check_vacant(folder)
-        return None
-    if init_from is not None:
-        raise InputError("A run is either resumed or begun from other weights: give one of the two.")
-    return load_checkpoint(folder / LATEST)
 
 
 def check_vacant(folder: Path) -> None:
@@ -99,8 +105,16 @@ def check_vacant(folder: Path) -> None:
         raise InputError(f"{folder} is a file; --out names a folder.")
 
 
-def check_accumulation(config: TrainConfig, group: Group) -> None:
-    """`InputError` unless every process gets as many micro-batches a step."""
+def check_machine(config: TrainConfig, group: Group) -> None:
+    """`InputError` if this device or this number of processes cannot do what the configuration says."""
+    check_precision(config.precision, group.device)
+    find_execution(config.execution, group.device)
+    head_dim = config.embed_dim // config.num_heads
+    reason = attention_backends.supports(
+        config.attention, group.device, compute_dtype(config.precision), head_dim, config.dropout
+    )
+    if reason is not None:
+        raise InputError(f"Attention {config.attention!r} does not run here: {reason}. Take 'auto'.")
     if config.accumulation % group.world_size:
         raise InputError(
             f"accumulation {config.accumulation} cannot be shared out among {group.world_size} processes: it "

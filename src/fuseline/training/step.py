@@ -68,7 +68,8 @@ class TrainStep:
         self.compile_seconds = 0.0
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._trees = how.trees
-        self._is_prepared = how.backend is None and not how.whole_step
+        self._is_built = how.backend is not None or how.whole_step
+        self._is_first = True
         self._compiled_inside: nn.Module | None = None
         self._forward = self._prepare_forward(module, loss, how)
         self._graph = StepGraph(self._run, module, optimizer, self.scaler) if how.whole_step else None
@@ -80,13 +81,13 @@ class TrainStep:
                 f"This step accumulates over {self.accumulation} micro-batches and was given "
                 f"{len(micro_batches)}."
             )
-        if self._is_prepared:
+        if not (self._is_built and self._is_first):
             return self._take(micro_batches)
         begin = time.perf_counter()
         loss = self._take(micro_batches)
         synchronize(self.device)
         self.compile_seconds = time.perf_counter() - begin
-        self._is_prepared = True
+        self._is_first = False
         return loss
 
     def close(self) -> None:
@@ -96,7 +97,8 @@ class TrainStep:
         if self._compiled_inside is not None:
             self._compiled_inside._compiled_call_impl = None
         self._graph, self._forward, self._compiled_inside = None, _closed, None
-        gc.collect()
+        if self._is_built:
+            gc.collect()  # compiled code and what it was compiled from refer to each other
 
     def _take(self, micro_batches: tuple[Batch, ...]) -> torch.Tensor:
         with matmul_format(self.precision):

@@ -13,7 +13,7 @@ from fuseline.timing import reset_peak_memory
 from fuseline.training.config import TrainConfig, as_dict
 from fuseline.training.determinism import deterministic
 from fuseline.training.distributed import Group, joined
-from fuseline.training.execution import EXECUTIONS
+from fuseline.training.execution import find_execution
 from fuseline.training.interruption import interruptible
 from fuseline.training.loop import Loop
 from fuseline.training.metrics import (
@@ -24,7 +24,7 @@ from fuseline.training.metrics import (
     Writer,
     check_installed,
 )
-from fuseline.training.preparation import prepared
+from fuseline.training.preparation import prepared, settled
 from fuseline.training.reporter import Reporter, Silent, TrainResult
 from fuseline.training.run import Run
 
@@ -58,11 +58,14 @@ def train(
         InputError: something in the input, the folder or the machine's memory prevents it.
     """
     check_installed(["tensorboard"] * config.tensorboard + ["wandb"] * (config.wandb is not None))
-    compiled = config.execution in EXECUTIONS and EXECUTIONS[config.execution].backend is not None
+    if resume and init_from is not None:
+        raise InputError("A run is either resumed or begun from other weights: give one of the two.")
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(device))
         folder = group.agreed(folder)  # its default name holds the time, which each process reads for itself
         interruption = stack.enter_context(interruptible())
+        config, saved = settled(config, folder, group, resume=resume)
+        compiled = find_execution(config.execution, group.device).backend is not None
         stack.enter_context(deterministic(config.deterministic, compiled=compiled))
         stack.enter_context(_explained(config, group))
         listener = reporter if reporter is not None and group.is_first else Silent()
@@ -71,7 +74,7 @@ def train(
             config,
             folder,
             group,
-            resume=resume,
+            saved=saved,
             init_from=init_from,
             cache_dir=cache_dir,
             reporter=listener,

@@ -1,0 +1,147 @@
+"""`fuseline train gpt`: what it prints, what it refuses, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fuseline.cli.main import run
+from fuseline.cli.train_gpt import Options
+from fuseline.training.config import TrainConfig
+from fuseline.training.metrics import read_metrics
+
+SMALL = [
+    *("--tokenizer", "char", "--num-layers", "1", "--num-heads", "2", "--embed-dim", "16"),
+    *("--block-size", "16", "--batch-size", "4", "--steps", "6", "--eval-interval", "3"),
+    *("--eval-batches", "1", "--sample-interval", "3", "--sample-tokens", "5"),
+    *("--checkpoint-interval", "3", "--device", "cpu"),
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} sheep and {n * n} goats went by. " for n in range(100)))
+    return str(path)
+
+
+def train(*arguments: str) -> int:
+    return run(["train", "gpt", *SMALL, *arguments])
+
+
+def test_every_field_of_the_configuration_is_an_option() -> None:
+    assert {f.name for f in fields(TrainConfig)} <= {f.name for f in fields(Options)}
+
+
+def test_it_prints_one_json_object(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--data", text, "--out", str(tmp_path / "run"), "--json") == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert (result["outcome"], result["step"]) == ("finished", 6)
+    assert result["folder"] == str(tmp_path / "run")
+    assert "validation loss" in captured.err
+
+
+def test_it_shows_samples_and_the_end(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--data", text, "--out", str(tmp_path / "run")) == 0
+    out = capsys.readouterr().out
+    assert "sample at step 3" in out
+    assert "best validation loss" in out
+    assert "tokens/s" in out
+
+
+def test_a_dry_run_writes_nothing(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(["train", "gpt", "--preset", "gpt2", "--device", "cpu", "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens_per_step"] == 491_520
+    assert plan["parameters"] == 123_551_232  # nanoGPT's 123.59M without its padding rows
+    assert plan["config"]["learning_rate"] == 6e-4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_resuming_takes_the_runs_own_configuration(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "run")
+    assert train("--data", text, "--out", out, "--seed", "9") == 0
+    assert run(["train", "gpt", "--device", "cpu", "--out", out, "--resume", "--steps", "8"]) == 0
+    steps = [e["step"] for e in read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "step"]
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--data", "/nowhere.txt"], "no file or folder"),
+        (["--num-heads", "3"], "cannot be split among 3 heads"),
+        (["--block-size", "9999"], "needs 10000"),
+        (["--preset", "shakespear"], "Did you mean 'shakespeare'"),
+        (["--execution", "graph"], "take 'eager' or 'inductor'"),
+        (["--attention", "flahs"], "flash"),
+        (["--resume"], "name it with --out"),
+        (["--init-from", "/nowhere.pt"], "decided by the weights of --init-from"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("--data", text, *arguments) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "fuseline-out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ([], "holds a run already"),
+        (["--resume", "--batch-size", "2"], "begun with batch_size=4"),
+        (["--resume", "--preset", "tiny"], "leave --preset out"),
+    ],
+)
+def test_a_folder_that_holds_a_run(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    out = str(tmp_path / "run")
+    assert train("--data", text, "--out", out) == 0
+    given = arguments if "--resume" in arguments else [*SMALL, "--data", text]
+    assert run(["train", "gpt", "--device", "cpu", "--out", out, *given, *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_with_130_and_says_how_to_go_on(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "fuseline", "train", "gpt", *SMALL, "--data", text, "--out", str(out)]
+    child = subprocess.Popen([*command, "--steps", "1000000"], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGINT)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert f"fuseline train gpt --out {out} --resume" in said
+    steps = [e["step"] for e in read_metrics(out / "metrics.jsonl") if e["kind"] == "step"]
+    assert (
+        run(["train", "gpt", "--device", "cpu", "--out", str(out), "--resume", "--steps", str(steps[-1] + 2)])
+        == 0
+    )
