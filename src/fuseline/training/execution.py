@@ -56,7 +56,7 @@ def find_execution(name: str, device: torch.device) -> Execution:
 
 
 def fastest_execution(device: torch.device, processes: int) -> str:
-    """What `auto` stands for: eager on a CPU; on a GPU the compiled step as one graph, or as much of that as can
+    """What `auto` stands for: eager on a CPU; on a GPU the compiled step as one graph, or what of that can
     be had (one process trains; Triton finds the C compiler and the Python headers that it needs)."""
     if device.type != "cuda":
         return "eager"
