@@ -3,6 +3,7 @@
 from fuseline.native.build import BuildError
 from fuseline.native.cache import cache_dir
 from fuseline.native.compilers import Compiler, Search, compilers
+from fuseline.native.extension import build_extension
 from fuseline.native.library import LibraryStatus, NativeError, Status, load, ready, status
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "NativeError",
     "Search",
     "Status",
+    "build_extension",
     "cache_dir",
     "compilers",
     "load",

@@ -14,6 +14,7 @@ from fuseline.native.build import Recipe, Unit
 from fuseline.native.compilers import Compiler, toolkit_library_flags
 
 CSRC = Path(__file__).parent.parent / "csrc"
+INCLUDE = CSRC / "include"
 KERNELS = CSRC / "kernels"
 TORCH = CSRC / "torch"
 
@@ -59,8 +60,16 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
 def torch_recipe(cxx: Compiler) -> Recipe:
     """`libfuseline_torch.so` from every `.cpp` in csrc/torch, against the torch of this interpreter."""
     include = tuple(f"-isystem{path}" for path in torch_include_paths())
-    flags = (*CXX_FLAGS, *torch_abi_flags(), *openmp_flags(cxx), f"-I{TORCH}", f"-I{KERNELS}", *include)
-    headers = tuple(sorted((*TORCH.rglob("*.h"), *KERNELS.glob("*.h"))))
+    flags = (
+        *CXX_FLAGS,
+        *torch_abi_flags(),
+        *openmp_flags(cxx),
+        f"-I{TORCH}",
+        f"-I{KERNELS}",
+        f"-I{INCLUDE}",
+        *include,
+    )
+    headers = tuple(sorted((*TORCH.rglob("*.h"), *KERNELS.glob("*.h"), *INCLUDE.glob("*.h"))))
     units = [
         Unit(source, cxx, flags, headers, torch_identity(), source.name)
         for source in sorted(TORCH.glob("*.cpp"))

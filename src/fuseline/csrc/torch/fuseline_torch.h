@@ -6,7 +6,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <memory>
@@ -14,6 +13,7 @@
 #include <string>
 
 #include "cpu/rows.h"
+#include "fuseline_extension.h"
 #include "fuseline_kernels.h"
 
 namespace fuseline {
@@ -28,10 +28,6 @@ void* kernel_symbol(const char* name);
 
 // Throws if a launch answered anything but 0.
 void check_launch(int code, const char* op);
-
-inline void* current_stream(const Tensor& x) {
-    return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device()).native_handle();
-}
 
 int kernel_dtype(const Tensor& x, const char* op);
 cpu::Type cpu_type(const Tensor& x, const char* op);

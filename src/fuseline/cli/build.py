@@ -1,0 +1,53 @@
+"""Compile the native libraries ahead of time: into the cache, or into a wheel that needs no compiler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuseline.errors import InputError
+
+
+@dataclass(frozen=True)
+class Options:
+    wheel: bool = False
+    """Make a wheel with the libraries inside."""
+    out: Path = Path("dist")
+    """Folder for the wheel."""
+    torch_only: bool = False
+    """Build libfuseline_torch.so only."""
+    kernels_only: bool = False
+    """Build libfuseline_kernels.so only."""
+    json: bool = False
+    """Print one JSON object; progress goes to stderr."""
+    dry_run: bool = False
+    """Say what would be built and with what, and build nothing."""
+
+
+def run(options: Options) -> int:
+    from fuseline.native.ahead import build_ahead, plan
+    from fuseline.native.wheel import build_wheel
+
+    if options.torch_only and options.kernels_only:
+        raise InputError(
+            "--torch-only and --kernels-only exclude each other; leave both out for both libraries."
+        )
+    planned = plan(torch_library=not options.kernels_only, kernels=not options.torch_only)
+    if options.dry_run:
+        _print(options, {name: str(recipe.path()) for name, recipe in planned.recipes.items()}, "would build")
+        return 0
+    built = build_ahead(planned)
+    answer = {name: str(path) for name, path in built.items()}
+    if options.wheel:
+        answer["wheel"] = str(build_wheel(built, planned.nvcc, options.out))
+    _print(options, answer, "built")
+    return 0
+
+
+def _print(options: Options, answer: dict[str, str], verb: str) -> None:
+    if options.json:
+        print(json.dumps(answer))
+        return
+    for name, path in answer.items():
+        print(f"{verb} {name}: {path}")
