@@ -1,7 +1,8 @@
-"""The kernels' C API (csrc/kernels/fuseline_kernels.h) through ctypes: no torch library in between.
+"""The kernels' C API (csrc/kernels/fuseline_kernels.h) through ctypes, with no torch library in between.
 
-For measuring and testing kernels alone, and an example for callers in other frameworks. Tensors are only memory
-here: contiguous rows on one device, nothing is checked, nothing is differentiated. Ops are in `fuseline.ops`.
+For measuring and testing kernels alone, and an example for callers in other frameworks. Tensors are only
+memory here: contiguous rows on one device, nothing is checked, nothing is differentiated. The ops stand in
+`fuseline.ops`.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ class Kernels:
         scale: float = 1.0,
         causal: bool = False,
     ) -> None:
-        """`shape` is [B, H, T, S], of which x is the rows ([1, 1, rows, N] by default); mask broadcasts to it."""
+        """`shape` is [B, H, T, S], of which x is the rows ([1, 1, rows, N]); mask broadcasts to it."""
         sizes = (1, 1, *x.shape) if shape is None else tuple(shape)
-        kind, strides = MASK_NONE, (0, 0, 0, 0)
+        kind = MASK_NONE
+        strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             kind = MASK_ADD if mask.dtype == x.dtype else MASK_ADD_FP32
             kind = MASK_BOOL if mask.dtype == torch.bool else kind
@@ -118,7 +120,7 @@ class Kernels:
 
 
 def open_kernels() -> Kernels:
-    """The library named in $FUSELINE_KERNELS_LIBRARY, or else the one that `fuseline.native` builds and loads.
+    """The library named in $FUSELINE_KERNELS_LIBRARY, or the one that `fuseline.native` builds and loads.
 
     Raises `NativeError` where there is none, or where it is of another version.
     """

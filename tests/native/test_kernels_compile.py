@@ -1,0 +1,60 @@
+"""Every kernel compiles for every architecture we ship, and none spills registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fuseline.native.compilers import find_nvcc
+
+KERNELS = Path(__file__).parents[2] / "src" / "fuseline" / "csrc" / "kernels"
+ARCHITECTURES = ("sm_80", "sm_90")
+FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def spills(report: str) -> list[str]:
+    """The kernels that `ptxas -v` reports a stack frame or a spill for."""
+    found, function = [], "?"
+    for line in report.splitlines():
+        if match := FUNCTION.search(line):
+            function = f"{match[1]} for {match[2]}"
+        elif (match := FRAME.search(line)) and any(int(count) for count in match.groups()):
+            found.append(f"{function}: {match[0]}")
+    return found
+
+
+def test_spills_reads_the_report() -> None:
+    report = (
+        "ptxas info    : Compiling entry function 'good' for 'sm_90'\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Compiling entry function 'bad' for 'sm_80'\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+    )
+    assert spills(report) == [
+        "bad for sm_80: 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads"
+    ]
+
+
+def test_there_are_kernels() -> None:
+    assert {"layer_norm_forward.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.glob("*.cu")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sorted(KERNELS.rglob("*.cu")), ids=lambda path: path.stem)
+def test_compiles_without_spills(source: Path, tmp_path: Path) -> None:
+    search = find_nvcc()
+    if search.compiler is None:
+        pytest.skip(search.reason)
+    targets = [f"-gencode=arch=compute_{name.removeprefix('sm_')},code={name}" for name in ARCHITECTURES]
+    command = [*search.compiler.command, "-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings", *targets]
+    command += ["-I", str(KERNELS), "-c", str(source), "-o", str(tmp_path / "kernel.o")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = run.stdout + run.stderr
+    assert run.returncode == 0, report
+    for architecture in ARCHITECTURES:
+        assert source.name == "errors.cu" or f"for '{architecture}'" in report, report
+    assert not spills(report)

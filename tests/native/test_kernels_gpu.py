@@ -1,0 +1,413 @@
+"""The kernels against float64, straight through their C API: lengths, alignments, masks, poison, repetition.
+
+An error may be twice that of the same computation in PyTorch at the same dtype, plus one unit in the last
+place (`assert_as_good`). Every output is poisoned first and stands between guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fuseline.native import NativeError
+from fuseline.native.kernels import Kernels, open_kernels
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL = (1, 2, 7, 8, 16, 31, 32, 64, 127, 128, 256, 384, 512, 768, 1000, 1024, 1600, 2048)
+LARGE = (4096, 5120, 8192, 12288, 16384, 32768, 50257, 65536, 131072, 262144, 1048583)
+ELEMENTS = 2**18
+"""About how many elements a case has; rows are odd in number, and at least 3."""
+
+GUARD = 64
+"""Elements of poison before and behind every tensor that `place` makes; a multiple of every vector."""
+
+OFFSETS = ((0, 0), (1, 1), (3, 0))
+"""Elements past 16 bytes at which the inputs and the outputs start."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return open_kernels()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def place(
+    rows: int, n: int, dtype: torch.dtype, *, offset: int = 0, fill: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A contiguous [rows, n] tensor, `offset` elements past a multiple of 16 bytes, inside a poisoned buffer.
+
+    Holds `fill`, or poison (NaN) for an output.
+    """
+    size = rows * n
+    buffer = torch.full((size + 2 * GUARD + offset,), float("nan"), dtype=dtype, device=DEVICE)
+    view = buffer[GUARD + offset : GUARD + offset + size].view(rows, n)
+    if fill is not None:
+        view.copy_(fill)
+    return view
+
+
+def guards_hold(view: torch.Tensor) -> bool:
+    """Whether nothing was written before or behind a tensor that `place` made."""
+    buffer = view._base
+    assert buffer is not None
+    start = view.storage_offset()
+    return bool(torch.cat([buffer[:start], buffer[start + view.numel() :]]).isnan().all())
+
+
+def shapes() -> Iterator[tuple[int, int]]:
+    for n in SMALL + LARGE:
+        yield max(3, min(ELEMENTS // n, 4096) | 1), n
+
+
+def randn(rows: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, n, device=DEVICE).to(dtype)
+
+
+def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """At most twice eager's error and one ulp, over all elements and for the worst one."""
+    assert guards_hold(out), f"{what}: wrote outside its output"
+    assert not out.isnan().any(), f"{what}: {int(out.isnan().sum())} elements NaN or never written"
+    ulp = torch.finfo(out.dtype).eps
+    norm, most = exact.norm(), exact.abs().max()
+    error, eager_error = ((value.double() - exact).norm() for value in (out, eager))
+    assert error <= 2 * eager_error + ulp * norm, (
+        f"{what}: error {error / norm:.2e}, eager {eager_error / norm:.2e}"
+    )
+    worst, eager_worst = ((value.double() - exact).abs().max() for value in (out, eager))
+    assert worst <= 2 * eager_worst + ulp * most, f"{what}: worst {worst:.2e}, eager {eager_worst:.2e}"
+
+
+def weights_for(n: int, dtype: torch.dtype, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = place(1, n, dtype, offset=offset, fill=1 + randn(1, n, torch.float32) / 4)[0]
+    bias = place(1, n, dtype, offset=offset, fill=randn(1, n, torch.float32))[0]
+    return weight, bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", ["same", "fp32", "none"])
+def test_layer_norm_forward(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            x = place(rows, n, dtype, offset=offset, fill=3 * randn(rows, n, torch.float32) + 1)
+            weight_dtype = torch.float32 if weights == "fp32" else dtype
+            weight, bias = (None, None) if weights == "none" else weights_for(n, weight_dtype, offset_out)
+            y = place(rows, n, dtype, offset=offset_out)
+            mean, rstd = (place(rows, 1, torch.float32) for _ in range(2))
+            kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
+            wide = [None if w is None else w.double() for w in (weight, bias)]
+            narrow = [None if w is None else w.float() for w in (weight, bias)]
+            exact = F.layer_norm(x.double(), (n,), *wide)
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            assert_as_good(y, F.layer_norm(x.float(), (n,), *narrow).to(dtype), exact, what)
+            assert guards_hold(mean)
+            assert guards_hold(rstd)
+            exact_mean = x.double().mean(-1, keepdim=True)
+            exact_rstd = (x.double().var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+            torch.testing.assert_close(mean.double(), exact_mean, rtol=1e-5, atol=1e-5, msg=what)
+            torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-5, atol=1e-5, msg=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", ["same", "fp32", "none"])
+def test_layer_norm_backward(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            x = place(rows, n, dtype, offset=offset, fill=3 * randn(rows, n, torch.float32) + 1)
+            grad_out = place(rows, n, dtype, offset=offset_out, fill=randn(rows, n, torch.float32))
+            weight_dtype = torch.float32 if weights == "fp32" else dtype
+            weight = None if weights == "none" else weights_for(n, weight_dtype)[0]
+            wide = x.double()
+            mean = wide.mean(-1, keepdim=True)
+            rstd = (wide.var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+            grad_x = place(rows, n, dtype, offset=offset)
+            grad_weight, grad_bias = (place(1, n, weight_dtype) for _ in range(2))
+            statistics = mean.float(), rstd.float()
+            kernels.layer_norm_backward(grad_out, x, weight, *statistics, grad_x, grad_weight, grad_bias)
+            ones = torch.ones(n, device=DEVICE) if weight is None else weight
+            exact = layer_norm_gradients(grad_out.double(), wide, ones.double(), mean, rstd)
+            eager = layer_norm_gradients(grad_out.float(), x.float(), ones.float(), *statistics)
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            for name, out, one, reference in zip(
+                ("grad_x", "grad_weight", "grad_bias"),
+                (grad_x, grad_weight, grad_bias),
+                eager,
+                exact,
+                strict=True,
+            ):
+                if n == 1 and name != "grad_bias":  # exactly zero: there is no relative error
+                    assert out.abs().max() < 1e-2, what
+                else:
+                    assert_as_good(out, one.to(out.dtype), reference, f"{name}, {what}")
+
+
+def layer_norm_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_hat = (x - mean) * rstd
+    weighted = grad * weight
+    grad_x = weighted - weighted.mean(-1, keepdim=True) - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
+    return rstd * grad_x, (grad * x_hat).sum(0, keepdim=True), grad.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_gradients_nobody_wants_are_not_computed(kernels: Kernels, wanted: int) -> None:
+    for rows, n in ((5, 96), (700, 1024), (9, 40000), (3, 300001)):
+        x, grad_out = randn(rows, n, torch.float32), randn(rows, n, torch.float32)
+        weight = weights_for(n, torch.float32)[0]
+        mean, rstd = x.mean(-1, keepdim=True), (x.var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+        whole = [place(rows if i == 0 else 1, n, torch.float32) for i in range(3)]
+        kernels.layer_norm_backward(grad_out, x, weight, mean, rstd, *whole)
+        some = [place(rows if i == 0 else 1, n, torch.float32) if wanted >> i & 1 else None for i in range(3)]
+        kernels.layer_norm_backward(grad_out, x, weight, mean, rstd, *some)
+        for one, other in zip(some, whole, strict=True):
+            assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_forward(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            x = place(rows, n, dtype, offset=offset, fill=4 * randn(rows, n, torch.float32))
+            y = place(rows, n, dtype, offset=offset_out)
+            kernels.softmax_forward(x, y, scale=0.5)
+            eager = torch.softmax(0.5 * x.float(), -1).to(dtype)
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            assert_as_good(y, eager, torch.softmax(0.5 * x.double(), -1), what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            y = place(rows, n, dtype, offset=offset, fill=torch.softmax(randn(rows, n, torch.float32), -1))
+            grad_out = place(rows, n, dtype, offset=offset_out, fill=randn(rows, n, torch.float32))
+            grad_x = place(rows, n, dtype, offset=offset)
+            kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
+            exact = softmax_gradient(grad_out.double(), y.double())
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            assert_as_good(grad_x, softmax_gradient(grad_out.float(), y.float()).to(dtype), exact, what)
+
+
+def softmax_gradient(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.5 * y * (grad - (grad * y).sum(-1, keepdim=True))
+
+
+def boolean(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, device=DEVICE) < 0.7
+
+
+def additive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.randn(*shape, device=DEVICE).to(dtype)
+    return mask.masked_fill(torch.rand(*shape, device=DEVICE) < 0.2, float("-inf"))
+
+
+MASKS: dict[str, Callable[[int, int, int, int, torch.dtype], torch.Tensor | None]] = {
+    "none": lambda B, H, T, S, dtype: None,
+    "padding": lambda B, H, T, S, dtype: boolean(B, 1, 1, S),
+    "pairs": lambda B, H, T, S, dtype: boolean(1, 1, T, S),
+    "whole": lambda B, H, T, S, dtype: boolean(B, H, T, S),
+    "rows": lambda B, H, T, S, dtype: boolean(B, H, T, 1),
+    "transposed": lambda B, H, T, S, dtype: boolean(B, H, S, T).transpose(-1, -2),
+    "nothing": lambda B, H, T, S, dtype: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=DEVICE),
+    "added": lambda B, H, T, S, dtype: additive(B, 1, T, S, dtype=dtype),
+    "added_by_head": lambda B, H, T, S, dtype: additive(1, H, 1, S, dtype=dtype),
+    "added_fp32": lambda B, H, T, S, dtype: additive(B, H, T, S, dtype=torch.float32),
+    "added_fp32_slice": lambda B, H, T, S, dtype: additive(B, 1, T, S + 5, dtype=torch.float32)[..., 3:-2],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_softmax_masks(kernels: Kernels, dtype: torch.dtype, causal: bool, mask_kind: str) -> None:
+    sizes = (
+        (2, 3, 5, 5),
+        (2, 2, 64, 64),
+        (1, 2, 33, 100),
+        (2, 2, 100, 33),
+        (1, 2, 40, 2049),
+        (2, 1, 3, 40000),
+    )
+    for B, H, T, S in (*sizes, (2, 2, 128, 1024), (1, 1, 2, 300001), (1, 1, 2, 1200000)):
+        rows = B * H * T
+        x = place(rows, S, dtype, fill=3 * randn(rows, S, torch.float32))
+        y = place(rows, S, dtype)
+        mask = MASKS[mask_kind](B, H, T, S, dtype)
+        kernels.softmax_forward(x, y, shape=(B, H, T, S), mask=mask, scale=0.25, causal=causal)
+        exact, eager = (
+            masked_softmax(x.to(wide), (B, H, T, S), mask, causal) for wide in (torch.float64, torch.float32)
+        )
+        what = f"{mask_kind} over {(B, H, T, S)}"
+        assert_as_good(y, eager.to(dtype), exact, what)
+        assert not y[exact == 0].any(), f"{what}: weight on a key that is masked"
+
+
+def masked_softmax(
+    x: torch.Tensor, shape: tuple[int, int, int, int], mask: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    T, S = shape[2:]
+    scores = 0.25 * x.view(shape)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, float("-inf"))
+            if mask.dtype == torch.bool
+            else scores + mask.to(x.dtype)
+        )
+    if causal:
+        seen = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(scores, -1).masked_fill(nothing, 0.0).view_as(x)
+
+
+def test_values_that_are_not_finite(kernels: Kernels) -> None:
+    for n in (5, 128, 1024, 5000, 40000, 300000):
+        x = randn(6, n, torch.float32)
+        x[0, n // 2] = float("nan")
+        x[1, n // 2] = float("inf")
+        x[2, : n // 2] = float("-inf")
+        x[3] = float("-inf")
+        y = torch.zeros_like(x)
+        kernels.softmax_forward(x, y)
+        assert y[:2].isnan().all()
+        torch.testing.assert_close(y[2], torch.softmax(x[2], -1))
+        assert not y[3].any()
+        torch.testing.assert_close(y[4:], torch.softmax(x[4:], -1))
+        kernels.layer_norm_forward(x, None, None, y, None, None)
+        assert y[:4].isnan().all()
+        assert y[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 300.0])
+def test_softmax_extreme_scales(kernels: Kernels, scale: float) -> None:
+    for dtype in DTYPES:
+        for n in (24, 777, 1024, 20000):
+            x, y = 100 * randn(5, n, dtype), place(5, n, dtype)
+            kernels.softmax_forward(x, y, scale=scale)
+            exact, eager = (torch.softmax(scale * x.to(wide), -1) for wide in (torch.float64, torch.float32))
+            assert_as_good(y, eager.to(dtype), exact, f"scale {scale}, n {n}")
+
+
+def test_variance_does_not_cancel(kernels: Kernels) -> None:
+    for n in (100, 768, 1024, 4096, 50257, 65536, 1000003):
+        x = 1e4 + torch.randn(7, n, device=DEVICE)
+        y = place(7, n, torch.float32)
+        kernels.layer_norm_forward(x, None, None, y, None, None)
+        assert_as_good(y, F.layer_norm(x, (n,)), F.layer_norm(x.double(), (n,)), f"n {n}")
+
+
+def test_constant_rows_give_the_bias(kernels: Kernels) -> None:
+    for n in (8, 1000, 1024, 65536):
+        weight, bias = weights_for(n, torch.float32)
+        x, y = torch.full((3, n), 0.1, device=DEVICE), place(3, n, torch.float32)
+        kernels.layer_norm_forward(x, weight, bias, y, None, None)
+        torch.testing.assert_close(y, bias.expand_as(y), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_repeat(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in ((5000, 100), (3000, 1024), (300, 16384), (70, 50257), (40, 131072)):
+        x, grad_out = randn(rows, n, dtype), randn(rows, n, dtype)
+        weight, bias = weights_for(n, dtype)
+        first: list[torch.Tensor] = []
+        for _ in range(3):
+            y, z, grad_x, grad_z = (torch.empty_like(x) for _ in range(4))
+            grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(weight)
+            mean, rstd = torch.empty(2, rows, device=DEVICE)
+            kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
+            kernels.layer_norm_backward(grad_out, x, weight, mean, rstd, grad_x, grad_weight, grad_bias)
+            kernels.softmax_forward(x, z)
+            kernels.softmax_backward(grad_out, z, grad_z)
+            outputs = [y, mean, rstd, grad_x, grad_weight, grad_bias, z, grad_z]
+            first = first or outputs
+            assert all(torch.equal(one, other) for one, other in zip(first, outputs, strict=True))
+
+
+def test_in_place(kernels: Kernels) -> None:
+    for n in (50, 1024, 30001, 300000, 1100000):
+        x, grad_out = randn(3, n, torch.bfloat16), randn(3, n, torch.bfloat16)
+        y, z, grad = x.clone(), x.clone(), grad_out.clone()
+        expected = [torch.empty_like(x) for _ in range(3)]
+        kernels.layer_norm_forward(x, None, None, expected[0], None, None)
+        kernels.layer_norm_forward(y, None, None, y, None, None)
+        kernels.softmax_forward(x, expected[1])
+        kernels.softmax_forward(z, z)
+        kernels.softmax_backward(grad_out, z, expected[2])
+        kernels.softmax_backward(grad, z, grad)
+        for one, other in zip((y, z, grad), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_no_rows(kernels: Kernels) -> None:
+    nothing = torch.empty(0, 64, device=DEVICE)
+    statistics = torch.empty(0, 1, device=DEVICE)
+    grad_weight, grad_bias = (place(1, 64, torch.float32) for _ in range(2))
+    kernels.layer_norm_forward(nothing, None, None, nothing, statistics, statistics)
+    kernels.layer_norm_backward(
+        nothing, nothing, None, statistics, statistics, nothing, grad_weight, grad_bias
+    )
+    assert torch.equal(grad_weight, torch.zeros_like(grad_weight))
+    assert torch.equal(grad_bias, torch.zeros_like(grad_bias))
+    kernels.softmax_forward(nothing, nothing)
+    kernels.softmax_backward(nothing, nothing, nothing)
+    kernels.softmax_forward(torch.empty(3, 0, device=DEVICE), torch.empty(3, 0, device=DEVICE))
+
+
+def test_many_short_rows(kernels: Kernels) -> None:
+    for n in (1, 3, 8):
+        x, grad_out = randn(1_000_003, n, torch.bfloat16), randn(1_000_003, n, torch.bfloat16)
+        y = torch.empty_like(x)
+        kernels.softmax_forward(x, y)
+        torch.testing.assert_close(y, torch.softmax(x, -1))
+        mean, rstd = torch.empty(2, len(x), 1, device=DEVICE)
+        kernels.layer_norm_forward(x, None, None, y, mean, rstd)
+        grad_weight, grad_bias = (place(1, n, torch.float32) for _ in range(2))
+        kernels.layer_norm_backward(grad_out, x, None, mean, rstd, None, grad_weight, grad_bias)
+        x_hat = (x.double() - mean) * rstd
+        torch.testing.assert_close(
+            grad_bias, grad_out.double().sum(0, keepdim=True).float(), rtol=1e-4, atol=1e-1
+        )
+        torch.testing.assert_close(
+            grad_weight, (grad_out * x_hat).sum(0, keepdim=True).float(), rtol=1e-4, atol=1e-1
+        )
+
+
+def test_more_elements_than_32_bits_count(kernels: Kernels) -> None:
+    rows, n = 2**21 + 3, 1024
+    if torch.cuda.mem_get_info(DEVICE)[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    x = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+    x[-3:] = torch.randn(3, n, device=DEVICE)
+    y = torch.full_like(x, float("nan"))
+    kernels.softmax_forward(x, y)
+    torch.testing.assert_close(y[-3:], torch.softmax(x[-3:], -1))
+    kernels.softmax_forward(x, y, shape=(1, 1, rows, n), causal=True)
+    for back in (1, 2, 3):
+        seen = n + 1 - back
+        torch.testing.assert_close(y[-back, :seen], torch.softmax(x[-back, :seen], -1))
+        assert not y[-back, seen:].any()
+    kernels.layer_norm_forward(x, None, None, y, None, None)
+    torch.testing.assert_close(y[-3:], F.layer_norm(x[-3:], (n,)))
+
+
+def test_codes_and_words(kernels: Kernels) -> None:
+    sizes = (2, 2)
+    x = torch.ones(*sizes, device=DEVICE)
+    pointers = [x.data_ptr()] * 3
+    assert kernels.library.fuseline_softmax_backward(*pointers, *sizes, 1.0, 7, None) == -1
+    assert kernels.library.fuseline_softmax_backward(*pointers, -1, 2, 1.0, 0, None) == -2
+    assert b"dtype" in kernels.library.fuseline_error_string(-1)
+    assert b"negative" in kernels.library.fuseline_error_string(-2)
+    assert b"invalid argument" in kernels.library.fuseline_error_string(1)
+    with pytest.raises(NativeError, match="dtype"):
+        kernels.layer_norm_forward(x, x[0].half(), None, x, None, None)
