@@ -124,7 +124,7 @@ def print_outcome(outcome: Outcome, settings: Settings) -> None:
     for result in outcome.results:
         groups.setdefault((result.mode, result.combination), []).append(result)
     for (mode, combination), results in groups.items():
-        console.print(results_table(results, combination or mode, settings.preset))
+        console.print(results_table(results, combination or mode, settings.preset, console.width))
         _print_left_out(console, results)
     for line in [*_head_lines(outcome.sections), *_stability_lines(outcome.sections)]:
         console.print(line, highlight=False)
@@ -142,38 +142,56 @@ def print_outcome(outcome: Outcome, settings: Settings) -> None:
 
 Cell = Callable[[RungResult], str]
 
+# What goes first where a terminal is too narrow for all.
+DISPENSABLE = ("wait", "batch", "err", "tok/s")
 
-def results_table(results: Sequence[RungResult], title: str, preset: str) -> Table:
-    """Rungs that ran, the columns that hold something, 80 columns wide at most."""
+
+def results_table(results: Sequence[RungResult], title: str, preset: str, width: int) -> Table:
+    """Rungs that ran, and the columns that hold something; the least important go if `width` is short.
+
+    `total` is the speedup over the first rung, `step` the paired one over the rung it is compared with, `err`
+    the gradient's error against fp32, `wait` the share of time spent waiting for batches.
+    """
     ran = [result for result in results if result.iteration_ms is not None]
+    columns = {
+        heading: [cell(result) for result in ran] for heading, cell in _columns(title, preset, ran).items()
+    }
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+    for heading in DISPENSABLE:
+        if sum(1 + max(map(len, (name, *cells))) for name, cells in columns.items()) > width:
+            columns.pop(heading, None)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=True)
+    for i, result in enumerate(ran):
+        table.add_row(*(cells[i] for cells in columns.values()), style="" if result.kept else "dim")
+    return table
+
+
+def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Cell]:
+    columns: dict[str, Cell] = {
+        "rung": lambda r: r.name,
+        "ms/it": lambda r: _ms(r.iteration_ms),
+        "tok/s": lambda r: _count(r.value("tokens_per_s")),
+        "total": lambda r: _times(r.value("speedup")),
+        "step": lambda r: _times(r.value("paired_speedup")),
+        "MFU": lambda r: _percent(r.value("mfu")),
+        "GiB": lambda r: _number(r.value("peak_memory_gib"), ".1f"),
+        "batch": lambda r: _number(r.value("max_batch"), ".0f"),
+        "err": lambda r: _number(r.value("grad_error"), ".0e"),
+        "wait": lambda r: _percent(r.value("data_wait_share")),
+    }
+    if not all(result.kept for result in ran):
+        columns["kept"] = lambda r: "yes" if r.kept else "no"
     beside = reference(title)
-    columns: list[tuple[str, Cell]] = [
-        ("rung", lambda r: r.name if r.kept else f"[dim]{r.name} (left out)[/]"),
-        ("ms/it", lambda r: _ms(r.iteration_ms)),
-        ("tok/s", lambda r: _count(r.value("tokens_per_s"))),
-        ("total", lambda r: _times(r.value("speedup"))),
-        ("step", lambda r: _times(r.value("paired_speedup"))),
-        ("MFU", lambda r: _percent(r.value("mfu"))),
-        ("GiB", lambda r: _number(r.value("peak_memory_gib"), ".1f")),
-        ("batch", lambda r: _number(r.value("max_batch"), ".0f")),
-        ("grad err", lambda r: _number(r.value("grad_error"), ".0e")),
-        ("wait", lambda r: _percent(r.value("data_wait_share"))),
-    ]
     if beside is not None:
 
         def theirs(result: RungResult) -> str:
             row = beside.row(result.name, preset)
             return "" if row is None else f"{row.iteration_ms:.4g}"
 
-        columns.append((f"{beside.hardware.split(' x ')[-1].split()[0]} ms", theirs))
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for heading, cell in columns:
-        if any(cell(result) for result in ran):
-            table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=True)
-    shown = [cell for _, cell in columns if any(cell(result) for result in ran)]
-    for result in ran:
-        table.add_row(*(cell(result) for cell in shown))
-    return table
+        columns[f"{beside.gpu} ms"] = theirs
+    return columns
 
 
 def _print_left_out(console: Console, results: Sequence[RungResult]) -> None:

@@ -12,7 +12,12 @@ from fuseline.bench.ladder.spec import RunSpec
 from fuseline.errors import InputError
 
 # What nanoGPT's bench does in every row unless the row says otherwise.
-NANOGPT: Mapping[str, Any] = {"precision": "bf16", "optimizer": "fused", "attention": "auto"}
+NANOGPT: Mapping[str, Any] = {
+    "precision": "bf16",
+    "optimizer": "fused",
+    "attention": "auto",
+    "loss_dtype": "logits",
+}
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class StepMeasurer:
                 f"not reached: {self._effort.runs} runs of one step take {shortest:.0f} s, and "
                 f"{max(limit, 0):.0f} s of the budget were left"
             )
-        return max(1, min(self._effort.steps, int(min(seconds, limit) / shortest)))
+        return max(1, int(min(self._effort.steps, seconds / shortest, limit / shortest)))
 
     def _reference(self, spec: RunSpec) -> Reference:
         """The same weights and batch for all rungs of a shape: those after the first one had trained."""

@@ -32,6 +32,11 @@ class ReferenceTable:
     note: str
     rows: tuple[ReferenceRow, ...]
 
+    @property
+    def gpu(self) -> str:
+        """The GPU's short name, for the heading of a column."""
+        return self.hardware.split(" x ")[1].split()[0]
+
     def row(self, rung: str, preset: str) -> ReferenceRow | None:
         return next((r for r in self.rows if r.rung == rung and r.preset == preset), None)
 

@@ -52,11 +52,13 @@ def run(settings: Settings, observer: Observer) -> Outcome:
     base = _fit_vocabulary(settings.base, text)
     path = settings.out / RECORDS
     earlier = _earlier(path, settings, machine)
-    observer(Started(count(selection, settings.preset, machine), base, machine.name))
 
     outcome = Outcome()
     learner = Learner(_fresh(base, device), PEAK_RATES.get(base.preset, LARGE_PEAK_RATE))
     with text.open() as sources:
+        for stream in (sources.training, sources.held_out):
+            stream(base.batch, base.seqlen)  # a text too short for it is refused here, not rung by rung
+        observer(Started(count(selection, settings.preset, machine), base, machine.name))
         effort = Effort(settings.steps, settings.runs)
         measurer = StepMeasurer(device, machine.name, sources, learner, effort, observer)
         climb = Climb(machine, measurer, budget.less(_kept_seconds(settings, device)), observer, earlier)

@@ -28,7 +28,7 @@ class RunSpec:
 
     `seqlen` is the block size too. `optimizer` is `unfused` (torch's own default) or `fused`; `kernels` says
     who computes LayerNorm, `torch` or `fuseline`; `attention` is a backend of `fuseline.ops.attention`,
-    `execution` one of `fuseline.training.execution`.
+    `execution` one of `fuseline.training.execution`; `loss_dtype` is the GPT config's.
     """
 
     preset: str
@@ -43,6 +43,7 @@ class RunSpec:
     optimizer: str = "unfused"
     kernels: str = "torch"
     execution: str = "eager"
+    loss_dtype: str = "float32"
 
     def with_(self, change: Mapping[str, Any]) -> RunSpec:
         return replace(self, **change)
@@ -58,6 +59,7 @@ class RunSpec:
             bias=self.bias,
             attention=self.attention,
             norm=self.kernels,
+            loss_dtype=self.loss_dtype,
         )
 
     @property
@@ -95,6 +97,7 @@ class RunSpec:
             "optimizer": self.optimizer,
             "kernels": self.kernels,
             "execution": self.execution,
+            "loss_dtype": self.loss_dtype,
             "dropout": self.dropout,
             "bias": self.bias,
         }
@@ -115,6 +118,7 @@ class RunSpec:
             optimizer=case["optimizer"],
             kernels=case["kernels"],
             execution=case["execution"],
+            loss_dtype=case["loss_dtype"],
         )
 
 
