@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("fuseline-compile")
 CPU_ITERATIONS, GPU_ITERATIONS = 20, 1000
-TABLE_WIDTH = 120
+TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def _progress(bench: CompileBench) -> Iterator[Observer]:
 
         def observe(model: str, backend: str, phase: str, iterations: int, total: int) -> None:
             counts = done[model]
-            counts[backend] = iterations
-            if phase == "skip":
+            if phase in ("prepare", "run"):
+                counts[backend] = iterations
+            elif phase == "skip":
                 del counts[backend]
             if not progress.tasks[tasks[model]].started:
                 progress.start_task(tasks[model])
@@ -130,13 +131,13 @@ def _progress(bench: CompileBench) -> Iterator[Observer]:
                 tasks[model],
                 description=f"{model}: {_PHASES[phase]} {backend}",
                 completed=sum(counts.values()),
-                total=total * len(counts),
+                total=total * max(1, len(counts)),
             )
 
         yield observe
 
 
-_PHASES = {"prepare": "building and warming up", "run": "running", "skip": "leaving out"}
+_PHASES = {"read": "reading", "prepare": "building and warming up", "run": "running", "skip": "leaving out"}
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -28,7 +28,7 @@ def records(
     which: Outcome, model: str = "gpt2", environment: Environment = H100, price: float | None = None
 ) -> list[Record]:
     workload = PRESETS["full"][model]
-    case = case_of(workload, "full", "bf16", "python", 50304)
+    case = case_of(workload, "full", "bf16", "words", 50304)
     flops = {"mfu": 4.945e12, "mfu_causal": 2.4725e12}
     units = workload.source.units(workload.batch_size)
     return records_of(which, case, flops=flops, units=units, environment=environment, price_per_hour=price)
@@ -70,7 +70,7 @@ def test_eager_has_no_compile_time_and_an_unknown_peak_no_mfu() -> None:
 def test_images_are_counted_by_the_sample() -> None:
     found = by_metric(records(outcome(), model="vit"))
     assert found["samples_per_s"].value == 6400
-    assert found["samples_per_s"].case["data"] == "synthetic images"
+    assert found["samples_per_s"].case["data"] == "words"
     assert found["samples_per_s"].case["image_size"] == 224
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuseline.bench.compile import CompileBench, run
+from fuseline.bench.compile import BACKENDS, MODELS, CompileBench, run
 from fuseline.errors import InputError
 from fuseline.records import read
 
@@ -50,9 +50,10 @@ def test_records_and_traces_are_written(tmp_path: Path, text: Path) -> None:
     assert times["lstm"].value == pytest.approx(sum(trace) / 6, abs=1e-3)
     assert times["lstm"].case["vocab"] == len(set(WORDS))
     assert {r.case["model"] for r in records if r.metric == "skipped"} == {"lstm", "vit"}
-    assert [e for e in events if e[2] == "run"] == [
-        ("lstm", "eager", "run", 6, 6),
-        ("vit", "eager", "run", 6, 6),
+    assert events == [
+        (model, backend, phase, done, 6)
+        for model in ("lstm", "vit")
+        for backend, phase, done in (("data", "read", 0), ("eager", "prepare", 0), ("eager", "run", 6))
     ]
 
 
@@ -104,3 +105,25 @@ def test_inductor_is_timed_beside_eager_and_agrees_with_it(tmp_path: Path) -> No
     assert math.isfinite(found["paired_speedup"].value)
     assert found["compile_s"].value is not None
     assert found["compile_s"].value > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inductor's own imports
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu_all_backends_take_turns_and_agree(model: str, tmp_path: Path, text: Path) -> None:
+    small = bench(
+        device=torch.device("cuda"),
+        precision="bf16",
+        models=(model,),
+        backends=tuple(BACKENDS),
+        iterations=20,
+        data=str(text),
+    )
+    records = run(small, tmp_path / "out", lambda *_: None)
+    assert [(r.peer, r.case["reason"]) for r in records if r.metric == "skipped"] == []
+    for backend in ("cudagraphs", "inductor", "reduce-overhead"):
+        found = {r.metric: r for r in records if r.peer == backend and r.case["model"] == model}
+        assert found["iteration_ms"].n == 20
+        assert found["paired_speedup"].value is not None
+        assert found["loss_error"].value is not None
+        assert found["loss_error"].value < 0.01

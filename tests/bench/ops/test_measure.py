@@ -35,9 +35,9 @@ class Other:
         return lambda: self.twist(op.reference(**inputs))
 
 
-def measure(*peers: Peer) -> dict[str, CaseResult]:
+def measure(*peers: Peer, device: torch.device = CPU) -> dict[str, CaseResult]:
     case = Case("16x32", (16, 32))
-    results = measure_case(get("softmax"), case, torch.float32, peers, CPU, 0, EFFORT)
+    results = measure_case(get("softmax"), case, torch.float32, peers, device, 0, EFFORT)
     return {result.peer.name: result for result in results}
 
 
@@ -89,3 +89,16 @@ def test_forward_is_timed_without_a_graph_and_backward_without_a_forward() -> No
     measure(Other(note))
     # Once for the errors; 2 rounds of 2 warm-ups and 3 repeats; once to go back from.
     assert graphs == [True] + [False] * 10 + [True]
+
+
+@pytest.mark.gpu
+def test_short_calls_are_timed_in_a_graph_as_well() -> None:
+    for result in measure(PEERS["fuseline"], PEERS["eager"], device=torch.device("cuda")).values():
+        assert [(t.direction, t.captured) for t in result.timings] == [
+            ("fw", False),
+            ("bw", False),
+            ("fw", True),
+            ("fwbw", True),
+        ]
+        forward, both = result.timings[2:]
+        assert 0 < forward.time_us.median < both.time_us.median

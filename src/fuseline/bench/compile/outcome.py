@@ -11,7 +11,8 @@ from fuseline.bench.compile.backends import Backend
 from fuseline.timing import Ratio
 
 Observer = Callable[[str, str, str, int, int], None]
-"""Called with model, backend, phase ("prepare", "run" or "skip"), iterations done, iterations in all."""
+"""Called with model, backend, phase ("prepare", "run" or "skip"), iterations done, iterations in all; once
+before a model's first backend with "data" and "read"."""
 
 
 @dataclass(frozen=True)

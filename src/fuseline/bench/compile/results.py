@@ -28,11 +28,12 @@ def case_of(workload: Workload, preset: str, precision: str, data: str, vocab_si
         "batch": workload.batch_size,
         "dtype": precision,
         "optimizer": "fused adamw",
+        "data": data,
         "per": source.per,
     }
     if isinstance(source, Text):
-        return case | {"seqlen_q": source.seqlen, "vocab": vocab_size, "data": data}
-    return case | {"image_size": source.image_size, "data": "synthetic images"}
+        return case | {"seqlen_q": source.seqlen, "vocab": vocab_size}
+    return case | {"image_size": source.image_size}
 
 
 def records_of(

@@ -76,6 +76,7 @@ def run(bench: CompileBench, out: Path, observe: Observer) -> list[Record]:
     records: list[Record] = []
     datasets: dict[str, TokenDataset] = {}
     for index, workload in enumerate(bench.workloads):
+        observe(workload.name, "data", "read", 0, bench.iterations)
         dataset = _dataset(workload, bench.data, datasets)
         deadline = _deadline(begin + bench.budget_s, bench.workloads[index:])
         outcomes = compare(workload, bench.contenders, dataset, settings, deadline=deadline, observe=observe)
@@ -109,7 +110,8 @@ def _records(
 ) -> list[Record]:
     environment = describe(bench.device)
     vocab_size = workload.vocab_size(dataset)
-    case = case_of(workload, bench.preset, bench.precision, bench.data, vocab_size)
+    data = dataset.name if dataset is not None else "synthetic images"
+    case = case_of(workload, bench.preset, bench.precision, data, vocab_size)
     flops = workload.flops(vocab_size)
     return [
         record
