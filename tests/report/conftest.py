@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,27 +30,27 @@ CPU = replace(
     torch="2.13.0+cpu",
 )
 
-# name, slot, lever, change, milliseconds, GiB, largest batch, loss error, gradient error, compile s, kept
-CLIMB: tuple[tuple[Any, ...], ...] = (
-    ("plain PyTorch", "baseline", "none", {}, 412.3, 33.4, 37, 0.0, 0.0, None, True),
-    ("fp32", "precision", "none", {}, None, None, None, None, None, None, False),
-    ("tf32", "precision", "tensor cores", {"dtype": "tf32"}, 231.6, 33.4, 37, 3.1e-6, 4.1e-4, None, True),
-    ("bf16", "precision", "tensor cores", {"dtype": "bf16"}, 160.4, 29.6, 42, 2.1e-4, 7.9e-3, None, True),
-    ("fp16", "precision", "tensor cores", {"dtype": "fp16"}, 161.9, 29.8, 42, 3.2e-5, 1.2e-3, None, False),
-    ("fused-softmax", "attention", "custom kernels", {"backend": "naive_fused"}, 118.2, 24.1, 52, 2.0e-4, 7.8e-3, None, True),
-    ("math", "attention", "fuse", {"backend": "math"}, 153.1, 25.9, 48, 2.3e-4, 8.3e-3, None, False),
-    ("efficient", "attention", "fuse", {"backend": "efficient"}, 79.3, 16.0, 80, 2.0e-4, 7.7e-3, None, True),
-    ("flash", "attention", "fuse", {"backend": "flash"}, 73.0, 16.0, 80, 2.0e-4, 7.7e-3, None, True),
-    ("cudnn", "attention", "fuse", {"backend": "cudnn"}, 71.6, 16.1, 80, 2.1e-4, 7.7e-3, None, True),
-    ("padded-vocabulary", "vocabulary", "tensor cores", {"vocab": 50304}, 46.0, 16.1, 80, 2.1e-4, 7.7e-3, None, True),
-    ("fused-adamw", "optimizer", "fuse", {"optimizer": "fused"}, 43.2, 16.1, 80, 2.1e-4, 7.7e-3, None, True),
-    ("fuseline-kernels", "kernels", "custom kernels", {"kernels": "fuseline"}, 40.9, 15.2, 84, 1.7e-4, 7.1e-3, None, True),
-    ("cudagraphs", "execution", "overhead", {"execution": "cudagraphs"}, 40.1, 15.9, 80, 1.7e-4, 7.1e-3, 8.4, True),
-    ("inductor", "execution", "fuse", {"execution": "inductor"}, 36.8, 11.5, 112, 1.5e-4, 6.6e-3, 41.2, True),
-    ("reduce-overhead", "execution", "overhead", {"execution": "reduce-overhead"}, 36.3, 12.9, 100, 1.5e-4, 6.6e-3, 44.0, True),
-    ("graph", "execution", "overhead", {"execution": "graph"}, 39.4, 15.4, 82, 1.7e-4, 7.1e-3, None, False),
-    ("inductor-graph", "execution", "overhead", {"execution": "inductor-graph"}, 34.9, 12.6, 103, 1.5e-4, 6.6e-3, 43.1, True),
-)  # fmt: skip
+# name | slot | lever | change | ms, GiB, largest batch, loss error, gradient error, compile s, kept
+CLIMB = """
+plain PyTorch    |baseline  |none          |                         |412.3 33.4 37 0 0 - kept
+fp32             |precision |none          |                         |- - - - - - dropped
+tf32             |precision |tensor cores  |dtype=tf32               |231.6 33.4 37 3.1e-06 0.00041 - kept
+bf16             |precision |tensor cores  |dtype=bf16               |160.4 29.6 42 0.00021 0.0079 - kept
+fp16             |precision |tensor cores  |dtype=fp16               |161.9 29.8 42 3.2e-05 0.0012 - dropped
+fused-softmax    |attention |custom kernels|backend=naive_fused      |118.2 24.1 52 0.0002 0.0078 - kept
+math             |attention |fuse          |backend=math             |153.1 25.9 48 0.00023 0.0083 - dropped
+efficient        |attention |fuse          |backend=efficient        |79.3 16 80 0.0002 0.0077 - kept
+flash            |attention |fuse          |backend=flash            |73 16 80 0.0002 0.0077 - kept
+cudnn            |attention |fuse          |backend=cudnn            |71.6 16.1 80 0.00021 0.0077 - kept
+padded-vocabulary|vocabulary|tensor cores  |vocab=50304              |46 16.1 80 0.00021 0.0077 - kept
+fused-adamw      |optimizer |fuse          |optimizer=fused          |43.2 16.1 80 0.00021 0.0077 - kept
+fuseline-kernels |kernels   |custom kernels|kernels=fuseline         |40.9 15.2 84 0.00017 0.0071 - kept
+cudagraphs       |execution |overhead      |execution=cudagraphs     |40.1 15.9 80 0.00017 0.0071 8.4 kept
+inductor         |execution |fuse          |execution=inductor       |36.8 11.5 112 0.00015 0.0066 41.2 kept
+reduce-overhead  |execution |overhead      |execution=reduce-overhead|36.3 12.9 100 0.00015 0.0066 44 kept
+graph            |execution |overhead      |execution=graph          |39.4 15.4 82 0.00017 0.0071 - dropped
+inductor-graph   |execution |overhead      |execution=inductor-graph |34.9 12.6 103 0.00015 0.0066 43.1 kept
+"""
 
 ANCHORED = {
     "eager naive 50257": 159.8,
@@ -99,11 +99,18 @@ def make_ladder(
         "vocab": 50257, "vocab_size": 50257, "vocab_multiple": 1, "optimizer": "unfused", "kernels": "torch",
         "execution": "eager", "dropout": 0.0, "bias": False,
     }  # fmt: skip
-    records, first, best = [], CLIMB[0][4] * scale, None
-    for order, (name, slot, lever, change, ms, gib, batch, loss, grad, compile_s, kept) in enumerate(CLIMB):
+    records: list[Record] = []
+    first: float | None = None
+    best: tuple[str, float] | None = None
+    for order, line in enumerate(CLIMB.strip().splitlines()):
+        name, slot, lever, changes, figures = (part.strip() for part in line.split("|"))
+        *cells, word = figures.split()
+        change: dict[str, Any] = dict(part.split("=") for part in changes.split(", ") if part)
+        ms, gib, batch, loss, grad, compile_s = (None if c == "-" else float(c) for c in cells)
+        kept = word == "kept"
         case = {
-            **state, **change, "mode": "cumulative", "rung": name, "slot": slot, "lever": lever, "order": order,
-            "kept": kept, "baseline": best and best[0],
+            **state, **change, "mode": "cumulative", "rung": name, "slot": slot, "lever": lever,
+            "order": order, "kept": kept, "baseline": best and best[0],
         }  # fmt: skip
         captured = change.get("execution") in ("cudagraphs", "reduce-overhead", "graph", "inductor-graph")
         if ms is None or (not gpu and (captured or change.get("dtype"))):
@@ -113,6 +120,7 @@ def make_ladder(
             records.append(_record("ladder", {**case, "kept": False, "reason": reason}, "skipped", None, env))
             continue
         ms *= scale
+        first = first or ms
         records += _rung(case, ms, env, tokens=16 * 1024, gpu=gpu)
         records.append(_record("ladder", case, "loss_error", loss, env))
         records.append(_record("ladder", case, "grad_error", grad, env))
@@ -327,3 +335,18 @@ def ladder_records() -> list[Record]:
 @pytest.fixture(scope="session")
 def all_records() -> list[Record]:
     return [*make_ladder(), *make_extras(), *make_compile(), *make_ops(), *make_foreign()]
+
+
+@pytest.fixture(scope="session", name="make_ladder")
+def ladder_maker() -> Callable[..., list[Record]]:
+    return make_ladder
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Environment:
+    return CPU
+
+
+@pytest.fixture(scope="session", name="make_traces")
+def trace_maker() -> Callable[..., dict[str, list[float]]]:
+    return make_traces

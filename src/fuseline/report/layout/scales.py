@@ -29,8 +29,8 @@ class Scale:
 
 def scale(axis: Axis, values: Iterable[float], start: float, end: float, *, ticks: int = 5) -> Scale:
     """A scale that holds all of `values` (and the axis' own bounds), with about `ticks` ticks."""
-    known = [v for v in values if math.isfinite(v)]
-    low = axis.low if axis.low is not None else min(known, default=0.0)
+    known = [v for v in values if math.isfinite(v) and (v > 0 or axis.kind == "linear")]
+    low = axis.low if axis.low is not None else min(known, default=0.1)
     high = axis.high if axis.high is not None else max(known, default=1.0)
     if axis.kind == "linear":
         return _linear(axis, low, high, start, end, ticks)
@@ -42,10 +42,11 @@ def _linear(axis: Axis, low: float, high: float, start: float, end: float, count
         high = low + (abs(low) or 1.0)
     step = _round_step(max((high - low) / count, 1.0 if axis.counted else 0.0))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(round(i * step, 12) for i in range(first, last + 1))
+    ticks = tuple(float(f"{i * step:.12g}") for i in range(first, last + 1))
+    air = 1e-9 * step
     low = low if axis.low is not None else ticks[0]
     high = high if axis.high is not None else ticks[-1]
-    return Scale(axis, low, high, start, end, tuple(t for t in ticks if low - 1e-12 <= t <= high + 1e-12))
+    return Scale(axis, low, high, start, end, tuple(t for t in ticks if low - air <= t <= high + air))
 
 
 def _logarithmic(axis: Axis, low: float, high: float, start: float, end: float, count: int) -> Scale:

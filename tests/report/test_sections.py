@@ -1,0 +1,212 @@
+"""What each suite's section says: the right figures in the right cells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuseline.report.blocks import Details, Drawing, Headline, Table, Words
+from fuseline.report.charts import Bars, Panels, Scatter
+from fuseline.report.sections import compile_suite, generic, ladder, op_suite
+from fuseline.report.selection import Shelf
+
+
+def blocks(section, kind):
+    return [block for block in section.blocks if isinstance(block, kind)]
+
+
+def tables(section):
+    return {block.title: block for block in blocks(section, Table)}
+
+
+def charts(section):
+    return {block.figure.name: block.figure.chart for block in blocks(section, Drawing)}
+
+
+def row(table, name, second=None):
+    """Cells by column heading of the row so named."""
+    found = next(
+        r for r in table.rows if r.cells[0].text == name and (second is None or r.cells[1].text == second)
+    )
+    return {column.label: cell for column, cell in zip(table.columns, found.cells, strict=True)}
+
+
+@pytest.fixture
+def climb(all_records):
+    (section,) = ladder.sections(Shelf(all_records))
+    return section
+
+
+@pytest.fixture
+def compiled(all_records):
+    (section,) = compile_suite.sections(Shelf(all_records), {})
+    return section
+
+
+@pytest.fixture
+def op_section(all_records):
+    (section,) = op_suite.sections(Shelf(all_records))
+    return section
+
+
+def test_the_ladders_bars_are_coloured_by_lever_and_pale_where_dropped(climb):
+    chart = charts(climb)["ladder-gpt2-cumulative"]
+    assert isinstance(chart, Bars)
+    bars = {bar.label: bar for bar in chart.groups[0].bars}
+    assert (bars["flash"].role, bars["bf16"].role, bars["graph"].role) == ("fuse", "tensor", "overhead")
+    assert bars["graph"].faded
+    assert not bars["flash"].faded
+    assert bars["flash"].low < bars["flash"].value < bars["flash"].high
+    assert "fp32" not in bars
+
+
+def test_the_precision_chart_holds_the_baseline_at_one(climb):
+    chart = charts(climb)["ladder-gpt2-cumulative-precision"]
+    assert isinstance(chart, Scatter)
+    dots = {dot.label: dot for dot in chart.dots}
+    assert (dots["plain PyTorch"].x, dots["plain PyTorch"].y) == (0.0, 1.0)
+    assert dots["tf32"].x == pytest.approx(4.1e-4)
+    assert dots["tf32"].y == pytest.approx(412.3 / 231.6)
+
+
+def test_a_paired_loss_is_marked_as_one(climb):
+    table = tables(climb)["What each rung gained"]
+    assert row(table, "graph")["this step, paired"].tone == "bad"
+    assert row(table, "flash")["this step, paired"].tone == "good"
+    assert row(table, "flash")["this step, paired"].text == "1.086x"
+
+
+def test_costs_say_whether_a_batch_was_tried(climb):
+    table = tables(climb)["What each rung cost"]
+    assert row(table, "flash")["largest batch, sequences"].detail == "tried"
+    assert row(table, "graph")["largest batch, sequences"].detail == "predicted"
+
+
+def test_memory_is_said_with_the_largest_batch(climb):
+    chart = charts(climb)["ladder-gpt2-cumulative-memory"]
+    assert next(b for b in chart.groups[0].bars if b.label == "flash").text == "16.0 GiB · batch 80"
+
+
+def test_anchors_on_another_gpu_are_compared_by_ratio_only(ladder_records):
+    elsewhere = [replace(r, device="NVIDIA A100-SXM4-80GB") for r in ladder_records]
+    (section,) = ladder.sections(Shelf(elsewhere))
+    table = next(t for t in tables(section).values() if t.title.startswith("nanoGPT's own"))
+    assert "theirs / ours" not in [column.label for column in table.columns]
+    cells = row(table, "eager flash 50304")
+    assert cells["theirs, of the first row"].text == "3.37x"
+    assert cells["ours, of the first row"].text == "3.39x"
+
+
+def test_rows_at_another_batch_have_no_ratio_to_the_first(climb):
+    table = next(t for t in tables(climb).values() if t.title.startswith("nanoGPT's own"))
+    assert row(table, "inductor default 50304 B=64")["theirs, of the first row"].text == ""
+
+
+def test_a_climb_of_a_preset_nobody_measured_is_held_against_the_seeds_gpt2(make_ladder, cpu):
+    records = [r for r in make_ladder(cpu, "tiny") if r.case.get("combination") == "seed-001"]
+    (section,) = ladder.sections(Shelf(records))
+    (table,) = (t for t in tables(section).values() if t.title.startswith("Accelerating"))
+    assert "They ran gpt2, ours is tiny" in table.reading
+
+
+def test_overflow_is_said_where_it_begins(climb):
+    cells = row(tables(climb)["Who agrees with float64, and where it ends"], "product, then scale (nanoGPT)")
+    assert (cells["fp16: range"].text, cells["fp16: range"].detail) == ("overflows", "from 32")
+    assert cells["bf16: range"].text == "finite"
+
+
+def test_a_section_that_did_not_run_says_why(ladder_records):
+    reason = "not reached: the budget of 60 s was spent"
+    record = next(r for r in ladder_records if r.metric == "skipped")
+    skipped = replace(record, case={"section": "stability", "reason": reason})
+    (section,) = ladder.sections(Shelf([*ladder_records, skipped]))
+    assert f"Not run: {reason}." in [block.text for block in blocks(section, Words)]
+
+
+def test_the_sample_keeps_its_lines_and_loses_control_characters(ladder_records, all_records):
+    sample = next(r for r in all_records if r.case.get("section") == "sample")
+    odd = replace(sample, case={**sample.case, "text": "a\n\tb\x07\x1b[1mc\x00"})
+    (section,) = ladder.sections(Shelf([*ladder_records, odd]))
+    (details,) = (d for d in blocks(section, Details) if d.summary.startswith("A sample"))
+    ((told, text),) = details.items
+    assert text == "a\n\tb��[1mc�"
+    assert told == "validation loss 1.47, after 900 steps"
+    assert details.unfolded
+
+
+def test_compile_shows_mean_sigma_ratio_and_geometric_mean(compiled):
+    cells = row(tables(compiled)["All figures"], "gpt2", "inductor")
+    assert cells["median, ms/iteration"].detail.startswith("[")
+    assert (cells["mean and sigma, ms"].text, cells["mean and sigma, ms"].detail) == ("34.06", "± 1.35")
+    assert cells["MFU and sigma"].detail == "± 0.90%"
+    assert cells["ratio, old/new, paired"].text == "1.408x"
+    (headline,) = blocks(compiled, Headline)
+    assert headline.value == "1.515x"
+    assert "reduce-overhead: the geometric mean over 5 models" in headline.words
+
+
+def test_compile_tells_why_a_back_end_did_not_run(compiled):
+    cells = row(tables(compiled)["All figures"], "lstm", "cudagraphs")
+    assert "cannot be captured" in cells["back end"].detail
+
+
+def test_compile_whiskers_are_one_sigma(compiled):
+    panels = charts(compiled)["compile"]
+    assert isinstance(panels, Panels)
+    bar = panels.charts[1].groups[0].bars[0]
+    assert (bar.label, bar.value) == ("eager", pytest.approx(47.5 * 1.01))
+    assert bar.high - bar.value == pytest.approx(47.5 * 0.04)
+
+
+def test_compile_stands_beside_the_seeds_table(compiled):
+    table = next(t for title, t in tables(compiled).items() if title.endswith("(C. Dalinghaus), shakespeare"))
+    cells = row(table, "inductor")
+    assert cells["theirs, ms/iteration"].text == "12.2"
+    assert cells["ours, of the first row"].text == "1.41x"
+
+
+def test_ops_have_a_panel_for_each_direction_and_dtype_with_ours_on_top(op_section):
+    panels = charts(op_section)["ops-softmax"]
+    assert {panel.title for panel in panels.charts} == {
+        f"{direction}, {dtype}" for direction in ("forward", "backward") for dtype in ("fp32", "fp16", "bf16")
+    }
+    assert all(panel.lines[-1].label == "fuseline" for panel in panels.charts)
+    assert all(len(line.points) == 6 for panel in panels.charts for line in panel.lines)
+    assert all(panel.level == 1.0 for panel in panels.charts)
+
+
+def test_ops_name_the_worst_error_and_the_peers_that_are_absent(op_section):
+    table = tables(op_section)["Largest error against float64"]
+    assert row(table, "forward, bf16")["fuseline"].text.startswith("3.1")
+    (details,) = (d for d in blocks(op_section, Details) if d.summary.startswith("Peers"))
+    assert details.items == (("quack", "not installed: `pip install quack-kernels`"),)
+
+
+def test_ops_on_the_reference_say_so(all_records):
+    fallen = [
+        replace(r, case={**r.case, "native": False}) if "native" in r.case else r
+        for r in all_records
+        if r.suite == "ops"
+    ]
+    (section,) = op_suite.sections(Shelf(fallen))
+    assert any("not loaded" in block.text for block in blocks(section, Words))
+
+
+def test_of_two_sizes_at_one_length_the_larger_is_drawn(all_records):
+    ops = [r for r in all_records if r.suite == "ops"]
+    small = [replace(r, value=0.01, case={**r.case, "rows": 4}) for r in ops if r.metric == "share_of_copy"]
+    (section,) = op_suite.sections(Shelf([*ops, *small]))
+    values = [
+        p.y for panel in charts(section)["ops-softmax"].charts for line in panel.lines for p in line.points
+    ]
+    assert min(values) > 0.1
+
+
+def test_leftovers_of_a_known_suite_are_shown(all_records):
+    odd = replace(next(r for r in all_records if r.suite == "ops"), case={"what": "no op at all"})
+    shelf = Shelf([odd])
+    assert op_suite.sections(shelf) == []
+    (section,) = generic.sections(shelf)
+    assert section.title == "Ops: other measurements"
+    assert "what no op at all" in blocks(section, Table)[0].reading
