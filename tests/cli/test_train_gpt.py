@@ -12,9 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fuseline.cli.main import run
 from fuseline.cli.train_gpt import Options
+from fuseline.cli.train_progress import TrainProgress
 from fuseline.training.config import TrainConfig
 from fuseline.training.metrics import read_metrics
 
@@ -57,6 +59,11 @@ def test_it_shows_samples_and_the_end(text: str, tmp_path: Path, capsys: pytest.
     assert "sample at step 3" in out
     assert "best validation loss" in out
     assert "tokens/s" in out
+
+
+def test_a_sample_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    TrainProgress(Console()).sampled(3, "x[0] = [/red] [bold]y\x1b[2J")
+    assert "x[0] = [/red] [bold]y[2J" in capsys.readouterr().out
 
 
 def test_a_dry_run_writes_nothing(

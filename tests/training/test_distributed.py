@@ -20,7 +20,9 @@ from fuseline.training.train import train
 Make = Callable[..., Any]
 
 
-def torchrun(processes: int, config: Any, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    processes: int, config: Any, folder: Path, *more: str, device: str = "cpu"
+) -> subprocess.CompletedProcess[str]:
     options = [
         word
         for name, value in asdict(config).items()
@@ -29,7 +31,7 @@ def torchrun(processes: int, config: Any, folder: Path, *more: str) -> subproces
         if name not in ("tensorboard", "wandb")
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "fuseline", "train", "gpt", "--device", "cpu", "--out", str(folder), *options, *more]
+    command += ["-m", "fuseline", "train", "gpt", "--device", device, "--out", str(folder), *options, *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -60,6 +62,17 @@ def test_two_processes_learn_what_one_does_and_one_writes(small: Make, course: M
     went_on = train(small(**{**asdict(config), "steps": 10}), folder=tmp_path / "two", resume=True)
     longer = train(small(**{**asdict(config), "steps": 10}), folder=tmp_path / "one", resume=True)
     assert went_on.loss == pytest.approx(longer.loss, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("execution", ["eager", "inductor"])
+def test_two_gpus_learn_what_one_does(small: Make, course: Make, tmp_path: Path, execution: str) -> None:
+    config = small(steps=8, dropout=0.0, accumulation=4, precision="fp32", execution=execution)
+    done = torchrun(2, config, tmp_path / "two", "--json", device="cuda")
+    assert done.returncode == 0, done.stderr
+    alone = train(config, folder=tmp_path / "one", device="cuda")
+    assert json.loads(done.stdout)["validation_loss"] == pytest.approx(alone.validation_loss, rel=1e-4)
 
 
 def test_an_error_is_told_once(small: Make, tmp_path: Path) -> None:

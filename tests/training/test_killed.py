@@ -61,7 +61,8 @@ def test_on_a_cpu(small: Make, course: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("execution", ["eager", "graph", "inductor", "inductor-graph", "reduce-overhead"])
 def test_on_a_gpu(small: Make, course: Make, tmp_path: Path, execution: str) -> None:
     config = small(

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from fuseline.training.reporter import Pace, Plan, TrainResult
 
@@ -57,8 +58,8 @@ class TrainProgress:
 
     def sampled(self, step: int, text: str) -> None:
         # The text is the model's own: nothing in it is markup.
-        panel = Panel(text.replace("\x1b", ""), title=f"sample at step {step}", title_align="left")
-        self._console.print(panel, markup=False, highlight=False)
+        panel = Panel(Text(text.replace("\x1b", "")), title=f"sample at step {step}", title_align="left")
+        self._console.print(panel)
 
     def saved(self, step: int, path: Path) -> None:
         """The file is there to be seen; a line for each would drown the rest."""

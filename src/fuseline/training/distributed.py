@@ -99,24 +99,30 @@ def joined(device: str) -> Iterator[Group]:
         InputError: more processes a host than it has GPUs.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    place = torch.device(device)
+    place = _own_device(torch.device(device), world_size)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     if world_size == 1:
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
         yield Group(rank=0, world_size=1, device=place)
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if place.type == "cuda":
-        if local >= torch.cuda.device_count():
-            raise InputError(
-                f"torchrun started process {local} on a host with {torch.cuda.device_count()} GPU(s). "
-                "Give it --nproc-per-node of at most that many."
-            )
-        place = torch.device("cuda", local)
-        torch.cuda.set_device(place)
-    backend = "nccl" if place.type == "cuda" else "gloo"
+    # gloo beside NCCL: what the processes agree on then travels between hosts, and no GPU waits for it.
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield Group(rank=distributed.get_rank(), world_size=world_size, device=place)
     finally:
         distributed.destroy_process_group()
+
+
+def _own_device(place: torch.device, world_size: int) -> torch.device:
+    if place.type != "cuda":
+        return place
+    if world_size == 1:
+        return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise InputError(
+            f"torchrun started process {local} on a host with {torch.cuda.device_count()} GPU(s). "
+            "Give it --nproc-per-node of at most that many."
+        )
+    return torch.device("cuda", local)

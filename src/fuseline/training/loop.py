@@ -211,8 +211,7 @@ class Loop:
         with matmul_format(precision), autocast(precision, device):
             tokens = sample(run.model, prompt, count, top_k=_TOP_K, generator=generator)
         text: str = tokenizer.decode(tokens[0, 1:].tolist())
-        for writer in self.writers:
-            writer.write([{"kind": "sample", "step": run.taken, "text": text}])
+        self._write([{"kind": "sample", "step": run.taken, "text": text}])
         return text
 
     def _save(self) -> None:
@@ -221,11 +220,8 @@ class Loop:
         self.reporter.saved(self.run.taken, path)
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        def write() -> None:
-            for writer in self.writers:
-                writer.write(entries)
-
-        self.group.first(write)
+        for writer in self.writers:
+            writer.write(entries)
 
     def _result(self, outcome: str) -> TrainResult:
         run = self.run

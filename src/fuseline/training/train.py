@@ -101,7 +101,7 @@ def _explained(config: TrainConfig, group: Group) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        if any(_is_about_memory(cause) for cause in _causes(error)):
             raise InputError(_does_not_fit(config, group)) from error
         if "deterministic" in str(error):
             first = str(error).splitlines()[0]
@@ -109,6 +109,17 @@ def _explained(config: TrainConfig, group: Group) -> Iterator[None]:
                 f"Part of this model cannot run repeatably: {first} Train with --deterministic False."
             ) from error
         raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _does_not_fit(config: TrainConfig, group: Group) -> str:
