@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fuseline import native
 from fuseline.bench.ops.measure import CaseResult, Effort, measure_case
 from fuseline.bench.peers import PEERS, Peer, UnsupportedError
 from fuseline.ops import Case, Op, get
@@ -39,11 +38,6 @@ def measure(*peers: Peer, device: torch.device = CPU) -> dict[str, CaseResult]:
     case = Case("16x32", (16, 32))
     results = measure_case(get("softmax"), case, torch.float32, peers, device, 0, EFFORT)
     return {result.peer.name: result for result in results}
-
-
-@pytest.fixture(autouse=True)
-def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ready", lambda device_type: False)
 
 
 def test_every_peer_is_timed_both_ways_and_paired_with_ours() -> None:
@@ -93,7 +87,7 @@ def test_forward_is_timed_without_a_graph_and_backward_without_a_forward() -> No
 
 @pytest.mark.gpu
 def test_short_calls_are_timed_in_a_graph_as_well() -> None:
-    for result in measure(PEERS["fuseline"], PEERS["eager"], device=torch.device("cuda")).values():
+    for result in measure(PEERS["eager"], device=torch.device("cuda")).values():
         assert [(t.direction, t.captured) for t in result.timings] == [
             ("fw", False),
             ("bw", False),

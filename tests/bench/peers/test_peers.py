@@ -8,21 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuseline import native
 from fuseline.bench.peers import PEERS, UnsupportedError, find_peers
 from fuseline.errors import InputError
 from fuseline.ops import Case, get
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def on_the_processor_ours_is_the_reference(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Nothing is built for these tests; the native op has tests of its own."""
-    if "gpu" not in request.keywords:
-        monkeypatch.setattr(native, "ready", lambda device_type: False)
 
 
 def inputs_of(op: str, shape: tuple[int, ...] = (5, 24), **options: object) -> dict[str, object]:
