@@ -126,6 +126,11 @@ def test_want_of_memory_and_bad_input_and_eagers_own_failures_go_through(
     contest, _ = new_contest(monkeypatch, raising(RuntimeError("CUDA out of memory. Tried to allocate")))
     with pytest.raises(torch.OutOfMemoryError):
         contest.admit(INDUCTOR, NEVER)
+    behind = RuntimeError("capture was invalidated")
+    behind.__context__ = torch.OutOfMemoryError("full")
+    contest, _ = new_contest(monkeypatch, raising(behind))
+    with pytest.raises(torch.OutOfMemoryError):
+        contest.admit(INDUCTOR, NEVER)
     contest, _ = new_contest(monkeypatch, raising(InputError("the corpus is shorter than a block")))
     with pytest.raises(InputError, match="shorter than a block"):
         contest.admit(INDUCTOR, NEVER)

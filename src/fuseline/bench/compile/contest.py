@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -142,8 +143,19 @@ def _reason(backend: Backend, error: Exception) -> str:
     A compiler may raise anything, and the other backends still count. What is raised on: want of memory, bad
     input, and whatever eager raises, for then it is not a backend that is at fault.
     """
-    if isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in str(error):
+    if any(_is_about_memory(cause) for cause in _causes(error)):
         raise torch.OutOfMemoryError(str(error)) from error
     if isinstance(error, InputError) or backend.name == BASELINE:
         raise error
     return describe_failure(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in str(error)
