@@ -93,7 +93,7 @@ class Loader:
                 wanted = {"cpu": (TORCH_NAME,), "meta": (TORCH_NAME,), "cuda": (TORCH_NAME, KERNELS_NAME)}
                 reasons = [] if device_type in wanted else [f"there are no kernels for {device_type}"]
                 for name in wanted.get(device_type, ()):
-                    status = self._load(name)
+                    status = self.load(name)
                     if not status.loaded:
                         reasons.append(f"lib{name}.so is not loaded: {status.reason} {status.mend}".rstrip())
                 if reasons and os.environ.get("FUSELINE_STRICT", "0") not in ("", "0"):
@@ -103,6 +103,11 @@ class Loader:
                     )
                 self._ready[device_type] = not reasons
             return self._ready[device_type]
+
+    def load(self, name: str) -> LibraryStatus:
+        """Load one library if that was not tried yet; the status says what came of it."""
+        with self._lock:
+            return self._load(name)
 
     def _load(self, name: str) -> LibraryStatus:
         if name not in self._status:
@@ -193,18 +198,24 @@ def _check_device() -> None:
 
 def _check_driver(toolkit_major: int) -> None:
     """Refuse kernels of a CUDA the driver does not know yet: each launch would fail."""
-    version = ctypes.c_int(0)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError as error:
-        raise _UnavailableError(f"the driver's libcuda.so.1 does not load ({error}).") from error
-    major, minor = version.value // 1000, version.value % 1000 // 10
+    version = driver_version()
+    major, minor = version // 1000, version % 1000 // 10
     if major < toolkit_major:
         raise _UnavailableError(
             f"the driver knows CUDA {major}.{minor}, the toolkit is CUDA {toolkit_major}.",
             f"Update the driver to {OLDEST_DRIVER.get(toolkit_major, 'a later one')} or later, "
             f"or put a toolkit of CUDA {major} first (CUDA_HOME).",
         )
+
+
+def driver_version() -> int:
+    """The newest CUDA the driver knows, as 1000 * major + 10 * minor."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError as error:
+        raise _UnavailableError(f"the driver's libcuda.so.1 does not load ({error}).") from error
+    return version.value
 
 
 def _hand_over(torch_path: Path, kernels_path: Path) -> str:
@@ -238,6 +249,8 @@ def load() -> bool:
     ready("cpu")
     if torch.cuda.is_available():
         ready("cuda")
+    else:
+        _loader.load(KERNELS_NAME)
     return _loader.status(TORCH_NAME).loaded
 
 
