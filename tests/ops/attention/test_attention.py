@@ -1,0 +1,137 @@
+"""Every attention backend computes the same attention, or says why it does not run here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from fuseline.errors import InputError
+from fuseline.ops import attention, attention_backends
+
+BACKENDS = tuple(attention_backends.BACKENDS)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None
+) -> torch.Tensor:
+    q, k, v = q.double(), k.double(), v.double()
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        T, S = scores.shape[-2:]
+        hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def draw(device: str, dtype: torch.dtype, T: int = 20, S: int = 20) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(2, 3, n, 16, generator=generator, device=device).to(dtype).requires_grad_()
+        for n in (T, S, S)
+    ]
+
+
+def usable(backend: str, device: str, dtype: torch.dtype) -> None:
+    reason = attention_backends.supports(backend, device, dtype, 16)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_right(backend: str, causal: bool, dtype: torch.dtype, device: str) -> None:
+    usable(backend, device, dtype)
+    q, k, v = draw(device, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    y = attention(q, k, v, causal=causal, backend=backend)
+    wanted = exact(q, k, v, causal)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=tolerance)
+    grad_out = torch.randn_like(y)
+    found = torch.autograd.grad(y, (q, k, v), grad_out)
+    for ours, other in zip(found, torch.autograd.grad(wanted, (q, k, v), grad_out.double()), strict=True):
+        torch.testing.assert_close(ours, other, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_takes_a_scale(backend: str) -> None:
+    usable(backend, "cpu", torch.float32)
+    q, k, v = draw("cpu", torch.float32)
+    y = attention(q, k, v, softmax_scale=0.3, backend=backend)
+    torch.testing.assert_close(y.double(), exact(q, k, v, False, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_over_longer_keys_lets_the_last_query_see_all(backend: str) -> None:
+    usable(backend, "cpu", torch.float32)
+    q, k, v = draw("cpu", torch.float32, T=5, S=12)
+    if backend == "flash":
+        with pytest.raises(InputError, match=r"T=5 and S=12. Use backend='auto'"):
+            attention(q, k, v, causal=True, backend=backend)
+        return
+    y = attention(q, k, v, causal=True, backend=backend)
+    torch.testing.assert_close(y.double(), exact(q, k, v, True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["naive", "naive_fused", "math", "auto"])
+def test_drops_weights(backend: str) -> None:
+    q, k = (torch.zeros(1, 1, 64, 8) for _ in range(2))
+    v = torch.eye(64)[None, None]
+    torch.manual_seed(0)
+    y = attention(q, k, v[..., :8].contiguous(), dropout_p=0.5, backend=backend) * 64
+    assert set(y.unique().tolist()) == {0.0, 2.0}
+    assert 0.3 < float((y == 0).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_traces_into_one_graph(backend: str, device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    usable(backend, device, dtype)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, causal=True, backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for T in (8, 12, 24):
+        q, k, v = draw(device, dtype, T, T)
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_casts_as_torch_does(backend: str) -> None:
+    usable(backend, "cpu", torch.bfloat16)
+    q, k, v = draw("cpu", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, k, v, backend=backend).dtype == torch.bfloat16
+
+
+def test_says_why_not() -> None:
+    supports = attention_backends.supports
+    assert supports("naive", "cpu", torch.float32, 7) is None
+    assert supports("efficient", "cpu", torch.float32, 64) == "efficient is a CUDA kernel; the device is cpu"
+    assert supports("flash", "cpu", torch.float32, 64, 0.1) == "flash on a CPU has no dropout"
+    assert supports("flash", "cuda", torch.float32, 64) == "flash takes float16, bfloat16, not float32"
+    assert "multiples of 8 at bfloat16, not 20" in str(supports("flash", "cuda", torch.bfloat16, 20))
+    assert "head dims up to 256, not 512" in str(supports("flash", "cuda", torch.bfloat16, 512))
+    with pytest.raises(InputError, match=r"no attention backend named 'flsh'\. Did you mean 'flash'"):
+        supports("flsh", "cpu", torch.float32, 64)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    q, k, v = draw("cpu", torch.float32)
+    with pytest.raises(InputError, match="no attention backend named 'cudn'"):
+        attention(q, k, v, backend="cudn")
+    with pytest.raises(InputError, match=r"They are \[B, H, T, D\]"):
+        attention(q[0], k[0], v[0])
+    with pytest.raises(InputError, match=r"k \[2, 3, 20, 8\]"):
+        attention(q, k[..., :8], v)

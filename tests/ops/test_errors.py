@@ -1,0 +1,59 @@
+"""What ops say to arguments that do not fit: the value seen, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fuseline import ops
+
+X = torch.randn(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: ops.softmax(X, 3), IndexError, r"dim=3 is out of range for x with 3 dimensions"),
+        (lambda: ops.softmax(X, -4), IndexError, r"from -3 to 2"),
+        (lambda: ops.softmax(X.long()), TypeError, r"takes float32, .* not Long"),
+        (lambda: ops.softmax(X, 1, causal=True), ValueError, r"shape \[2, 3, 4\] and dim=1. Transpose x"),
+        (lambda: ops.softmax(X[0, 0], causal=True), ValueError, r"over \[..., T, S\]"),
+        (
+            lambda: ops.softmax(X, mask=torch.ones(3, 5)),
+            ValueError,
+            r"\[3, 5\] does not broadcast to x of shape",
+        ),
+        (lambda: ops.softmax(X, mask=torch.ones(1, 2, 3, 4)), ValueError, r"does not broadcast"),
+        (
+            lambda: ops.softmax(X, mask=torch.ones(3, 4).long()),
+            TypeError,
+            r"mask has dtype Long.*mask.bool\(\)",
+        ),
+        (lambda: ops.layer_norm(X, 5), ValueError, r"\[5\] are not the last dimensions of x.*\[2, 3, 4\]"),
+        (lambda: ops.layer_norm(X, ()), ValueError, r"are not the last dimensions"),
+        (lambda: ops.layer_norm(X, (1, 2, 3, 4)), ValueError, r"are not the last dimensions"),
+        (lambda: ops.layer_norm(X, 4, torch.ones(3)), ValueError, r"weight has shape \[3\].*\[4\]"),
+        (lambda: ops.layer_norm(X, 4, None, torch.ones(3)), ValueError, r"bias has shape \[3\]"),
+        (lambda: ops.layer_norm(X, 4, torch.ones(4).half()), TypeError, r"weight is Half and x Float"),
+        (lambda: ops.layer_norm(X.int(), 4), TypeError, r"takes float32"),
+        (
+            lambda: ops.layer_norm(X.half(), 4, torch.ones(4), torch.ones(4).half()),
+            TypeError,
+            r"weight is Float and bias Half",
+        ),
+    ],
+)
+def test_is_refused_with_a_reason(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_compiler_sees_the_same_refusal() -> None:
+    """Meta kernels check what the others check: a wrong shape fails while tracing, not later."""
+    fake = X.to("meta")
+    with pytest.raises(ValueError, match="are not the last dimensions"):
+        ops.layer_norm(fake, 5)
+    with pytest.raises(ValueError, match="does not broadcast"):
+        ops.softmax(fake, mask=torch.ones(3, 5, device="meta"))
