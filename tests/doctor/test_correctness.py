@@ -79,6 +79,17 @@ def test_a_slightly_wrong_op_is_broken_only_where_its_dtype_can_tell(check_of):
     assert "wrong in float32:" in check.found
 
 
+def test_an_op_may_err_twice_as_much_as_its_reference_and_no_more(check_of):
+    def third(x: torch.Tensor) -> torch.Tensor:
+        return x / 3  # rounded: off by some 3e-8 in float32
+
+    def further_off(x: torch.Tensor) -> torch.Tensor:
+        return third(x) * 1.000001
+
+    assert check_of(reference=third, function=third).state == "ok"
+    assert "wrong in float32:" in check_of(reference=third, function=further_off).found
+
+
 def test_an_op_that_fails_is_broken_and_says_how(check_of):
     check = check_of(function=fails)
     assert check.state == "bad"

@@ -54,7 +54,7 @@ SCATTER = Scatter(
     "Cost",
     Axis("error", kind="log10"),
     Axis("speed-up", low=0.0),
-    tuple(Dot(f"rung number {i}", 0.0 if i == 0 else 7e-3, 1.0 + 0.3 * i, "fuse") for i in range(9)),
+    tuple(Dot(f"rung number {i}", 0.0 if i == 0 else 7e-3, 1.0 + 0.02 * i, "fuse") for i in range(9)),
     LEGEND,
 )
 PANELS = Panels("Both", (BARS, LINES, LINES), LEGEND)
