@@ -70,6 +70,7 @@ def test_char_orders_by_code_point() -> None:
 def test_bpe_learns_the_frequent_and_repeats_itself() -> None:
     assert len(BPE.encode("the cat")) < len("the cat")
     assert BPE.vocab_size == 300
+    assert BPE.decode([*BPE.encode("a"), BPE.end_of_text]) == "a<|endoftext|>"
     assert ByteBPETokenizer.train(TEXTS, 300).encode("".join(TEXTS)) == BPE.encode("".join(TEXTS))
     assert ByteBPETokenizer.train(["ab"], 5000).vocab_size == 258  # no other pair is left
     with pytest.raises(InputError, match="needs 257 or more"):
