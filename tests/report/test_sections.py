@@ -70,6 +70,47 @@ def test_the_precision_chart_holds_the_baseline_at_one(climb):
     assert dots["tf32"].y == pytest.approx(412.3 / 231.6)
 
 
+@pytest.mark.parametrize(
+    "low, high, said",
+    [
+        (1.1, 1.3, "faster than plain PyTorch"),
+        (0.7, 0.9, "the speed of plain PyTorch: slower"),
+        (0.9, 1.1, "no difference beyond the noise"),
+    ],
+)
+def test_the_headline_claims_no_more_than_its_interval(ladder_records, low, high, said):
+    noisy = [
+        replace(r, value=(low + high) / 2, low=low, high=high)
+        if r.metric == "speedup" and r.case["rung"] == "inductor-graph"
+        else r
+        for r in ladder_records
+    ]
+    (section,) = ladder.sections(Shelf(noisy))
+    (headline,) = blocks(section, Headline)
+    assert said in headline.words
+
+
+def test_the_climb_ends_at_the_last_rung_kept_whatever_the_clocks_did_meanwhile(ladder_records):
+    drifted = [
+        replace(r, value=500.0) if r.metric == "iteration_ms" and r.case["rung"] == "inductor-graph" else r
+        for r in ladder_records
+    ]
+    (section,) = ladder.sections(Shelf(drifted))
+    (headline,) = blocks(section, Headline)
+    assert "412 to 500 ms" in headline.words
+
+
+def test_products_of_many_microseconds_are_told_in_milliseconds(ladder_records, all_records):
+    slow = [
+        replace(r, value=r.value * 1000, low=None, high=None)
+        for r in all_records
+        if r.case.get("section") == "head_gemm"
+    ]
+    (section,) = ladder.sections(Shelf([*ladder_records, *slow]))
+    bar = charts(section)["ladder-gpt2-head-gemm"].groups[0].bars[1]
+    assert (bar.value, bar.text) == (pytest.approx(1730.0), "1730 ms · 2.70x")
+
+
 def test_a_paired_loss_is_marked_as_one(climb):
     table = tables(climb)["What each rung gained"]
     assert row(table, "graph")["this step, paired"].tone == "bad"
@@ -143,7 +184,7 @@ def test_compile_shows_mean_sigma_ratio_and_geometric_mean(compiled):
     assert cells["ratio, old/new, paired"].text == "1.408x"
     (headline,) = blocks(compiled, Headline)
     assert headline.value == "1.515x"
-    assert "reduce-overhead: the geometric mean over 5 models" in headline.words
+    assert "reduce-overhead, the geometric mean over 5 models" in headline.words
 
 
 def test_compile_tells_why_a_back_end_did_not_run(compiled):

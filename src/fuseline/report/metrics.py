@@ -83,6 +83,15 @@ def cell(record: Record | None) -> Cell:
     return Cell(number(record.metric, record.value))
 
 
+def verdict(gain: float, low: float | None, high: float | None, other: str) -> str:
+    """How a ratio over `other` reads after the number: faster, slower, or not told apart from noise."""
+    if (gain if low is None else low) > 1:
+        return f"faster than {other}"
+    if (gain if high is None else high) < 1:
+        return f"the speed of {other}: slower"
+    return f"the speed of {other}: no difference beyond the noise"
+
+
 _STYLES: Mapping[str, Callable[[float], str]] = {
     "plain": plain,
     "percent": percent,

@@ -8,7 +8,7 @@ from fuseline.bench.ladder.references import SEED_003
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Drawing, Headline, Row, Section, Table, table
 from fuseline.report.charts import Axis, Bar, BarGroup, Bars, Figure, Key, Line, Lines, Panels
-from fuseline.report.metrics import cell, number, presentation
+from fuseline.report.metrics import cell, number, presentation, verdict
 from fuseline.report.numbers import percent, percent_tick, plain, ratio, tick, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import SIGMAS, source
@@ -83,10 +83,11 @@ def _headline(means: Sequence[Rung]) -> Headline | None:
     if not gains:
         return None
     best, rung = max(gains, key=lambda pair: pair[0].value or 0.0)
-    tiles = tuple((r.name, cell(g).text, cell(g).detail) for g, r in gains)
+    tiles = tuple((r.name, cell(g).text, cell(g).detail) for g, r in gains) if len(gains) > 1 else ()
     made = cell(best)
+    told = verdict(best.value or 0.0, best.low, best.high, "eager")
     models = f" over {whole(best.n)} models" if best.n > 1 else ""
-    words = f"{made.detail} faster than eager with {rung.name}: the geometric mean{models}".strip()
+    words = f"{made.detail} {told} with {rung.name}, the geometric mean{models}".strip()
     return Headline(made.text, words, tiles, source([g for g, _ in gains], "paired ratios", "n (models)"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fuseline.bench.ladder.references import REFERENCES
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Heading, Headline, Section
-from fuseline.report.metrics import cell, number
+from fuseline.report.metrics import number, verdict
 from fuseline.report.numbers import plain, ratio, whole
 from fuseline.report.provenance import source
 from fuseline.report.sections import beside, ladder_extras, ladder_figures, ladder_tables
@@ -112,12 +112,15 @@ def _headline(climb: Climb) -> Headline | None:
     first, best = climb.baseline, climb.best
     if first is None or best is None or first is best:
         return None
-    gain = best.records.get("speedup")
-    before, after = first.value("iteration_ms") or 0.0, best.value("iteration_ms") or 1.0
-    made = cell(gain) if gain else None
-    value = made.text if made else ratio(before / after)
-    interval = f" {made.detail}" if made and made.detail else ""
-    words = f"{interval} faster than plain PyTorch: {plain(before)} to {plain(after)} ms an iteration".strip()
+    before, after = first.interval[0], best.interval[0]
+    record = best.records.get("speedup")
+    if record is not None and record.value is not None:
+        gain, low, high = record.value, record.low, record.high
+    else:
+        gain, low, high = before / after, None, None
+    value, _, interval = ratio(gain, low, high).partition(" ")
+    told = f"{interval} {verdict(gain, low, high, 'plain PyTorch')}".strip()
+    words = f"{told}, {plain(before)} to {plain(after)} ms an iteration"
     tiles = [
         (label, f"{number(metric, b)}{unit}", f"from {number(metric, a)}{unit}")
         for label, metric, unit in (
@@ -130,8 +133,8 @@ def _headline(climb: Climb) -> Headline | None:
         if (b := best.value(metric)) is not None and (a := first.value(metric)) is not None
     ]
     records = [r for rung in (first, best) for r in (rung.time,) if r]
-    told = f"{_recipe(best)}. {source(records, samples='n (runs)')}"
-    return Headline(value, words, tuple(tiles), told)
+    made_of = f"{_recipe(best)}. {source(records, samples='n (runs)')}"
+    return Headline(value, words, tuple(tiles), made_of)
 
 
 def _recipe(best: Rung) -> str:
@@ -144,4 +147,4 @@ def _recipe(best: Rung) -> str:
         f"{best.said('kernels', '')} kernels" if best.said("kernels", "") else "",
         best.said("execution", ""),
     )
-    return "The fastest: " + ", ".join(part for part in parts if part)
+    return "Where the climb ended: " + ", ".join(part for part in parts if part)

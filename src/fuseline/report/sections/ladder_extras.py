@@ -52,28 +52,32 @@ def blocks(records: Sequence[Record], stem: str) -> Blocks:
 
 def _head_gemm(records: Sequence[Record], name: str) -> Blocks:
     times = [r for r in records if r.metric == "time_us" and r.value is not None]
+    unit, per_us = ("ms", 1e-3) if any((r.value or 0.0) >= 1e4 for r in times) else ("µs", 1.0)
     groups = []
     for product, group in grouped(times, lambda r: str(r.case.get("product") or "")).items():
-        exact = group[0].value or 0.0
-        bars = []
-        for i, record in enumerate(group):
-            text = f"{plain(record.value or 0.0)} µs" + (
-                f" · {ratio(exact / (record.value or 1.0))}" if i else ""
-            )
-            vocab = record.case.get("vocab")
-            label = f"V = {whole(float(vocab))}" if isinstance(vocab, (int, float)) else "V not known"
-            role = "tensor" if i else "baseline"
-            bars.append(Bar(label, record.value or 0.0, text, role, record.low, record.high))
+        bars = [_product_bar(record, group[0], unit, per_us) for record in group]
         groups.append(BarGroup(product, tuple(bars)))
     made: Blocks = [Heading(HEADINGS["head_gemm"])]
     if groups:
-        chart = Bars("A vocabulary as it is, and padded", Axis("microseconds a product"), tuple(groups))
+        chart = Bars("A vocabulary as it is, and padded", Axis(f"{unit} a product"), tuple(groups))
         reading = (
             "The same product with as many rows as there are tokens, and padded to the next multiple of 64."
         )
         made.append(Drawing(Figure(name, chart, reading, source(times, samples="n (runs)"))))
     made.append(pivot("The head's products", records))
     return made
+
+
+def _product_bar(record: Record, exact: Record, unit: str, per_us: float) -> Bar:
+    value = record.value or 0.0
+    text = f"{plain(value * per_us)} {unit}"
+    if record is not exact and value:
+        text += f" · {ratio((exact.value or 0.0) / value)}"
+    vocab = record.case.get("vocab")
+    label = f"V = {whole(float(vocab))}" if isinstance(vocab, (int, float)) else "V not known"
+    role = "baseline" if record is exact else "tensor"
+    low, high = (None if v is None else v * per_us for v in (record.low, record.high))
+    return Bar(label, value * per_us, text, role, low, high)
 
 
 def _stability(records: Sequence[Record], name: str) -> Blocks:

@@ -89,12 +89,11 @@ class Climb:
 
     @property
     def best(self) -> Rung | None:
-        """The fastest rung that was kept."""
-        return min(
-            (rung for rung in self.ran if rung.kept),
-            key=lambda rung: rung.value("iteration_ms") or 0.0,
-            default=None,
-        )
+        """Where it ended: the last rung that was kept.
+
+        Each was kept for its paired ratio. Where clocks drift, medians taken minutes apart can say otherwise.
+        """
+        return next((rung for rung in reversed(self.ran) if rung.kept), None)
 
     def of(self, metric: str) -> list[Record]:
         """The records of `metric` that hold a value."""
