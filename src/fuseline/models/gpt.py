@@ -165,18 +165,17 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab_size] of the token after each position; or, given targets, the mean
-        cross-entropy in nats over those that are not -1, a scalar in fp32 or better.
+        cross-entropy in nats over those that are not -1, a scalar (see `GPTConfig.loss_dtype`).
 
         `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
         """
         logits_BTV = self._logits(self.transformer(tokens_BT))
         if targets_BT is None:
             return logits_BTV[..., : self.config.vocab_size]
-        # log_softmax reads 16-bit logits and writes fp32 in one kernel, and its backward the other way: a
-        # cast of the logits, the largest tensor of the step, is never made.
-        wide = torch.float32 if logits_BTV.dtype.itemsize < 4 else logits_BTV.dtype
-        log_probs_BTV = F.log_softmax(logits_BTV.view(-1, logits_BTV.shape[-1]), dim=-1, dtype=wide)
-        return F.nll_loss(log_probs_BTV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
+        if self.config.loss_dtype == "float32" and logits_BTV.dtype.itemsize < 4:
+            logits_BTV = logits_BTV.float()
+        logits_NV = logits_BTV.view(-1, logits_BTV.shape[-1])
+        return F.cross_entropy(logits_NV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
 
     def next_token_logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, vocab_size] of the token after the last one; the head runs on that position alone."""

@@ -9,6 +9,7 @@ from fuseline.errors import InputError, unknown_name
 
 ACTIVATIONS = ("gelu", "gelu_tanh")
 NORMS = ("torch", "fuseline")
+LOSS_DTYPES = ("float32", "logits")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class GPTConfig:
     sizes divisible by 64. The padding is never sampled and never learned, and the loss does not see it.
     `attention` names the backend of `fuseline.ops.attention`, `norm` who computes LayerNorm. OpenAI's GPT-2
     weights want `activation="gelu_tanh"`; nanoGPT trains with the exact `gelu`.
+
+    `loss_dtype` says what the log-probabilities are kept in: "float32", or "logits" for the dtype of the
+    logits, which under autocast to 16 bits is what nanoGPT's eager step does: the largest tensor of the step is
+    never widened, and each log-probability (about 10 at the start) is good to 2 or 3 digits.
 
     Raises `InputError` for sizes that cannot be.
     """
@@ -34,6 +39,7 @@ class GPTConfig:
     attention: str = "auto"
     norm: str = "torch"
     activation: str = "gelu"
+    loss_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         sizes = ("block_size", "vocab_size", "num_layers", "num_heads", "embed_dim", "vocab_multiple")
@@ -53,6 +59,8 @@ class GPTConfig:
             raise unknown_name("activation", self.activation, ACTIVATIONS)
         if self.norm not in NORMS:
             raise unknown_name("norm", self.norm, NORMS)
+        if self.loss_dtype not in LOSS_DTYPES:
+            raise unknown_name("loss dtype", self.loss_dtype, LOSS_DTYPES)
 
     @property
     def head_dim(self) -> int:
