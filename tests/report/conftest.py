@@ -105,7 +105,8 @@ def make_ladder(
     for order, line in enumerate(CLIMB.strip().splitlines()):
         name, slot, lever, changes, figures = (part.strip() for part in line.split("|"))
         *cells, word = figures.split()
-        change: dict[str, Any] = dict(part.split("=") for part in changes.split(", ") if part)
+        key, _, value = changes.partition("=")
+        change: dict[str, Any] = {key: int(value) if value.isdigit() else value} if key else {}
         ms, gib, batch, loss, grad, compile_s = (None if c == "-" else float(c) for c in cells)
         kept = word == "kept"
         case = {

@@ -23,7 +23,15 @@ def sections(shelf: Shelf) -> list[Section]:
     for index, ((suite, device, _), records) in enumerate(places.items(), 1):
         blocks: tuple[Block, ...] = tuple(b for b in (pivot("Measurements", records),) if b is not None)
         title = suite.capitalize() + (": other measurements" if suite in DRAWN else "")
-        made.append(Section(f"other-{index}", title, device, f"{len(records)} records of {device}", blocks))
+        made.append(
+            Section(
+                f"other-{index}",
+                title,
+                device,
+                f"{len(records)} figures of {device}" if len(records) > 1 else device,
+                blocks,
+            )
+        )
     return made
 
 
