@@ -65,8 +65,8 @@ class Contender:
         set_learning_rate(self.optimizer, value)
 
     def gradients(self, batch: Batch, state: TrainingState) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss and gradients (by name, fp32, unpadded, on the CPU) of one step over `batch`, taken from the
-        weights of `state`.
+        """Loss and gradients (by name, fp32, unpadded) of one step over `batch`, taken from the weights of
+        `state`.
 
         Read off AdamW's first moment, which after one step from nothing is (1 - beta1) times the gradient:
         the one place where a captured step leaves it, too. A step that fp16's scaler skipped is taken again.
@@ -82,7 +82,7 @@ class Contender:
             if any(bool(moment.any()) for moment in first.values()):
                 break
         return float(self.loss), {
-            name: unpadded(moment, self.model, name).cpu() / (1 - BETAS[0]) for name, moment in first.items()
+            name: unpadded(moment, self.model, name) / (1 - BETAS[0]) for name, moment in first.items()
         }
 
     def close(self) -> None:

@@ -28,6 +28,9 @@ from fuseline.timing import peak_memory_gib, reset_peak_memory, synchronize
 GIB = 2**30
 OUT_OF_MEMORY = "out of memory"
 REASON_LENGTH = 200
+# A rung that is built and compiled is timed even if that takes this much more than there is: all else would
+# have been for nothing.
+GRACE_SECONDS = 5.0
 
 # Seconds besides the timed runs (building, compiling, checking), before anything is known of this machine.
 EXPECTED_SECONDS: dict[str, dict[str, float]] = {
@@ -120,9 +123,11 @@ class StepMeasurer:
         self._observer(Stage("building the rung to compare with"))
         try:
             self._old = self._raise(against)
+            return ""
         except (RuntimeError, ValueError) as error:
-            return f"timed alone: the rung it is compared with could not be built again ({_told(error)})"
-        return ""
+            told = f"timed alone: the rung it is compared with could not be built again ({_told(error)})"
+        self._free()
+        return told
 
     def _guarded(self, spec: RunSpec, begin: float, seconds: float, limit: float) -> Measurement:
         """`_measure`, with what this machine cannot do told as a reason."""
@@ -132,7 +137,7 @@ class StepMeasurer:
             found = Measurement(reason=str(error), out_of_budget=True)
         except (RuntimeError, ValueError) as error:
             found = Measurement(reason=_told(error))
-        # Only here, when the exception and the frames it held are gone, can their memory be freed.
+        # Not before the exception and the frames it held are gone can their memory be freed.
         self._drop(new=True)
         return found
 
@@ -190,12 +195,12 @@ class StepMeasurer:
     def _steps(self, pair_seconds: float, seconds: float, limit: float) -> int:
         """Steps a run that fit into `seconds`; one at least, if that fits into `limit`."""
         shortest = pair_seconds * self._effort.runs
-        if shortest > limit:
+        if shortest > max(limit, GRACE_SECONDS):
             raise OutOfTimeError(
                 f"not reached: {self._effort.runs} runs of one step take {shortest:.0f} s, and "
                 f"{max(limit, 0):.0f} s of the budget were left"
             )
-        return max(1, int(min(self._effort.steps, seconds / shortest, limit / shortest)))
+        return max(1, int(min(self._effort.steps, seconds / shortest)))
 
     def _reference(self, spec: RunSpec) -> Reference:
         """The same weights and batch for all rungs of a shape: those after the first one had trained."""
@@ -227,12 +232,17 @@ class StepMeasurer:
         return None if peak is None else peak - others / GIB
 
     def _drop(self, *, old: bool = False, new: bool = False) -> None:
-        if old and self._old is not None:
-            self._old.close()
-            self._old = None
-        if new and self._new is not None:
-            self._new.close()
-            self._new = None
+        going = [c for c, goes in ((self._old, old), (self._new, new)) if goes and c is not None]
+        self._old, self._new = None if old else self._old, None if new else self._new
+        staying = [c for c in (self._old, self._new) if c is not None]
+        for contender in going:
+            contender.close()
+        if any(c.spec.is_compiled for c in going) and not any(c.spec.is_compiled for c in staying):
+            torch.compiler.reset()  # torch's own CUDA graphs keep their memory until then
+        self._free()
+
+    def _free(self) -> None:
+        """Have what nobody holds any more given back."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -240,8 +250,11 @@ class StepMeasurer:
 
 def _told(error: BaseException) -> str:
     """One line of it, enough to go on."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return OUT_OF_MEMORY
+    cause: BaseException | None = error
+    while cause is not None:  # a CUDA graph that fails to record for want of memory says something else
+        if any(sign in str(cause) for sign in ("CUDA out of memory", "DefaultCPUAllocator")):
+            return OUT_OF_MEMORY
+        cause = cause.__cause__ or cause.__context__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = lines[0] if lines else type(error).__name__
     return told if len(told) <= REASON_LENGTH else told[: REASON_LENGTH - 3] + "..."

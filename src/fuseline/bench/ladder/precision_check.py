@@ -48,8 +48,11 @@ def errors(contender: Contender, truth: Reference) -> dict[str, Figure]:
     """`loss_error` and `grad_error`, relative; the gradient's is norm(g - g_fp32) / norm(g_fp32) over all
     parameters together. Leaves the contender's weights at those of the reference."""
     loss, gradients = contender.gradients(truth.batch, truth.state)
-    difference = sum(float((gradients[n] - g).double().square().sum()) for n, g in truth.gradients.items())
-    norm = sum(float(g.double().square().sum()) for g in truth.gradients.values())
+    difference, norm = 0.0, 0.0
+    for name, gradient in gradients.items():
+        true = truth.gradients[name].to(gradient.device)
+        difference += float(torch.linalg.vector_norm(gradient - true, dtype=torch.float64)) ** 2
+        norm += float(torch.linalg.vector_norm(true, dtype=torch.float64)) ** 2
     return {
         "loss_error": Figure(abs(loss - truth.loss) / abs(truth.loss)),
         "grad_error": Figure((difference / norm) ** 0.5),
