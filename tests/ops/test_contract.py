@@ -125,13 +125,17 @@ def test_is_repeatable(op: Op, case: Case, device: str) -> None:
             assert torch.equal(first, other)
 
 
-@pytest.mark.parametrize("op, case", CASES)
+def has_finite_differences(op: Op, case: Case) -> bool:
+    """Small enough, at a scale where they keep their digits, and without a mask of -inf."""
+    arguments = draw(op, case, "cpu", torch.float64)
+    tensors = [v for v in arguments.values() if isinstance(v, torch.Tensor)]
+    plain = not {"spread", "offset"} & set(case.options)
+    return plain and sum(t.numel() for t in tensors) < 5000 and all(bool(t.isfinite().all()) for t in tensors)
+
+
+@pytest.mark.parametrize("op, case", [p for p in CASES if has_finite_differences(*p.values)])
 def test_passes_gradcheck(op: Op, case: Case) -> None:
     arguments = draw(op, case, "cpu", torch.float64)
-    if sum(v.numel() for v in arguments.values() if isinstance(v, torch.Tensor)) > 5000:
-        pytest.skip("too large for finite differences")
-    if "spread" in case.options or "offset" in case.options:
-        pytest.skip("finite differences lose their digits at this scale")
     names = differentiable(op, arguments)
     own = leaves(op, to_double(arguments), names)
 
@@ -139,9 +143,6 @@ def test_passes_gradcheck(op: Op, case: Case) -> None:
         return op.function(**{**own, **dict(zip(names, values, strict=True))})
 
     values = tuple(own[n] for n in names)
-    finite = all(bool(v.isfinite().all()) for v in values)
-    if not finite:
-        pytest.skip("a mask of -inf has no finite differences")
     assert torch.autograd.gradcheck(function, values, fast_mode=True)
 
 
@@ -179,6 +180,32 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     else:
         view = x.new_empty((*x.shape, 2))[..., 0]
     return view.copy_(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_takes_memory_at_odd_addresses(op: Op, dtype: torch.dtype, device: str) -> None:
+    """Contiguous, so that nobody copies it, but no vector load is aligned."""
+    case = next(c for c in op.cases if len(c.shape) == 2 and not c.options and min(c.shape) > 8)
+    arguments = draw(op, case, device, dtype)
+    grad_out = gradient_for(op.function(**arguments))
+    wanted = [op.function(**arguments), *gradients(op, op.function, arguments, grad_out)]
+    odd = {name: misalign(v) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+    names = differentiable(op, odd)
+    own = {n: v.requires_grad_() if n in names else v for n, v in odd.items()}
+    out = op.function(**own)
+    found = [out.detach(), *torch.autograd.grad(out, [own[n] for n in names], misalign(grad_out))]
+    tolerance = 4 * torch.finfo(dtype).eps
+    for ours, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def misalign(x: torch.Tensor) -> torch.Tensor:
+    view = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    assert view.is_contiguous()
+    assert view.data_ptr() % 16
+    return view
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,8 +21,11 @@ CASES = [
 ]
 
 
-def draw(op: Op, case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
-    return op.inputs(case, torch.device("cpu"), dtype, torch.Generator().manual_seed(seed))
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def draw(op: Op, case: Case, device: str = "cpu") -> dict[str, Any]:
+    return op.inputs(case, torch.device(device), torch.float32, torch.Generator(device).manual_seed(0))
 
 
 def differentiable(op: Op, arguments: dict[str, Any]) -> list[str]:
@@ -59,16 +62,18 @@ def operator_arguments(overload: Any, arguments: dict[str, Any]) -> tuple[list[A
     return positional, named
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
-def test_runs_natively(op: Op) -> None:
+def test_runs_natively(op: Op, device: str) -> None:
     with OurCalls() as seen:
-        op.function(**draw(op, op.cases[0]))
+        op.function(**draw(op, op.cases[0], device))
     assert [call[0].name() for call in seen.calls] == [f"fuseline::{op.name}"]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op, case", CASES)
-def test_passes_opcheck(op: Op, case: Case) -> None:
-    arguments = draw(op, case)
+def test_passes_opcheck(op: Op, case: Case, device: str) -> None:
+    arguments = draw(op, case, device)
     for name in differentiable(op, arguments):
         arguments[name].requires_grad_()
     overload = getattr(torch.ops.fuseline, op.name).default
