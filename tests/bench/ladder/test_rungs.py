@@ -84,6 +84,12 @@ def test_padding_a_padded_vocabulary_is_nothing_to_do(cpu, base):
     assert "nothing to pad" in rung.unavailable(cpu, replace(spec, vocab_size=1024))
 
 
+def test_a_loss_can_be_narrowed_only_where_logits_are_narrow(cpu, base):
+    rung = find_rung("16-bit-loss")
+    assert "fp32" in rung.unavailable(cpu, base.with_(rung.change))
+    assert rung.unavailable(cpu, base.with_({**rung.change, "precision": "bf16"})) is None
+
+
 def test_why_not_names_the_rung_that_stands_in_the_way(cpu, base):
     assert why_not(base, cpu) is None
     assert why_not(base.with_({"execution": "graph"}), cpu).startswith("graph: ")
@@ -113,3 +119,14 @@ def test_nanogpts_rows_are_bf16_and_fall_back_to_fp32_where_that_would_not_pay(c
         rows = combination.rungs("gpt2", gpu)
         assert {row.change["precision"] for row in rows} == {"bf16"}
         assert {row.change["precision"] for row in combination.rungs("gpt2", cpu)} == {"fp32"}
+
+
+def test_the_seeds_rows_run_on_any_cpu_but_for_what_only_gpus_have(cpu, base):
+    ran = {
+        row.name
+        for combination in COMBINATIONS
+        if "any" in combination.rows
+        for row in combination.rungs("tiny", cpu)
+        if row.unavailable(cpu, base.with_(row.change)) is None
+    }
+    assert ran == {"naive", "math", "flash", "flash padded", "eager", "inductor"}

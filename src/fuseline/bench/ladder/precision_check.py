@@ -9,7 +9,7 @@ import torch
 from fuseline.bench.ladder.contender import Batch, Contender
 from fuseline.bench.ladder.learner import TrainingState
 from fuseline.bench.ladder.result import Figure
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import RunSpec, baseline
 from fuseline.models.gpt import GPT
 from fuseline.training.precision import matmul_format
 
@@ -28,7 +28,8 @@ class Reference:
 
 def reference(spec: RunSpec, batch: Batch, state: TrainingState) -> Reference:
     """Compute it for the model of `spec` on the device of `batch`."""
-    plain = replace(spec, precision="fp32", attention="naive", vocab_multiple=1, kernels="torch", dropout=0.0)
+    plain = baseline(spec.preset, batch=spec.batch, seqlen=spec.seqlen, vocab_size=spec.vocab_size)
+    plain = replace(plain, bias=spec.bias)
     device = batch[0].device
     with device:
         model = GPT(plain.config)

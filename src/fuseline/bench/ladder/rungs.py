@@ -16,7 +16,7 @@ from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.spec import RunSpec
 from fuseline.ops import attention_backends
 
-SLOTS = ("precision", "attention", "vocabulary", "optimizer", "kernels", "execution")
+SLOTS = ("precision", "attention", "vocabulary", "loss", "optimizer", "kernels", "execution")
 
 LEVERS = {
     "fuse": "fewer, larger kernels, so that less goes through memory",
@@ -82,6 +82,12 @@ def _padded(machine: Machine, spec: RunSpec) -> str | None:
     if spec.vocab_size % multiple == 0:
         return f"nothing to pad: {spec.vocab_size} is a multiple of {multiple} already"
     return None
+
+
+def _narrow_loss(machine: Machine, spec: RunSpec) -> str | None:
+    if spec.loss_dtype == "float32" or spec.precision in ("bf16", "fp16"):
+        return None
+    return f"nothing to narrow: the logits are fp32 ({spec.precision})"
 
 
 def _native(machine: Machine, spec: RunSpec) -> str | None:
@@ -155,6 +161,22 @@ RUNGS: tuple[Rung, ...] = (
         "the head's rows padded to a multiple of 64",
         {"vocab_multiple": 64},
         _padded,
+    ),
+    Rung(
+        "fp32-loss",
+        "loss",
+        NO_LEVER,
+        "log-probabilities in fp32, whatever the logits are",
+        {"loss_dtype": "float32"},
+        _always,
+    ),
+    Rung(
+        "16-bit-loss",
+        "loss",
+        "fuse",
+        "log-probabilities in the logits' 16 bits, as nanoGPT has them: the largest tensor is never widened",
+        {"loss_dtype": "logits"},
+        _narrow_loss,
     ),
     Rung(
         "unfused-adamw",

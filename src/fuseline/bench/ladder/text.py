@@ -93,10 +93,9 @@ class Text:
         return self.dataset.tokenizer.decode([t for t in tokens if t < self.vocab_size])
 
 
-def trained_model(spec: RunSpec, state: TrainingState, device: torch.device) -> GPT:
+def trained_model(base: RunSpec, state: TrainingState, device: torch.device) -> GPT:
     """The ladder's model with the weights it ends with, to be asked things eagerly in fp32."""
-    plain = spec.with_({"precision": "fp32", "attention": "auto", "kernels": "torch", "vocab_multiple": 1})
     with device:
-        model = GPT(plain.config)
+        model = GPT(base.with_({"attention": "auto"}).config)
     state.fill(model)
     return model.eval()
