@@ -70,10 +70,12 @@ __device__ __forceinline__ Moments meet(const Moments& warp, int64_t n, Group<Mo
   if (group.in_one_warp()) return warp;
   const Moments* states = group.publish(warp);
   float sum = 0.f;
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) sum += states[i].count * states[i].mean;
   const float count = float(n);
   const float mean = group.warp_sum(sum) / count;
   float distances = 0.f, squares = 0.f;
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
     const float apart = states[i].mean - mean;
     distances += states[i].count * apart;
@@ -243,7 +245,8 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(LayerNormForward)
   if (!aligned) return layer_norm_forward_rows<T, kMost, false, false>;
   if (!plan.one_warp) return layer_norm_forward_rows<T, kMost, true, false>;
   if (plan.held == kMost) return layer_norm_forward_rows<T, kMost, true, true>;
-  return plan.held == kMost / 2 ? layer_norm_forward_rows<T, kMost / 2, true, true> : layer_norm_forward_rows<T, kMost / 4, true, true>;
+  if (plan.held == kMost / 2) return layer_norm_forward_rows<T, kMost / 2, true, true>;
+  return layer_norm_forward_rows<T, kMost / 4, true, true>;
 }
 
 template <class T>

@@ -131,7 +131,8 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
   if (!plan.one_warp) return softmax_backward_rows<T, kMost, true, false>;
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
-  return plan.held == kMost / 2 ? softmax_backward_rows<T, kMost / 2, true, true> : softmax_backward_rows<T, kMost / 4, true, true>;
+  if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
+  return softmax_backward_rows<T, kMost / 4, true, true>;
 }
 
 template <class T>

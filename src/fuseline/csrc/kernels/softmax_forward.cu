@@ -120,8 +120,10 @@ __device__ __forceinline__ MaxSum meet(MaxSum warp, Group<MaxSum, kOneWarp>& gro
   if (group.in_one_warp()) return warp;
   const MaxSum* states = group.publish(warp);
   MaxSum row{-kInfinity, 0.f};
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) row.max = fmaxf(row.max, states[i].max);
   row.max = group.warp_max(row.max);
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
     row.sum += states[i].sum * exponential<T>(states[i].max - finite(row.max));
   }
@@ -252,7 +254,8 @@ auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
   if (!plan.one_warp) return softmax_forward_rows<T, kMost, true, false>;
   if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
-  return plan.held == kMost / 2 ? softmax_forward_rows<T, kMost / 2, true, true> : softmax_forward_rows<T, kMost / 4, true, true>;
+  if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
+  return softmax_forward_rows<T, kMost / 4, true, true>;
 }
 
 template <class T>

@@ -76,7 +76,8 @@ struct Group {
         slots(shared + (blockDim.x > kWarp ? threadIdx.y * (blockDim.x / kWarp) : 0)),
         turn(0),
         waiting(cluster > 1) {
-    if (!kOneWarp && blocks > 1) cluster_arrive();  // nobody writes to a block that has not begun: publish() waits for it
+    // Nobody writes to a block that has not begun: publish() waits for this.
+    if (!kOneWarp && blocks > 1) cluster_arrive();
   }
 
   __device__ __forceinline__ bool in_one_warp() const { return kOneWarp || states <= 1; }
@@ -136,6 +137,7 @@ __device__ __forceinline__ float sum_over_row(float mine, Group<float, kOneWarp>
   if (group.in_one_warp()) return warp;
   const float* states = group.publish(warp);
   float total = 0.f;
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) total += states[i];
   return group.warp_sum(total);
 }
@@ -147,6 +149,7 @@ __device__ __forceinline__ float2 sum_over_row(float2 mine, Group<float2, kOneWa
   if (group.in_one_warp()) return warp;
   const float2* states = group.publish(warp);
   float2 total = make_float2(0.f, 0.f);
+#pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
     total.x += states[i].x;
     total.y += states[i].y;
