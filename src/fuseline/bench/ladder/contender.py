@@ -20,6 +20,7 @@ BETAS = (0.9, 0.95)
 # Steps before anything is timed. A compiled step compiles in the first, records its CUDA graph in the second
 # and replays it from the third on.
 WARM_UP = {False: 2, True: 4}
+LEAD_IN = 1
 SCALER_PATIENCE = 20  # fp16's scale starts at 2**16 and halves at each step it skips
 
 
@@ -54,11 +55,14 @@ class Contender:
         synchronize(self.device)
 
     def run(self, batches: Iterator[Batch], steps: int) -> float:
-        """Take `steps` steps to one synchronization; milliseconds a step, fetching the batch included."""
+        """Take `steps` steps to one synchronization, after `LEAD_IN` untimed ones in which clocks and caches
+        settle from whoever ran before; milliseconds a step, fetching the batch included."""
 
         def one() -> None:
             self.loss = self.step(next(batches))
 
+        for _ in range(LEAD_IN):
+            one()
         return time_steps(one, self.device, steps=steps)
 
     def set_learning_rate(self, value: float) -> None:

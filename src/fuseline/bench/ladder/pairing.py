@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fuseline.bench.ladder.contender import Batch, Contender
+from fuseline.bench.ladder.contender import LEAD_IN, Batch, Contender
 from fuseline.bench.ladder.learner import Learner
 
 
@@ -53,7 +53,7 @@ def run_in_turn(
                 continue
             found.new.append(ms)
             waited += batches.wait_seconds - before
-            taken += steps
+            taken += LEAD_IN + steps
             loss = float(contender.loss)
             found.losses.append((learner.state.steps + taken, loss))
             after_run(run + 1, learner.state.steps + taken, loss)

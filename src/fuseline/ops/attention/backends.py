@@ -95,21 +95,13 @@ def _auto(call: Call) -> torch.Tensor:
 
 
 def _math(call: Call) -> torch.Tensor:
+    mask = call.visible() if call.causal and not call.is_square else None
     q, k, v = _autocast(call)
-    mask = None
-    if (
-        call.causal and not call.is_square
-    ):  # this operator adds its mask, and would add a boolean one as 0 and 1
-        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~call.visible(), -math.inf)
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        q,
-        k,
-        v,
-        mask,
-        call.dropout_p,
-        call.causal and mask is None,
-        scale=call.softmax_scale,
-    )[0]
+    # Autocast would reach inside and widen the softmax alone, whose backward then meets two dtypes.
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, call.dropout_p, call.causal and mask is None, scale=call.softmax_scale
+        )[0]
 
 
 def _flash(call: Call) -> torch.Tensor:
