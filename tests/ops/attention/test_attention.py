@@ -112,7 +112,12 @@ def test_autocast_casts_as_torch_does(backend: str) -> None:
     usable(backend, "cpu", torch.bfloat16)
     q, k, v = draw("cpu", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attention(q, k, v, backend=backend).dtype == torch.bfloat16
+        y = attention(q, k, v, backend=backend)
+    assert y.dtype == torch.bfloat16
+    grad_out = torch.randn_like(y)
+    wanted = torch.autograd.grad(exact(q, k, v, False), (q, k, v), grad_out.double())
+    for ours, other in zip(torch.autograd.grad(y, (q, k, v), grad_out), wanted, strict=True):
+        torch.testing.assert_close(ours, other, rtol=4e-2, atol=4e-2)
 
 
 def test_says_why_not() -> None:

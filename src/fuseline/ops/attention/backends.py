@@ -95,8 +95,12 @@ def _auto(call: Call) -> torch.Tensor:
 
 
 def _math(call: Call) -> torch.Tensor:
-    mask = call.visible() if call.causal and not call.is_square else None
     q, k, v = _autocast(call)
+    mask = None
+    if (
+        call.causal and not call.is_square
+    ):  # this operator adds its mask, and would add a boolean one as 0 and 1
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~call.visible(), -math.inf)
     # Autocast would reach inside and widen the softmax alone, whose backward then meets two dtypes.
     with torch.autocast(q.device.type, enabled=False):
         return torch.ops.aten._scaled_dot_product_attention_math(
