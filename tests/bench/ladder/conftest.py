@@ -30,6 +30,7 @@ class ScriptedMeasurer:
     fixed: Callable[[RunSpec], float] = lambda spec: 1.0
     asked: list[tuple[RunSpec, RunSpec | None]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    compared: list[tuple[RunSpec, RunSpec]] = field(default_factory=list)
 
     def fixed_seconds(self, spec: RunSpec) -> float:
         return self.fixed(spec)
@@ -46,6 +47,11 @@ class ScriptedMeasurer:
             ratio = float(self.ms(against)) / ms
             figures["paired_speedup"] = Figure(ratio, 0.99 * ratio, 1.01 * ratio, 5)
         return Measurement(figures=figures)
+
+    def compare(self, spec: RunSpec, against: RunSpec, *, seconds: float, limit: float) -> Figure | None:
+        self.compared.append((spec, against))
+        ratio = float(self.ms(against)) / float(self.ms(spec))
+        return Figure(ratio, 0.999 * ratio, 1.001 * ratio, 9)
 
 
 @pytest.fixture

@@ -67,6 +67,26 @@ def test_the_best_of_a_slot_is_kept_and_a_rung_that_slows_down_is_shown_and_drop
     assert [r.order for r in results.values()] == list(range(6))
 
 
+def test_the_ends_of_the_climb_are_compared_in_turn(climb, base):
+    made, measurer, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0, ("bf16", "flash", "unfused"): 25.0}))
+    results = list(made.cumulative(base, _rungs("bf16", "flash", "fused-adamw")))
+    confirmed = made.confirm(Budget(100.0, measurer.clock))
+    assert measurer.compared == [(results[2].spec, base)]
+    assert (confirmed.name, confirmed.order) == ("flash", 2)
+    assert confirmed.measurement.figures["speedup"].n == 9
+    assert confirmed.value("iteration_ms") == results[2].value("iteration_ms")
+
+
+def test_without_time_or_without_gain_there_is_nothing_to_compare(climb, base):
+    made, measurer, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0}))
+    list(made.cumulative(base, _rungs("bf16")))
+    assert made.confirm(Budget(0.5, measurer.clock)) is None
+    flat, measurer, _ = climb(lambda spec: 100.0)
+    list(flat.cumulative(base, _rungs("bf16")))
+    assert flat.confirm(Budget(None)) is None
+    assert measurer.compared == []
+
+
 def test_a_gain_within_the_interval_is_not_kept(climb, base):
     made, _, _ = climb(_ms({("bf16", "naive", "unfused"): 99.5}))
     assert [r.kept for r in made.cumulative(base, _rungs("bf16"))] == [True, False]

@@ -7,18 +7,30 @@ import math
 import pytest
 import torch
 
-from fuseline.bench.ladder.contender import Contender
+from fuseline.bench.ladder.contender import LEAD_IN, Contender
 from fuseline.bench.ladder.learner import Learner, TrainingState
 from fuseline.models.gpt import GPT
 
 CPU = torch.device("cpu")
 
 
-def _batches(spec):
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        tokens_BT = torch.randint(spec.vocab_size, (spec.batch, spec.seqlen + 1), generator=generator)
-        yield tokens_BT[:, :-1], tokens_BT[:, 1:]
+class Batches:
+    """Random batches by number, the same for the same spec: two for the warm-up, then from `first` on."""
+
+    wait_seconds = 0.0
+
+    def __init__(self, spec, first=0):
+        generator = torch.Generator().manual_seed(0)
+        shape = (8, spec.batch, spec.seqlen + 1)
+        tokens = torch.randint(spec.vocab_size, shape, generator=generator)
+        numbered = [(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens]
+        self._given = iter(numbered[6:] + numbered[first:])
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._given)
 
 
 @pytest.fixture
@@ -32,15 +44,15 @@ def _trained(spec, state, batches, steps):
     contender.warm_up(batches)
     state.fill(contender.model, contender.optimizer)
     contender.set_learning_rate(1e-3)
-    contender.run(batches, steps)
+    contender.run(batches, steps - LEAD_IN)
     return contender
 
 
 def test_training_passed_through_a_padded_and_fused_rung_goes_on_as_if_it_had_not(base, state):
-    whole = _trained(base, state, _fixed(base), 4)
-    first = _trained(base.with_({"vocab_multiple": 64, "optimizer": "fused"}), state, _fixed(base), 2)
+    whole = _trained(base, state, Batches(base), 4)
+    first = _trained(base.with_({"vocab_multiple": 64, "optimizer": "fused"}), state, Batches(base), 2)
     passed_on = TrainingState.of(first.model, first.optimizer, steps=2)
-    second = _trained(base, passed_on, _fixed(base, after=2), 2)
+    second = _trained(base, passed_on, Batches(base, first=2), 2)
     for (name, one), (_, two) in zip(
         whole.model.named_parameters(), second.model.named_parameters(), strict=True
     ):
@@ -48,16 +60,8 @@ def test_training_passed_through_a_padded_and_fused_rung_goes_on_as_if_it_had_no
     assert not torch.equal(whole.model.lm_head.weight, state.weights["transformer.wte.weight"])
 
 
-def _fixed(spec, after=0):
-    """Batches by number, with two for the warm-up first."""
-    source = _batches(spec)
-    numbered = [next(source) for _ in range(8)]
-    yield from numbered[6:]
-    yield from numbered[after:]
-
-
 def test_filling_is_in_place_and_zeroes_what_only_the_target_has(base, state):
-    contender = _trained(base.with_({"vocab_multiple": 64}), state, _batches(base), 1)
+    contender = _trained(base.with_({"vocab_multiple": 64}), state, Batches(base), 2)
     weight = contender.model.lm_head.weight
     where = weight.data_ptr()
     with torch.no_grad():

@@ -14,7 +14,7 @@ from fuseline.bench.ladder.budget import Budget, share
 from fuseline.bench.ladder.combinations import Combination
 from fuseline.bench.ladder.events import Observer, RungStarted
 from fuseline.bench.ladder.machine import Machine
-from fuseline.bench.ladder.result import Measurement, RungResult, ratio
+from fuseline.bench.ladder.result import Figure, Measurement, RungResult, ratio
 from fuseline.bench.ladder.rungs import NO_LEVER, Rung
 from fuseline.bench.ladder.spec import RunSpec
 
@@ -34,6 +34,9 @@ class Measurer(Protocol):
     def measure(self, spec: RunSpec, against: RunSpec | None, *, seconds: float, limit: float) -> Measurement:
         """Measure `spec`, paired with `against`. `seconds` is what its timing may take, `limit` what all of
         it may."""
+
+    def compare(self, spec: RunSpec, against: RunSpec, *, seconds: float, limit: float) -> Figure | None:
+        """The paired ratio of `against` over `spec`, both measured before; None where it cannot be had."""
 
     def fixed_seconds(self, spec: RunSpec) -> float:
         """What building, compiling and probing `spec` is expected to take."""
@@ -59,6 +62,7 @@ class Climb:
         self._observer = observer
         self._known = dict(recorded or {})
         self._order = 0
+        self._ends: tuple[RungResult, RungResult] | None = None
 
     def cumulative(self, base: RunSpec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
@@ -74,6 +78,23 @@ class Climb:
             yield result
             if result.kept:
                 best = result
+                self._ends = first, best
+
+    def confirm(self, budget: Budget) -> RungResult | None:
+        """The best rung of the last cumulative climb, its speedup now a paired one: timed in turn with the
+        first. None if there is nothing to compare, no time in `budget`, or no room for both."""
+        if self._ends is None or self._ends[0].reason is not None:
+            return None
+        first, best = self._ends
+        left = budget.left()
+        seconds = share(left, [self._measurer.fixed_seconds(first.spec)])
+        if seconds <= 0:
+            return None
+        speedup = self._measurer.compare(best.spec, first.spec, seconds=seconds, limit=left)
+        if speedup is None:
+            return None
+        figures = {**best.measurement.figures, "speedup": speedup}
+        return replace(best, measurement=replace(best.measurement, figures=figures))
 
     def alone(self, base: RunSpec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """Each rung upon `base` and nothing else. `kept` says whether it pays there."""

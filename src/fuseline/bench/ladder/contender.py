@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +16,21 @@ from fuseline.training.optimizer import make_optimizer, set_learning_rate
 from fuseline.training.step import TrainStep
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchSource(Iterator[Batch], Protocol):
+    """Batches of real tokens, and the seconds their taker has waited for them so far."""
+
+    @property
+    def wait_seconds(self) -> float: ...
+
+
+class Run(NamedTuple):
+    """Milliseconds a step, fetching its batch included, and how many of them were spent waiting for it."""
+
+    ms: float
+    wait_ms: float
+
 
 BETAS = (0.9, 0.95)
 # Steps before anything is timed. A compiled step compiles in the first, records its CUDA graph in the second
@@ -54,16 +70,18 @@ class Contender:
             self.loss = self.step(next(batches))
         synchronize(self.device)
 
-    def run(self, batches: Iterator[Batch], steps: int) -> float:
+    def run(self, batches: BatchSource, steps: int) -> Run:
         """Take `steps` steps to one synchronization, after `LEAD_IN` untimed ones in which clocks and caches
-        settle from whoever ran before; milliseconds a step, fetching the batch included."""
+        settle from whoever ran before."""
 
         def one() -> None:
             self.loss = self.step(next(batches))
 
         for _ in range(LEAD_IN):
             one()
-        return time_steps(one, self.device, steps=steps)
+        before = batches.wait_seconds
+        ms = time_steps(one, self.device, steps=steps)
+        return Run(ms, (batches.wait_seconds - before) / steps * 1e3)
 
     def set_learning_rate(self, value: float) -> None:
         set_learning_rate(self.optimizer, value)

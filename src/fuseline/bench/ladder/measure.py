@@ -7,6 +7,7 @@ measured and the one it is paired with.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,16 +15,16 @@ from statistics import median
 
 import torch
 
-from fuseline.bench.ladder.contender import Batch, Contender
+from fuseline.bench.ladder.contender import LEAD_IN, Batch, BatchSource, Contender
 from fuseline.bench.ladder.events import LossPoint, Observer, Stage
 from fuseline.bench.ladder.figures import speed
 from fuseline.bench.ladder.kernels_seen import kernels_seen
 from fuseline.bench.ladder.learner import Learner, TrainingState
-from fuseline.bench.ladder.pairing import BatchSource, run_in_turn
+from fuseline.bench.ladder.pairing import Runs, run_in_turn
 from fuseline.bench.ladder.precision_check import Reference, errors, reference
 from fuseline.bench.ladder.result import Figure, Measurement
 from fuseline.bench.ladder.spec import RunSpec
-from fuseline.timing import peak_memory_gib, reset_peak_memory, synchronize
+from fuseline.timing import paired_ratio, peak_memory_gib, reset_peak_memory, synchronize
 
 GIB = 2**30
 OUT_OF_MEMORY = "out of memory"
@@ -31,10 +32,11 @@ REASON_LENGTH = 200
 # A rung that is built and compiled is timed even if that takes this much more than there is: all else would
 # have been for nothing.
 GRACE_SECONDS = 5.0
+MOST_RUNS = 2  # times as many as asked for
 
 # Seconds besides the timed runs (building, compiling, checking), before anything is known of this machine.
 EXPECTED_SECONDS: dict[str, dict[str, float]] = {
-    "cpu": {"eager": 3.0, "inductor": 70.0},
+    "cpu": {"eager": 3.0, "inductor": 60.0},
     "cuda": {
         "eager": 5.0,
         "cudagraphs": 20.0,
@@ -61,10 +63,27 @@ class Sources:
 
 @dataclass(frozen=True)
 class Effort:
-    """Most steps a run, and how many runs."""
+    """Most steps a run, and how many runs; more runs where there is time to spare."""
 
     steps: int
     runs: int
+
+    def fitting(self, pair_seconds: float, seconds: float, limit: float) -> tuple[int, int]:
+        """(steps, runs) that fit into `seconds`, where one step of each of the pair takes `pair_seconds`.
+
+        One step a run at least, if that fits into `limit`: otherwise `OutOfTimeError`.
+        """
+        shortest = pair_seconds * self.runs * (LEAD_IN + 1)
+        if shortest > max(limit, GRACE_SECONDS):
+            raise OutOfTimeError(
+                f"not reached: {self.runs} runs of one step take {shortest:.0f} s, and "
+                f"{max(limit, 0):.0f} s of the budget were left"
+            )
+        steps = max(1, int(min(self.steps, seconds / (pair_seconds * self.runs) - LEAD_IN)))
+        if steps < self.steps or math.isinf(seconds):
+            return steps, self.runs
+        spare = int(seconds / (pair_seconds * (LEAD_IN + steps)))
+        return steps, max(self.runs, min(MOST_RUNS * self.runs, spare))
 
 
 class StepMeasurer:
@@ -106,6 +125,22 @@ class StepMeasurer:
             found = self._guarded(spec, begin, seconds, limit)
         return replace(found, note=note) if note else found
 
+    def compare(self, spec: RunSpec, against: RunSpec, *, seconds: float, limit: float) -> Figure | None:
+        """See `climb.Measurer`. None unless `spec` is still alive and the two fit beside each other."""
+        begin = time.monotonic()
+        alive = next((c for c in (self._new, self._old) if c is not None and c.spec == spec), None)
+        if alive is None:
+            return None
+        self._drop(old=self._old is not alive, new=self._new is not alive)
+        self._old, self._new = None, alive
+        self._observer(Stage("comparing the ends of the climb"))
+        try:
+            self._old = self._raise(against)
+            runs = self._time(alive, seconds, limit - (time.monotonic() - begin))
+            return Figure.of(paired_ratio(runs.old, runs.new))
+        except (RuntimeError, ValueError, OutOfTimeError):
+            return None  # the ratio of the two medians stands
+
     def close(self) -> None:
         """Let go of all models and their memory."""
         self._drop(old=True, new=True)
@@ -146,26 +181,10 @@ class StepMeasurer:
         reset_peak_memory(self._device)
         self._observer(Stage("compiling" if spec.is_compiled else "building"))
         new = self._new = self._raise(spec)
-        batches = self._sources.training(spec.batch, spec.seqlen)
         peaks = {spec.batch: self._peak(others)}
-        pair_ms = sum(min(c.run(batches, 1) for _ in range(2)) for c in (new, self._old) if c is not None)
-        before_timing = time.monotonic() - begin
-        steps = self._steps(pair_ms / 1e3, seconds, limit - before_timing)
-
-        self._learner.state.fill(new.model, new.optimizer)
         timing = time.monotonic()
-        runs = run_in_turn(
-            new,
-            self._old,
-            batches,
-            self._learner,
-            steps=steps,
-            runs=self._effort.runs,
-            after_run=self._tell,
-        )
+        runs = self._time(new, seconds, limit - (timing - begin))
         timing = time.monotonic() - timing
-        taken = self._learner.state.steps + steps * self._effort.runs
-        self._learner.take(TrainingState.of(new.model, new.optimizer, taken), runs.losses)
 
         figures = speed(new, runs, self._device_name)
         if new.step.compile_seconds:
@@ -192,15 +211,22 @@ class StepMeasurer:
             raise
         return contender
 
-    def _steps(self, pair_seconds: float, seconds: float, limit: float) -> int:
-        """Steps a run that fit into `seconds`; one at least, if that fits into `limit`."""
-        shortest = pair_seconds * self._effort.runs
-        if shortest > max(limit, GRACE_SECONDS):
-            raise OutOfTimeError(
-                f"not reached: {self._effort.runs} runs of one step take {shortest:.0f} s, and "
-                f"{max(limit, 0):.0f} s of the budget were left"
-            )
-        return max(1, int(min(self._effort.steps, seconds / shortest)))
+    def _time(self, new: Contender, seconds: float, limit: float) -> Runs:
+        """Probe, choose how much fits, run in turn with the old step; the learner goes on with `new`."""
+        batches = self._sources.training(new.spec.batch, new.spec.seqlen)
+        both = [c for c in (new, self._old) if c is not None]
+        pair_ms = sum(min(c.run(batches, 1).ms for _ in range(2)) for c in both)
+        steps, runs = self._effort.fitting(pair_ms / 1e3, seconds, limit)
+        self._learner.state.fill(new.model, new.optimizer)
+
+        def tell(run: int, step: int, loss: float) -> None:
+            self._observer(Stage("timing", run, runs))
+            self._observer(LossPoint(step, loss))
+
+        found = run_in_turn(new, self._old, batches, self._learner, steps=steps, runs=runs, after_run=tell)
+        trained = TrainingState.of(new.model, new.optimizer, self._learner.state.steps + found.taken)
+        self._learner.take(trained, found.losses)
+        return found
 
     def _reference(self, spec: RunSpec) -> Reference:
         """The same weights and batch for all rungs of a shape: those after the first one had trained."""
@@ -209,10 +235,6 @@ class StepMeasurer:
             batch = self._sources.held_out(*shape)
             self._references[shape] = reference(spec, batch, self._learner.state.without_moments())
         return self._references[shape]
-
-    def _tell(self, run: int, step: int, loss: float) -> None:
-        self._observer(Stage("timing", run, self._effort.runs))
-        self._observer(LossPoint(step, loss))
 
     def _peak_at(self, contender: Contender, batch: int, others: int) -> float | None:
         tokens_BT, targets_BT = next(self._sources.training(contender.spec.batch, contender.spec.seqlen))

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from fuseline.bench.ladder.contender import LEAD_IN, Batch, Contender
+from fuseline.bench.ladder.contender import LEAD_IN, BatchSource, Contender
 from fuseline.bench.ladder.learner import Learner
-
-
-class BatchSource(Iterator[Batch], Protocol):
-    """Batches of real tokens, and the seconds their taker has waited for them so far."""
-
-    @property
-    def wait_seconds(self) -> float: ...
 
 
 @dataclass
 class Runs:
     """Milliseconds a step, run by run: `new` is what is measured, `old` (empty if alone) what it is paired
-    with. `losses` are (step, loss) of the training that `new` went on with; `data_wait_share` is the share of
-    its time that it waited for batches."""
+    with. `losses` are (step, loss) of the training that `new` went on with, `taken` its steps, lead-ins
+    included; `data_wait_share` is the share of its time that it waited for batches."""
 
     new: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
+    taken: int = 0
     data_wait_share: float = 0.0
 
 
@@ -41,21 +34,20 @@ def run_in_turn(
 ) -> Runs:
     """`runs` runs of `steps` steps each. `after_run(run, step, loss)` is called between the timed parts."""
     found = Runs()
-    taken, waited = 0, 0.0
+    waited = 0.0
     for run in range(runs):
         order = [new] if old is None else ([old, new] if run % 2 == 0 else [new, old])
         for contender in order:
-            contender.set_learning_rate(learner.rate(taken))
-            before = batches.wait_seconds
-            ms = contender.run(batches, steps)
+            contender.set_learning_rate(learner.rate(found.taken))
+            ms, wait_ms = contender.run(batches, steps)
             if contender is old:
                 found.old.append(ms)
                 continue
             found.new.append(ms)
-            waited += batches.wait_seconds - before
-            taken += LEAD_IN + steps
-            loss = float(contender.loss)
-            found.losses.append((learner.state.steps + taken, loss))
-            after_run(run + 1, learner.state.steps + taken, loss)
-    found.data_wait_share = waited / (sum(found.new) / 1e3 * steps)
+            waited += wait_ms
+            found.taken += LEAD_IN + steps
+            step, loss = learner.state.steps + found.taken, float(contender.loss)
+            found.losses.append((step, loss))
+            after_run(run + 1, step, loss)
+    found.data_wait_share = waited / sum(found.new)
     return found

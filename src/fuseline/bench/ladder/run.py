@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from fuseline.bench.ladder.spec import RunSpec
 from fuseline.bench.ladder.text import Text, trained_model
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT
-from fuseline.records import Record, append, describe, read
+from fuseline.records import Environment, Record, append, describe, read
 from fuseline.records.record import Scalar
 
 RECORDS = "ladder.jsonl"
@@ -32,6 +32,8 @@ LARGE_PEAK_RATE = 3e-4
 # Kept of the budget for what comes after the climb, trials of batches apart.
 KEPT_SECONDS = {"cpu": 12.0, "cuda": 20.0}
 TRIALS_KEPT_FOR = 5
+# Of the budget for timing the ends of the climb in turn.
+CONFIRM_SECONDS = 10.0
 
 
 def run(settings: Settings, observer: Observer) -> Outcome:
@@ -61,13 +63,21 @@ def run(settings: Settings, observer: Observer) -> Outcome:
         observer(Started(count(selection, settings.preset, machine), base, machine.name))
         effort = Effort(settings.steps, settings.runs)
         measurer = StepMeasurer(device, machine.name, sources, learner, effort, observer)
-        climb = Climb(machine, measurer, budget.less(_kept_seconds(settings, device)), observer, earlier)
+        kept_back = _kept_seconds(settings, device)
+        climb = Climb(machine, measurer, budget.less(kept_back + CONFIRM_SECONDS), observer, earlier)
         try:
             for result in _climb(climb, selection, base):
-                append(path, _records(result, learner.curve[len(outcome.curve) :], earlier, device))
-                outcome.curve = tuple(learner.curve)
+                now = describe(device)
+                records = _rung_records(result, earlier, now)
+                append(path, records + _new_losses(outcome, learner, result, now))
                 outcome.results.append(result)
                 observer(RungEnded(result))
+            confirmed = climb.confirm(budget.less(kept_back))
+            if confirmed is not None:
+                now = describe(device)
+                records = _speedup_record(confirmed, now)
+                append(path, records + _new_losses(outcome, learner, confirmed, now))
+                outcome.put(confirmed)
         finally:
             measurer.close()
     outcome.sections = sections(base, device, settings.seed, budget, observer)
@@ -114,27 +124,36 @@ def _earlier(path: Path, settings: Settings, machine: Machine) -> Mapping[RunSpe
     return {}
 
 
-def _records(
-    result: RungResult,
-    curve: Sequence[tuple[int, float]],
-    earlier: Mapping[RunSpec, RungResult],
-    device: torch.device,
+def _rung_records(
+    result: RungResult, earlier: Mapping[RunSpec, RungResult], environment: Environment
 ) -> list[Record]:
-    """A rung's records with the losses it trained through; none for a rung read back under the same name."""
-    environment = describe(device)
+    """A rung's records; none for one that was read back under the same name."""
     known = earlier.get(result.spec)
     reread = known is not None and (known.name, known.mode) == (result.name, result.mode)
-    records = [] if reread and result.reason is None else result.records(environment)
-    for step, loss in curve:
+    return [] if reread and result.reason is None else result.records(environment)
+
+
+def _new_losses(
+    outcome: Outcome, learner: Learner, during: RungResult, environment: Environment
+) -> list[Record]:
+    """Records of the losses trained through while `during` was measured; `outcome` has them, too."""
+    records = []
+    for step, loss in learner.curve[len(outcome.curve) :]:
         case: dict[str, Scalar] = {
             "section": "curve",
             "model": "gpt",
-            "preset": result.spec.preset,
+            "preset": during.spec.preset,
             "step": step,
-            "during": result.name,
+            "during": during.name,
         }
         records.append(Record.of("ladder", case, "loss", loss, environment))
+    outcome.curve = tuple(learner.curve)
     return records
+
+
+def _speedup_record(result: RungResult, environment: Environment) -> list[Record]:
+    """The one figure of a confirmed rung that is new; a reader of records takes the newest."""
+    return [record for record in result.records(environment) if record.metric == "speedup"]
 
 
 def _kept_seconds(settings: Settings, device: torch.device) -> float:

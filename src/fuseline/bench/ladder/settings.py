@@ -106,6 +106,11 @@ class Outcome:
     sample: str = ""
     sections: list[Record] = field(default_factory=list)
 
+    def put(self, result: RungResult) -> None:
+        """Replace what is there of the same rung."""
+        places = [(r.mode, r.combination, r.order) for r in self.results]
+        self.results[places.index((result.mode, result.combination, result.order))] = result
+
     @property
     def best(self) -> RungResult | None:
         """The fastest rung that was kept, among those that do the work of the first one."""
