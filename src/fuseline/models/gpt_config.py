@@ -22,8 +22,8 @@ class GPTConfig:
     weights want `activation="gelu_tanh"`; nanoGPT trains with the exact `gelu`.
 
     `loss_dtype` says what the log-probabilities are kept in: "float32", or "logits" for the dtype of the
-    logits, which under autocast to 16 bits is what nanoGPT's eager step does: the largest tensor of the step is
-    never widened, and each log-probability (about 10 at the start) is good to 2 or 3 digits.
+    logits, which under autocast to 16 bits is what nanoGPT's eager step does: the largest tensor of the step
+    is never widened, and each log-probability (about 10 at the start) is good to 2 or 3 digits.
 
     Raises `InputError` for sizes that cannot be.
     """

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Union
 
 from fuseline.errors import InputError, unknown_name
@@ -114,7 +114,7 @@ class Record:
             low=_finite(low),
             high=_finite(high),
             n=n,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
             **asdict(environment),
         )
 

@@ -27,7 +27,7 @@ def append(path: Path | str, records: Iterable[Record]) -> None:
 
 
 def read(*paths: Path | str) -> list[Record]:
-    """All records of the files, in order. Raises `InputError` with file and line where one is not a record."""
+    """All records of the files, in order; `InputError` with file and line where one is not a record."""
     records = []
     for path in map(Path, paths):
         try:

@@ -21,7 +21,7 @@ def time_calls(
     warmup: int = 5,
     flush: bool = True,
 ) -> Summary:
-    """Device time of `call` in microseconds, each run after the L2 was overwritten (CUDA); wall time on a CPU."""
+    """Device time of `call` in microseconds, each run after the L2 was overwritten; wall time on a CPU."""
     for _ in range(warmup):
         call()
     synchronize(device)
