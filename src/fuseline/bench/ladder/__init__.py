@@ -4,6 +4,7 @@ spec.py         what one rung runs            rungs.py         the rungs, as dat
 combinations.py named sets of runs            references.py    what others measured
 selection.py    what `--rungs` asks for       settings.py      what a ladder is told, and comes to
 machine.py      what the machine can do       budget.py        time, and how it is shared
+effort.py       steps and runs that fit it
 climb.py        the ways up                   result.py        what a rung came to; records
 contender.py    one spec brought to life      pairing.py       A B B A
 learner.py      the training that goes on     text.py          the real text it trains on

@@ -7,7 +7,6 @@ measured and the one it is paired with.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from statistics import median
 
 import torch
 
-from fuseline.bench.ladder.contender import LEAD_IN, Batch, BatchSource, Contender
+from fuseline.bench.ladder.contender import Batch, BatchSource, Contender
+from fuseline.bench.ladder.effort import Effort, OutOfTimeError, Pace
 from fuseline.bench.ladder.events import LossPoint, Observer, Stage
 from fuseline.bench.ladder.figures import speed
 from fuseline.bench.ladder.kernels_seen import kernels_seen
@@ -29,11 +29,6 @@ from fuseline.timing import paired_ratio, peak_memory_gib, reset_peak_memory, sy
 GIB = 2**30
 OUT_OF_MEMORY = "out of memory"
 REASON_LENGTH = 200
-# A rung that is built and compiled is timed even if that takes this much more than there is: all else would
-# have been for nothing.
-GRACE_SECONDS = 5.0
-MOST_RUNS = 2  # times as many as asked for
-
 # Seconds besides the timed runs (building, compiling, checking), before anything is known of this machine.
 EXPECTED_SECONDS: dict[str, dict[str, float]] = {
     "cpu": {"eager": 3.0, "inductor": 60.0},
@@ -48,10 +43,6 @@ EXPECTED_SECONDS: dict[str, dict[str, float]] = {
 }
 
 
-class OutOfTimeError(Exception):
-    """Even the shortest measurement takes longer than there is time for."""
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where batches come from, by batch size and sequence length: `training` the same source when asked
@@ -59,31 +50,6 @@ class Sources:
 
     training: Callable[[int, int], BatchSource]
     held_out: Callable[[int, int], Batch]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Most steps a run, and how many runs; more runs where there is time to spare."""
-
-    steps: int
-    runs: int
-
-    def fitting(self, pair_seconds: float, seconds: float, limit: float) -> tuple[int, int]:
-        """(steps, runs) that fit into `seconds`, where one step of each of the pair takes `pair_seconds`.
-
-        One step a run at least, if that fits into `limit`: otherwise `OutOfTimeError`.
-        """
-        shortest = pair_seconds * self.runs * (LEAD_IN + 1)
-        if shortest > max(limit, GRACE_SECONDS):
-            raise OutOfTimeError(
-                f"not reached: {self.runs} runs of one step take {shortest:.0f} s, and "
-                f"{max(limit, 0):.0f} s of the budget were left"
-            )
-        steps = max(1, int(min(self.steps, seconds / (pair_seconds * self.runs) - LEAD_IN)))
-        if steps < self.steps or math.isinf(seconds):
-            return steps, self.runs
-        spare = int(seconds / (pair_seconds * (LEAD_IN + steps)))
-        return steps, max(self.runs, min(MOST_RUNS * self.runs, spare))
 
 
 class StepMeasurer:
@@ -216,14 +182,14 @@ class StepMeasurer:
         batches = self._sources.training(new.spec.batch, new.spec.seqlen)
         both = [c for c in (new, self._old) if c is not None]
         pair_ms = sum(min(c.run(batches, 1).ms for _ in range(2)) for c in both)
-        steps, runs = self._effort.fitting(pair_ms / 1e3, seconds, limit)
+        pace = Pace(self._effort, pair_ms / 1e3, seconds, limit)
         self._learner.state.fill(new.model, new.optimizer)
 
         def tell(run: int, step: int, loss: float) -> None:
-            self._observer(Stage("timing", run, runs))
+            self._observer(Stage("timing", run, pace.runs))
             self._observer(LossPoint(step, loss))
 
-        found = run_in_turn(new, self._old, batches, self._learner, steps=steps, runs=runs, after_run=tell)
+        found = run_in_turn(new, self._old, batches, self._learner, pace, after_run=tell)
         trained = TrainingState.of(new.model, new.optimizer, self._learner.state.steps + found.taken)
         self._learner.take(trained, found.losses)
         return found

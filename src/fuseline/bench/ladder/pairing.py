@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fuseline.bench.ladder.contender import LEAD_IN, BatchSource, Contender
@@ -27,15 +27,15 @@ def run_in_turn(
     old: Contender | None,
     batches: BatchSource,
     learner: Learner,
+    pace: Iterable[int],
     *,
-    steps: int,
-    runs: int,
     after_run: Callable[[int, int, float], None],
 ) -> Runs:
-    """`runs` runs of `steps` steps each. `after_run(run, step, loss)` is called between the timed parts."""
+    """A run of each for every number of steps in `pace`. `after_run(run, step, loss)` is called between the
+    timed parts."""
     found = Runs()
-    waited = 0.0
-    for run in range(runs):
+    waited, timed = 0.0, 0.0
+    for run, steps in enumerate(pace):
         order = [new] if old is None else ([old, new] if run % 2 == 0 else [new, old])
         for contender in order:
             contender.set_learning_rate(learner.rate(found.taken))
@@ -44,10 +44,10 @@ def run_in_turn(
                 found.old.append(ms)
                 continue
             found.new.append(ms)
-            waited += wait_ms
+            waited, timed = waited + wait_ms * steps, timed + ms * steps
             found.taken += LEAD_IN + steps
             step, loss = learner.state.steps + found.taken, float(contender.loss)
             found.losses.append((step, loss))
             after_run(run + 1, step, loss)
-    found.data_wait_share = waited / sum(found.new)
+    found.data_wait_share = waited / timed
     return found

@@ -11,10 +11,11 @@ import torch
 from fuseline.bench.ladder.afterwards import TRIAL_SECONDS, largest_batches, sections
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
+from fuseline.bench.ladder.effort import Effort
 from fuseline.bench.ladder.events import Observer, Preparing, RungEnded, Stage, Started
 from fuseline.bench.ladder.learner import Learner, TrainingState
 from fuseline.bench.ladder.machine import Machine, examine
-from fuseline.bench.ladder.measure import Effort, StepMeasurer
+from fuseline.bench.ladder.measure import StepMeasurer
 from fuseline.bench.ladder.result import RungResult, recorded
 from fuseline.bench.ladder.selection import Selection
 from fuseline.bench.ladder.settings import Outcome, Settings, count
