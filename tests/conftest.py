@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from fuseline import native
 
@@ -13,6 +14,9 @@ from fuseline import native
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    # The same examples on every run: a failure is then the change's, not the draw's.
+    settings.register_profile("same", derandomize=True)
+    settings.load_profile("same")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

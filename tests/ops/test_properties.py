@@ -38,7 +38,9 @@ def assert_same_both_ways(ours: torch.Tensor, wanted: torch.Tensor, leaves: list
     expected = torch.autograd.grad(wanted, leaves, grad_out)
     for one, other in zip(found, expected, strict=True):
         largest = float(other.abs().max()) if other.numel() else 0.0
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * max(1.0, largest))
+        # A gradient of a broadcast tensor sums many terms, which may cancel: rounding grows with their root.
+        terms = ours.numel() / max(1, other.numel())
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * max(1.0, largest, terms**0.5))
 
 
 @settings(max_examples=60, deadline=None)

@@ -28,7 +28,10 @@ class Environment:
 
 
 def describe(device: torch.device | str) -> Environment:
-    """Read the environment now. Clocks and power are read at the call: ask right after the work."""
+    """Read the environment now. Clocks and power are read at the call: ask right after the work.
+
+    `FUSELINE_COMMIT` names the commit where the source tree is a copy without its history.
+    """
     device = torch.device(device)
     clocks, power_w = _clocks_and_power(device) if device.type == "cuda" else (None, None)
     return Environment(
@@ -38,7 +41,7 @@ def describe(device: torch.device | str) -> Environment:
         torch=torch.__version__,
         cuda=torch.version.cuda if device.type == "cuda" else None,
         fuseline=__version__,
-        commit=_commit(),
+        commit=os.environ.get("FUSELINE_COMMIT") or _commit(),
     )
 
 
@@ -63,10 +66,7 @@ def _processor_name() -> str:
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the source tree this package is run from; `FUSELINE_COMMIT` overrides."""
-    told = os.environ.get("FUSELINE_COMMIT")
-    if told:
-        return told
+    """The commit of the source tree this package is run from; None outside of one."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
