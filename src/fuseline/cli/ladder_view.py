@@ -93,7 +93,9 @@ class LadderView:
         self._name = ""
         self._rung.update(self._timed, visible=False)
         if self._climbed is not None:
-            self._ladder.advance(self._climbed)
+            task = self._ladder.tasks[self._climbed]
+            # The climb may look at a rung twice, which nobody could count beforehand.
+            self._ladder.update(self._climbed, advance=1, total=max(task.total or 0.0, task.completed + 1))
         if result.iteration_ms is None:
             self.say(f"  {result.name:<{NAME_WIDTH}}not run: {result.reason}")
             return

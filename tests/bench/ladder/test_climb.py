@@ -141,6 +141,42 @@ def test_a_rung_that_changes_nothing_any_more_says_so(climb, base):
     assert len(measurer.asked) == 2
 
 
+def test_a_rung_that_needs_another_slot_is_not_credited_with_it(climb, base):
+    """fp16 takes the fused AdamW along: what it is compared with must have it, too."""
+    ms = {("fp32", "unfused"): 100.0, ("fp32", "fused"): 80.0, ("fp16", "fused"): 80.0}
+    made, measurer, _ = climb(lambda spec: ms[spec.precision, spec.optimizer])
+    fp16 = list(made.cumulative(base, _rungs("fp16")))[1]
+    assert measurer.asked[1][1] == base.with_({"optimizer": "fused"})
+    assert fp16.value("paired_speedup") == pytest.approx(1.0)
+    assert not fp16.kept
+    assert "optimizer fused" in fp16.measurement.note
+
+
+def test_kernels_are_looked_at_again_once_a_compiler_pays(climb, base):
+    def ms(spec):
+        eager = 90.0 if spec.kernels == "fuseline" else 100.0
+        compiled = {"inductor": 60.0 if spec.kernels == "fuseline" else 50.0, "reduce-overhead": 40.0}
+        return compiled.get(spec.execution, eager)
+
+    made, _, _ = climb(ms)
+    results = list(made.cumulative(base, _rungs("fuseline-kernels", "inductor", "reduce-overhead")))
+    assert [(r.name, r.kept) for r in results] == [
+        ("plain PyTorch", True),
+        ("fuseline-kernels", True),
+        ("inductor", True),
+        ("torch-kernels", True),
+        ("reduce-overhead", True),
+    ]
+    assert results[4].spec.kernels == "torch"
+    assert [r.order for r in results] == list(range(5))
+
+
+def test_kernels_that_were_left_out_are_not_looked_at_again(climb, base):
+    made, _, _ = climb(lambda spec: 50.0 if spec.is_compiled else 100.0)
+    results = list(made.cumulative(base, _rungs("fuseline-kernels", "inductor")))
+    assert [r.name for r in results] == ["plain PyTorch", "fuseline-kernels", "inductor"]
+
+
 def test_the_budget_is_kept_and_what_it_does_not_reach_is_listed(climb, base):
     made, measurer, _ = climb(lambda spec: 100.0, budget=25.0, cost=10.0, fixed=lambda spec: 4.0)
     results = list(made.alone(base, _rungs("tf32", "bf16", "math", "efficient")))

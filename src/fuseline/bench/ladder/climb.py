@@ -15,7 +15,7 @@ from fuseline.bench.ladder.combinations import Combination
 from fuseline.bench.ladder.events import Observer, RungStarted
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult, ratio
-from fuseline.bench.ladder.rungs import NO_LEVER, Rung
+from fuseline.bench.ladder.rungs import NO_LEVER, Rung, find_rung
 from fuseline.bench.ladder.spec import RunSpec
 
 BASELINE = Rung(
@@ -66,17 +66,25 @@ class Climb:
 
     def cumulative(self, base: RunSpec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
-        itself if it is faster beyond the noise."""
+        itself if it is faster beyond the noise.
+
+        Kernels that paid eagerly are looked at again under the first compiler that pays: it cannot see into
+        them, and may do better with operations that it can fuse.
+        """
         first = self._try(BASELINE, base, None, "cumulative", _upon(base, rungs))
         first = replace(first, kept=first.reason is None)
         yield first
         best = first
-        for i, rung in enumerate(rungs):
-            later = _upon(best.spec, rungs[i + 1 :])
+        to_come = list(rungs)
+        while to_come:
+            rung = to_come.pop(0)
+            later = _upon(best.spec, to_come)
             result = self._try(rung, best.spec.with_(rung.change), best, "cumulative", later)
             result = replace(_against(result, first), kept=_pays(result, best))
             yield result
             if result.kept:
+                if _sees_no_kernels(result.spec) and not best.spec.is_compiled:
+                    to_come.insert(0, _rung("torch-kernels"))
                 best = result
                 self._ends = first, best
 
@@ -127,6 +135,7 @@ class Climb:
         """Measure `spec`, or say why not."""
         order, self._order = self._order, self._order + 1
         against = pair if pair and pair.reason is None else None
+        rival = against.spec.with_(rung.needs) if against else None
         result = RungResult(
             name=rung.name,
             slot=rung.slot,
@@ -138,7 +147,7 @@ class Climb:
             baseline=against.name if against else None,
         )
         reason = rung.unavailable(self._machine, spec)
-        if reason is None and against is not None and spec == against.spec:
+        if reason is None and against is not None and spec == rival:
             reason = f"nothing to change: {against.name} has it already"
         if reason is not None:
             return replace(result, measurement=Measurement(reason=reason))
@@ -146,12 +155,15 @@ class Climb:
         if known is not None:
             return replace(result, measurement=_reused(known, result))
         self._observer(RungStarted(rung.name, order))
-        result = replace(result, measurement=self._measure(spec, against, later))
+        result = replace(result, measurement=self._measure(spec, rival, later))
+        if against and rival != against.spec and result.reason is None:
+            held = ", ".join(f"{name} {value}" for name, value in rung.needs.items())
+            result = _noted(result, f"compared with {against.name} upon the same: {held}")
         if result.reason is None:
             self._known[spec] = result
         return result
 
-    def _measure(self, spec: RunSpec, against: RungResult | None, later: Sequence[Try]) -> Measurement:
+    def _measure(self, spec: RunSpec, rival: RunSpec | None, later: Sequence[Try]) -> Measurement:
         left = self._budget.left()
         to_come = [s for rung, s in later if s not in self._known and not rung.unavailable(self._machine, s)]
         fixed = [self._measurer.fixed_seconds(s) for s in (spec, *to_come)]
@@ -161,13 +173,27 @@ class Climb:
                 f"{fixed[0]:.0f} s before the first timed step",
                 out_of_budget=True,
             )
-        return self._measurer.measure(
-            spec, against.spec if against else None, seconds=share(left, fixed), limit=left
-        )
+        return self._measurer.measure(spec, rival, seconds=share(left, fixed), limit=left)
 
 
 def _upon(base: RunSpec, rungs: Sequence[Rung]) -> list[Try]:
     return [(rung, base.with_(rung.change)) for rung in rungs]
+
+
+def _rung(name: str) -> Rung:
+    found = find_rung(name)
+    assert found is not None, name
+    return found
+
+
+def _sees_no_kernels(spec: RunSpec) -> bool:
+    """Whether a compiler works around kernels of ours."""
+    return spec.is_compiled and spec.kernels == "fuseline"
+
+
+def _noted(result: RungResult, note: str) -> RungResult:
+    notes = "; ".join(filter(None, (result.measurement.note, note)))
+    return replace(result, measurement=replace(result.measurement, note=notes))
 
 
 def _reused(known: RungResult, result: RungResult) -> Measurement:

@@ -7,7 +7,7 @@ of everything else (the number format) first, what wraps everything else (execut
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ Unavailable = Callable[[Machine, RunSpec], "str | None"]
 @dataclass(frozen=True)
 class Rung:
     """`change` is what the rung sets in a `RunSpec`; `unavailable(machine, spec)` is why it cannot run there
-    or would not pay, None where it can."""
+    or would not pay, None where it can. `needs` is what of other slots it cannot do without: what it is
+    compared with gets that, too, so that the gain is its own."""
 
     name: str
     slot: str
@@ -42,6 +43,7 @@ class Rung:
     summary: str
     change: Mapping[str, Any]
     unavailable: Unavailable
+    needs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _always(machine: Machine, spec: RunSpec) -> str | None:
@@ -117,6 +119,7 @@ RUNGS: tuple[Rung, ...] = (
         "autocast to fp16 with a gradient scaler, which takes the fused AdamW",
         {"precision": "fp16", "optimizer": "fused"},
         _fp16,
+        needs={"optimizer": "fused"},
     ),
     Rung(
         "naive",
