@@ -14,6 +14,9 @@ import torch
 
 from fuseline.errors import unknown_name
 
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+"""What an op returns: a tensor, or several."""
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,6 +29,10 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _matrix(rows: int, n: int) -> Case:
+    return Case(f"{rows}x{n}", (rows, n))
+
+
 @dataclass(frozen=True)
 class Op:
     """All that the contract test, the benchmark and `fuseline doctor` need to know of an op.
@@ -33,18 +40,26 @@ class Op:
     `inputs(case, device, dtype, generator)` draws fresh keyword arguments that `function` and `reference`
     both take; `differentiable` names those of them that have gradients. `bytes_moved(case, itemsize,
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
-    `flops(case, direction)` counts arithmetic.
+    `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
+    `rows` rows of length n, and `lengths` the lengths it measures where the general ones make no sense.
     """
 
     name: str
-    function: Callable[..., torch.Tensor]
-    reference: Callable[..., torch.Tensor]
+    function: Callable[..., Outputs]
+    reference: Callable[..., Outputs]
     inputs: Callable[[Case, torch.device, torch.dtype, torch.Generator], dict[str, Any]]
     differentiable: tuple[str, ...]
     cases: tuple[Case, ...]
     bytes_moved: Callable[[Case, int, str], int]
     flops: Callable[[Case, str], int]
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    sweep: Callable[[int, int], Case] = _matrix
+    lengths: tuple[int, ...] = ()
+
+
+def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:
+    """What an op returned, as a tuple also where it is one tensor."""
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 _REGISTRY: dict[str, Op] = {}
