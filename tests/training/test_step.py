@@ -121,14 +121,17 @@ def test_fp16_refuses_an_optimizer_that_would_synchronize(tiny_model: Make) -> N
         TrainStep(model, make_optimizer(model, lr=1e-2, fused=False), precision="fp16")
 
 
-def test_the_process_wide_matmul_format_is_put_back(tiny_model: Make, batches: Make) -> None:
+@pytest.mark.parametrize(("precision", "format"), [("fp32", "highest"), ("bf16", "high")])
+def test_the_process_wide_matmul_format_is_put_back(
+    tiny_model: Make, batches: Make, precision: str, format: str
+) -> None:
     torch.set_float32_matmul_precision("high")
     try:
         seen = []
         model = tiny_model()
         model.hidden.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
-        TrainStep(model, make_optimizer(model, lr=1e-2), precision="fp32")(batches(1)[0])
-        assert seen == ["highest"]
+        TrainStep(model, make_optimizer(model, lr=1e-2), precision=precision)(batches(1)[0])
+        assert seen == [format]
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -29,12 +29,14 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def matmul_format(precision: str) -> Iterator[None]:
-    """fp32 products in full for every precision but `tf32`; what the process had before comes back on exit.
+    """fp32 products in full for `fp32`, in TF32 for all others: what autocast leaves in fp32 (the products of
+    torch's math attention) then has a mantissa no shorter than the 16-bit formats beside it. What the process
+    had before comes back on exit.
 
     torch keeps this in process-wide flags (one for matrix products, one for cuDNN), so it is set around each
     step rather than once: two steps of different precision can then alternate in one process.
     """
-    reduced = precision == "tf32"
+    reduced = precision != "fp32"
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if reduced else "highest")
     torch.backends.cudnn.allow_tf32 = reduced

@@ -1,0 +1,27 @@
+"""Our kernels touch no memory that is not theirs, race for none and read none that was never written."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "sanitized.py"
+TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_every_op_is_clean(tool: str) -> None:
+    assert TOOL is not None
+    # Only our own kernels: torch's are not ours to judge, and take most of the time.
+    ours = ["--kernel-regex", "kns=fuseline"]
+    command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(PROGRAM)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
