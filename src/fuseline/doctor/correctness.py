@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from fuseline import native, ops
 from fuseline.doctor.check import Check
 from fuseline.ops import Case, Op
+from fuseline.ops.op import Outputs, outputs
 
 GROUP = "Correctness"
 SEED = 1234
@@ -65,25 +66,32 @@ def _worst(op: Op, device: torch.device, dtype: torch.dtype) -> Errors:
 def _compare(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> list[Errors]:
     inputs = op.inputs(case, device, dtype, torch.Generator(device).manual_seed(SEED))
     with torch.no_grad():
-        shape = op.reference(**inputs).shape
+        shapes = [tensor.shape for tensor in _floating(op.reference(**inputs))]
     generator = torch.Generator(device).manual_seed(SEED + 1)
-    grad_out = torch.randn(shape, generator=generator, device=device)
-    truth = _results(op, op.reference, {k: _as_float64(v) for k, v in inputs.items()}, grad_out)
-    ours = _results(op, op.function, inputs, grad_out)
-    plain = _results(op, op.reference, inputs, grad_out)
+    grads_out = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    truth = _results(op, op.reference, {k: _as_float64(v) for k, v in inputs.items()}, grads_out)
+    ours = _results(op, op.function, inputs, grads_out)
+    plain = _results(op, op.reference, inputs, grads_out)
     ulp = torch.finfo(dtype).eps
     return [Errors(_error(o, t), _error(p, t), ulp) for o, p, t in zip(ours, plain, truth, strict=True)]
 
 
-def _results(op: Op, function: Any, inputs: dict[str, Any], grad_out: torch.Tensor) -> list[torch.Tensor]:
-    """The output and the gradients of what has some."""
+def _results(
+    op: Op, function: Callable[..., Outputs], inputs: dict[str, Any], grads_out: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The outputs and the gradients of what has some."""
     given = {
         k: v.detach().requires_grad_() if k in op.differentiable and _is_floating(v) else v
         for k, v in inputs.items()
     }
     leaves = [v for k, v in given.items() if k in op.differentiable and _is_floating(v)]
-    out = function(**given)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))]
+    out = _floating(function(**given))
+    grads = [grad.to(tensor.dtype) for grad, tensor in zip(grads_out, out, strict=True)]
+    return [*(tensor.detach() for tensor in out), *torch.autograd.grad(out, leaves, grads)]
+
+
+def _floating(returned: Outputs) -> list[torch.Tensor]:
+    return [tensor for tensor in outputs(returned) if tensor.is_floating_point()]
 
 
 def _is_floating(value: Any) -> bool:

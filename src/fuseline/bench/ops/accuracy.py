@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from fuseline.bench.ops.bound import Computation
+from fuseline.bench.ops.bound import Computation, Tensors, with_gradients
 
-Truth = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+Truth = tuple[Tensors, Tensors]
 
 
 @dataclass(frozen=True)
 class Errors:
-    """norm(computed - true) / norm(true), infinite if a value is not a number; backward: the largest over
-    the gradients."""
+    """norm(computed - true) / norm(true), infinite if a value is not a number; the largest over the outputs,
+    and over the gradients."""
 
     forward: float
     backward: float
@@ -30,21 +30,25 @@ def errors_of(computation: Computation, truth: Truth) -> Errors:
     """Compute once and compare. Memory that outputs may land in is poisoned with NaN before."""
     true_out, true_grads = truth
     _poison(true_out)
-    out = computation.forward()
+    out = with_gradients(computation.forward())
     _poison(true_out)
-    grads = torch.autograd.grad(out, computation.leaves, computation.grad_out)
-    return Errors(_relative([out.detach()], [true_out]), _relative(grads, true_grads))
+    grads = torch.autograd.grad(out, computation.leaves, computation.grads_out)
+    return Errors(_relative(out, true_out), _relative(grads, true_grads))
 
 
 def _relative(computed: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> float:
     errors = [
-        float(torch.linalg.vector_norm(a.double() - b) / torch.linalg.vector_norm(b))
+        float(torch.linalg.vector_norm(a.detach().double() - b) / torch.linalg.vector_norm(b))
         for a, b in zip(computed, true, strict=True)
     ]
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
-def _poison(like: torch.Tensor) -> None:
-    """Leave NaN in the memory that the next allocations of this size are likely to be given."""
-    blocks = [torch.full_like(like, math.nan, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+def _poison(tensors: Sequence[torch.Tensor]) -> None:
+    """Leave NaN in the memory that the next allocations of these sizes are likely to be given."""
+    blocks = [
+        torch.full_like(like, math.nan, dtype=dtype)
+        for like in tensors
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     del blocks

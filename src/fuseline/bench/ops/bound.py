@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fuseline.bench.peers import Peer
 from fuseline.ops import Case, Op
+from fuseline.ops.op import Outputs, outputs
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class BoundCase:
-    """Inputs, those of them that have gradients (`leaves`, in the op's order), a gradient of the output."""
+    """Inputs, those of them that have gradients (`leaves`, in the op's order), a gradient of each output."""
 
     op: Op
     case: Case
     dtype: torch.dtype
     inputs: dict[str, Any]
-    leaves: tuple[torch.Tensor, ...]
-    grad_out: torch.Tensor
+    leaves: Tensors
+    grads_out: Tensors
 
-    def truth(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Output and gradients of the reference in float64, on the very same inputs."""
+    def truth(self) -> tuple[Tensors, Tensors]:
+        """Outputs and gradients of the reference in float64, on the very same inputs."""
         inputs = {name: _in_float64(value) for name, value in self.inputs.items()}
         leaves = [inputs[name] for name in self.op.differentiable if inputs.get(name) is not None]
-        out = self.op.reference(**inputs)
-        return out.detach(), torch.autograd.grad(out, leaves, self.grad_out.double())
+        out = with_gradients(self.op.reference(**inputs))
+        grads = torch.autograd.grad(out, leaves, [grad.double() for grad in self.grads_out])
+        return tuple(tensor.detach() for tensor in out), grads
+
+    def without_dropout(self) -> BoundCase:
+        """The same inputs with nothing dropped: what all who drop by a mask of their own agree on."""
+        return replace(self, inputs={**self.inputs, "p": 0.0}) if self.inputs.get("p") else self
 
     def bytes_moved(self, direction: str) -> int:
         parts = ("fw", "bw") if direction == "fwbw" else (direction,)
@@ -39,25 +47,25 @@ class BoundCase:
 class Computation:
     """What one peer does with a bound case."""
 
-    forward: Callable[[], torch.Tensor]
-    leaves: tuple[torch.Tensor, ...]
-    grad_out: torch.Tensor
+    forward: Callable[[], Outputs]
+    leaves: Tensors
+    grads_out: Tensors
 
     @classmethod
     def of(cls, peer: Peer, bound: BoundCase) -> Computation:
-        return cls(peer.bind(bound.op, bound.inputs), bound.leaves, bound.grad_out)
+        return cls(peer.bind(bound.op, bound.inputs), bound.leaves, bound.grads_out)
 
-    def backward(self) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def backward(self) -> Callable[[], Tensors]:
         """A call that computes the gradients and nothing else: the forward pass is run now, and kept."""
-        out = self.forward()
-        return lambda: torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=True)
+        out = with_gradients(self.forward())
+        return lambda: torch.autograd.grad(out, self.leaves, self.grads_out, retain_graph=True)
 
-    def forward_and_backward(self) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(self.forward(), self.leaves, self.grad_out)
+    def forward_and_backward(self) -> Tensors:
+        return torch.autograd.grad(with_gradients(self.forward()), self.leaves, self.grads_out)
 
 
 def bind_inputs(op: Op, case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> BoundCase:
-    """Fresh random inputs from `seed`, and a fresh random gradient."""
+    """Fresh random inputs from `seed`, and fresh random gradients."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = op.inputs(case, device, dtype, generator)
     for name in op.differentiable:
@@ -65,9 +73,15 @@ def bind_inputs(op: Op, case: Case, dtype: torch.dtype, device: torch.device, se
             inputs[name] = inputs[name].detach().requires_grad_()
     leaves = tuple(inputs[name] for name in op.differentiable if inputs.get(name) is not None)
     with torch.no_grad():
-        out = op.reference(**inputs)
-    grad_out = torch.randn(out.shape, dtype=torch.float32, device=device, generator=generator).to(out.dtype)
-    return BoundCase(op, case, dtype, inputs, leaves, grad_out)
+        out = with_gradients(op.reference(**inputs))
+    draw: dict[str, Any] = {"dtype": torch.float32, "device": device, "generator": generator}
+    grads_out = tuple(torch.randn(tensor.shape, **draw).to(tensor.dtype) for tensor in out)
+    return BoundCase(op, case, dtype, inputs, leaves, grads_out)
+
+
+def with_gradients(returned: Outputs) -> Tensors:
+    """Those of an op's outputs that a gradient can come to."""
+    return tuple(tensor for tensor in outputs(returned) if tensor.is_floating_point())
 
 
 def _in_float64(value: Any) -> Any:

@@ -87,11 +87,16 @@ def measure_case(
 def _correct(bound: BoundCase, results: Mapping[str, CaseResult]) -> dict[str, Computation]:
     """The peers that compute what they should; the others are marked with what is the matter."""
     truth = bound.truth()
+    dropless = bound.without_dropout()
+    same_for_all = truth if dropless is bound else dropless.truth()
     computations = {}
     for name, result in results.items():
         try:
             computation = Computation.of(result.peer, bound)
-            result.errors = errors_of(computation, truth)
+            if name == OURS:
+                result.errors = errors_of(computation, truth)
+            else:
+                result.errors = errors_of(Computation.of(result.peer, dropless), same_for_all)
         except UnsupportedError as reason:
             result.skipped = str(reason)
         except Exception as error:  # a peer's compiler may raise anything, and the others still count
@@ -138,7 +143,7 @@ def _measure_captured(bound: BoundCase, results: Mapping[str, CaseResult], seed:
     if not short:
         return
     count = min(MOST_ROTATED, 2 + ROTATED_BYTES // bound.bytes_moved("fw"))
-    device = bound.grad_out.device
+    device = bound.leaves[0].device
     sets = [bind_inputs(bound.op, bound.case, bound.dtype, device, seed + 1 + i) for i in range(count)]
     forwards: dict[str, Clock] = {}
     both: dict[str, Clock] = {}

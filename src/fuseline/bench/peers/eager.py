@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from fuseline.bench.peers.peer import UnsupportedError, refuse_options
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 
 
 class Eager:
@@ -22,11 +23,11 @@ class Eager:
     def version(self) -> str:
         return torch.__version__
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         return functools.partial(torch_function(op, inputs), **inputs)
 
 
-def torch_function(op: Op, inputs: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+def torch_function(op: Op, inputs: Mapping[str, Any]) -> Callable[..., Outputs]:
     """What torch itself offers for `op` with these options; takes the arguments of `op.reference`."""
     if op.name == "layer_norm":
         return _layer_norm

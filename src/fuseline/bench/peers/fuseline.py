@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 from fuseline.version import __version__
 
 
@@ -21,5 +22,5 @@ class Fuseline:
     def version(self) -> str:
         return __version__
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         return functools.partial(op.function, **inputs)

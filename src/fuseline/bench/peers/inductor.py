@@ -12,6 +12,7 @@ import torch._functorch.config
 
 from fuseline.bench.peers.eager import torch_function
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 
 
 class Inductor:
@@ -25,10 +26,10 @@ class Inductor:
     def version(self) -> str:
         return torch.__version__
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         function = torch_function(op, inputs)
 
-        def call(**arguments: Any) -> torch.Tensor:
+        def call(**arguments: Any) -> Outputs:
             return function(**arguments)
 
         return functools.partial(torch.compile(call, dynamic=False, fullgraph=True), **inputs)

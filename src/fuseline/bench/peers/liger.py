@@ -10,6 +10,7 @@ import torch
 
 from fuseline.bench.peers.peer import UnsupportedError, package_version, refuse_options, why_not_importable
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 
 
 class Liger:
@@ -21,7 +22,7 @@ class Liger:
     def version(self) -> str:
         return package_version("liger-kernel")
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         if op.name == "softmax":
             refuse_options(self.name, inputs, dim=-1, scale=1.0, causal=False, mask=None)
             from liger_kernel.ops.softmax import LigerSoftmaxFunction

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 
 
 class UnsupportedError(Exception):
@@ -28,7 +29,7 @@ class Peer(Protocol):
     def version(self) -> str:
         """Of the package that computes."""
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         """A call that computes `op` on `inputs`, the arguments of `op.reference`, differentiably.
 
         Raises `UnsupportedError`. Conversions that the peer needs are done here, outside the call.

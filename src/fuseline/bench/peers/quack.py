@@ -10,6 +10,7 @@ import torch
 
 from fuseline.bench.peers.peer import UnsupportedError, package_version, refuse_options, why_not_importable
 from fuseline.ops import Op
+from fuseline.ops.op import Outputs
 
 
 class Quack:
@@ -21,7 +22,7 @@ class Quack:
     def version(self) -> str:
         return package_version("quack-kernels")
 
-    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+    def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
         x = inputs["x"]
         if x.dim() != 2:
             raise UnsupportedError("quack takes matrices only")
