@@ -9,6 +9,7 @@ import torch
 
 from fuseline import native
 from fuseline.ops import Case, Op, registered
+from fuseline.ops.op import outputs
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -47,21 +48,45 @@ def leaves(op: Op, arguments: dict[str, Any], names: list[str] | None = None) ->
     }
 
 
-def gradients(op: Op, function: Any, arguments: dict[str, Any], grad_out: torch.Tensor) -> list[torch.Tensor]:
+def run(op: Op, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return outputs(op.function(**arguments))
+
+
+def define(op: Op, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return outputs(op.reference(**arguments))
+
+
+def gradients(
+    op: Op, function: Any, arguments: dict[str, Any], grads_out: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Gradients of all that have one, for an incoming gradient of each floating output."""
     own = leaves(op, arguments)
-    out = function(**own)
-    return list(torch.autograd.grad(out, [own[n] for n in differentiable(op, arguments)], grad_out))
+    out = [o for o in outputs(function(**own)) if o.is_floating_point()]
+    wanted = [own[n] for n in differentiable(op, arguments)]
+    return list(torch.autograd.grad(out, wanted, list(grads_out)))
 
 
-def gradient_for(out: torch.Tensor, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator(out.device).manual_seed(seed)
-    return torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+def gradients_for(out: tuple[torch.Tensor, ...], seed: int = 1) -> tuple[torch.Tensor, ...]:
+    """A gradient for each floating output, drawn apart from the others."""
+    return tuple(
+        torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(seed + i), device=o.device).to(
+            o.dtype
+        )
+        for i, o in enumerate(out)
+        if o.is_floating_point()
+    )
 
 
-def poison(out: torch.Tensor) -> None:
-    """Leave NaN in the memory that the next allocation of this size is likely to get."""
+def poison(*out: torch.Tensor) -> None:
+    """Leave NaN in the memory that the next allocations of these sizes are likely to get."""
     for _ in range(3):
-        torch.full_like(out, float("nan"))
+        for o in out:
+            if o.is_floating_point():
+                torch.full_like(o, float("nan"))
+
+
+def matrix_case(op: Op) -> Case:
+    return next(c for c in op.cases if len(c.shape) == 2 and not c.options and min(c.shape) > 8)
 
 
 def assert_right(
@@ -91,16 +116,17 @@ def assert_right(
 def test_is_right(op: Op, case: Case, dtype: torch.dtype, device: str) -> None:
     assert native.ready(device), "the contract is for native ops; see `fuseline doctor`"
     arguments = draw(op, case, device, dtype)
-    exact = op.reference(**to_double(arguments))
-    plain = op.reference(**arguments)
-    poison(plain)
-    assert_right(op.function(**arguments), plain, exact, dtype, "forward")
+    exact = define(op, to_double(arguments))
+    plain = define(op, arguments)
+    poison(*plain)
+    for i, (ours, near, far) in enumerate(zip(run(op, arguments), plain, exact, strict=True)):
+        assert_right(ours, near, far, dtype, f"output {i}")
 
-    grad_out = gradient_for(plain)
-    exact_grads = gradients(op, op.reference, to_double(arguments), grad_out.double())
-    plain_grads = gradients(op, op.reference, arguments, grad_out)
-    poison(plain_grads[0])
-    our_grads = gradients(op, op.function, arguments, grad_out)
+    grads_out = gradients_for(plain)
+    exact_grads = gradients(op, op.reference, to_double(arguments), tuple(g.double() for g in grads_out))
+    plain_grads = gradients(op, op.reference, arguments, grads_out)
+    poison(*plain_grads)
+    our_grads = gradients(op, op.function, arguments, grads_out)
     names = differentiable(op, arguments)
     for name, ours, near, far in zip(names, our_grads, plain_grads, exact_grads, strict=True):
         assert_right(ours, near, far, dtype, f"gradient of {name}")
@@ -111,13 +137,13 @@ def test_is_right(op: Op, case: Case, dtype: torch.dtype, device: str) -> None:
 def test_is_repeatable(op: Op, case: Case, device: str) -> None:
     """The same bits every time, whatever the number of threads."""
     arguments = draw(op, case, device, torch.float32)
-    grad_out = gradient_for(op.function(**arguments))
+    grads_out = gradients_for(run(op, arguments))
     threads = torch.get_num_threads()
     seen = []
     try:
         for count in (1, threads + 1, threads):
             torch.set_num_threads(count)
-            seen.append([op.function(**arguments), *gradients(op, op.function, arguments, grad_out)])
+            seen.append([*run(op, arguments), *gradients(op, op.function, arguments, grads_out)])
     finally:
         torch.set_num_threads(threads)
     for again in seen[1:]:
@@ -139,8 +165,8 @@ def test_passes_gradcheck(op: Op, case: Case) -> None:
     names = differentiable(op, arguments)
     own = leaves(op, to_double(arguments), names)
 
-    def function(*values: torch.Tensor) -> torch.Tensor:
-        return op.function(**{**own, **dict(zip(names, values, strict=True))})
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run(op, {**own, **dict(zip(names, values, strict=True))})
 
     values = tuple(own[n] for n in names)
     assert torch.autograd.gradcheck(function, values, fast_mode=True)
@@ -150,29 +176,36 @@ def test_passes_gradcheck(op: Op, case: Case) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "stepped", "expanded"])
 @pytest.mark.parametrize("op", OPS)
 def test_takes_any_layout(op: Op, layout: str, device: str) -> None:
-    case = next(c for c in op.cases if len(c.shape) == 2 and not c.options and min(c.shape) > 8)
-    arguments = draw(op, case, device, torch.float32)
-    expected = op.function(**arguments)
-    grad_out = gradient_for(expected)
-    expected_grads = gradients(op, op.function, arguments, grad_out)
+    """The same bits: what is not contiguous is read as if it were."""
+    arguments = draw(op, matrix_case(op), device, torch.float32)
+    expected = run(op, arguments)
+    grads_out = gradients_for(expected)
+    expected_grads = gradients(op, op.function, arguments, grads_out)
     relaid = {name: lay_out(v, layout) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
     if layout == "expanded":  # the gradient of a sum arrives with stride 0
-        grad_out = torch.ones((), device=device).expand(expected.shape)
-        expected_grads = gradients(op, op.function, arguments, grad_out.contiguous())
+        grads_out = tuple(torch.ones((), device=device).expand(g.shape) for g in grads_out)
+        contiguous = tuple(g.contiguous() for g in grads_out)
+        expected_grads = gradients(op, op.function, arguments, contiguous)
     else:
-        grad_out = lay_out(grad_out, layout)
-    assert not any(v.is_contiguous() for v in (relaid["x"], grad_out))
-    assert torch.equal(op.function(**relaid), expected)
+        grads_out = tuple(lay_out(g, layout) for g in grads_out)
+    assert not relaid[op.differentiable[0]].is_contiguous()
+    assert not any(g.is_contiguous() for g in grads_out if g.dim() > 1)
     names = differentiable(op, arguments)
     own = {n: v.detach().requires_grad_() if n in names else v for n, v in relaid.items()}
-    found = torch.autograd.grad(op.function(**own), [own[n] for n in names], grad_out)
-    for ours, wanted in zip(found, expected_grads, strict=True):
+    out = run(op, own)
+    found = torch.autograd.grad([o for o in out if o.is_floating_point()], [own[n] for n in names], grads_out)
+    for ours, wanted in zip((*out, *found), (*expected, *expected_grads), strict=True):
         assert torch.equal(ours, wanted)
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values, laid out in memory another way."""
-    if layout == "sliced":  # starts one element in: misaligned for vector loads
+    """The same values, laid out in memory another way; a scalar has only one.
+
+    None is contiguous: contiguous memory at an odd address may be summed in another order.
+    """
+    if x.dim() == 0:
+        return x
+    if layout == "sliced" and x.dim() > 1:
         room = x.new_empty((*x.shape[:-1], x.shape[-1] + 3))
         view = room[..., 1 : 1 + x.shape[-1]]
     elif layout == "transposed" and x.dim() > 1:
@@ -186,22 +219,29 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_takes_memory_at_odd_addresses(op: Op, dtype: torch.dtype, device: str) -> None:
-    """Contiguous, so that nobody copies it, but no vector load is aligned."""
-    case = next(c for c in op.cases if len(c.shape) == 2 and not c.options and min(c.shape) > 8)
-    arguments = draw(op, case, device, dtype)
-    grad_out = gradient_for(op.function(**arguments))
-    wanted = [op.function(**arguments), *gradients(op, op.function, arguments, grad_out)]
+    """Contiguous, so that nobody copies it, but no vector load is aligned: sums may take another order."""
+    arguments = draw(op, matrix_case(op), device, dtype)
+    grads_out = gradients_for(run(op, arguments))
+    wanted = [*run(op, arguments), *gradients(op, op.function, arguments, grads_out)]
     odd = {name: misalign(v) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
     names = differentiable(op, odd)
-    own = {n: v.requires_grad_() if n in names else v for n, v in odd.items()}
-    out = op.function(**own)
-    found = [out.detach(), *torch.autograd.grad(out, [own[n] for n in names], misalign(grad_out))]
+
+    def once() -> list[torch.Tensor]:
+        own = {n: v.detach().requires_grad_() if n in names else v for n, v in odd.items()}
+        out = run(op, own)
+        floating = [o for o in out if o.is_floating_point()]
+        grads = torch.autograd.grad(floating, [own[n] for n in names], [misalign(g) for g in grads_out])
+        return [*(o.detach() for o in out), *grads]
+
+    found = once()
     tolerance = 4 * torch.finfo(dtype).eps
-    for ours, other in zip(found, wanted, strict=True):
+    for ours, other, again in zip(found, wanted, once(), strict=True):
         torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+        assert torch.equal(ours, again)
 
 
 def misalign(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is no multiple of 16 bytes."""
     view = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     assert view.is_contiguous()
     assert view.data_ptr() % 16
@@ -211,17 +251,20 @@ def misalign(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_nan_stays_in_its_row(op: Op, device: str) -> None:
-    case = next(c for c in op.cases if len(c.shape) == 2 and not c.options and min(c.shape) > 8)
-    arguments = draw(op, case, device, torch.float32)
-    clean = op.function(**arguments)
+    """NaN is where the reference has it; outputs that have the input's rows keep the others to the bit."""
+    arguments = draw(op, matrix_case(op), device, torch.float32)
+    clean = run(op, arguments)
+    name = op.differentiable[0]
+    rows = arguments[name].shape[0]
     for value in (float("nan"), float("inf")):
-        bad = {**arguments, "x": arguments["x"].clone()}
-        bad["x"][3, 5] = value
-        out = op.function(**bad)
-        assert torch.equal(out.isnan(), op.reference(**bad).isnan())
-        assert out[3].isnan().any()
-        assert torch.equal(out[4:], clean[4:])
-        assert torch.equal(out[:3], clean[:3])
+        bad = {**arguments, name: arguments[name].clone()}
+        bad[name][3, 5] = value
+        for out, before, wanted in zip(run(op, bad), clean, define(op, bad), strict=True):
+            assert torch.equal(out.isnan(), wanted.isnan())
+            if out.shape[:1] == (rows,):
+                assert not torch.equal(out[3], before[3])
+                assert torch.equal(out[4:], before[4:])
+                assert torch.equal(out[:3], before[:3])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,9 +272,10 @@ def test_nan_stays_in_its_row(op: Op, device: str) -> None:
 def test_keeps_its_dtype_under_autocast(op: Op, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         arguments = draw(op, op.cases[0], device, dtype)
-        expected = op.function(**arguments)
+        expected = run(op, arguments)
         with torch.autocast(device, dtype=torch.bfloat16):
-            assert torch.equal(op.function(**arguments), expected)
+            for ours, wanted in zip(run(op, arguments), expected, strict=True):
+                assert torch.equal(ours, wanted)
 
 
 @pytest.mark.gpu
@@ -241,11 +285,13 @@ def test_is_captured_in_a_cuda_graph(op: Op, case: Case) -> None:
     arguments = leaves(op, draw(op, case, "cuda", torch.bfloat16, seed=0))
     fresh = draw(op, case, "cuda", torch.bfloat16, seed=7)
     names = differentiable(op, arguments)
-    grad_out = gradient_for(op.function(**fresh))
+    grads_out = gradients_for(run(op, fresh))
 
     def step() -> list[torch.Tensor]:
-        out = op.function(**arguments)
-        return [out.detach(), *torch.autograd.grad(out, [arguments[n] for n in names], grad_out)]
+        out = run(op, arguments)
+        floating = [o for o in out if o.is_floating_point()]
+        grads = torch.autograd.grad(floating, [arguments[n] for n in names], list(grads_out))
+        return [*(o.detach() for o in out), *grads]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -260,6 +306,6 @@ def test_is_captured_in_a_cuda_graph(op: Op, case: Case) -> None:
             if isinstance(value, torch.Tensor):
                 arguments[name].copy_(value)
     graph.replay()
-    expected = [op.function(**fresh), *gradients(op, op.function, fresh, grad_out)]
+    expected = [*run(op, fresh), *gradients(op, op.function, fresh, grads_out)]
     for ours, wanted in zip(captured, expected, strict=True):
         assert torch.equal(ours, wanted)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseline.ops import Case, Op, registered
+from fuseline.ops.op import Outputs, outputs
 
 OPS = [pytest.param(op, id=op.name) for op in registered()]
 CASES = [
@@ -31,6 +32,17 @@ def draw(op: Op, case: Case, device: str = "cpu") -> dict[str, Any]:
 def differentiable(op: Op, arguments: dict[str, Any]) -> list[str]:
     given = {name: arguments.get(name) for name in op.differentiable}
     return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def total(returned: Outputs, power: int = 1) -> torch.Tensor:
+    """A scalar of all floating outputs, for gradients that reach each of them."""
+    floating = [out for out in outputs(returned) if out.is_floating_point()]
+    return torch.stack([out.pow(power).sum() if power > 1 else out.sum() for out in floating]).sum()
+
+
+def assert_equal(ours: Outputs, wanted: Outputs) -> None:
+    for one, other in zip(outputs(ours), outputs(wanted), strict=True):
+        assert torch.equal(one, other)
 
 
 class OurCalls(TorchDispatchMode):
@@ -80,7 +92,7 @@ def test_passes_opcheck(op: Op, case: Case, device: str) -> None:
     torch.library.opcheck(overload, *operator_arguments(overload, arguments))
 
     with OurCalls() as seen:
-        op.function(**arguments).sum().backward()
+        total(op.function(**arguments)).backward()
     assert seen.backward_calls()
     for func, args, kwargs, _ in seen.backward_calls():
         torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor"))
@@ -97,7 +109,7 @@ def test_computes_no_gradient_that_nobody_wants(op: Op, case: Case) -> None:
             for name, value in arguments.items()
         }
         with OurCalls() as seen:
-            torch.autograd.grad(op.function(**own).sum(), [own[name] for name in wanted])
+            torch.autograd.grad(total(op.function(**own)), [own[name] for name in wanted])
         results = [call[3] for call in seen.backward_calls()]
         flat = [r for result in results for r in (result if isinstance(result, tuple) else (result,))]
         return sum(r is not None for r in flat)
@@ -110,9 +122,8 @@ def test_computes_no_gradient_that_nobody_wants(op: Op, case: Case) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_refuses_the_second_derivative_and_nothing_before_it(op: Op) -> None:
     arguments = draw(op, op.cases[0])
-    arguments["x"].requires_grad_()
-    out = op.function(**arguments)
-    (grad,) = torch.autograd.grad(out.square().sum(), arguments["x"], create_graph=True)
+    leaf = arguments[op.differentiable[0]].requires_grad_()
+    (grad,) = torch.autograd.grad(total(op.function(**arguments), 2), leaf, create_graph=True)
     assert grad.isfinite().all()
     with pytest.raises(NotImplementedError, match=rf"{op.name} has no second derivative"):
         grad.sum().backward()
@@ -121,11 +132,11 @@ def test_refuses_the_second_derivative_and_nothing_before_it(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_needs_no_graph_without_gradients(op: Op) -> None:
     arguments = draw(op, op.cases[0])
-    arguments["x"].requires_grad_()
+    arguments[op.differentiable[0]].requires_grad_()
     with torch.no_grad():
-        assert op.function(**arguments).grad_fn is None
+        assert all(out.grad_fn is None for out in outputs(op.function(**arguments)))
     with torch.inference_mode():
-        assert op.function(**draw(op, op.cases[0])).is_inference()
+        assert all(out.is_inference() for out in outputs(op.function(**draw(op, op.cases[0]))))
 
 
 def with_sizes(op: Op, step: int) -> Callable[[], dict[str, Any]]:
@@ -142,7 +153,7 @@ def test_compiles_to_one_graph_for_all_shapes(op: Op) -> None:
     compiled = torch.compile(op.function, fullgraph=True, dynamic=True, backend=counter)
     for step in (0, 1, 2, 5, 11):
         arguments = with_sizes(op, step)()
-        assert torch.equal(compiled(**arguments), op.function(**arguments))
+        assert_equal(compiled(**arguments), op.function(**arguments))
     assert counter.frame_count == 1
 
 
@@ -158,10 +169,9 @@ def test_compiled_backward_is_one_graph_for_all_shapes(op: Op) -> None:
             for name in names:
                 arguments[name].requires_grad_()
             inputs = [arguments[name] for name in names]
-            ours = torch.autograd.grad(compiled(**arguments).square().sum(), inputs)
-            wanted = torch.autograd.grad(op.function(**arguments).square().sum(), inputs)
-            for one, other in zip(ours, wanted, strict=True):
-                assert torch.equal(one, other)
+            ours = torch.autograd.grad(total(compiled(**arguments), 2), inputs)
+            wanted = torch.autograd.grad(total(op.function(**arguments), 2), inputs)
+            assert_equal(ours, wanted)
 
 
 @pytest.mark.slow
@@ -169,9 +179,13 @@ def test_compiled_backward_is_one_graph_for_all_shapes(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_runs_under_inductor(op: Op) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda **arguments: op.function(**arguments) * 2, fullgraph=True)
+
+    def doubled(**arguments: Any) -> Outputs:
+        return tuple(out * 2 if out.is_floating_point() else out for out in outputs(op.function(**arguments)))
+
+    compiled = torch.compile(doubled, fullgraph=True)
     arguments = draw(op, op.cases[0])
-    arguments["x"].requires_grad_()
-    (ours,) = torch.autograd.grad(compiled(**arguments).square().sum(), arguments["x"])
-    (wanted,) = torch.autograd.grad((op.function(**arguments) * 2).square().sum(), arguments["x"])
+    leaf = arguments[op.differentiable[0]].requires_grad_()
+    (ours,) = torch.autograd.grad(total(compiled(**arguments), 2), leaf)
+    (wanted,) = torch.autograd.grad(total(doubled(**arguments), 2), leaf)
     torch.testing.assert_close(ours, wanted)
