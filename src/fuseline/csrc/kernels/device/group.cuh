@@ -49,9 +49,24 @@ __device__ __forceinline__ void store_in_cluster(void* here, int rank, uint32_t 
 #endif
 }
 
+// What rows sum: a value, or two at one meeting.
+__device__ __forceinline__ float plus(float a, float b) { return a + b; }
+__device__ __forceinline__ double plus(double a, double b) { return a + b; }
+__device__ __forceinline__ float2 plus(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
+
+// The value of the lane whose number differs by the bit `step`.
+__device__ __forceinline__ float from_lane(float value, int step) { return __shfl_xor_sync(kAllLanes, value, step); }
+__device__ __forceinline__ double from_lane(double value, int step) { return __shfl_xor_sync(kAllLanes, value, step); }
+__device__ __forceinline__ float2 from_lane(float2 value, int step) {
+  return make_float2(from_lane(value.x, step), from_lane(value.y, step));
+}
+
 // Where this thread stands among those of its row, and what they meet through. With kOneWarp the row is known to have
-// no more threads than a warp, and nothing of the rest is kept in registers.
-template <class State, bool kOneWarp = false>
+// no more threads than a warp, and nothing of the rest is kept in registers. With kApart the rows of a block meet apart
+// from each other; without it the whole block meets, and all its rows have to meet equally often. A barrier whose number
+// is not a constant takes all 16 of a block, and a multiprocessor has them for four blocks only: kApart is for kernels
+// of few large blocks.
+template <class State, bool kOneWarp = false, bool kApart = false>
 struct Group {
   int threads;   // of this block that share the row
   int lane;      // of these, 0 ..
@@ -83,10 +98,11 @@ struct Group {
   __device__ __forceinline__ bool in_one_warp() const { return kOneWarp || states <= 1; }
 
   // Sums and maxima over the lanes of this warp that share the row.
-  __device__ __forceinline__ float warp_sum(float value) const {
+  template <class Value>
+  __device__ __forceinline__ Value warp_sum(Value value) const {
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) {
-      if (step < width) value += __shfl_xor_sync(kAllLanes, value, step);
+      if (step < width) value = plus(value, from_lane(value, step));
     }
     return value;
   }
@@ -114,7 +130,11 @@ struct Group {
     State* const slot = set + rank * (threads / kWarp) + lane / kWarp;
     if (blocks == 1) {
       if (lane % kWarp == 0) *slot = mine;
-      asm volatile("barrier.sync %0, %1;" ::"r"(int(threadIdx.y) + 1), "r"(threads) : "memory");
+      if constexpr (kApart) {
+        asm volatile("barrier.sync %0, %1;" ::"r"(int(threadIdx.y) + 1), "r"(threads) : "memory");
+      } else {
+        __syncthreads();
+      }
     } else {
       if (lane % kWarp < blocks) {
         const uint32_t* words = reinterpret_cast<const uint32_t*>(&mine);
@@ -131,30 +151,15 @@ struct Group {
 };
 
 // The sum of a value over the row.
-template <bool kOneWarp>
-__device__ __forceinline__ float sum_over_row(float mine, Group<float, kOneWarp>& group) {
-  const float warp = group.warp_sum(mine);
+template <class Value, bool kOneWarp, bool kApart>
+__device__ __forceinline__ Value sum_over_row(Value mine, Group<Value, kOneWarp, kApart>& group) {
+  const Value warp = group.warp_sum(mine);
   if (group.in_one_warp()) return warp;
-  const float* states = group.publish(warp);
-  float total = 0.f;
+  const Value* states = group.publish(warp);
+  Value total{};
 #pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) total += states[i];
+  for (int i = group.lane % kWarp; i < group.states; i += kWarp) total = plus(total, states[i]);
   return group.warp_sum(total);
-}
-
-// The sums of two values over the row, at one meeting.
-template <bool kOneWarp>
-__device__ __forceinline__ float2 sum_over_row(float2 mine, Group<float2, kOneWarp>& group) {
-  const float2 warp = make_float2(group.warp_sum(mine.x), group.warp_sum(mine.y));
-  if (group.in_one_warp()) return warp;
-  const float2* states = group.publish(warp);
-  float2 total = make_float2(0.f, 0.f);
-#pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
-    total.x += states[i].x;
-    total.y += states[i].y;
-  }
-  return make_float2(group.warp_sum(total.x), group.warp_sum(total.y));
 }
 
 }  // namespace fuseline
