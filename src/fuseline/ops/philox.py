@@ -1,0 +1,54 @@
+"""Dropout masks that are a function of a seed and a position: Philox-4x32-10, in plain PyTorch.
+
+The element at flat index i of a contiguous tensor takes word i % 4 of block i // 4, and is kept where that
+word is at least p * 2^32. The kernels compute the same words (csrc/kernels/device/philox.cuh and
+csrc/torch/cpu/philox.h), so a mask is never stored: the backward computes it again.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fuseline.errors import InputError
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A seed from torch's generator of that device, there: it follows `torch.manual_seed` and CUDA graphs."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device, dtype=torch.int64)
+
+
+def check_probability(p: float, op: str) -> None:
+    """Raise unless p is a probability."""
+    if not 0.0 <= p <= 1.0:
+        raise InputError(f"{op}: dropout probability p={p} is not between 0 and 1.")
+
+
+def words(seed: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` random words of a seed (one int64), as int64 from 0 to 2^32 - 1."""
+    blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
+    key = [seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD]
+    counter = [blocks & _WORD, blocks >> 32, torch.zeros_like(blocks), torch.zeros_like(blocks)]
+    for _ in range(_ROUNDS):
+        # 64-bit products wrap as those of unsigned integers do.
+        a, b = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        high_a, high_b = (a >> 32) & _WORD, (b >> 32) & _WORD
+        counter = [high_b ^ counter[1] ^ key[0], b & _WORD, high_a ^ counter[3] ^ key[1], a & _WORD]
+        key = [(k + step) & _WORD for k, step in zip(key, _STEPS, strict=True)]
+    return torch.stack(counter, dim=-1).flatten()[:count]
+
+
+def multipliers(seed: torch.Tensor, shape: Sequence[int], p: float) -> torch.Tensor:
+    """What dropout multiplies a contiguous tensor of `shape` with: 0, or 1 / (1 - p); float64."""
+    threshold = min(int(p * 2**32 + 0.5), _WORD)
+    kept = words(seed, math.prod(shape)) >= threshold
+    return kept.reshape(shape).to(torch.float64) * (1.0 / (1.0 - p) if p < 1 else 0.0)
