@@ -9,7 +9,8 @@ torch's softmax, which returns float32: the op is bound by memory, and its error
 
 A row with nothing to see (every key masked, or every score -inf) gives zeros, and its gradient is zero.
 Not twice differentiable. Source: the numerically safe softmax of Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018, algorithm 2; gradient y * (g - sum(g * y)).
+calculation for softmax", 2018, algorithm 2; gradient y * (g - sum(g * y)), the sum
+divided by that of y where y was rounded to 16 bits.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ FUSELINE_API int fuseline_softmax_forward(const void* x, const void* mask, int m
                                           void* stream);
 
 /* grad_x = scale * y * (grad_out - sum(grad_out * y)) for each of `rows` rows of `n`. Where y is 0 (masked)
- * the gradient is 0. grad_x may be grad_out. */
+ * the gradient is 0. grad_x may be grad_out. For 16-bit rows the inner sum is divided by sum(y), which their
+ * rounding keeps from being 1. */
 FUSELINE_API int fuseline_softmax_backward(const void* grad_out, const void* y, void* grad_x, int64_t rows,
                                            int64_t n, double scale, int dtype, void* stream);
 

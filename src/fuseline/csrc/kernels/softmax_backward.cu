@@ -1,4 +1,8 @@
-// grad_x = scale * y * (grad_out - sum(grad_out * y)) over each row.
+// grad_x = scale * y * (grad_out - sum(grad_out * y) / sum(y)) over each row.
+//
+// The sum of y is 1 but for the rounding of y to 16 bits, which matters where one key takes nearly all: with y = 1 and
+// 6e-6, and without the division, its gradient would be off by 6e-6 * grad_out, as much as the gradient itself. The y
+// of fp32 rows is not divided, but the products are summed in double.
 //
 // Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
 //
@@ -21,25 +25,40 @@ struct SoftmaxBackward {
   int cluster;
 };
 
+// sum(grad_out * y), and sum(y) for 16-bit rows.
 template <class T>
-__device__ __forceinline__ float dot(const uint4& grad_raw, const uint4& y_raw) {
+using Sums = std::conditional_t<sizeof(T) == 4, double, float2>;
+
+template <class T>
+__device__ __forceinline__ Sums<T> sums_of(const uint4& grad_raw, const uint4& y_raw) {
   float grad[kVector<T>], y[kVector<T>];
   unpack<T>(grad_raw, grad);
   unpack<T>(y_raw, y);
-  float sum = 0.f;
+  Sums<T> sums{};
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) sum += grad[i] * y[i];
-  return sum;
+  for (int i = 0; i < kVector<T>; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      sums += double(grad[i]) * double(y[i]);
+    } else {
+      sums.x += grad[i] * y[i];
+      sums.y += y[i];
+    }
+  }
+  return sums;
 }
 
+// What is taken off grad_out. A row of zeros has no sum, and no gradient either.
+__device__ __forceinline__ float mean_of(double sum) { return float(sum); }
+__device__ __forceinline__ float mean_of(float2 sums) { return sums.y == 0.f ? 0.f : sums.x / sums.y; }
+
 template <class T>
-__device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_raw, float sum, float scale,
+__device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_raw, float mean, float scale,
                                          float (&result)[kVector<T>]) {
   float grad[kVector<T>], y[kVector<T>];
   unpack<T>(grad_raw, grad);
   unpack<T>(y_raw, y);
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - sum);
+  for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - mean);
 }
 
 // ---- kernels ----
@@ -47,8 +66,8 @@ __device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_r
 template <class T, int kHeld, bool kAligned, bool kOneWarp>
 __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp, 8 * kHeld))
     softmax_backward_rows(const SoftmaxBackward a) {
-  __shared__ float shared[2 * kMaxStates];
-  Group<float, kOneWarp> group(shared, a.cluster);
+  __shared__ Sums<T> shared[2 * kMaxStates];
+  Group<Sums<T>, kOneWarp> group(shared, a.cluster);
   constexpr int kSize = kVector<T>;
   const int n = int(a.n);
   const int step = group.threads * kSize;
@@ -65,17 +84,17 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
     grad_raw[k] = load_vector<T, kAligned>(grad_out, start + k * step, inside, true);
     y_raw[k] = load_vector<T, kAligned>(y, start + k * step, inside, a.y_vectors);
   }
-  float sum = 0.f;
+  Sums<T> sums{};
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) sum += dot<T>(grad_raw[k], y_raw[k]);
-  sum = sum_over_row(sum, group);
+  for (int k = 0; k < kHeld; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
+  const float mean = mean_of(sum_over_row(sums, group));
   forget(start);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) forget(grad_raw[k]), forget(y_raw[k]);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     float result[kSize];
-    gradient<T>(grad_raw[k], y_raw[k], sum, a.scale, result);
+    gradient<T>(grad_raw[k], y_raw[k], mean, a.scale, result);
     store_vector<T, kAligned>(grad_x, start + k * step, inside, a.grad_x_vectors, result);
   }
 }
@@ -84,8 +103,8 @@ constexpr int kPiece = 4;  // vectors of each row a thread of the streamed kerne
 
 template <class T>
 __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBackward a) {
-  __shared__ float shared[2 * kMaxStates];
-  Group<float> group(shared, a.cluster);
+  __shared__ Sums<T> shared[2 * kMaxStates];
+  Group<Sums<T>> group(shared, a.cluster);
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -98,7 +117,7 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
   const int64_t begin = (share * group.rank + group.lane) * kSize - head;
   const int64_t share_end = share * (group.rank + 1) * kSize - head;
   const int64_t end = share_end < a.n ? share_end : a.n;
-  float sum = 0.f;
+  Sums<T> sums{};
   for (int64_t from = begin; from < end; from += kPiece * step) {
     uint4 grad_raw[kPiece], y_raw[kPiece];
 #pragma unroll
@@ -107,13 +126,13 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
       y_raw[k] = load_vector<T, false>(y, from + k * step, end, a.y_vectors);
     }
 #pragma unroll
-    for (int k = 0; k < kPiece; ++k) sum += dot<T>(grad_raw[k], y_raw[k]);
+    for (int k = 0; k < kPiece; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
   }
-  sum = sum_over_row(sum, group);
+  const float mean = mean_of(sum_over_row(sums, group));
   for (int64_t from = begin; from < end; from += step) {
     float result[kSize];
     gradient<T>(load_vector<T, false>(grad_out, from, end, true),
-                load_vector<T, false>(y, from, end, a.y_vectors), sum, a.scale, result);
+                load_vector<T, false>(y, from, end, a.y_vectors), mean, a.scale, result);
     store_vector<T, false>(grad_x, from, end, a.grad_x_vectors, result);
   }
 }

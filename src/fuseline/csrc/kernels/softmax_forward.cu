@@ -29,9 +29,15 @@ struct SoftmaxForward {
   int cluster;
 };
 
+// Sums of the exponentials of fp32 rows are kept in double: their rounding would stand in every element of the row.
+template <class T>
+using Total = std::conditional_t<sizeof(T) == 4, double, float>;
+
 // The maximum of some scores, and the sum of their exponentials against it.
+template <class T>
 struct MaxSum {
-  float max, sum;
+  float max;
+  Total<T> sum;
 };
 
 // Exponentials are taken against this: a row of nothing but -inf then has exp(-inf) = 0 all over, not NaN.
@@ -116,10 +122,10 @@ __device__ __forceinline__ void score_vector(const SoftmaxForward& a, const Row&
 
 // Maximum and sum over the row from those of each warp.
 template <class T, bool kOneWarp>
-__device__ __forceinline__ MaxSum meet(MaxSum warp, Group<MaxSum, kOneWarp>& group) {
+__device__ __forceinline__ MaxSum<T> meet(MaxSum<T> warp, Group<MaxSum<T>, kOneWarp>& group) {
   if (group.in_one_warp()) return warp;
-  const MaxSum* states = group.publish(warp);
-  MaxSum row{-kInfinity, 0.f};
+  const MaxSum<T>* states = group.publish(warp);
+  MaxSum<T> row{-kInfinity, 0};
 #pragma unroll 1
   for (int i = group.lane % kWarp; i < group.states; i += kWarp) row.max = fmaxf(row.max, states[i].max);
   row.max = group.warp_max(row.max);
@@ -131,7 +137,22 @@ __device__ __forceinline__ MaxSum meet(MaxSum warp, Group<MaxSum, kOneWarp>& gro
   return row;
 }
 
-__device__ __forceinline__ float reciprocal(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+// What the exponentials are multiplied by: factor / sum, for fp32 rows with what its rounding left out.
+struct Share {
+  float whole, rest;
+};
+
+__device__ __forceinline__ Share divide(float factor, float sum) { return {sum == 0.f ? 0.f : factor / sum, 0.f}; }
+__device__ __forceinline__ Share divide(float factor, double sum) {
+  const float reciprocal = sum == 0. ? 0.f : 1.f / float(sum);
+  const float whole = factor * reciprocal;
+  return {whole, float(fma(-double(whole), sum, double(factor))) * reciprocal};
+}
+
+template <class T>
+__device__ __forceinline__ float times(float value, const Share& share) {
+  return sizeof(T) == 4 ? fmaf(value, share.whole, value * share.rest) : value * share.whole;
+}
 
 // ---- kernels ----
 
@@ -139,8 +160,8 @@ __device__ __forceinline__ float reciprocal(float sum) { return sum == 0.f ? 0.f
 template <class T, int kHeld, bool kPlain, bool kOneWarp>
 __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp, kHeld * kVector<T>))
     softmax_forward_rows(const SoftmaxForward a) {
-  __shared__ MaxSum shared[2 * kMaxStates];
-  Group<MaxSum, kOneWarp> group(shared, a.cluster);
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>, kOneWarp> group(shared, a.cluster);
   constexpr int kSize = kVector<T>;
   const int n = int(a.n);
   const int step = group.threads * kSize;
@@ -161,7 +182,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
 #pragma unroll
     for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
   }
-  MaxSum warp{group.warp_max(max), 0.f};
+  MaxSum<T> warp{group.warp_max(max), 0};
   const float taken_out = finite(warp.max);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -172,8 +193,8 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
     }
   }
   warp.sum = group.warp_sum(warp.sum);
-  const MaxSum whole = meet<T>(warp, group);
-  const float factor = exponential<T>(taken_out - finite(whole.max)) * reciprocal(whole.sum);
+  const MaxSum<T> whole = meet<T>(warp, group);
+  const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
   if (row >= a.rows) return;
   forget(start);
   forget(row);
@@ -181,7 +202,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) score[k][i] *= factor;
+    for (int i = 0; i < kSize; ++i) score[k][i] = times<T>(score[k][i], share);
     store_vector<T, kPlain>(y, start + k * step, n, a.y_vectors, score[k]);
   }
 }
@@ -190,8 +211,8 @@ constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in fli
 
 template <class T>
 __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxForward a) {
-  __shared__ MaxSum shared[2 * kMaxStates];
-  Group<MaxSum> group(shared, a.cluster);
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>> group(shared, a.cluster);
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -200,12 +221,12 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
   T* y = static_cast<T*>(a.y) + row * a.n;
   const int head = elements_into_vector(x);
   const int64_t vectors = (a.n + head + kSize - 1) / kSize;
-  const int64_t share = (vectors + group.blocks - 1) / group.blocks;
-  const int64_t begin = (share * group.rank + group.lane) * kSize - head;
-  const int64_t share_end = share * (group.rank + 1) * kSize - head;
+  const int64_t each = (vectors + group.blocks - 1) / group.blocks;
+  const int64_t begin = (each * group.rank + group.lane) * kSize - head;
+  const int64_t share_end = each * (group.rank + 1) * kSize - head;
   const int64_t end = share_end < a.n ? share_end : a.n;
   const int64_t seen = end < at.visible ? end : at.visible;
-  MaxSum mine{-kInfinity, 0.f};
+  MaxSum<T> mine{-kInfinity, 0};
   for (int64_t from = begin; from < seen; from += kPiece * step) {
     uint4 raw[kPiece];
 #pragma unroll
@@ -226,15 +247,15 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
       for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(score[k][i] - finite(max));
     }
   }
-  MaxSum warp{group.warp_max(mine.max), 0.f};
+  MaxSum<T> warp{group.warp_max(mine.max), 0};
   warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
-  const MaxSum whole = meet<T>(warp, group);
-  const float factor = reciprocal(whole.sum);
+  const MaxSum<T> whole = meet<T>(warp, group);
+  const Share share = divide(1.f, whole.sum);
   for (int64_t from = begin; from < end; from += step) {
     float score[kSize];
     score_vector<T, false>(a, at, load_vector<T, false>(x, from, seen, true), from, seen, score);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) score[i] = exponential<T>(score[i] - finite(whole.max)) * factor;
+    for (int i = 0; i < kSize; ++i) score[i] = times<T>(exponential<T>(score[i] - finite(whole.max)), share);
     store_vector<T, false>(y, from, end, a.y_vectors, score);
   }
 }

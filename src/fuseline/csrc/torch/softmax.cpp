@@ -2,8 +2,13 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/clamp_min.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/sum_to_size.h>
 #include <torch/library.h>
+
+#include <limits>
 
 #include "fuseline_torch.h"
 
@@ -203,9 +208,14 @@ struct Softmax : torch::autograd::Function<Softmax> {
         const bool mask_grad = ctx->saved_data["mask_grad"].toBool() && ctx->needs_input_grad(1);
         Tensor grad_x, grad_mask;
         if (mask_grad) {
-            // The mask's gradient is that of the scores, before the scale; in float32 if the mask is.
+            // The mask's gradient is that of the scores, before the scale; in float32 if the mask is. The backward
+            // of float32 rows takes them to sum to one, and those that were rounded to 16 bits do not.
             const auto type = at::promote_types(saved[0].scalar_type(), saved[1].scalar_type());
-            const Tensor grad_scores = softmax_backward_op(grads[0].to(type), saved[0].to(type), dim, 1.0);
+            Tensor y = saved[0].to(type);
+            if (type != saved[0].scalar_type()) {
+                y = y.div(y.sum(dim, /*keepdim=*/true).clamp_min(std::numeric_limits<float>::min()));
+            }
+            const Tensor grad_scores = softmax_backward_op(grads[0].to(type), y, dim, 1.0);
             grad_mask = grad_scores.sum_to_size_symint(saved[1].sym_sizes()).to(saved[1].scalar_type());
             if (x_grad) grad_x = grad_scores.mul(scale).to(saved[0].scalar_type());
         } else if (x_grad) {

@@ -76,16 +76,21 @@ template <typename A>
 void backward_row(const SoftmaxBackward& task, int64_t row, A* room) {
     const int64_t n = task.n, start = row * n, tile = tile_of(task.type, n);
     const A *g = nullptr, *y = nullptr;
-    A dot = 0;
+    // The y of 16-bit rows does not sum to one, by its rounding: where one key takes nearly all, that is as much as
+    // its gradient.
+    const bool rounded = task.type == Type::f16 || task.type == Type::bf16;
+    double dot = 0, total = 0;
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         g = load_row(task.grad_out, task.type, start + done, room, m);
         y = load_row(task.y, task.type, start + done, room + tile, m);
-        A part = 0;
-#pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < m; ++i) part = multiply_add(g[i], y[i], part);
-        dot += part;
+#pragma omp simd reduction(+ : dot, total)
+        for (int64_t i = 0; i < m; ++i) {
+            dot += static_cast<double>(g[i]) * static_cast<double>(y[i]);
+            total += static_cast<double>(y[i]);
+        }
     }
+    const A mean = static_cast<A>(!rounded ? dot : total == 0 ? 0 : dot / total);
     const A scale = static_cast<A>(task.scale);
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
@@ -95,7 +100,7 @@ void backward_row(const SoftmaxBackward& task, int64_t row, A* room) {
         }
         A* grad_x = open_row(task.grad_x, task.type, start + done, room);
 #pragma omp simd
-        for (int64_t i = 0; i < m; ++i) grad_x[i] = scale * (y[i] * (g[i] - dot));
+        for (int64_t i = 0; i < m; ++i) grad_x[i] = scale * (y[i] * (g[i] - mean));
         close_row(task.grad_x, task.type, start + done, grad_x, m);
     }
 }
