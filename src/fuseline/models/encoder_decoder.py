@@ -29,6 +29,7 @@ from fuseline.models.translation_layers import (
     SelfAttention,
     init_weights,
     key_mask,
+    listed,
 )
 
 
@@ -43,12 +44,12 @@ class EncoderDecoder(nn.Module):
         self.kernels = kernels = kernels_of(config)
         layers = range(config.num_layers)
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.encoder_attention = nn.ModuleList([SelfAttention(config, kernels, causal=False) for _ in layers])
-        self.encoder_feed_forward = nn.ModuleList([FeedForward(config, kernels) for _ in layers])
+        self.encoder_attention = listed(SelfAttention(config, kernels, causal=False) for _ in layers)
+        self.encoder_feed_forward = listed(FeedForward(config, kernels) for _ in layers)
         self.encoder_chain = Chain(config, kernels, branches=2 * config.num_layers)
-        self.decoder_attention = nn.ModuleList([SelfAttention(config, kernels, causal=True) for _ in layers])
-        self.cross_attention = nn.ModuleList([CrossAttention(config, kernels) for _ in layers])
-        self.decoder_feed_forward = nn.ModuleList([FeedForward(config, kernels) for _ in layers])
+        self.decoder_attention = listed(SelfAttention(config, kernels, causal=True) for _ in layers)
+        self.cross_attention = listed(CrossAttention(config, kernels) for _ in layers)
+        self.decoder_feed_forward = listed(FeedForward(config, kernels) for _ in layers)
         self.decoder_chain = Chain(config, kernels, branches=3 * config.num_layers)
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         init_weights(list(self.modules()), config.embed_dim)

@@ -26,6 +26,7 @@ from fuseline.models.translation_layers import (
     SelfAttention,
     init_weights,
     key_mask,
+    listed,
 )
 
 __all__ = ["DecoderOnly", "TranslationConfig", "as_dict"]
@@ -41,8 +42,8 @@ class DecoderOnly(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position_embedding = nn.Embedding(config.length, config.embed_dim)
         layers = range(config.num_layers)
-        self.attention = nn.ModuleList([SelfAttention(config, self.kernels, causal=True) for _ in layers])
-        self.feed_forward = nn.ModuleList([FeedForward(config, self.kernels) for _ in layers])
+        self.attention = listed(SelfAttention(config, self.kernels, causal=True) for _ in layers)
+        self.feed_forward = listed(FeedForward(config, self.kernels) for _ in layers)
         self.chain = Chain(config, self.kernels, branches=2 * config.num_layers)
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         init_weights(list(self.modules()), config.embed_dim)

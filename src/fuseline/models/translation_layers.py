@@ -10,8 +10,8 @@ Shapes: B batch, T queries, S keys, C channels, H heads, D head_dim, F feed-forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +20,12 @@ from fuseline.models.translation_config import TranslationConfig
 from fuseline.models.translation_kernels import EPS, Kernels, dropped
 
 KeysAndValues = tuple[Tensor, Tensor]
+M = TypeVar("M", bound=nn.Module)
+
+
+def listed(modules: Iterable[M]) -> Sequence[M]:
+    """A `ModuleList` that a type checker knows the members of."""
+    return cast(Sequence[M], nn.ModuleList(modules))
 
 
 class Cache(Protocol):
@@ -121,7 +127,7 @@ class Chain(nn.Module):
         self.norm_first, self.dropout_p = config.norm_first, config.dropout
         self.kernels = kernels
         self.first = Norm(config) if config.norm_first else None
-        self.norms = nn.ModuleList([Norm(config) for _ in range(branches)])
+        self.norms = listed(Norm(config) for _ in range(branches))
 
     def begin(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         if self.first is None:
