@@ -30,7 +30,7 @@ def run(op: Op, case: Case, dtype: torch.dtype, shifted: bool) -> None:
     )
     leaves = []
     for name in op.differentiable:
-        if isinstance(inputs.get(name), torch.Tensor):
+        if isinstance(inputs.get(name), torch.Tensor) and inputs[name].is_floating_point():
             value = off_by_one(inputs[name]) if shifted else inputs[name]
             inputs[name] = value.detach().requires_grad_()
             leaves.append(inputs[name])

@@ -21,7 +21,7 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", pa
 def test_every_op_is_clean(tool: str) -> None:
     assert TOOL is not None
     # Only our own kernels: torch's are not ours to judge, and take most of the time.
-    ours = ["--kernel-regex", "kns=fuseline"]
+    ours = ["--kernel-name", "kns=fuseline"]
     command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(PROGRAM)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -7,7 +7,10 @@ numbers) is put back before the first replay, so the first replay is the first s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -58,7 +61,10 @@ class StepGraph:
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(
+            graph, stream=_recording_stream(self._device), capture_error_mode="thread_local"
+        )
+        with _no_collection(), recording:
             loss = self._run(static)
         return graph, static, loss
 
@@ -68,7 +74,7 @@ class StepGraph:
             self._scaler.scale(torch.zeros((), device=self._device))
         before = {id(t): (t, t.to("cpu", copy=True)) for t in self._changing()}
         host_random, device_random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
-        side = torch.cuda.Stream(self._device)
+        side = _recording_stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_STEPS):
@@ -91,3 +97,24 @@ class StepGraph:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         if self._scaler is not None:
             yield from (self._scaler._scale, self._scaler._growth_tracker)  # type: ignore[misc]
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream to warm up and to record on, one a device: cuBLAS keeps a workspace of many MiB for every
+    stream that it ever saw, and one first seen while recording would belong to the graph."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage is collected before, not during: a graph that was left lying about frees its memory
+    when it goes, which would break the recording."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
