@@ -201,6 +201,24 @@ def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
             assert_as_good(grad_x, eager.to(dtype), exact, what)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [32768, 50257, 65536])
+def test_softmax_of_more_long_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
+    """Blocks that stay take row after row through their ring."""
+    rows = 700
+    x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
+    y = place(rows, n, dtype)
+    kernels.softmax_forward(x, y)
+    assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), "forward")
+    grad_out = place(rows, n, dtype, fill=randn(rows, n, torch.float32))
+    grad_x = place(rows, n, dtype)
+    kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
+    normalize = dtype != torch.float32
+    eager = softmax_gradient(grad_out.float(), y.float(), normalize=normalize)
+    exact = softmax_gradient(grad_out.double(), y.double(), normalize=normalize)
+    assert_as_good(grad_x, eager.to(dtype), exact, "backward")
+
+
 def softmax_gradient(grad: torch.Tensor, y: torch.Tensor, *, normalize: bool) -> torch.Tensor:
     """At half scale; `normalize` divides by the sum of y, which its rounding keeps from being 1."""
     mean = (grad * y).sum(-1, keepdim=True)

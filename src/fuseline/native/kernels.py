@@ -19,6 +19,14 @@ from fuseline.native.library import NativeError, load, status
 
 ABI_VERSION = 1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FAMILIES = (
+    "softmax_forward",
+    "softmax_backward",
+    "cross_entropy",
+    "layer_norm_forward",
+    "layer_norm_backward",
+)
+"""Kernels with a table of layouts (csrc/kernels/device/tuning.h), in the order of the header's numbers."""
 MASK_NONE, MASK_BOOL, MASK_ADD, MASK_ADD_FP32 = range(4)
 
 _POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
@@ -26,6 +34,7 @@ _STRIDES = ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "fuseline_kernels_abi_version": ([], _INT),
     "fuseline_error_string": ([_INT], ctypes.c_char_p),
+    "fuseline_plan_override": ([_INT] * 5, _INT),
     "fuseline_layer_norm_forward": (
         [*[_POINTER] * 6, _SIZE, _SIZE, _DOUBLE, _INT, _INT, _POINTER],
         _INT,
@@ -112,6 +121,13 @@ class Kernels:
         self._check(
             self.library.fuseline_softmax_backward(*pointers, *y.shape, scale, DTYPES[y.dtype], _stream(y))
         )
+
+    def override_plan(self, family: str, choice: Sequence[int] | None) -> None:
+        """Lay out the kernels of a family (of `FAMILIES`) so in calls of this thread, or by the table (None).
+
+        `choice` is vectors held by a thread, threads of a block, blocks a row, and rows ahead.
+        """
+        self._check(self.library.fuseline_plan_override(FAMILIES.index(family), *(choice or (0, 0, 0, 0))))
 
     def _check(self, code: int) -> None:
         if code:

@@ -43,6 +43,22 @@ typedef enum {
   FUSELINE_MASK_ADD_FP32 = 3 /* added to the scaled score; fp32 */
 } fuseline_mask_kind;
 
+/* The kernels whose layout by row length is a table (device/tuning.h). */
+typedef enum {
+  FUSELINE_SOFTMAX_FORWARD = 0,
+  FUSELINE_SOFTMAX_BACKWARD = 1,
+  FUSELINE_CROSS_ENTROPY = 2,
+  FUSELINE_LAYER_NORM_FORWARD = 3,
+  FUSELINE_LAYER_NORM_BACKWARD = 4,
+  FUSELINE_FAMILIES = 5
+} fuseline_family;
+
+/* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.
+ * held: 16-byte vectors of a row that a thread holds (0: the table's layout again); block: threads of a block at
+ * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay. A call
+ * for which the layout does not work then answers FUSELINE_UNSUPPORTED. */
+FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages);
+
 FUSELINE_API int fuseline_kernels_abi_version(void);
 FUSELINE_API const char* fuseline_error_string(int code);
 
@@ -89,6 +105,46 @@ FUSELINE_API int fuseline_softmax_forward(const void* x, const void* mask, int m
  * rounding keeps from being 1. */
 FUSELINE_API int fuseline_softmax_backward(const void* grad_out, const void* y, void* grad_x, int64_t rows,
                                            int64_t n, double scale, int dtype, void* stream);
+
+/* ---- activations, rotary positions, embeddings ---- */
+
+typedef enum {
+  FUSELINE_SILU = 0,
+  FUSELINE_GELU_TANH = 1, /* 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) */
+  FUSELINE_GELU_ERF = 2   /* x * Phi(x), Phi the normal distribution */
+} fuseline_activation;
+
+/* y = gelu(x + bias) of `rows` rows of `n`. approximate: FUSELINE_GELU_TANH or FUSELINE_GELU_ERF.
+ *
+ * x, y: [rows, n] of dtype. bias: [n] of bias_dtype, which is dtype or fp32; null for none.
+ * (Hendrycks, Gimpel 2016.) */
+FUSELINE_API int fuseline_gelu_forward(const void* x, const void* bias, void* y, int64_t rows, int64_t n,
+                                       int approximate, int dtype, int bias_dtype, void* stream);
+
+/* Bytes of scratch that fuseline_gelu_backward needs on the current device for the gradient of bias. Without
+ * that it needs none, and workspace may be null. */
+FUSELINE_API size_t fuseline_gelu_backward_workspace(int64_t rows, int64_t n, int dtype);
+
+/* grad_x = grad_out * gelu'(x + bias), grad_bias = the sum of grad_x over the rows, before it is rounded.
+ *
+ * A gradient whose pointer is null is not computed; grad_bias: [n] of bias_dtype. workspace: 16-byte aligned,
+ * uninitialized. With no rows grad_bias is zero. */
+FUSELINE_API int fuseline_gelu_backward(const void* grad_out, const void* x, const void* bias, void* grad_x,
+                                        void* grad_bias, void* workspace, int64_t rows, int64_t n,
+                                        int approximate, int dtype, int bias_dtype, void* stream);
+
+/* y = activation(gate) * up: SwiGLU with FUSELINE_SILU, GeGLU with either GELU. (Shazeer 2020, equation 6.)
+ *
+ * y: [rows, n], contiguous. gate and up: rows of n that stand `stride` elements apart, so that both may be
+ * halves of the rows of one tensor. */
+FUSELINE_API int fuseline_glu_forward(const void* gate, const void* up, void* y, int64_t rows, int64_t n,
+                                      int64_t stride, int activation, int dtype, void* stream);
+
+/* grad_gate = grad_out * up * activation'(gate), grad_up = grad_out * activation(gate); rows `grad_stride`
+ * apart. A gradient whose pointer is null is not computed. */
+FUSELINE_API int fuseline_glu_backward(const void* grad_out, const void* gate, const void* up, void* grad_gate,
+                                       void* grad_up, int64_t rows, int64_t n, int64_t stride,
+                                       int64_t grad_stride, int activation, int dtype, void* stream);
 
 #ifdef __cplusplus
 }

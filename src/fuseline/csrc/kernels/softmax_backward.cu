@@ -7,9 +7,11 @@
 // Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
 //
 // Threads: as in softmax_forward.cu, but both rows stay in registers as they came from memory (two arrays of fp32
-// would not leave room for enough threads) and are widened twice. Longer rows are read twice.
+// would not leave room for enough threads) and are widened twice. Long rows come through a ring in shared memory to blocks
+// that stay (staying.cuh). Rows longer than a cluster can hold are read twice.
 
 #include "device/launch.cuh"
+#include "device/staying.cuh"
 
 namespace fuseline {
 namespace {
@@ -23,6 +25,7 @@ struct SoftmaxBackward {
   bool y_vectors;       // y stands in its 16-byte vectors as grad_out does
   bool grad_x_vectors;  // and so does grad_x
   int cluster;
+  int stages;
 };
 
 // sum(grad_out * y), and sum(y) for 16-bit rows.
@@ -99,6 +102,56 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   }
 }
 
+// Long rows, in blocks that stay. All three tensors stand in their 16-byte vectors alike.
+template <class T, int kHeld>
+__global__ void __launch_bounds__(kMostThreads, 1) softmax_backward_staying(const SoftmaxBackward a) {
+  extern __shared__ uint4 ring[];
+  __shared__ Sums<T> shared[2 * kMaxStates];
+  Group<Sums<T>> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n);
+  const int threads = group.threads;
+  const int step = threads * kSize;
+  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
+  const int64_t row_step = gridDim.x / a.cluster;
+  const T* const grad_out = static_cast<const T*>(a.grad_out);
+  const T* const y = static_cast<const T*>(a.y);
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < a.rows) {
+      uint4* const slots = ring + stage * 2 * kHeld * threads + group.lane;
+      const int start = place - elements_into_vector(grad_out + row * a.n);
+      fetch_vectors<T, kHeld>(slots, threads, grad_out + row * a.n, start, step, n);
+      fetch_vectors<T, kHeld>(slots + kHeld * threads, threads, y + row * a.n, start, step, n);
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
+  int stage = 0;
+  for (int64_t row = group.first; row < a.rows; row += row_step) {
+    const int start = place - elements_into_vector(grad_out + row * a.n);
+    wait_for_oldest(a.stages);
+    const uint4* const slots = ring + stage * 2 * kHeld * threads + group.lane;
+    uint4 grad_raw[kHeld], y_raw[kHeld];
+    take_vectors<T, kHeld>(slots, threads, start, step, n, grad_raw);
+    take_vectors<T, kHeld>(slots + kHeld * threads, threads, start, step, n, y_raw);
+    Sums<T> sums{};
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
+    fetch(row + a.stages * row_step, stage);  // the slots have been read: their values are in the sums
+    stage = stage + 1 < a.stages ? stage + 1 : 0;
+    const float mean = mean_of(sum_over_row(sums, group));
+    T* const grad_x = static_cast<T*>(a.grad_x) + row * a.n;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      float result[kSize];
+      gradient<T>(grad_raw[k], y_raw[k], mean, a.scale, result);
+      store_vector<T, false>(grad_x, start + k * step, n, true, result);
+    }
+  }
+  wait_for_all();
+  group.leave();
+}
+
 constexpr int kPiece = 4;  // vectors of each row a thread of the streamed kernel has in flight
 
 template <class T>
@@ -139,33 +192,42 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 
 // ---- launcher ----
 
-// Four vectors of each row are 32 registers.
-constexpr RowTuning kTuning = {4, 8};
+// Four vectors of each row are 32 registers; a block that stays has a multiprocessor to itself, and twice the registers.
+constexpr int kMostHeld = 4;
 
 template <class T>
 auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
-  constexpr int kMost = kTuning.held;
+  constexpr int kMost = kMostHeld;
   if (plan.streamed) return softmax_backward_streamed<T>;
+  if (plan.stages > 0) {
+    if (plan.held == kMost) return softmax_backward_staying<T, kMost>;
+    return plan.held == 2 * kMost ? softmax_backward_staying<T, 2 * kMost> : nullptr;
+  }
   if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
-  if (!plan.one_warp) return softmax_backward_rows<T, kMost, true, false>;
+  if (!plan.one_warp) return plan.held == kMost ? softmax_backward_rows<T, kMost, true, false> : nullptr;
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
-  return softmax_backward_rows<T, kMost / 4, true, true>;
+  return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
 }
 
 template <class T>
 int run(SoftmaxBackward a, const Device& device, void* stream) {
-  constexpr int kSize = kVector<T>;
   const int offset = offset_in_vector(a.grad_out);
   a.y_vectors = offset_in_vector(a.y) == offset;
   a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
-  const bool aligned = a.n % kSize == 0 && offset == 0 && a.y_vectors && a.grad_x_vectors;
-  const int64_t vectors = aligned ? a.n / kSize : divide_up(a.n + kSize - 1, kSize);
-  const RowPlan plan = plan_rows(vectors, aligned, kTuning, device.clusters);
+  const bool alike = a.y_vectors && a.grad_x_vectors;
+  const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
+  const RowPlan plan =
+      plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, alike, kMostHeld, device);
   a.cluster = plan.cluster;
-  return launch(kernel_for<T>(plan, aligned), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0,
-                plan.cluster, stream);
+  const auto kernel = plan.fits ? kernel_for<T>(plan, aligned) : nullptr;
+  if (!kernel) return FUSELINE_UNSUPPORTED;
+  if (plan.stages > 0 && !plan.streamed) {
+    const int shared = 2 * kMaxStates * int(sizeof(Sums<T>));
+    return launch_staying(kernel, a, plan, device, 2 * plan.held, shared, a.rows, stream);
+  }
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
 }
 
 }  // namespace

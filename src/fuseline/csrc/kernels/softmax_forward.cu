@@ -6,10 +6,11 @@
 // Threads: a row belongs to a group (group.cuh) of 1 to 32 threads, of a block, or of a cluster, and stays in
 // registers as fp32: kHeld 16-byte vectors a thread, those of neighbouring threads side by side. Each warp takes its
 // own maximum and its sum of exponentials against that; the warps then meet once, and each scales its exponentials
-// to the maximum of the row. Rows longer than a cluster can hold are read twice (the second time from L2 if it has
-// them).
+// to the maximum of the row. Long rows come through a ring in shared memory to blocks that stay (staying.cuh). Rows
+// longer than a cluster can hold are read twice (the second time from L2 if it has them).
 
 #include "device/launch.cuh"
+#include "device/staying.cuh"
 
 namespace fuseline {
 namespace {
@@ -27,6 +28,7 @@ struct SoftmaxForward {
   bool y_vectors;     // y stands in its 16-byte vectors as x does
   bool mask_vectors;  // the mask can be read a vector of x at a time
   int cluster;
+  int stages;
 };
 
 // Sums of the exponentials of fp32 rows are kept in double: their rounding would stand in every element of the row.
@@ -207,6 +209,74 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   }
 }
 
+// Long rows without a mask, in blocks that stay.
+template <class T, int kHeld>
+__global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const SoftmaxForward a) {
+  extern __shared__ uint4 ring[];
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n);
+  const int threads = group.threads;
+  const int step = threads * kSize;
+  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
+  const int64_t row_step = gridDim.x / a.cluster;
+  const auto row_at = [&](int64_t row) { return static_cast<const T*>(a.x) + row * a.n; };
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < a.rows) {
+      const T* x = row_at(row);
+      uint4* const slots = ring + stage * kHeld * threads + group.lane;
+      fetch_vectors<T, kHeld>(slots, threads, x, place - elements_into_vector(x), step, n);
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
+  int stage = 0;
+  for (int64_t row = group.first; row < a.rows; row += row_step) {
+    const int start = place - elements_into_vector(row_at(row));
+    wait_for_oldest(a.stages);
+    uint4 raw[kHeld];
+    take_vectors<T, kHeld>(ring + stage * kHeld * threads + group.lane, threads, start, step, n, raw);
+    float score[kHeld][kSize];
+    float max = -kInfinity;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      unpack<T>(raw[k], score[k]);
+      const bool whole = start + k * step >= 0 && start + k * step + kSize <= n;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const int j = start + k * step + i;
+        score[k][i] = whole || (j >= 0 && j < n) ? score[k][i] * a.scale : -kInfinity;
+        max = fmaxf(max, score[k][i]);
+      }
+    }
+    fetch(row + a.stages * row_step, stage);  // the slots have been read: their values are in the maximum
+    stage = stage + 1 < a.stages ? stage + 1 : 0;
+    MaxSum<T> warp{group.warp_max(max), 0};
+    const float taken_out = finite(warp.max);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        score[k][i] = exponential<T>(score[k][i] - taken_out);
+        warp.sum += score[k][i];
+      }
+    }
+    warp.sum = group.warp_sum(warp.sum);
+    const MaxSum<T> whole = meet<T>(warp, group);
+    const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+    T* const y = static_cast<T*>(a.y) + row * a.n;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) score[k][i] = times<T>(score[k][i], share);
+      store_vector<T, false>(y, start + k * step, n, a.y_vectors, score[k]);
+    }
+  }
+  wait_for_all();
+  group.leave();
+}
+
 constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in flight
 
 template <class T>
@@ -262,37 +332,47 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 
 // ---- launcher ----
 
-// Eight threads side by side read whole 128-byte lines; 32 values a thread (held = 32 / kVector) leave room for
-// 1024 threads a multiprocessor.
+// 32 values a thread (held = 32 / kVector) leave room for 1024 threads a multiprocessor; a block that stays has a
+// multiprocessor to itself, and twice the registers.
 template <class T>
-constexpr RowTuning kTuning = {32 / kVector<T>, 8};
+constexpr int kMostHeld = 32 / kVector<T>;
 
 template <class T>
 auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
-  constexpr int kMost = kTuning<T>.held;
+  constexpr int kMost = kMostHeld<T>;
   if (plan.streamed) return softmax_forward_streamed<T>;
+  if (plan.stages > 0) {
+    if (plan.held == kMost) return softmax_forward_staying<T, kMost>;
+    return plan.held == 2 * kMost ? softmax_forward_staying<T, 2 * kMost> : nullptr;
+  }
   if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
-  if (!plan.one_warp) return softmax_forward_rows<T, kMost, true, false>;
+  if (!plan.one_warp) return plan.held == kMost ? softmax_forward_rows<T, kMost, true, false> : nullptr;
   if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
-  return softmax_forward_rows<T, kMost / 4, true, true>;
+  return plan.held == kMost / 4 ? softmax_forward_rows<T, kMost / 4, true, true> : nullptr;
 }
 
 template <class T>
 int run(SoftmaxForward a, const Device& device, void* stream) {
   constexpr int kSize = kVector<T>;
   const bool aligned = a.n % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0;
+  const bool masked = a.causal || a.mask_kind != FUSELINE_MASK_NONE;
   const bool plain = aligned && a.mask_kind == FUSELINE_MASK_NONE;
   a.y_vectors = offset_in_vector(a.x) == offset_in_vector(a.y);
   a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
-  const int64_t vectors = plain ? a.n / kSize : divide_up(a.n + kSize - 1, kSize);
-  const RowPlan plan = plan_rows(vectors, plain, kTuning<T>, device.clusters);
+  const RowPlan plan =
+      plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, !masked, kMostHeld<T>, device);
   a.cluster = plan.cluster;
-  return launch(kernel_for<T>(plan, plain), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0,
-                plan.cluster, stream);
+  const auto kernel = plan.fits ? kernel_for<T>(plan, plain) : nullptr;
+  if (!kernel) return FUSELINE_UNSUPPORTED;
+  if (plan.stages > 0 && !plan.streamed) {
+    const int shared = 2 * kMaxStates * int(sizeof(MaxSum<T>));
+    return launch_staying(kernel, a, plan, device, plan.held, shared, a.rows, stream);
+  }
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
 }
 
 }  // namespace

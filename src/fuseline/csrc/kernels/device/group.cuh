@@ -16,12 +16,13 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxCluster = 8;  // the largest that every sm_90 part grants
 constexpr int kMostThreads = 512;  // of a row in one block; two such blocks, or more of fewer, share a multiprocessor
 constexpr int kShortRowBlock = 128;  // threads of a block whose rows are a warp's each, or less
+constexpr int kMostShortRowBlock = 256;
 constexpr int kMaxStates = kMostThreads / kWarp * kMaxCluster;
 
 // Launch bounds of a kernel that holds `registers` registers of a row in each thread.
-constexpr int most_threads(bool one_warp) { return one_warp ? kShortRowBlock : kMostThreads; }
+constexpr int most_threads(bool one_warp) { return one_warp ? kMostShortRowBlock : kMostThreads; }
 constexpr int least_blocks(bool one_warp, int registers) {
-  return !one_warp ? 2 : registers <= 8 ? 12 : registers <= 16 ? 10 : 8;
+  return !one_warp ? 2 : registers <= 8 ? 6 : registers <= 16 ? 5 : 4;
 }
 
 __device__ __forceinline__ void cluster_arrive() {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../fuseline_kernels.h"
+#include "choice.h"
 #include "group.cuh"
 #include "vector.cuh"
 
@@ -84,6 +85,8 @@ struct RowPlan {
   bool one_warp = false;   // and are of one warp
   int rows = 1;            // that a block has at a time
   int cluster = 1;         // blocks that share a row
+  int stages = 0;          // rows ahead, if the blocks stay and take row after row
+  bool fits = true;        // false: an override asks for what cannot be
   bool streamed = false;   // the row does not fit: read it in pieces, and once more to write
 };
 
@@ -120,6 +123,57 @@ inline RowPlan plan_rows(int64_t vectors, bool aligned, const RowTuning& tuning,
   return plan;
 }
 
+// The layout of `rows` rows of n elements: the table's, or the one to be measured. Blocks that do not stay know only 1 and
+// `most_held` vectors a thread of rows that do not keep to 16-byte steps, and `most_held` of rows for which they `may
+// stay` not.
+inline RowPlan plan_rows(fuseline_family family, int element_size, int64_t rows, int64_t n, bool aligned, bool may_stay,
+                         int most_held, const Device& device) {
+  RowPlan plan;
+  const int size = 16 / element_size;
+  const int64_t vectors = aligned ? n / size : divide_up(n + size - 1, size);
+  const bool measuring = row_overrides[family].given;
+  const RowChoice* choice = choice_for(family, element_size, n);
+  plan.streamed = !choice || (choice->cluster > 1 && !device.clusters);
+  if (plan.streamed) {
+    plan.threads = kMostThreads;
+    plan.fits = !measuring;
+    return plan;
+  }
+  int most_threads = std::min(choice->block, kMostThreads);
+  plan.held = choice->held, plan.cluster = choice->cluster, plan.stages = choice->stages;
+  if (plan.stages > 0 && !may_stay) {
+    plan.held = most_held, plan.cluster = 1, plan.stages = 0, most_threads = kMostThreads;
+    while (device.clusters && plan.cluster < kMaxCluster &&
+           vectors > int64_t(plan.held) * plan.cluster * kMostThreads) {
+      plan.cluster *= 2;
+    }
+  }
+  if (!aligned && plan.stages == 0) plan.held = vectors <= kWarp ? 1 : most_held;
+  const auto threads_for = [&](int cluster) { return divide_up(vectors, int64_t(plan.held) * cluster); };
+  if (plan.stages > 0 && !measuring && device.clusters) {  // few rows: more blocks for each
+    while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
+           threads_for(plan.cluster) >= 4 * kWarp) {
+      plan.cluster *= 2;
+    }
+  }
+  const int64_t threads = threads_for(plan.cluster);
+  if (threads <= kWarp && plan.cluster == 1 && plan.stages == 0) {
+    plan.one_warp = true;
+    plan.threads = power_of_two_from(threads);
+    // Whole warps, and few rows spread over all multiprocessors rather than stacked on some.
+    const int a_warp = kWarp / plan.threads;
+    const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
+    plan.rows = int(std::min<int64_t>(std::max(choice->block, kWarp) / plan.threads, spread));
+    plan.fits = choice->block <= kMostShortRowBlock;
+    return plan;
+  }
+  plan.threads = int(std::min<int64_t>(divide_up(threads, kWarp) * kWarp, kMostThreads));
+  const bool held = threads <= most_threads;
+  plan.fits = held || !measuring;
+  plan.streamed = !held;
+  return plan;
+}
+
 // Blocks for all rows. No memory holds rows enough for more than 2^31: short rows come 4 and more to a block.
 inline int64_t grid_for(const RowPlan& plan, int64_t rows) { return divide_up(rows, plan.rows) * plan.cluster; }
 
@@ -142,6 +196,68 @@ int launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t grid, 
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments);
   const cudaError_t last = cudaGetLastError();  // also clears it, so that no later call is blamed for it
   return int(launched != cudaSuccess ? launched : last);
+}
+
+// How many clusters of blocks, or blocks that are alone, the device can hold at once, which its layout may make fewer
+// than multiprocessors / cluster: one too many would run after all others. Also lets the kernel have `shared` bytes.
+// Asked once a thread, kernel and layout.
+template <class Arguments>
+cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, int threads, size_t shared, int cluster,
+                              int& count) {
+  struct Kept {
+    void (*kernel)(Arguments);
+    int device, threads, cluster, count;
+    size_t shared;
+  };
+  constexpr int kKept = 32;
+  static thread_local Kept kept[kKept];
+  static thread_local int next = 0;
+  for (const Kept& one : kept) {
+    if (one.kernel == kernel && one.device == device.index && one.threads == threads && one.shared == shared &&
+        one.cluster == cluster) {
+      count = one.count;
+      return cudaSuccess;
+    }
+  }
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  if (error != cudaSuccess) return error;
+  if (cluster == 1) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared);
+    count *= device.processors;
+  } else {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = unsigned(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(cluster));
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+  }
+  if (error != cudaSuccess) return error;
+  kept[next] = {kernel, device.index, threads, cluster, count, shared};
+  next = (next + 1) % kKept;
+  return cudaSuccess;
+}
+
+// Launches a kernel whose blocks stay: as many as the device holds at once, each with `slots` 16-byte slots a thread for
+// every row that is ahead. Sets a.stages. Answers FUSELINE_UNSUPPORTED if not one row fits shared memory.
+template <class Arguments>
+int launch_staying(void (*kernel)(Arguments), Arguments a, const RowPlan& plan, const Device& device, int slots,
+                   int static_shared, int64_t rows, void* stream) {
+  const int64_t a_stage = int64_t(plan.threads) * slots * 16;
+  a.stages = int(std::min<int64_t>(plan.stages, (device.shared_a_block - static_shared) / a_stage));
+  if (a.stages == 0) return FUSELINE_UNSUPPORTED;
+  const size_t shared = size_t(a.stages * a_stage);
+  int count = 0;
+  const cudaError_t error = resident_clusters(kernel, device, plan.threads, shared, plan.cluster, count);
+  if (error != cudaSuccess) return int(error);
+  if (count == 0) return FUSELINE_UNSUPPORTED;
+  return launch(kernel, a, std::min<int64_t>(rows, count) * plan.cluster, dim3(plan.threads), shared, plan.cluster,
+                stream);
 }
 
 }  // namespace fuseline
