@@ -1,0 +1,155 @@
+"""The table of kernel layouts (csrc/kernels/device/tuning.h): read, chosen anew from times, written.
+
+A layout says how the threads of a row kernel share a row. Which is fastest depends on the row's length and
+the bytes of an element; `benchmarks/tune_rows.py` measures, and this file decides and writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from fuseline.errors import InputError
+
+TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "device" / "tuning.h"
+VECTOR_BYTES = 16
+WARP = 32
+WORTH = 0.01
+"""A layout is taken over from the length before unless another is faster by more than this share."""
+
+_LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
+_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Vectors of 16 bytes that a thread holds, threads of a block at most, blocks a row, and rows ahead."""
+
+    held: int
+    block: int
+    cluster: int = 1
+    stages: int = 0
+
+    def threads(self, n: int, element_size: int) -> int:
+        """Threads of one block that share a row of n elements."""
+        vectors = -(-n * element_size // VECTOR_BYTES)
+        return -(-vectors // (self.held * self.cluster))
+
+    def fits(self, n: int, element_size: int) -> bool:
+        """Whether a row of n fits, and keeps the blocks it is given busy."""
+        threads = self.threads(n, element_size)
+        if self.cluster == 1 and self.stages == 0 and self.block < 512:
+            return threads <= WARP
+        return (self.cluster == 1 or threads >= 2 * WARP) and threads <= self.block
+
+
+Line = tuple[int, Layout]
+"""The longest row that a layout is for, and the layout."""
+
+Table = dict[tuple[str, int], list[Line]]
+"""Lines by kernel (as in `fuseline.native.kernels.FAMILIES`) and bytes an element, shortest rows first."""
+
+
+def read(text: str) -> Table:
+    """The table in a header's text."""
+    table: Table = {}
+    for name, size, body in _LIST.findall(text):
+        lines = [tuple(map(int, found)) for found in _LINE.findall(body)]
+        table[_snake_case(name), int(size)] = [(line[0], Layout(*line[1:])) for line in lines]
+    if not table:
+        raise InputError("No table of layouts in this text: is it csrc/kernels/device/tuning.h?")
+    return table
+
+
+def choose(times: Mapping[int, Mapping[Layout, float]]) -> list[Line]:
+    """The fastest layout of each row length, neighbours with the same one joined.
+
+    `times` are microseconds by row length and layout. Where the layout of the length before is within
+    `WORTH` of the fastest it stays, so that noise does not make lines.
+    """
+    lines: list[Line] = []
+    for n in sorted(times):
+        measured = times[n]
+        if not measured:
+            raise InputError(f"No layout runs rows of {n}: add one to what is tried.")
+        best = min(measured, key=lambda layout: (measured[layout], layout))
+        if lines:
+            last = lines[-1][1]
+            if last in measured and measured[last] <= measured[best] * (1 + WORTH):
+                lines[-1] = (n, last)
+                continue
+        lines.append((n, best))
+    return lines
+
+
+def candidates(
+    n: int,
+    element_size: int,
+    held: Sequence[int],
+    staying: Sequence[int],
+    stages: Sequence[int] = (1, 2, 3, 4),
+) -> Iterator[Layout]:
+    """Layouts worth trying for rows of n.
+
+    `held` are the vectors a thread may hold in a kernel whose blocks end with their row (the largest of
+    them where a row takes more than a warp), `staying` those where blocks stay.
+    """
+    blocks = (64, 128, 256)
+    short = [Layout(one, block) for one in held for block in blocks]
+    long = [Layout(max(held), 512, cluster) for cluster in (1, 2, 4, 8)]
+    stay = [
+        Layout(one, 512, cluster, ahead) for one in staying for cluster in (1, 2, 4, 8) for ahead in stages
+    ]
+    for layout in (*short, *long, *stay):
+        if layout.fits(n, element_size):
+            yield layout
+
+
+def write(table: Table, families: Sequence[str], device: str) -> str:
+    """The header's text. `families` gives the order; each has lists for elements of 2 and of 4 bytes."""
+    lists = [
+        f"inline constexpr RowChoice k{_camel_case(family)}{size}[] = {{\n"
+        + "".join(
+            f"    {{{', '.join(map(str, (longest, *astuple(layout))))}}},\n"
+            for longest, layout in table[family, size]
+        )
+        + "};\n"
+        for family in families
+        for size in (2, 4)
+    ]
+    index = "".join(
+        f"    {{row_choices(k{_camel_case(family)}2), row_choices(k{_camel_case(family)}4)}},\n"
+        for family in families
+    )
+    return _TEMPLATE.format(device=device, lists="".join(lists), index=index)
+
+
+_TEMPLATE = """\
+// Generated by benchmarks/tune_rows.py from times on an {device}; edit there what is tried.
+//
+// Included by choice.h. A line is {{longest row, vectors a thread holds, threads a block, blocks a row, rows ahead}}.
+#pragma once
+
+namespace fuseline {{
+
+{lists}
+template <int kCount>
+constexpr RowChoices row_choices(const RowChoice (&choices)[kCount]) {{
+  return {{choices, kCount}};
+}}
+
+inline constexpr RowChoices kRowChoices[FUSELINE_FAMILIES][2] = {{
+{index}}};
+
+}}  // namespace fuseline
+"""
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
+
+
+def _camel_case(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

@@ -1,0 +1,73 @@
+"""Which layout the table takes from measured times, and that its text is read back as it was written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fuseline.errors import InputError
+from fuseline.native.kernels import FAMILIES
+from fuseline.native.layouts import TABLE, Layout, candidates, choose, read, write
+
+SMALL, LARGE, STAYING = Layout(1, 128), Layout(4, 512), Layout(8, 512, 2, 3)
+
+
+def test_the_fastest_layout_is_taken_and_neighbours_are_joined() -> None:
+    times = {
+        64: {SMALL: 1.0, LARGE: 2.0},
+        128: {SMALL: 1.0, LARGE: 1.5},
+        256: {SMALL: 3.0, LARGE: 2.0},
+    }
+    assert choose(times) == [(128, SMALL), (256, LARGE)]
+
+
+def test_a_layout_stays_where_another_is_hardly_faster() -> None:
+    assert choose({8: {SMALL: 1.0}, 16: {SMALL: 1.005, LARGE: 1.0}}) == [(16, SMALL)]
+    assert choose({8: {SMALL: 1.0}, 16: {SMALL: 1.05, LARGE: 1.0}}) == [(8, SMALL), (16, LARGE)]
+
+
+def test_a_length_that_nothing_runs_is_named() -> None:
+    with pytest.raises(InputError, match="rows of 512"):
+        choose({512: {}})
+
+
+def test_what_is_written_is_read_back() -> None:
+    table = {(family, size): [(128, SMALL), (65536, STAYING)] for family in FAMILIES for size in (2, 4)}
+    text = write(table, FAMILIES, "GPU of some name")
+    assert read(text) == table
+    assert "GPU of some name" in text
+
+
+def test_the_table_in_use_is_as_it_would_be_written() -> None:
+    text = TABLE.read_text()
+    table = read(text)
+    device = re.search(r"times on an (.*); edit", text)
+    assert device is not None
+    assert set(table) == {(family, size) for family in FAMILIES for size in (2, 4)}
+    assert write(table, FAMILIES, device[1]) == text
+    for lines in table.values():
+        assert [longest for longest, _ in lines] == sorted({longest for longest, _ in lines})
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_every_line_holds_its_longest_row(element_size: int) -> None:
+    for (family, size), lines in read(TABLE.read_text()).items():
+        for longest, layout in lines:
+            if size == element_size:
+                assert layout.threads(longest, size) <= layout.block, (family, longest)
+
+
+def test_candidates_hold_the_row() -> None:
+    for n in (1, 64, 1000, 4096, 50257, 262144):
+        for layout in candidates(n, 2, (1, 2, 4), (4, 8)):
+            assert layout.threads(n, 2) * layout.held * layout.cluster * 8 >= n
+            assert layout.threads(n, 2) <= layout.block
+    assert Layout(1, 128) in candidates(64, 2, (1, 2, 4), (4, 8))
+    assert Layout(8, 512, 2, 3) in candidates(65536, 2, (1, 2, 4), (4, 8))
+    assert Layout(8, 512, 8, 1) not in candidates(1024, 2, (1, 2, 4), (4, 8)), "blocks with nothing to do"
+
+
+def test_text_without_a_table_is_refused() -> None:
+    with pytest.raises(InputError, match="No table"):
+        read("// nothing")
