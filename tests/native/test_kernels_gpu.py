@@ -203,7 +203,7 @@ def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [32768, 50257, 65536])
-def test_softmax_of_more_long_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
+def test_softmax_of_more_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
     """Blocks that stay take row after row through their ring."""
     rows = 700
     x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
