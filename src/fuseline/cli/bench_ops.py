@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from fuseline.bench.ops import OpsBench
     from fuseline.bench.ops.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-ops")
-GPU_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
+GPU_LENGTHS = (
+    *(8, 16, 31, 32, 64, 128, 256, 384, 512, 768, 1000, 1024, 1600, 2048, 3072, 4096, 5120, 8192, 12288),
+    *(16384, 32768, 50257, 65536, 131072, 262144),
+)
+FEW_ROWS = (4, 32, 128, 512)
+FEW_ROWS_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
 CPU_LENGTHS = (128, 1024)
 # 256 MiB a matrix on a GPU: several times its L2. On a processor small enough to be done in a minute.
 GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
+LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
+MOST_JOBS = 12
 
 TABLE_WIDTH = 120
 
@@ -34,7 +41,7 @@ TABLE_WIDTH = 120
 @dataclass(frozen=True)
 class Options(Common):
     ops: tuple[str, ...] = ()
-    """Ops to measure: softmax, layer_norm. All if none is named."""
+    """Ops to measure: softmax, layer_norm, ... All if none is named."""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     """bfloat16, float16, float32."""
     lengths: tuple[int, ...] = ()
@@ -43,74 +50,130 @@ class Options(Common):
     """Who to measure: fuseline, eager, inductor, liger, quack. All if none is named; absent ones are said."""
     elements: int | None = None
     """Elements of a matrix, in place of the default: small ones are also timed inside a CUDA graph."""
+    few_rows: bool = False
+    """Matrices of 4, 32, 128 and 512 rows instead, timed inside a CUDA graph over rotating inputs."""
+    rows: tuple[int, ...] = ()
+    """Numbers of rows in place of those of --few-rows."""
+    seed_shapes: bool = False
+    """Softmax and LayerNorm at the shapes of the course's homework, against their op-by-op composition."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
+    """Stop before a case that would not be done in time (90s, 4m); --resume goes on from there."""
+    resume: bool = False
+    """Leave out what --out holds already from this GPU, torch and commit."""
+    jobs: int | None = None
+    """Processes that compile for the peers beforehand; 0 for none, by default one a core on a GPU machine."""
     quick: bool = False
     """One dtype, one length, few repeats: to see that it runs."""
 
 
 def run(options: Options) -> int:
     from fuseline import report
-    from fuseline.bench import ops as suite
     from fuseline.records import read
 
-    bench = _bench(options)
     out = options.out or DEFAULT_OUT
+    if options.seed_shapes:
+        records, left = _seed_shapes(options, out)
+    else:
+        bench = _bench(options)
+        if options.dry_run:
+            _print_plan(bench, out, as_json=options.json)
+            return 0
+        records, left = _sweep(bench, out)
     if options.dry_run:
-        _print_plan(bench, out, as_json=options.json)
         return 0
-    with _progress() as observe:
-        records = suite.run(bench, out, observe)
     page = report.build(read(out / "ops.jsonl"), out)
     if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        print(
+            json.dumps({"records": [asdict(record) for record in records], "left": left, "page": str(page)})
+        )
         return 0
     from rich.console import Console
 
+    from fuseline.cli.ops_tables import tables
+
     # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    for table in tables(records):
+        console.print(table)
     for record in records:
         if record.metric == "skipped":
             print(f"{record.peer} skipped, {_place(record)}: {record.case['reason']}")
+    if left:
+        print(f"The budget left out {len(left)} cases, from {left[0]} on; --resume measures them.")
     print(f"Records: {out / 'ops.jsonl'}\nPage:    {page}")
     return 0
 
 
+def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
+    from fuseline.bench import ops as suite
+
+    with _progress() as observe:
+        outcome = suite.run(bench, out, observe)
+    return outcome.records, [place.words() for place in outcome.left]
+
+
 def _bench(options: Options) -> OpsBench:
+    import os
+
     import torch
 
+    from fuseline.bench.ladder.budget import parse_duration
     from fuseline.bench.ops import Effort, OpsBench
     from fuseline.bench.peers import PEERS
 
     device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
-    lengths = options.lengths or ((1024,) if options.quick else GPU_LENGTHS if on_gpu else CPU_LENGTHS)
+    rows = options.rows or (FEW_ROWS if options.few_rows else ())
+    many = (FEW_ROWS_LENGTHS if rows else GPU_LENGTHS) if on_gpu else CPU_LENGTHS
     elements = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
     if options.elements is not None:
         elements = dict.fromkeys(elements, options.elements)
+    cores = max(1, (os.cpu_count() or 1) - 1)
+    jobs = (min(MOST_JOBS, cores) if on_gpu else 0) if options.jobs is None else options.jobs
     return OpsBench(
         device=device,
-        lengths=lengths,
+        lengths=options.lengths or ((1024,) if options.quick else many),
         elements=elements,
         effort=Effort(rounds=2, repeats=5) if options.quick else Effort(rounds=6, repeats=10),
         ops=split_names(options.ops),
         dtypes=split_names(options.dtypes)[: 1 if options.quick else None],
         peers=split_names(options.peers) or tuple(PEERS),
+        rows=rows,
+        own_lengths=not options.lengths,
+        loss_rows=LOSS_ROWS if on_gpu and options.elements is None else None,
+        jobs=jobs,
+        budget_seconds=None if options.budget is None else parse_duration(options.budget),
+        resume=options.resume,
         seed=options.seed,
     )
 
 
 def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
-    cases = [(op.name, str(dtype).removeprefix("torch."), *case.shape) for op, dtype, case in bench.cases()]
+    cases = [place.key() for place in bench.places()]
     absent = {peer.name: peer.why_not(bench.device) for peer in bench.contenders}
     if as_json:
-        keys = ("op", "dtype", "rows", "n")
-        print(json.dumps({"cases": [dict(zip(keys, case, strict=True)) for case in cases], "peers": absent}))
+        print(json.dumps({"cases": cases, "peers": absent}))
         return
-    print(f"{len(cases)} cases on {bench.device}, forward and backward:")
-    for op, dtype, rows, n in cases:
-        print(f"  {op:<12} {dtype:<10} {rows} x {n}")
+    how = "inside a CUDA graph" if bench.only_captured else "forward and backward"
+    print(f"{len(cases)} cases on {bench.device}, {how}:")
+    for case in cases:
+        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case))
     for peer, reason in absent.items():
         print(f"peer {peer:<12} {f'skipped: {reason}' if reason else 'here'}")
     print(f"Records would go to {out / 'ops.jsonl'}.")
+
+
+def _seed_shapes(options: Options, out: Path) -> tuple[list[Record], list[str]]:
+    import torch
+
+    from fuseline.bench.ops import seed_shapes
+
+    device = torch.device(resolve_device(options.device))
+    if options.dry_run:
+        print(f"{len(seed_shapes.SHAPES)} shapes on {device}; records would go to {out / 'ops.jsonl'}.")
+        return [], []
+    with _progress() as observe:
+        return seed_shapes.run(device, out, observe, quick=options.quick, seed=options.seed), []
 
 
 @contextmanager
@@ -119,7 +182,7 @@ def _progress() -> Iterator[Observer]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=None)
 
@@ -127,40 +190,6 @@ def _progress() -> Iterator[Observer]:
             progress.update(task, description=now, completed=done, total=total)
 
         yield observe
-
-
-def _table(records: Sequence[Record]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="Ops against their peers", box=box.SIMPLE)
-    for heading in ("op", "dtype", "n", "direction", "peer"):
-        table.add_column(heading)
-    for heading in ("us", "GB/s", "of copy", "its time / ours", "error"):
-        table.add_column(heading, justify="right")
-    places: dict[tuple[str, ...], dict[str, dict[str, Record]]] = {}
-    for record in records:
-        if "direction" in record.case and record.metric != "host_us":
-            captured = " captured" if record.case["captured"] else ""
-            op, dtype, n, direction = (str(record.case[key]) for key in ("op", "dtype", "n", "direction"))
-            peers = places.setdefault((op, dtype, n, direction + captured), {})
-            peers.setdefault(record.peer, {})[record.metric] = record
-    for place, peers in places.items():
-        table.add_section()
-        for number, (peer, row) in enumerate(peers.items()):
-            table.add_row(*(place if number == 0 else ("", "", "", "")), peer, *_cells(row))
-    return table
-
-
-def _cells(row: dict[str, Record]) -> list[str]:
-    forms = {
-        "time_us": "{:.1f}",
-        "bandwidth_gbs": "{:.0f}",
-        "share_of_copy": "{:.3f}",
-        "paired_speedup": "{:.3f}",
-        "error": "{:.1e}",
-    }
-    return ["" if metric not in row else form.format(row[metric].value) for metric, form in forms.items()]
 
 
 def _place(record: Record) -> str:

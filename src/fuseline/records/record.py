@@ -49,6 +49,9 @@ UNITS = {
     "cost_per_million_tokens": "currency",
     "skipped": "reason",
     "kernels": "list",
+    "launches": "kernels",
+    "latency_ns": "ns",
+    "intensity": "FLOP/byte",
 }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from fuseline.bench.ops.bound import Computation, bind_inputs
 from fuseline.bench.ops.measure import CaseResult, Effort, measure_case
 from fuseline.bench.peers import PEERS, Peer, UnsupportedError
 from fuseline.ops import Case, Op, get
@@ -20,6 +22,8 @@ class Other:
     """A peer that does what it is told to with the true result."""
 
     name = "other"
+    overwrites = False
+    compiles = False
 
     def __init__(self, twist: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.twist = twist
@@ -81,8 +85,52 @@ def test_forward_is_timed_without_a_graph_and_backward_without_a_forward() -> No
         return y
 
     measure(Other(note))
-    # Once for the errors; 2 rounds of 2 warm-ups and 3 repeats; once to go back from.
-    assert graphs == [True] + [False] * 10 + [True]
+    # Once for the errors; 3 calls to see how long one takes; 2 rounds of a warm-up and 3 repeats; once to go
+    # back from.
+    assert graphs == [True] + [False] * (3 + 2 * 4) + [True]
+
+
+def test_a_loss_is_timed_forward_and_both_ways_together() -> None:
+    loss = replace(
+        get("softmax"),
+        name="cross_entropy",
+        function=lambda x, **_: x.logsumexp(-1).mean(),
+        reference=lambda x, **_: x.logsumexp(-1).mean(),
+    )
+    (result,) = measure_case(
+        loss, Case("16x32", (16, 32)), torch.float32, [PEERS["fuseline"]], CPU, 0, EFFORT
+    )
+    assert [t.direction for t in result.timings] == ["fw", "fwbw"]
+    # With the gradient written in the forward pass both move no more than a backward pass alone.
+    assert [t.bytes_moved for t in result.timings] == [16 * 32 * 4 * 2, 16 * 32 * 4 * 3]
+
+
+def test_a_peer_that_overwrites_gets_copies_of_inputs_and_gradients() -> None:
+    class Overwriting(Other):
+        name = "overwriting"
+        overwrites = True
+
+        def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], torch.Tensor]:
+            def call() -> torch.Tensor:
+                y = op.reference(**inputs)
+                inputs["x"].data.zero_()
+                return y
+
+            return call
+
+    case = bind_inputs(get("softmax"), Case("16x32", (16, 32)), torch.float32, CPU, 0)
+    before = case.inputs["x"].detach().clone()
+    Computation.of(Overwriting(lambda y: y), case).forward_and_backward()
+    assert torch.equal(case.inputs["x"], before)
+    found = measure(PEERS["fuseline"], Overwriting(lambda y: y))
+    assert found["overwriting"].skipped is None
+    assert found["overwriting"].errors is not None
+    assert found["overwriting"].errors.worst < 1e-6
+
+
+def test_long_calls_are_repeated_less() -> None:
+    effort = Effort(rounds=6, repeats=10)
+    assert [effort.repeats_of(us) for us in (10.0, 3e3, 6e3, 1e6)] == [10, 10, 5, 3]
 
 
 @pytest.mark.gpu
@@ -92,7 +140,7 @@ def test_short_calls_are_timed_in_a_graph_as_well() -> None:
             ("fw", False),
             ("bw", False),
             ("fw", True),
-            ("fwbw", True),
+            ("bw", True),
         ]
-        forward, both = result.timings[2:]
-        assert 0 < forward.time_us.median < both.time_us.median
+        eager, captured = result.timings[0], result.timings[2]
+        assert 0 < captured.time_us.median < eager.time_us.median

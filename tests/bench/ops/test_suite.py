@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuseline import native
+from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops import Effort, OpsBench, run
 from fuseline.bench.ops import suite as suite_module
+from fuseline.bench.ops.measure import BrokenDeviceError
+from fuseline.bench.ops.plan import Place
+from fuseline.bench.peers import PEERS
 from fuseline.errors import InputError
-from fuseline.ops import registered
+from fuseline.ops import get, registered
 from fuseline.records import read
 
 CPU = torch.device("cpu")
 ELEMENTS = {"bfloat16": 4096, "float16": 4096, "float32": 2048}
+
+
+@pytest.fixture
+def quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No build of the native library, no copy of a large buffer."""
+    monkeypatch.setattr(native, "ready", lambda device_type: False)
+    monkeypatch.setattr(suite_module, "copy_bandwidth_gbs", lambda device: 10.0)
 
 
 def bench(**options: object) -> OpsBench:
@@ -29,17 +41,32 @@ def bench(**options: object) -> OpsBench:
     return OpsBench(**{**settings, **options})  # type: ignore[arg-type]
 
 
-def test_cases_are_every_op_at_every_dtype_and_length() -> None:
-    cases = [(op.name, dtype, case.shape) for op, dtype, case in bench().cases()]
-    assert cases == [
-        (op.name, dtype, shape)
+def test_places_are_every_op_at_every_dtype_and_length() -> None:
+    places = [(place.op.name, place.dtype_name, place.rows, place.n) for place in bench().places()]
+    assert places == [
+        (op.name, name, rows, n)
         for op in registered()
-        for dtype, shapes in (
-            (torch.bfloat16, [(64, 64), (1, 5000)]),
-            (torch.float32, [(32, 64), (1, 5000)]),
-        )
-        for shape in shapes
+        for name, sizes in (("bfloat16", [(64, 64), (1, 5000)]), ("float32", [(32, 64), (1, 5000)]))
+        for rows, n in sizes
     ]
+
+
+def test_rows_given_are_measured_in_graphs_alone_and_an_ops_own_lengths_stand_for_the_general_ones() -> None:
+    few = bench(ops=("softmax",), dtypes=("float32",), rows=(4, 32), lengths=(64,))
+    assert [(place.rows, place.n) for place in few.places()] == [(4, 64), (32, 64)]
+    assert few.only_captured
+    vocabulary = replace(get("softmax"), name="own_lengths", lengths=(100, 200))
+    place = Place(vocabulary, torch.float32, 3, 100)
+    assert place.case.shape == (3, 100)
+    assert bench(own_lengths=True)._lengths_of(vocabulary) == (100, 200)
+    assert bench()._lengths_of(vocabulary) == (64, 5000)
+
+
+def test_errors_of_a_matrix_too_large_for_float64_are_taken_on_fewer_rows() -> None:
+    assert Place(get("softmax"), torch.float32, 4096, 65536).checked is None
+    checked = Place(get("softmax"), torch.float32, 8192, 131072).checked
+    assert checked is not None
+    assert checked.shape == (2048, 131072)
 
 
 def test_records_hold_share_of_the_copy_measured_beside(
@@ -47,7 +74,8 @@ def test_records_hold_share_of_the_copy_measured_beside(
 ) -> None:
     monkeypatch.setattr(native, "ready", lambda device_type: False)
     monkeypatch.setattr(suite_module, "copy_bandwidth_gbs", lambda device: 8.0)
-    records = run(bench(ops=("softmax",), dtypes=("float32",), lengths=(64,)), tmp_path, lambda *_: None)
+    one = bench(ops=("softmax",), dtypes=("float32",), lengths=(64,))
+    records = run(one, tmp_path, lambda *_: None).records
     assert read(tmp_path / "ops.jsonl") == records
     assert [(r.peer, r.value) for r in records if r.case["op"] == "copy"] == [("copy", 8.0)]
     (absent,) = [r for r in records if r.metric == "skipped"]
@@ -78,6 +106,46 @@ def test_records_hold_share_of_the_copy_measured_beside(
     assert ("fuseline", "fw", "paired_speedup") not in found
 
 
+@pytest.mark.usefixtures("quick_machine")
+def test_a_run_that_resumes_measures_what_is_missing(tmp_path: Path) -> None:
+    options = {"ops": ("softmax",), "dtypes": ("float32",), "peers": ("fuseline", "eager")}
+    run(bench(**options, lengths=(64,)), tmp_path, lambda *_: None)
+    seen: list[str] = []
+    outcome = run(
+        bench(**options, lengths=(64, 128), resume=True), tmp_path, lambda now, *_: seen.append(now)
+    )
+    assert seen == ["copy bandwidth", "softmax float32 16 x 128", "done"]
+    assert {r.case["n"] for r in outcome.records if "n" in r.case} == {128}
+
+
+@pytest.mark.usefixtures("quick_machine")
+def test_cases_that_the_budget_leaves_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 0.0, 0.0, 60.0, *[60.0] * 50])
+    monkeypatch.setattr(suite_module, "Budget", lambda seconds: Budget(seconds, lambda: next(clock)))
+    one = bench(ops=("softmax",), dtypes=("float32",), budget_seconds=90.0)
+    outcome = run(one, tmp_path, lambda *_: None)
+    assert [place.words() for place in outcome.left] == ["softmax float32 1 x 5000"]
+    assert {r.case["n"] for r in outcome.records if "n" in r.case} == {64}
+
+
+@pytest.mark.usefixtures("quick_machine")
+def test_a_peer_that_breaks_the_device_is_left_out_when_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaking(*_: object, **__: object) -> None:
+        raise BrokenDeviceError(PEERS["eager"], "illegal address")
+
+    one = bench(
+        ops=("softmax",), dtypes=("float32",), lengths=(64,), peers=("fuseline", "eager"), resume=True
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(suite_module, "measure_case", breaking)
+        with pytest.raises(InputError, match="eager broke the device's context: illegal address"):
+            run(one, tmp_path, lambda *_: None)
+    outcome = run(one, tmp_path, lambda *_: None)
+    assert {r.peer for r in outcome.records if r.metric == "time_us"} == {"fuseline"}
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -86,6 +154,7 @@ def test_records_hold_share_of_the_copy_measured_beside(
         ({"peers": ("eagre",)}, r"no peer named 'eagre'\. Did you mean 'eager'"),
         ({"lengths": (0,)}, "A row of length 0"),
         ({"lengths": ()}, "Nothing to measure"),
+        ({"rows": (0,)}, "0 rows are none"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, object], message: str) -> None:

@@ -1,6 +1,7 @@
 """Fuseline's ops against their peers: time, share of the copy bandwidth, error against float64."""
 
 from fuseline.bench.ops.measure import Effort
-from fuseline.bench.ops.suite import OpsBench, run
+from fuseline.bench.ops.plan import OpsBench
+from fuseline.bench.ops.suite import Outcome, run
 
-__all__ = ["Effort", "OpsBench", "run"]
+__all__ = ["Effort", "OpsBench", "Outcome", "run"]

@@ -38,7 +38,7 @@ def errors_of(computation: Computation, truth: Truth) -> Errors:
 
 def _relative(computed: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> float:
     errors = [
-        float(torch.linalg.vector_norm(a.detach().double() - b) / torch.linalg.vector_norm(b))
+        float(torch.linalg.vector_norm(a.detach().double() - b)) / (float(torch.linalg.vector_norm(b)) or 1.0)
         for a, b in zip(computed, true, strict=True)
     ]
     return max(math.inf if math.isnan(error) else error for error in errors)

@@ -11,20 +11,30 @@ import torch._functorch.config
 
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ops.accuracy import Errors, errors_of
-from fuseline.bench.ops.bound import BoundCase, Computation, bind_inputs
+from fuseline.bench.ops.bound import LOSSES, BoundCase, Computation, bind_inputs
+from fuseline.bench.ops.captured import capture_peer, rotation
 from fuseline.bench.peers import Peer, UnsupportedError
 from fuseline.ops import Case, Op
-from fuseline.timing import Ratio, Summary, paired_ratio, summarize, time_calls, time_captured
+from fuseline.timing import Ratio, Summary, paired_ratio, peak_memory_gib, summarize, time_calls
+from fuseline.timing import reset_peak_memory as start_peak
 
 OURS = "fuseline"
 # Further from float64 than this is another computation, not rounding: torch's own LayerNorm backward on a
 # processor, which sums bf16 gradients in bf16, is 0.08 away.
 LARGEST_ERROR = 0.3
 SHORT_US = 20.0  # below this the launch is a good part of the time: measured in a CUDA graph too
-ROTATED_BYTES = 128 * 2**20  # more than any L2
-MOST_ROTATED = 32
+LONG_US = 3e3  # fewer repeats of what takes longer: its noise is small beside it
+FEWEST_REPEATS = 3
 
 Clock = Callable[[], Summary]
+
+
+class BrokenDeviceError(Exception):
+    """A peer left the device in a state in which nothing runs any more in this process."""
+
+    def __init__(self, peer: Peer, reason: str) -> None:
+        super().__init__(f"{peer.name} broke the device's context: {reason}")
+        self.peer = peer
 
 
 @dataclass(frozen=True)
@@ -34,15 +44,19 @@ class Effort:
     rounds: int
     repeats: int
 
+    def repeats_of(self, time_us: float) -> int:
+        return max(min(FEWEST_REPEATS, self.repeats), int(self.repeats * min(1.0, LONG_US / time_us)))
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one peer in one direction: "fw", "bw", or "fwbw" where both are in one CUDA graph."""
+    """Microseconds of one peer in one direction: "fw", "bw", or for a loss "fwbw"."""
 
     direction: str
     captured: bool
     time_us: Summary
     bytes_moved: int
+    flops: int
     paired: Ratio | None
     """The peer's time over ours in the same round; None for ours."""
 
@@ -54,7 +68,13 @@ class CaseResult:
     peer: Peer
     errors: Errors | None = None
     timings: list[Timing] = field(default_factory=list)
+    peak_memory_gib: float | None = None
+    """Most memory beside the inputs in a forward and backward pass; of losses only."""
     skipped: str | None = None
+
+
+def directions(op: Op) -> tuple[str, ...]:
+    return ("fw", "fwbw") if op.name in LOSSES else ("fw", "bw")
 
 
 def measure_case(
@@ -65,48 +85,91 @@ def measure_case(
     device: torch.device,
     seed: int,
     effort: Effort,
+    *,
+    checked: Case | None = None,
+    only_captured: bool = False,
 ) -> list[CaseResult]:
-    """Errors against float64 and times of all `peers`; one that computes something else is not timed."""
-    bound = bind_inputs(op, case, dtype, device, seed)
+    """Errors against float64 and times of all `peers`; one that computes something else is not timed.
+
+    `checked` is the case on which errors are taken where float64 of the whole `case` would not fit in memory.
+    `only_captured` is for few rows: times are taken in CUDA graphs alone.
+    """
     results = {peer.name: CaseResult(peer) for peer in peers}
     # Without this a compiled backward pass may give away what a second pass over the same graph reads.
     with torch._functorch.config.patch("donated_buffer", False):
-        computations = _correct(bound, results)
-        clock = functools.partial(time_calls, device=device, repeats=effort.repeats, warmup=2)
-        with torch.no_grad():
-            forwards = {n: functools.partial(clock, c.forward) for n, c in computations.items()}
-            _add("fw", _take_turns(forwards, effort), bound, results)
-        backwards = {n: functools.partial(clock, c.backward()) for n, c in computations.items()}
-        _add("bw", _take_turns(backwards, effort), bound, results)
-        if device.type == "cuda":
-            _measure_captured(bound, results, seed, effort)
+        _check(bind_inputs(op, checked or case, dtype, device, seed), results)
+        bound = bind_inputs(op, case, dtype, device, seed)
+        if not only_captured:
+            for direction in directions(op):
+                _measure(direction, bound, results, device, effort)
+            if op.name in LOSSES:
+                _weigh(bound, results, device)
+        short = [r for r in results.values() if any(t.time_us.median < SHORT_US for t in r.timings)]
+        able = [r for r in results.values() if r.skipped is None] if only_captured else short
+        if device.type == "cuda" and able:
+            _measure_captured(bound, able, results, seed, effort, device)
     torch.compiler.reset()
     return list(results.values())
 
 
-def _correct(bound: BoundCase, results: Mapping[str, CaseResult]) -> dict[str, Computation]:
-    """The peers that compute what they should; the others are marked with what is the matter."""
+def _check(bound: BoundCase, results: Mapping[str, CaseResult]) -> None:
+    """Take the errors; mark those who do not compute what they should with what is the matter."""
     truth = bound.truth()
     dropless = bound.without_dropout()
     same_for_all = truth if dropless is bound else dropless.truth()
-    computations = {}
-    for name, result in results.items():
+    for result in results.values():
+        mine, true = (bound, truth) if result.peer.name == OURS else (dropless, same_for_all)
         try:
-            computation = Computation.of(result.peer, bound)
-            if name == OURS:
-                result.errors = errors_of(computation, truth)
-            else:
-                result.errors = errors_of(Computation.of(result.peer, dropless), same_for_all)
+            result.errors = errors_of(Computation.of(result.peer, mine), true)
         except UnsupportedError as reason:
             result.skipped = str(reason)
         except Exception as error:  # a peer's compiler may raise anything, and the others still count
-            result.skipped = describe_failure(error)
+            result.skipped = _describe(error, result.peer)
         else:
             if result.errors.worst > LARGEST_ERROR:
                 result.skipped = f"computes something else: error {result.errors.worst:.2g} against float64"
-            else:
-                computations[name] = computation
-    return computations
+
+
+def _measure(
+    direction: str,
+    bound: BoundCase,
+    results: Mapping[str, CaseResult],
+    device: torch.device,
+    effort: Effort,
+) -> None:
+    """Time one direction of all who compute what they should."""
+    clocks: dict[str, Clock] = {}
+    with torch.set_grad_enabled(direction != "fw"):
+        for name, result in results.items():
+            if result.skipped is None:
+                try:
+                    call = _call(direction, result.peer, bound)
+                    first = time_calls(call, device, repeats=1, warmup=2)
+                except Exception as error:
+                    result.skipped = _describe(error, result.peer)
+                    continue
+                repeats = effort.repeats_of(first.median)
+                clocks[name] = functools.partial(time_calls, call, device, repeats=repeats, warmup=1)
+        _add(direction, _take_turns(clocks, effort), bound, results)
+
+
+def _call(direction: str, peer: Peer, bound: BoundCase) -> Callable[[], object]:
+    if direction == "fw":
+        return Computation.of(peer, bound.without_gradients()).forward
+    computation = Computation.of(peer, bound)
+    return computation.backward() if direction == "bw" else computation.forward_and_backward
+
+
+def _weigh(bound: BoundCase, results: Mapping[str, CaseResult], device: torch.device) -> None:
+    """The memory that a forward and backward pass needs beside its inputs."""
+    for result in results.values():
+        if result.skipped is None and device.type == "cuda":
+            computation = Computation.of(result.peer, bound)
+            computation.forward_and_backward()
+            before = torch.cuda.memory_allocated(device) / 2**30
+            start_peak(device)
+            computation.forward_and_backward()
+            result.peak_memory_gib = (peak_memory_gib(device) or 0.0) - before
 
 
 def _take_turns(clocks: Mapping[str, Clock], effort: Effort) -> dict[str, list[float]]:
@@ -127,34 +190,43 @@ def _add(
     captured: bool = False,
 ) -> None:
     ours = medians.get(OURS)
+    moved, flops = bound.bytes_moved(direction), bound.flops(direction)
     for name, samples in medians.items():
         paired = None if ours is None or name == OURS else paired_ratio(samples, ours)
-        results[name].timings.append(
-            Timing(direction, captured, summarize(samples), bound.bytes_moved(direction), paired)
-        )
+        results[name].timings.append(Timing(direction, captured, summarize(samples), moved, flops, paired))
 
 
-def _measure_captured(bound: BoundCase, results: Mapping[str, CaseResult], seed: int, effort: Effort) -> None:
-    """Where calls are short: many of them in one CUDA graph, on inputs that rotate through more than the L2.
-
-    Backward passes are captured with the forward passes they belong to ("fwbw").
-    """
-    short = [r for r in results.values() if any(t.time_us.median < SHORT_US for t in r.timings)]
-    if not short:
-        return
-    count = min(MOST_ROTATED, 2 + ROTATED_BYTES // bound.bytes_moved("fw"))
-    device = bound.leaves[0].device
+def _measure_captured(
+    bound: BoundCase,
+    able: Sequence[CaseResult],
+    results: Mapping[str, CaseResult],
+    seed: int,
+    effort: Effort,
+    device: torch.device,
+) -> None:
+    """Many calls in one CUDA graph, on inputs that rotate through more than the L2."""
+    count = rotation(bound.bytes_moved("fw"))
     sets = [bind_inputs(bound.op, bound.case, bound.dtype, device, seed + 1 + i) for i in range(count)]
-    forwards: dict[str, Clock] = {}
-    both: dict[str, Clock] = {}
-    for result in short:
-        computations = [Computation.of(result.peer, inputs) for inputs in sets]
-        forwards[result.peer.name] = functools.partial(
-            time_captured, [c.forward for c in computations], device, repeats=effort.repeats
-        )
-        both[result.peer.name] = functools.partial(
-            time_captured, [c.forward_and_backward for c in computations], device, repeats=effort.repeats
-        )
-    with torch.no_grad():
-        _add("fw", _take_turns(forwards, effort), bound, results, captured=True)
-    _add("fwbw", _take_turns(both, effort), bound, results, captured=True)
+    for direction in directions(bound.op):
+        clocks: dict[str, Clock] = {}
+        for result in able:
+            if result.skipped is not None:
+                continue
+            try:
+                captured = capture_peer(result.peer, sets, direction, device)
+            except Exception as error:  # one that waits for the device cannot be captured
+                result.skipped = f"cannot be captured in a CUDA graph: {_describe(error, result.peer)}"
+            else:
+                clocks[result.peer.name] = functools.partial(captured.time, effort.repeats)
+        _add(direction, _take_turns(clocks, effort), bound, results, captured=True)
+
+
+def _describe(error: Exception, peer: Peer) -> str:
+    """The failure in one line. Raises `BrokenDeviceError` if nothing can be run after it."""
+    reason = describe_failure(error)
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as broken:
+            raise BrokenDeviceError(peer, reason) from broken
+    return reason

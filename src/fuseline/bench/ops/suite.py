@@ -2,119 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 
 from fuseline import native
+from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.bound import Computation, bind_inputs
-from fuseline.bench.ops.measure import Effort, measure_case
-from fuseline.bench.ops.results import SUITE, case_records, copy_record, dtype_name, host_record, skip_record
-from fuseline.bench.peers import PEERS, Peer, find_peers
-from fuseline.errors import InputError, unknown_name
-from fuseline.ops import Case, Op, get, registered
+from fuseline.bench.ops.captured import empty_kernel_us
+from fuseline.bench.ops.earlier import Earlier
+from fuseline.bench.ops.measure import BrokenDeviceError, measure_case
+from fuseline.bench.ops.plan import OpsBench, Place
+from fuseline.bench.ops.results import (
+    SUITE,
+    Ceiling,
+    case_records,
+    ceiling_records,
+    host_record,
+    skip_record,
+)
+from fuseline.bench.ops.warmup import Warmup
+from fuseline.bench.peers import Peer
+from fuseline.errors import InputError
 from fuseline.records import Record, append, describe
 from fuseline.records.record import Scalar
 from fuseline.timing import copy_bandwidth_gbs, host_time_us
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HOST_SHAPE = (8, 1024)
+HOST_ROWS, HOST_LENGTH = 8, 1024
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, cases done, and cases in all."""
 
 
-@dataclass(frozen=True)
-class OpsBench:
-    """What to measure.
+@dataclass
+class Outcome:
+    """The records of a run, and the places that its budget left for another."""
 
-    `elements` maps a dtype's name to the elements of a matrix; a case is elements/n rows of length n.
+    records: list[Record] = field(default_factory=list)
+    left: list[Place] = field(default_factory=list)
+
+
+def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
+    """Measure everything; records are appended to `<out>/ops.jsonl` case by case.
+
+    Raises `InputError` if a peer leaves the GPU unusable: what was measured is kept, and a run that resumes
+    leaves that peer out of that case.
     """
-
-    device: torch.device
-    lengths: tuple[int, ...]
-    elements: dict[str, int]
-    effort: Effort
-    ops: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    peers: tuple[str, ...] = tuple(PEERS)
-    seed: int = 1337
-
-    def __post_init__(self) -> None:
-        for name in self.dtypes:
-            if name not in DTYPES:
-                raise unknown_name("dtype", name, DTYPES)
-        for n in self.lengths:
-            if n < 1:
-                raise InputError(
-                    f"A row of length {n} has nothing in it: --lengths takes whole numbers from 1."
-                )
-        if not self.dtypes or not self.lengths or not self.contenders:
-            raise InputError("Nothing to measure: name at least one dtype, one length and one peer.")
-        for name in self.ops:
-            get(name)
-
-    @property
-    def contenders(self) -> tuple[Peer, ...]:
-        return find_peers(self.peers)
-
-    def cases(self) -> Iterator[tuple[Op, torch.dtype, Case]]:
-        """All that is measured, in order."""
-        for op in map(get, self.ops) if self.ops else registered():
-            for name in self.dtypes:
-                for n in self.lengths:
-                    rows = max(1, self.elements[name] // n)
-                    yield op, DTYPES[name], Case(f"{rows}x{n}", (rows, n))
-
-
-def run(bench: OpsBench, out: Path, observe: Observer) -> list[Record]:
-    """Measure everything; returns the records, which are appended to `<out>/ops.jsonl` case by case."""
+    budget = Budget(bench.budget_seconds)
     is_native = native.ready(bench.device.type)
     file = out / f"{SUITE}.jsonl"
-    records: list[Record] = []
+    outcome = Outcome()
 
     def keep(new: list[Record]) -> None:
         append(file, new)
-        records.extend(new)
+        outcome.records.extend(new)
 
-    cases = list(bench.cases())
-    observe("copy bandwidth", 0, len(cases))
-    copy_gbs = copy_bandwidth_gbs(bench.device)
+    places = list(bench.places())
+    observe("copy bandwidth", 0, len(places))
+    ceiling = _ceiling(bench.device)
     environment = describe(bench.device)
-    keep([copy_record(copy_gbs, environment)])
-    reasons = {peer.name: peer.why_not(bench.device) for peer in bench.contenders}
-    here = [peer for peer in bench.contenders if reasons[peer.name] is None]
+    earlier = Earlier.read(file, environment) if bench.resume else Earlier()
+    keep(ceiling_records(ceiling, environment))
+    here = []
     for peer in bench.contenders:
-        if reason := reasons[peer.name]:
+        if reason := peer.why_not(bench.device):
             keep([skip_record(peer, reason, {"op": "all"}, environment)])
-    before: tuple[Op, torch.dtype] | None = None
-    for number, (op, dtype, case) in enumerate(cases):
-        rows, n = case.shape
-        observe(f"{op.name} {dtype_name(dtype)} {rows} x {n}", number, len(cases))
-        results = measure_case(op, case, dtype, here, bench.device, bench.seed, bench.effort)
-        flat: dict[str, Scalar] = {"op": op.name, "dtype": dtype_name(dtype), "native": is_native}
-        keep(case_records(results, {**flat, "rows": rows, "n": n}, copy_gbs, describe(bench.device)))
-        if bench.device.type == "cuda" and (op, dtype) != before:
-            able = [result.peer for result in results if result.skipped is None]
-            keep(_host_records(bench, op, dtype, able, flat))
-            before = op, dtype
-    observe("done", len(cases), len(cases))
-    return records
+        else:
+            here.append(peer)
+    longest = 0.0
+    done = 0
+    with (
+        Warmup(bench.device, bench.jobs, bench.seed) as warmup,
+        torch._inductor.config.patch("autotune_local_cache", False),
+    ):
+        for _, group in itertools.groupby(places, key=lambda place: (place.op.name, place.dtype)):
+            of_op = list(group)
+            missing = [place for place in of_op if earlier.wanted(place, here, bench.only_captured)]
+            done += len(of_op) - len(missing)
+            if not missing or budget.left() < longest:
+                outcome.left += missing
+                continue
+            telling = _Telling(observe, f"{missing[0].op.name} {missing[0].dtype_name}", done, len(places))
+            warmup.compile(missing, here, telling.compiled)
+            if bench.device.type == "cuda" and not bench.only_captured:
+                keep(_host_records(bench, missing[0], here, is_native))
+            for place in missing:
+                peers = earlier.wanted(place, here, bench.only_captured)
+                if budget.left() < longest:
+                    outcome.left.append(place)
+                    continue
+                observe(place.words(), done, len(places))
+                begin = budget.spent()
+                keep(_measure(bench, place, peers, ceiling, is_native, keep))
+                longest = max(longest, budget.spent() - begin)
+                done += 1
+    observe("done", done, len(places))
+    return outcome
 
 
-def _host_records(
-    bench: OpsBench, op: Op, dtype: torch.dtype, peers: list[Peer], flat: dict[str, Scalar]
+@dataclass(frozen=True)
+class _Telling:
+    """Who is told how far compiling is, while no case is done."""
+
+    observe: Observer
+    what: str
+    done: int
+    total: int
+
+    def compiled(self, number: int, total: int) -> None:
+        self.observe(f"{self.what}: compiled {number} of {total}", self.done, self.total)
+
+
+def _ceiling(device: torch.device) -> Ceiling:
+    empty = empty_kernel_us(device) if device.type == "cuda" else None
+    return Ceiling(copy_bandwidth_gbs(device), empty)
+
+
+def _measure(
+    bench: OpsBench,
+    place: Place,
+    peers: Sequence[Peer],
+    ceiling: Ceiling,
+    is_native: bool,
+    keep: Callable[[list[Record]], None],
 ) -> list[Record]:
+    flat = {**place.key(), "native": is_native}
+    try:
+        results = measure_case(
+            place.op,
+            place.case,
+            place.dtype,
+            peers,
+            bench.device,
+            bench.seed,
+            bench.effort,
+            checked=place.checked,
+            only_captured=bench.only_captured,
+        )
+    except BrokenDeviceError as broken:
+        keep([skip_record(broken.peer, str(broken), flat, describe(bench.device))])
+        raise InputError(
+            f"{place.words()}: {broken}. What was measured before is kept; run the same again with --resume, "
+            f"and {broken.peer.name} is left out here."
+        ) from broken
+    return case_records(results, flat, ceiling, describe(bench.device))
+
+
+def _host_records(bench: OpsBench, place: Place, peers: Sequence[Peer], is_native: bool) -> list[Record]:
     """The host's time for one forward call of each peer, at a shape that the device is done with at once."""
-    rows, n = HOST_SHAPE
-    bound = bind_inputs(op, Case("host", HOST_SHAPE), dtype, bench.device, bench.seed)
+    op, dtype = place.op, place.dtype
+    small = Place(op, dtype, HOST_ROWS, min(op.lengths, default=HOST_LENGTH))
+    bound = bind_inputs(op, small.case, dtype, bench.device, bench.seed).without_gradients()
     environment = describe(bench.device)
+    flat: dict[str, Scalar] = {**small.key(), "native": is_native}
     records = []
     for peer in peers:
-        with torch.no_grad():
-            host_us = host_time_us(Computation.of(peer, bound).forward, bench.device)
-        records.append(host_record(peer, host_us, {**flat, "rows": rows, "n": n}, environment))
+        try:
+            with torch.no_grad():
+                host_us = host_time_us(Computation.of(peer, bound).forward, bench.device)
+        except Exception:  # the case itself tells what is the matter with this peer
+            continue
+        records.append(host_record(peer, host_us, flat, environment))
     torch.compiler.reset()
     return records

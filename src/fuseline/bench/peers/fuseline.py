@@ -15,6 +15,8 @@ from fuseline.version import __version__
 
 class Fuseline:
     name = "fuseline"
+    overwrites = False
+    compiles = False
 
     def why_not(self, device: torch.device) -> str | None:
         return None

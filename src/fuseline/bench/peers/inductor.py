@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from fuseline.bench.peers.eager import torch_function
+from fuseline.bench.peers.plain import plain_function
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
 
 
 class Inductor:
     name = "inductor"
+    overwrites = False
+    compiles = True
 
     def why_not(self, device: torch.device) -> str | None:
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -27,7 +29,7 @@ class Inductor:
         return torch.__version__
 
     def bind(self, op: Op, inputs: Mapping[str, Any]) -> Callable[[], Outputs]:
-        function = torch_function(op, inputs)
+        function = plain_function(op, inputs)
 
         def call(**arguments: Any) -> Outputs:
             return function(**arguments)

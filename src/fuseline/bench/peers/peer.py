@@ -23,6 +23,14 @@ class Peer(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether its kernels write into what they are given, inputs or gradients: it then gets copies."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it compiles something for each shape at the first call."""
+
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot run on `device`, or None if it can."""
 
@@ -54,3 +62,9 @@ def refuse_options(peer: str, inputs: Mapping[str, Any], **plain: Any) -> None:
     for option, value in plain.items():
         if option in inputs and inputs[option] != value:
             raise UnsupportedError(f"{peer} has no {option}")
+
+
+def norm_eps(inputs: Mapping[str, Any]) -> float:
+    """The eps of an RMSNorm: where none is given, that of the dtype, as torch takes it."""
+    eps = inputs.get("eps")
+    return float(torch.finfo(inputs["x"].dtype).eps if eps is None else eps)
