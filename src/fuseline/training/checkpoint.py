@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from fuseline.training.random_state import RandomState
 
 LATEST, BEST = "latest.pt", "best.pt"
 
-_FORMAT = "fuseline training 1"
-_WEIGHTS_FORMAT = "fuseline weights 1"
+# What a file says that it is, by the verb that wrote it.
+FORMATS = {"gpt": "fuseline training 1", "translate": "fuseline translation 1"}
+WEIGHTS_FORMATS = {"gpt": "fuseline weights 1", "translate": "fuseline translation weights 1"}
 
 
 @dataclass(frozen=True)
@@ -51,40 +52,61 @@ class Checkpoint:
     best_validation_loss: float
     best_step: int
     seconds: float
+    average: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write `checkpoint` to `path`, replacing the one before only when the new one is whole.
+def save_checkpoint(path: Path, checkpoint: Checkpoint, kind: str = "gpt") -> None:
+    """Write `checkpoint` of a run of `kind` to `path`, replacing the one before only when the new one is
+    whole.
 
     Raises:
         InputError: it could not be written (a full disk, no permission). The one before stays as it was.
     """
-    _save(path, {"format": _FORMAT, **{f.name: getattr(checkpoint, f.name) for f in fields(Checkpoint)}})
+    held = {f.name: getattr(checkpoint, f.name) for f in fields(Checkpoint)}
+    _save(path, {"format": FORMATS[kind], **held})
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path, kind: str = "gpt") -> Checkpoint:
     """Read a checkpoint, its tensors on the CPU. `InputError` if it is missing, truncated or foreign."""
     content = _load(path)
-    _config(content, path)
-    return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})
+    _check_kind(content, path, kind)
+    return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint) if f.name in content})
+
+
+def peek_config(path: Path, kind: str) -> tuple[dict[str, Any], int]:
+    """The configuration of a run of `kind`, as plain values, and its step; its tensors are not read. Raises
+    as `load_checkpoint`."""
+    content = _load(path, mmap=True)
+    _check_kind(content, path, kind)
+    return content["config"], int(content["step"])
 
 
 def peek(path: Path) -> tuple[TrainConfig, int]:
-    """A checkpoint's configuration and step; its tensors are not read. Raises as `load_checkpoint`."""
-    content = _load(path, mmap=True)
-    return _config(content, path), int(content["step"])
+    """A GPT checkpoint's configuration and step; its tensors are not read. Raises as `load_checkpoint`."""
+    config, step = peek_config(path, "gpt")
+    return TrainConfig(**config), step
 
 
 def save_weights(path: Path, model: GPT, *, step: int, validation_loss: float) -> None:
     """Write a model's weights and shape to `path`, atomically. Raises as `save_checkpoint`."""
-    content = {
-        "format": _WEIGHTS_FORMAT,
-        "model": model.state_dict(),
-        "model_config": as_dict(model.config),
-        "step": step,
-        "validation_loss": validation_loss,
-    }
-    _save(path, content)
+    write_weights(path, model, as_dict(model.config), "gpt", step=step, validation_loss=validation_loss)
+
+
+def write_weights(
+    path: Path, model: nn.Module, model_config: Mapping[str, Any], kind: str, **figures: float | None
+) -> None:
+    """Write the weights of a model of `kind` with its shape and `figures` that tell what they are."""
+    state = {"model": model.state_dict(), "model_config": dict(model_config)}
+    _save(path, {"format": WEIGHTS_FORMATS[kind], **state, **figures})
+
+
+def read_weights(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The model's shape and weights of a `best.pt` or `latest.pt` of `kind`: of `latest.pt` the average of
+    the weights, where one was kept. `InputError` if the file is missing, truncated or foreign."""
+    content = _load(path)
+    if content.get("format") not in (FORMATS[kind], WEIGHTS_FORMATS[kind]):
+        raise InputError(f"{path} holds no weights written by `fuseline train {kind}`.")
+    return content["model_config"], content.get("average") or content["model"]
 
 
 def load_weights(path: Path, **options: Any) -> GPT:
@@ -93,17 +115,15 @@ def load_weights(path: Path, **options: Any) -> GPT:
     Raises:
         InputError: the file is missing, truncated or foreign, or `options` ask for other shapes.
     """
-    content = _load(path)
-    if content.get("format") not in (_FORMAT, _WEIGHTS_FORMAT):
-        raise InputError(f"{path} holds no weights written by Fuseline.")
-    model = GPT(GPTConfig(**{**content["model_config"], **options}))
-    load_model_state(model, content["model"], path)
+    model_config, state = read_weights(path, "gpt")
+    model = GPT(GPTConfig(**{**model_config, **options}))
+    load_model_state(model, state, path)
     return model
 
 
 def is_ours(path: Path) -> bool:
     """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
-    return _load(path, mmap=True).get("format") in (_FORMAT, _WEIGHTS_FORMAT)
+    return _load(path, mmap=True).get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: Path) -> None:
@@ -119,13 +139,10 @@ def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source
     model.load_state_dict(state)
 
 
-def _config(content: Mapping[str, Any], path: Path) -> TrainConfig:
-    if content.get("format") != _FORMAT:
-        raise InputError(
-            f"{path} is not a checkpoint that `fuseline train gpt` can resume. "
-            "To begin a new run from its weights give it to --init-from."
-        )
-    return TrainConfig(**content["config"])
+def _check_kind(content: Mapping[str, Any], path: Path, kind: str) -> None:
+    if content.get("format") != FORMATS[kind]:
+        hint = " To begin a new run from its weights give it to --init-from." if kind == "gpt" else ""
+        raise InputError(f"{path} is not a checkpoint that `fuseline train {kind}` can resume.{hint}")
 
 
 def _save(path: Path, content: Mapping[str, Any]) -> None:

@@ -8,31 +8,91 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from fuseline.errors import InputError
-from fuseline.generation.sampling import sample
-from fuseline.timing import flops_per_token, mfu, peak_memory_gib
-from fuseline.training.evaluation import evaluate
+from fuseline.timing import peak_memory_gib
+from fuseline.training.distributed import Group
 from fuseline.training.interruption import Interruption
 from fuseline.training.metrics import Writer
 from fuseline.training.optimizer import set_learning_rate
-from fuseline.training.precision import autocast, matmul_format
-from fuseline.training.reporter import Pace, Reporter, TrainResult
-from fuseline.training.run import Run
+from fuseline.training.pace import Stopwatch
+from fuseline.training.reporter import Pace, Plan, Reporter, TrainResult
+from fuseline.training.step import TrainStep
 
-_TOP_K = 200  # nanoGPT's sample.py
+
+class LoopConfig(Protocol):
+    """What the loop asks of a configuration: how far, how long, and how often it does what beside a step."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def minutes(self) -> float | None: ...
+    @property
+    def log_interval(self) -> int: ...
+    @property
+    def eval_interval(self) -> int: ...
+    @property
+    def sample_interval(self) -> int: ...
+    @property
+    def checkpoint_interval(self) -> int: ...
+    @property
+    def checkpoint_seconds(self) -> float | None: ...
+
+
+class Batches(Iterator[tuple[torch.Tensor, ...]], Protocol):
+    """Micro-batches, and how long the caller has waited for them so far."""
+
+    @property
+    def wait_seconds(self) -> float: ...
+
+
+class LoopRun(Protocol):
+    """What the loop asks of a run, whatever it trains.
+
+    `validate()` returns figures, the mean "loss" in nats among them, and `note_validation` says whether they
+    are the best yet, keeping the weights if so. `stepped()` is told after each step. `tokens_per_step` may be
+    a mean.
+    """
+
+    step: TrainStep
+    folder: Path
+    group: Group
+    stopwatch: Stopwatch
+    taken: int
+    best_validation_loss: float
+    best_step: int
+
+    @property
+    def config(self) -> LoopConfig: ...
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def schedule(self) -> Callable[[int], float]: ...
+    @property
+    def tokens_per_step(self) -> int: ...
+    @property
+    def parameters(self) -> int: ...
+    def plan(self) -> Plan: ...
+    def stepped(self) -> None: ...
+    def validate(self) -> dict[str, float]: ...
+    def note_validation(self, figures: Mapping[str, float]) -> bool: ...
+    def sample(self) -> str: ...
+    def mfu(self, tokens_per_s: float) -> float | None: ...
+    def save(self) -> Path: ...
+    def close(self) -> None: ...
 
 
 class Loop:
     """Takes a run from where it is to its end. `writers` are the first process's; the others have none."""
 
     def __init__(
-        self, run: Run, reporter: Reporter, writers: Sequence[Writer], interruption: Interruption
+        self, run: LoopRun, reporter: Reporter, writers: Sequence[Writer], interruption: Interruption
     ) -> None:
         self.run, self.config, self.group = run, run.config, run.group
         self.reporter, self.writers, self.interruption = reporter, writers, interruption
@@ -83,6 +143,7 @@ class Loop:
         self._losses.append(run.step(*micro_batches))
         self._rates.append(rate)
         run.taken += 1
+        run.stepped()
         self._is_saved = False
 
     def _is_multiple(self, interval: int) -> bool:
@@ -144,75 +205,46 @@ class Loop:
 
     def _measured(self, loss: float) -> Pace | None:
         """How fast the steps since the last look went; None for the very first, which the clock left out."""
-        run, config = self.run, self.config
+        run = self.run
         step, seconds, waited = self._looked
         self._looked = (run.taken, run.stopwatch.seconds, run.batches.wait_seconds)
         elapsed = run.stopwatch.seconds - seconds
         if elapsed <= 0:
             return None
-        tokens_per_s = (run.taken - step) * config.tokens_per_step / elapsed
+        tokens_per_s = (run.taken - step) * run.tokens_per_step / elapsed
         return Pace(
             step=run.taken,
             loss=loss,
             learning_rate=self._rates[-1],
             tokens_per_s=tokens_per_s,
-            mfu=self._mfu(tokens_per_s),
+            mfu=run.mfu(tokens_per_s),
             peak_memory_gib=peak_memory_gib(self.group.device),
             data_wait_share=(run.batches.wait_seconds - waited) / elapsed,
             eta_seconds=self._eta(tokens_per_s),
         )
 
     def _eta(self, tokens_per_s: float) -> float:
-        left = (self.config.steps - self.run.taken) * self.config.tokens_per_step / tokens_per_s
+        left = (self.config.steps - self.run.taken) * self.run.tokens_per_step / tokens_per_s
         if self.config.minutes is None:
             return left
         return max(0.0, min(left, 60 * self.config.minutes - self.run.stopwatch.seconds))
 
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        device = self.group.device
-        if device.type != "cuda":
-            return None
-        shape = self.run.model.config
-        per_token = flops_per_token(
-            self.run.model.num_parameters(), shape.num_layers, shape.embed_dim, shape.block_size
-        )
-        return mfu(tokens_per_s * per_token / self.group.world_size, torch.cuda.get_device_name(device))
-
     def _validate(self) -> None:
-        run, config = self.run, self.config
-        loss = evaluate(
-            run.model,
-            run.dataset.validation,
-            batches=config.eval_batches,
-            batch_size=config.batch_size,
-            block_size=config.block_size,
-            precision=config.precision,
-            group=self.group,
-        )
+        run = self.run
+        figures = run.validate()
+        loss = figures["loss"]
         self._validated_step, self._validation_loss = run.taken, loss
-        best = run.note_validation(loss)
+        best = run.note_validation(figures)
         self._is_saved = False
-        self._write([{"kind": "validation", "step": run.taken, "loss": loss, "best": best}])
+        self._write([{"kind": "validation", "step": run.taken, **figures, "best": best}])
         self.reporter.validated(run.taken, loss, best=best)
 
     def _sample(self) -> None:
-        """Text from the model, by the first process, with random numbers apart from the training's."""
-        text = self.group.first(self._drawn_text)
+        """Text from the model, by the first process."""
+        text = self.group.first(self.run.sample)
         if text is not None:
+            self._write([{"kind": "sample", "step": self.run.taken, "text": text}])
             self.reporter.sampled(self.run.taken, text)
-
-    def _drawn_text(self) -> str:
-        run, device = self.run, self.group.device
-        tokenizer = run.dataset.tokenizer
-        start = run.dataset.validation[0] if tokenizer.end_of_text is None else tokenizer.end_of_text
-        prompt = torch.tensor([[int(start)]], device=device)
-        generator = torch.Generator(device).manual_seed(self.config.seed + run.taken)
-        precision, count = self.config.precision, self.config.sample_tokens
-        with matmul_format(precision), autocast(precision, device):
-            tokens = sample(run.model, prompt, count, top_k=_TOP_K, generator=generator)
-        text: str = tokenizer.decode(tokens[0, 1:].tolist())
-        self._write([{"kind": "sample", "step": run.taken, "text": text}])
-        return text
 
     def _save(self) -> None:
         path = self.run.save()
@@ -227,7 +259,7 @@ class Loop:
         run = self.run
         seconds = run.stopwatch.seconds - self._seconds_before
         steps = run.taken - self._begun_at - 1  # the first is not in the clock
-        tokens_per_s = steps * self.config.tokens_per_step / seconds if steps > 0 and seconds > 0 else None
+        tokens_per_s = steps * run.tokens_per_step / seconds if steps > 0 and seconds > 0 else None
         return TrainResult(
             outcome=outcome,
             folder=run.folder,
@@ -238,9 +270,9 @@ class Loop:
             best_step=run.best_step,
             seconds=run.stopwatch.seconds,
             compile_seconds=run.step.compile_seconds,
-            parameters=run.model.num_parameters(),
+            parameters=run.parameters,
             tokens_per_s=tokens_per_s,
-            mfu=None if tokens_per_s is None else self._mfu(tokens_per_s),
+            mfu=None if tokens_per_s is None else run.mfu(tokens_per_s),
             peak_memory_gib=peak_memory_gib(self.group.device),
             data_wait_share=None if tokens_per_s is None else run.batches.wait_seconds / seconds,
         )

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from fuseline.errors import InputError
-from fuseline.timing import reset_peak_memory
-from fuseline.training.config import TrainConfig, as_dict
-from fuseline.training.determinism import deterministic
-from fuseline.training.distributed import Group, joined
-from fuseline.training.execution import find_execution
-from fuseline.training.interruption import interruptible
-from fuseline.training.loop import Loop
-from fuseline.training.metrics import (
-    METRICS,
-    JsonLines,
-    TensorBoard,
-    WeightsAndBiases,
-    Writer,
-    check_installed,
-)
+from fuseline.training.checkpoint import Checkpoint
+from fuseline.training.conduct import check_writers, conduct, device_name
+from fuseline.training.config import TrainConfig
+from fuseline.training.distributed import Group
 from fuseline.training.preparation import prepared, settled
-from fuseline.training.reporter import Reporter, Silent, TrainResult
+from fuseline.training.reporter import Reporter, TrainResult
 from fuseline.training.run import Run
 
 
@@ -57,21 +42,19 @@ def train(
     Raises:
         InputError: something in the input, the folder or the machine's memory prevents it.
     """
-    check_installed(["tensorboard"] * config.tensorboard + ["wandb"] * (config.wandb is not None))
+    check_writers(config)
     if resume and init_from is not None:
         raise InputError("A run is either resumed or begun from other weights: give one of the two.")
-    with contextlib.ExitStack() as stack:
-        group = stack.enter_context(joined(device))
-        folder = group.agreed(folder)  # its default name holds the time, which each process reads for itself
-        interruption = stack.enter_context(interruptible())
-        config, saved = settled(config, folder, group, resume=resume)
-        compiled = find_execution(config.execution, group.device).backend is not None
-        stack.enter_context(deterministic(config.deterministic, compiled=compiled))
-        stack.enter_context(_explained(config, group))
-        listener = reporter if reporter is not None and group.is_first else Silent()
-        reset_peak_memory(group.device)
-        run = prepared(
-            config,
+    saved: Checkpoint | None = None
+
+    def settle(folder: Path, group: Group) -> TrainConfig:
+        nonlocal saved
+        settled_config, saved = settled(config, folder, group, resume=resume)
+        return settled_config
+
+    def prepare(settled_config: TrainConfig, folder: Path, group: Group, listener: Reporter) -> Run:
+        return prepared(
+            settled_config,
             folder,
             group,
             saved=saved,
@@ -79,59 +62,16 @@ def train(
             cache_dir=cache_dir,
             reporter=listener,
         )
-        stack.callback(run.close)
-        writers = _writers(run) if group.is_first else []
-        for writer in writers:
-            stack.callback(writer.close)
-        return Loop(run, listener, writers, interruption).to_the_end()
 
-
-def _writers(run: Run) -> Sequence[Writer]:
-    writers: list[Writer] = [JsonLines(run.folder / METRICS)]
-    if run.config.tensorboard:
-        writers.append(TensorBoard(run.folder, run.taken))
-    if run.config.wandb is not None:
-        writers.append(WeightsAndBiases(run.config.wandb, run.folder, as_dict(run.config)))
-    return writers
-
-
-@contextlib.contextmanager
-def _explained(config: TrainConfig, group: Group) -> Iterator[None]:
-    """Turn torch's errors about memory and determinism into what the user can do about them."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(_is_about_memory(cause) for cause in _causes(error)):
-            raise InputError(_does_not_fit(config, group)) from error
-        if "deterministic" in str(error):
-            first = str(error).splitlines()[0]
-            raise InputError(
-                f"Part of this model cannot run repeatably: {first} Train with --deterministic False."
-            ) from error
-        raise
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return conduct(
+        reporter, folder=folder, device=device, settle=settle, prepare=prepare, too_large=_does_not_fit
+    )
 
 
 def _does_not_fit(config: TrainConfig, group: Group) -> str:
-    device = group.device
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
-        place = f"{torch.cuda.get_device_name(device)} ({total:.0f} GiB)"
-    else:
-        place = "this machine's memory"
     told = (
         f"A micro-batch of {config.batch_size} sequences of {config.block_size} tokens did not fit in "
-        f"{place}."
+        f"{device_name(group.device)}."
     )
     if config.batch_size == 1:
         return f"{told} Take a shorter --block-size or a smaller model."
