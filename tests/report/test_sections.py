@@ -251,3 +251,59 @@ def test_leftovers_of_a_known_suite_are_shown(all_records):
     (section,) = generic.sections(shelf)
     assert section.title == "Ops: other measurements"
     assert "what no op at all" in blocks(section, Table)[0].reading
+
+
+def test_few_rows_are_drawn_against_their_floor_with_a_panel_for_each_number_of_rows(all_records):
+    ops = [r for r in all_records if r.suite == "ops"]
+    shares = [r for r in ops if r.metric == "share_of_copy" and r.case["dtype"] == "bf16"]
+    few = [
+        replace(r, metric="share_of_floor", case={**r.case, "rows": rows, "captured": True})
+        for r in shares
+        for rows in (4, 512)
+    ]
+    (section,) = op_suite.sections(Shelf([*ops, *few]))
+    captured = charts(section)["ops-softmax-1"]
+    assert [panel.title for panel in captured.charts] == [
+        f"{way}, bf16, {rows} rows" for way in ("forward", "backward") for rows in (4, 512)
+    ]
+    assert "share of floor" in captured.title
+
+
+def test_speed_ups_are_drawn_for_every_peer_with_the_level_to_stay_above(op_section):
+    chart = charts(op_section)["ops-softmax-speedup"]
+    assert {line.label for panel in chart.charts for line in panel.lines} == {"eager", "inductor"}
+    assert all(panel.level == 1.0 for panel in chart.charts)
+    forward = next(line for line in chart.charts[0].lines if line.label == "eager")
+    assert forward.points[0].y == pytest.approx(0.96 / 0.55)
+
+
+def test_the_homeworks_shapes_have_a_table_of_their_own_judged_by_the_bars(all_records):
+    template = next(r for r in all_records if r.suite == "ops" and r.metric == "time_us")
+
+    def figure(op, peer, metric, value):
+        case = {"op": op, "dtype": "float32", "rows": 1024, "n": 512, "direction": "fw", "section": "seed"}
+        return replace(
+            template,
+            case={**case, "captured": False},
+            peer=peer,
+            metric=metric,
+            value=value,
+            low=None,
+            high=None,
+        )
+
+    records = [
+        figure("layer_norm", "fuseline", "time_us", 10.0),
+        figure("layer_norm", "composed", "time_us", 70.0),
+        figure("layer_norm", "composed", "paired_speedup", 7.0),
+        figure("layer_norm", "composed", "launches", 9.0),
+        figure("softmax", "composed", "paired_speedup", 4.0),
+    ]
+    (section,) = op_suite.sections(Shelf(records))
+    (table,) = blocks(section, Table)
+    norm, softmax = row(table, "layer_norm, forward"), row(table, "softmax, forward")
+    assert (norm["composed over ours"].text, norm["composed over ours"].tone) == ("7.00x", "good")
+    assert (norm["to reach"].text, norm["to reach"].detail) == ("6x", "(15.8x)")
+    assert norm["launches replaced"].text == "9"
+    assert softmax["composed over ours"].tone == "bad"
+    assert charts(section) == {}

@@ -21,9 +21,10 @@ from fuseline.report.blocks import (
 )
 from fuseline.report.charts import Axis, Figure, Key, Line, Lines, Panels, Point
 from fuseline.report.metrics import cell, number, presentation
-from fuseline.report.numbers import percent_tick, plain, tick, whole
+from fuseline.report.numbers import percent_tick, plain, ratio_tick, tick, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import source
+from fuseline.report.sections import seed_shapes
 from fuseline.report.selection import Shelf, grouped
 
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
@@ -31,7 +32,8 @@ DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 DASHES: dict[str, tuple[float, ...]] = {"fuseline": (), "eager": (5, 3), "inductor": (2, 2)}
 OTHER_DASH = (7.0, 3.0, 2.0, 3.0)
 # What is drawn against the row length: the first of these that was measured.
-DRAWN = ("share_of_copy", "bandwidth_gbs", "time_us")
+DRAWN = ("share_of_floor", "share_of_copy", "bandwidth_gbs", "tflops", "time_us")
+CEILINGS = ("copy", "empty kernel", "all")  # what stands beside the ops, not an op
 _WHERE = frozenset({"op", "dtype", "rows", "n", "direction", "native", "reason"})
 
 
@@ -43,17 +45,20 @@ def sections(shelf: Shelf) -> list[Section]:
 
 
 def _section(index: int, device: str, records: Sequence[Record]) -> Section:
-    about_all = [r for r in records if r.case["op"] in ("copy", "all")]
-    by_op = grouped((r for r in records if r not in about_all), lambda r: str(r.case["op"]))
-    blocks: list[Block | None] = [*_about_all(about_all, records)]
+    about_all = [r for r in records if r.case["op"] in CEILINGS]
+    homework = [r for r in records if r.case.get("section") == seed_shapes.SECTION]
+    apart = {id(r) for r in (*about_all, *homework)}
+    by_op = grouped((r for r in records if id(r) not in apart), lambda r: str(r.case["op"]))
+    blocks: list[Block | None] = [*_about_all(about_all, records), *seed_shapes.blocks(homework)]
     for op, group in by_op.items():
         stem = f"ops-{op}" + (f"-{index}" if index > 1 else "")
         blocks.append(Heading(op))
         for position, (variant, of_variant) in enumerate(grouped(group, _variant).items()):
             name = stem + (f"-{position}" if position else "")
             blocks.append(_lines(op, variant, of_variant, name))
+            blocks.append(_speedups(op, variant, of_variant, f"{name}-speedup"))
         blocks += [_worst(group), _host(group), _all(group)]
-    summary = f"{', '.join(by_op)} on {device}"
+    summary = f"{', '.join(by_op or dict.fromkeys(str(r.case['op']) for r in homework))} on {device}"
     made = tuple(b for b in blocks if b is not None)
     return Section(f"ops-{index}", "Ops against their peers", device, summary, made)
 
@@ -65,6 +70,14 @@ def _about_all(records: Sequence[Record], every: Sequence[Record]) -> list[Block
     if copies:
         blocks.append(
             Words(f"A large copy ran at {' and '.join(copies)} GB/s, read and written bytes together.")
+        )
+    empty = [plain(r.value) for r in records if r.case["op"] == "empty kernel" and r.value is not None]
+    if empty:
+        blocks.append(
+            Words(
+                f"A kernel that does nothing took {' and '.join(empty)} µs inside a CUDA graph. Of few rows "
+                "the floor is that and the time of a copy; inputs that stay in the L2 can be below it."
+            )
         )
     if any(r.case.get("native") is False for r in every):
         blocks.append(
@@ -83,21 +96,43 @@ def _lines(op: str, variant: str, records: Sequence[Record], name: str) -> Drawi
     if metric is None or len({_size(r, "n") for r in used}) < 2:
         return None
     shown = presentation(metric)
-    is_share = metric == "share_of_copy"
+    is_share = metric in ("share_of_copy", "share_of_floor")
     highest = max(1.0, *(r.value or 0.0 for r in used)) if is_share else None
     y = Axis(_heading(metric), percent_tick if is_share else tick, low=0.0, high=highest)
     x = Axis("row length N", whole, kind="log2")
     panels = tuple(
         Lines(panel, x, y, _peers(group), 1.0 if is_share else None)
-        for panel, group in grouped(used, _panel).items()
+        for panel, group in grouped(used, _drawn_panel).items()
     )
-    peers = dict.fromkeys(r.peer for r in used)
-    legend = tuple(Key(peer, peer_role(peer), "line", DASHES.get(peer, OTHER_DASH)) for peer in peers)
+    legend = _legend(used)
     title = f"{op}: {shown.label} by row length" + (f", {variant}" if variant else "")
     reading = "Lower is better." if metric == "time_us" else "Higher is better."
-    if is_share:
+    if metric == "share_of_copy":
         reading += " Dotted: a copy of the same bytes on the same machine."
+    elif metric == "share_of_floor":
+        reading += " Dotted: a copy of the same bytes and an empty kernel, inside a CUDA graph."
     return Drawing(Figure(name, Panels(title, panels, legend), reading, source(used, samples="n (runs)")))
+
+
+def _speedups(op: str, variant: str, records: Sequence[Record], name: str) -> Drawing | None:
+    """How many times as long each peer takes, by row length."""
+    used = [r for r in records if r.metric == "paired_speedup" and _size(r, "n") and r.value is not None]
+    if len({_size(r, "n") for r in used}) < 2:
+        return None
+    x = Axis("row length N", whole, kind="log2")
+    y = Axis("a peer's time over Fuseline's", ratio_tick, kind="log2")
+    panels = tuple(
+        Lines(panel, x, y, _peers(group), 1.0) for panel, group in grouped(used, _drawn_panel).items()
+    )
+    title = f"{op}: speed-up over each peer by row length" + (f", {variant}" if variant else "")
+    reading = "Above the dotted line Fuseline is faster. Runs of all took turns."
+    told = source(used, samples="n (runs)")
+    return Drawing(Figure(name, Panels(title, panels, _legend(used)), reading, told))
+
+
+def _legend(records: Sequence[Record]) -> tuple[Key, ...]:
+    peers = dict.fromkeys(r.peer for r in records)
+    return tuple(Key(peer, peer_role(peer), "line", DASHES.get(peer, OTHER_DASH)) for peer in peers)
 
 
 def _peers(records: Sequence[Record]) -> tuple[Line, ...]:
@@ -175,6 +210,12 @@ def _panel(record: Record) -> str:
     """`forward, bf16`, as far as the case says."""
     direction, dtype = str(record.case.get("direction") or ""), str(record.case.get("dtype") or "")
     return ", ".join(filter(None, (DIRECTIONS.get(direction, direction), DTYPES.get(dtype, dtype))))
+
+
+def _drawn_panel(record: Record) -> str:
+    """In CUDA graphs few rows are measured at several numbers of rows: a panel for each."""
+    rows = _size(record, "rows") if record.case.get("captured") else 0
+    return ", ".join(filter(None, (_panel(record), f"{whole(rows)} rows" if rows else "")))
 
 
 def _variant(record: Record) -> str:
