@@ -20,6 +20,8 @@ VERBS = {
         "climb the five levers on a model, rung by rung, and report what each is worth",
     ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
+    "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
+    "translate": ("fuseline.cli.translate", "translate sentences with a trained model"),
     "bench compile": (
         "fuseline.cli.bench_compile",
         "eager against torch.compile's back ends over five models",

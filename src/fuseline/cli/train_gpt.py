@@ -9,54 +9,35 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict, make_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_args, get_type_hints
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from fuseline.cli.main import EXIT_INTERRUPTED
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.train_options import config_options, given_options, option
 from fuseline.cli.train_progress import TrainProgress, plan_table
 from fuseline.errors import InputError
 from fuseline.training.config import PRESETS, TrainConfig, continued, preset
 
 _DEFAULT_PRESET = "tiny"
-_METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}", Path: "PATH"}
-
-
-def _option(name: str, kind: Any, says: str, default: Any = None) -> tuple[str, Any, Any]:
-    """A field of the options that is None unless it is given. `default` is what the help says of it then."""
-    plain = next((k for k in get_args(kind) if k is not type(None)), kind)
-    hint = "" if default is None else f"({_DEFAULT_PRESET}: {default})"
-    about = tyro.conf.arg(help=says, metavar=_METAVARS[plain], help_behavior_hint=hint)
-    return name, Annotated[Optional[plain], about], None
-
-
-_KINDS = get_type_hints(TrainConfig)
 
 # Common's options, this verb's own, and every field of TrainConfig: one schema, stated there.
 Options: Any = make_dataclass(
     "Options",
     [
-        _option("preset", str, f"one of {', '.join(PRESETS)} (default: {_DEFAULT_PRESET})"),
+        option("preset", str, f"one of {', '.join(PRESETS)} (default: {_DEFAULT_PRESET})"),
         ("resume", Annotated[bool, tyro.conf.arg(help="go on with the run in the folder --out")], False),
-        _option("init_from", Path, "begin with the weights of a run, a nanoGPT checkpoint or a GPT-2"),
-        *(
-            _option(f.name, _KINDS[f.name], f.metadata["help"], f.default)
-            for f in fields(TrainConfig)
-            if f.name != "seed"
-        ),
+        option("init_from", Path, "begin with the weights of a run, a nanoGPT checkpoint or a GPT-2"),
+        *config_options(TrainConfig, _DEFAULT_PRESET),
     ],
     bases=(Common,),
     frozen=True,
 )
-
-
-# A preset's seed is Common's --seed, whose default says that none was given.
-_DEFAULT_SEED = Common().seed
 
 
 def run(options: Any) -> int:
@@ -87,7 +68,7 @@ def run(options: Any) -> int:
 
 def _begun(options: Any) -> TrainConfig:
     """The configuration of a new run: the preset's, with what was given."""
-    given = _given(options)
+    given = given_options(options, TrainConfig)
     if options.init_from is not None:
         from fuseline.training.initial_weights import SHAPE_FIELDS
 
@@ -108,17 +89,7 @@ def _resumed(options: Any) -> TrainConfig:
     if options.preset is not None:
         raise InputError("--resume takes the run's own configuration: leave --preset out.")
     saved, _ = peek(options.out / LATEST)
-    return continued(saved, _given(options))
-
-
-def _given(options: Any) -> dict[str, Any]:
-    """The fields of `TrainConfig` named on the command line."""
-    given = {
-        f.name: getattr(options, f.name)
-        for f in fields(TrainConfig)
-        if f.name != "seed" and getattr(options, f.name) is not None
-    }
-    return given if options.seed == _DEFAULT_SEED else {**given, "seed": options.seed}
+    return continued(saved, given_options(options, TrainConfig))
 
 
 def _tell(config: TrainConfig, folder: Path, device: str, options: Any, console: Console) -> int:

@@ -20,8 +20,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 class TrainProgress:
     """Prints to `console`: a line kept up to date on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, verb: str = "train gpt") -> None:
+        self._console, self._verb = console, verb
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -69,7 +69,8 @@ class TrainProgress:
         self._console.print(result_table(result))
         if result.outcome == "interrupted":
             self._console.print(
-                f"Stopped at step {result.step}. To go on: fuseline train gpt --out {result.folder} --resume",
+                f"Stopped at step {result.step}. "
+                f"To go on: fuseline {self._verb} --out {result.folder} --resume",
                 highlight=False,
                 soft_wrap=True,
             )

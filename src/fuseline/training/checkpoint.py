@@ -8,6 +8,7 @@ trained compiled, distributed, or neither.
 
 from __future__ import annotations
 
+import math
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class Checkpoint:
 
     `step` counts optimizer steps taken, `position` micro-batches consumed by all processes together, and
     `random` has one state a process. `data` identifies corpus and tokenizer by their content.
+    `average` and `best_bleu` are a translation run's.
     """
 
     step: int
@@ -53,6 +55,7 @@ class Checkpoint:
     best_step: int
     seconds: float
     average: dict[str, torch.Tensor] = field(default_factory=dict)
+    best_bleu: float = -math.inf
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, kind: str = "gpt") -> None:

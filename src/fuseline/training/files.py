@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     finally:
         partial.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def write_json(path: Path, content: object, indent: int = 2) -> None:
+    """Write `content` as JSON, as `write_atomically` writes."""
+    text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def remove_partial(folder: Path) -> None:

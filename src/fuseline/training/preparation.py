@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, lo
 from fuseline.training.config import TrainConfig, as_dict, changed, continued
 from fuseline.training.distributed import Group
 from fuseline.training.execution import fastest_execution, find_execution
-from fuseline.training.files import remove_partial, write_atomically
+from fuseline.training.files import remove_partial, write_json
 from fuseline.training.initial_weights import fresh_model, pretrained_model
 from fuseline.training.metrics import METRICS, cut_back
 from fuseline.training.optimizer import load_optimizer_state, make_optimizer
@@ -253,7 +252,6 @@ def _lay_out(run: Run) -> None:
         # A run taken up at its very beginning validates its fresh weights again.
         cut_back(run.folder / METRICS, run.taken or -1)
         run.dataset.tokenizer.save(run.folder / TOKENIZER)
-        text = json.dumps(as_dict(run.config), indent=2, ensure_ascii=False) + "\n"
-        write_atomically(run.folder / CONFIG, lambda file: file.write(text.encode()))
+        write_json(run.folder / CONFIG, as_dict(run.config))
     except OSError as error:
         raise InputError(f"Cannot write to {run.folder}: {error.strerror}. Give another --out.") from error

@@ -1,0 +1,76 @@
+"""A training run as records: what it reached, how fast it went, and the loss as it fell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fuseline.records import Environment, Record
+from fuseline.records.record import Scalar
+from fuseline.timing import summarize
+from fuseline.training.checkpoint import LATEST, peek
+from fuseline.training.config import TrainConfig
+from fuseline.training.metrics import METRICS, read_metrics
+
+SUITE = "quality"
+CURVE_POINTS = 100
+SPEED = ("tokens_per_s", "mfu", "data_wait_share")
+
+
+def run_records(folder: Path, environment: Environment) -> list[Record]:
+    """What the run in `folder` has measured so far; it was made in `environment`.
+
+    Speed is the median over the run's paces, the first left out (it has the warm-up in it). Raises
+    `InputError` if there is no run in `folder`.
+    """
+    config, step = peek(folder / LATEST)
+    entries = read_metrics(folder / METRICS)
+    case = {**_case(config), "steps": step}
+
+    def record(metric: str, value: float | None, case: Mapping[str, Scalar], **interval: Any) -> Record:
+        return Record.of(SUITE, case, metric, value, environment, **interval)
+
+    validations = [e for e in entries if e["kind"] == "validation" and e["loss"] is not None]
+    paces = [e for e in entries if e["kind"] == "pace"]
+    made = []
+    if validations:
+        best = min(validations, key=lambda e: e["loss"])
+        made.append(record("validation_loss", best["loss"], {**case, "best_step": best["step"]}))
+    for metric in SPEED:
+        values = [e[metric] for e in paces[1:] if e[metric] is not None]
+        if values:
+            told = summarize(values)
+            made.append(record(metric, told.median, case, low=told.low, high=told.high, n=told.n))
+    peaks = [e["peak_memory_gib"] for e in paces if e["peak_memory_gib"] is not None]
+    if peaks:
+        made.append(record("peak_memory_gib", max(peaks), case))
+    curve = {**case, "section": "curve"}
+    made += [record("loss", e["loss"], {**curve, "step": e["step"]}) for e in _thinned(paces)]
+    made += [record("validation_loss", e["loss"], {**curve, "step": e["step"]}) for e in validations]
+    return made
+
+
+def _case(config: TrainConfig) -> dict[str, Scalar]:
+    return {
+        "model": "gpt",
+        "data": Path(config.data).stem,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "embed_dim": config.embed_dim,
+        "batch": config.batch_size * config.accumulation,
+        "seqlen_q": config.block_size,
+        "dropout": config.dropout,
+        "dtype": config.precision,
+        "backend": config.attention,
+        "execution": config.execution,
+        "deterministic": config.deterministic,
+        "seed": config.seed,
+    }
+
+
+def _thinned(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most `CURVE_POINTS` of the entries that have a loss, evenly spread, the last among them."""
+    found = [entry for entry in entries if entry["loss"] is not None]
+    step = max(1, -(-len(found) // CURVE_POINTS))
+    return list(reversed(found[::-1][::step]))
