@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fuseline.errors import InputError
-from fuseline.records import describe
+from fuseline.records import describe, read
 from fuseline.training.metrics import METRICS, read_metrics
-from fuseline.training.run_records import CURVE_POINTS, run_records
+from fuseline.training.run_records import CURVE_POINTS, run_records, write_run_records
 from fuseline.training.train import train
 
 Make = Callable[..., Any]
@@ -45,6 +45,13 @@ def test_a_long_curve_is_thinned_and_keeps_its_end(small: Make, tmp_path: Path) 
     assert len(steps) <= CURVE_POINTS
     assert steps[-1] == config.steps
     assert steps == sorted(steps)
+
+
+def test_the_records_stand_beside_the_run_and_are_replaced(small: Make, tmp_path: Path) -> None:
+    train(small(steps=4), folder=tmp_path / "run")
+    path = write_run_records(tmp_path / "run", torch.device("cpu"))
+    assert write_run_records(tmp_path / "run", torch.device("cpu")) == path
+    assert len(read(path)) == len(run_records(tmp_path / "run", describe(torch.device("cpu"))))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def run(options: Any) -> int:
     folder = options.out or Path("fuseline-out") / f"train-gpt-{datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
         return _tell(config, folder, device, options, console)
+    import torch
+
+    from fuseline.training.run_records import write_run_records
     from fuseline.training.train import train
 
     progress = TrainProgress(console)
@@ -61,8 +64,12 @@ def run(options: Any) -> int:
         )
     finally:
         progress.close()
-    if options.json and os.environ.get("RANK", "0") == "0":
-        print(json.dumps({**asdict(result), "folder": str(result.folder)}))
+    if os.environ.get("RANK", "0") == "0":
+        path = write_run_records(folder, torch.device(device))
+        if options.json:
+            print(json.dumps({**asdict(result), "folder": str(result.folder), "records": str(path)}))
+        else:
+            console.print(f"Records: {path}")
     return EXIT_INTERRUPTED if result.outcome == "interrupted" else 0
 
 

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuseline.records import Environment, Record
+import torch
+
+from fuseline.records import Environment, Record, describe
 from fuseline.records.record import Scalar
 from fuseline.timing import summarize
 from fuseline.training.checkpoint import LATEST, peek
 from fuseline.training.config import TrainConfig
+from fuseline.training.files import write_atomically
 from fuseline.training.metrics import METRICS, read_metrics
 
 SUITE = "quality"
+RECORDS = Path("records") / f"{SUITE}.jsonl"  # in the run's folder; `fuseline report` takes its folder
 CURVE_POINTS = 100
 SPEED = ("tokens_per_s", "mfu", "data_wait_share")
 
@@ -49,6 +53,15 @@ def run_records(folder: Path, environment: Environment) -> list[Record]:
     made += [record("loss", e["loss"], {**curve, "step": e["step"]}) for e in _thinned(paces)]
     made += [record("validation_loss", e["loss"], {**curve, "step": e["step"]}) for e in validations]
     return made
+
+
+def write_run_records(folder: Path, device: torch.device) -> Path:
+    """Write the records of the run in `folder`, made on `device`, beside it; returns their file."""
+    lines = "".join(record.to_json() + "\n" for record in run_records(folder, describe(device)))
+    path = folder / RECORDS
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, lambda file: file.write(lines.encode()))
+    return path
 
 
 def _case(config: TrainConfig) -> dict[str, Scalar]:
