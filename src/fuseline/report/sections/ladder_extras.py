@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from fuseline.records import Record
@@ -11,6 +10,7 @@ from fuseline.report.charts import Axis, Bar, BarGroup, Bars, Figure, Key, Line,
 from fuseline.report.metrics import number, presentation
 from fuseline.report.numbers import plain, ratio, tick, whole
 from fuseline.report.provenance import source
+from fuseline.report.sections.curve import drawing, is_point, step_of
 from fuseline.report.sections.generic import pivot
 from fuseline.report.selection import grouped
 
@@ -29,9 +29,6 @@ HEADINGS = {
     "curve": "What was learned",
     "sample": "A sample of what it writes now",
 }
-STEPS = ("step", "position", "iteration")
-CURVE_POINTS = 200
-LOSSES = {"loss": ("training", "accent"), "validation_loss": ("validation", "tensor")}
 
 
 def blocks(records: Sequence[Record], stem: str) -> Blocks:
@@ -139,29 +136,12 @@ def _overflows(
 
 
 def _curve(records: Sequence[Record], name: str) -> Blocks:
-    lines = []
-    for metric, (label, role) in LOSSES.items():
-        points = [
-            Point(at, r.value)
-            for r in records
-            if r.metric == metric and (at := _step(r)) is not None and r.value
-        ]
-        if points:
-            lines.append(
-                Line(label, _thinned(sorted(points, key=lambda p: p.x)), role, dots=len(points) < 30)
-            )
-    made: Blocks = []
-    if lines:
-        chart = Lines(
-            "The loss as it fell", Axis("step", whole, counted=True), Axis("loss, nats"), tuple(lines)
-        )
-        reading = (
-            "The model trained on real text while the ladder climbed, each rung going on from the one before."
-        )
-        made += [Heading(HEADINGS["curve"]), Drawing(Figure(name, chart, reading, source(records, "", "n")))]
-    shown = [r for r in records if r.metric in LOSSES and _step(r) is not None]
-    made.append(pivot("Other figures", [r for r in records if r not in shown]))
-    return made
+    reading = (
+        "The model trained on real text while the ladder climbed, each rung going on from the one before."
+    )
+    drawn = drawing(records, name, reading)
+    made: Blocks = [] if drawn is None else [Heading(HEADINGS["curve"]), drawn]
+    return [*made, pivot("Other figures", [r for r in records if not is_point(r)])]
 
 
 def _sample(records: Sequence[Record], name: str) -> Blocks:
@@ -178,7 +158,7 @@ def _printable(text: str) -> str:
 
 def _told(record: Record) -> str:
     loss = f"{presentation(record.metric).label} {plain(record.value)}" if record.value is not None else ""
-    step = _step(record)
+    step = step_of(record)
     return ", ".join(filter(None, (loss, f"after {whole(step)} steps" if step is not None else "")))
 
 
@@ -198,23 +178,6 @@ def _magnitude(record: Record) -> float:
     value = record.case["magnitude"]
     assert isinstance(value, (int, float)), "only records with a magnitude come here"
     return float(value)
-
-
-def _step(record: Record) -> float | None:
-    found = (record.case.get(key) for key in STEPS)
-    return next((float(v) for v in found if isinstance(v, (int, float))), None)
-
-
-def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """At most `CURVE_POINTS` points, each the median of its neighbours, with their range."""
-    size = -(-len(points) // CURVE_POINTS)
-    thinned = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        ys = [p.y for p in part]
-        band = (min(ys), max(ys)) if size > 1 else (None, None)
-        thinned.append(Point(statistics.fmean(p.x for p in part), statistics.median(ys), *band))
-    return tuple(thinned)
 
 
 _SECTIONS: Mapping[str, Callable[[Sequence[Record], str], Blocks]] = {
