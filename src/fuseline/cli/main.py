@@ -27,6 +27,14 @@ VERBS = {
         "eager against torch.compile's back ends over five models",
     ),
     "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
+    "bench hardware": (
+        "fuseline.cli.bench_hardware",
+        "the ceilings of this machine, and the roofline with the ops under it",
+    ),
+    "bench translation": (
+        "fuseline.cli.bench_translation",
+        "a translation model with and without fused kernels: loss curves, epoch time, BLEU over seeds",
+    ),
     "report": ("fuseline.cli.report", "draw records as one HTML page and PNG files"),
     "doctor": ("fuseline.cli.doctor", "what this machine has, what is missing, what mends it"),
     "build": ("fuseline.cli.build", "compile the native libraries ahead of time"),

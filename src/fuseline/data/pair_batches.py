@@ -56,6 +56,7 @@ class PairBatches:
         seed: of the order.
         start: number of the first batch; `stride` batches are passed on from one to the next.
         shuffle: in a new order every epoch; otherwise by bucket, in the corpus' order.
+        bucketed: by length; otherwise every sequence is padded to `length`.
     """
 
     wait_seconds = 0.0  # nobody waits: all pairs lie on the device
@@ -72,6 +73,7 @@ class PairBatches:
         start: int = 0,
         stride: int = 1,
         shuffle: bool = True,
+        bucketed: bool = True,
     ) -> None:
         if not len(variants[0].source):
             raise InputError("There are no sentence pairs to make batches of.")
@@ -87,7 +89,8 @@ class PairBatches:
             [lay_out(s, t, length) for s, t in zip(pairs.source, pairs.target, strict=True)]
             for pairs in variants
         ]
-        self.buckets = tuple(_buckets(rows, max_tokens, length, encoder_decoder, self._device))
+        shares = _SHARES if bucketed else ()
+        self.buckets = tuple(_buckets(rows, max_tokens, length, encoder_decoder, shares, self._device))
         self.batches_per_epoch = sum(bucket.batches for bucket in self.buckets)
         self.pairs = len(rows[0])
         self.target_tokens = sum(int((row[-1] != IGNORE).sum()) for row in rows[0])
@@ -174,11 +177,12 @@ def _buckets(
     max_tokens: int,
     length: int,
     encoder_decoder: bool,
+    shares: Sequence[float],
     device: torch.device,
 ) -> Iterator[Bucket]:
     # A pair's bucket holds it however it was cut.
     longest = np.max([[max(map(len, row)) for row in rows] for rows in variants], axis=0)
-    widths = sorted({min(length, _rounded(int(np.quantile(longest, share)))) for share in _SHARES})
+    widths = sorted({min(length, _rounded(int(np.quantile(longest, share)))) for share in shares} or {length})
     which = np.searchsorted(widths, longest)
     empty_read = [SOURCE_TAG, EOS] if encoder_decoder else [SOURCE_TAG]
     empty = [np.array(empty_read), np.array([TARGET_TAG]), np.array([IGNORE])] if encoder_decoder else [

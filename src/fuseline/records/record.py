@@ -45,12 +45,16 @@ UNITS = {
     "loss_error": "ratio",
     "grad_error": "ratio",
     "bleu": "BLEU",
+    "amdahl_share": "ratio",
+    "amdahl_limit": "ratio",
+    "training_s": "s",
     "perplexity": "ratio",
     "cost_per_million_tokens": "currency",
     "skipped": "reason",
     "kernels": "list",
     "launches": "kernels",
     "latency_ns": "ns",
+    "latency_cycles": "cycles",
     "intensity": "FLOP/byte",
 }
 

@@ -52,8 +52,12 @@ METRICS: Mapping[str, Presentation] = {
     "grad_error": Presentation("gradient error", "relative", "error", "against fp32 on the same batch"),
     "launches": Presentation("launches", "kernels a call", "count"),
     "latency_ns": Presentation("latency", "ns"),
+    "latency_cycles": Presentation("latency", "clock cycles"),
     "intensity": Presentation("intensity", "FLOP/byte"),
     "bleu": Presentation("BLEU"),
+    "amdahl_share": Presentation("fusable share", "of the step", "percent"),
+    "amdahl_limit": Presentation("limit", "if it cost nothing", "ratio"),
+    "training_s": Presentation("training", "s"),
     "perplexity": Presentation("perplexity"),
     "cost_per_million_tokens": Presentation("cost", "per million tokens"),
 }

@@ -48,6 +48,7 @@ class TranslateConfig:
     unfused: str = _field("formulas", "what --no-fused takes: formulas (operator by operator) or torch")
 
     label_smoothing: float = _field(0.0, "share of each target spread over the vocabulary")
+    bucketed: bool = _field(True, "batches of like length; False: every sequence padded to the full length")
     max_tokens: int = _field(2048, "tokens a micro-batch and side, padding included")
     accumulation: int = _field(1, "micro-batches a step, over all processes together")
     epochs: float = _field(2.0, "passes over the training pairs")
@@ -139,6 +140,7 @@ PRESETS: dict[str, TranslateConfig] = {
         length=40,
         dropout=0.1,
         tied=False,
+        bucketed=False,
         max_tokens=128 * 40,
         epochs=20,
         learning_rate=1e-3,

@@ -174,6 +174,7 @@ def training_batches(
         device=device,
         start=start,
         stride=stride,
+        bucketed=config.bucketed,
     )
 
 
