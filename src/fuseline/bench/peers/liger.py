@@ -111,7 +111,7 @@ def _linear_cross_entropy(inputs: Inputs) -> Call:
 
 
 def _swiglu(inputs: Inputs) -> Call:
-    gate, up = inputs["gate"], inputs.get("up")
+    gate, up = inputs["x"], inputs.get("up")
     if up is None:
         from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
@@ -127,7 +127,18 @@ def _geglu(inputs: Inputs) -> Call:
     refuse_options("liger", inputs, approximate="tanh")
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
-    return functools.partial(LigerGELUMulFunction.apply, inputs["gate"], inputs["up"])
+    return functools.partial(LigerGELUMulFunction.apply, inputs["x"], inputs["up"])
+
+
+def _rope(inputs: Inputs) -> Call:
+    raise UnsupportedError("liger turns queries and keys together, and only as [B, T, H, D] lies in memory")
+
+
+def _embedding(inputs: Inputs) -> Call:
+    refuse_options("liger", inputs, position_weight=None, padding_idx=-1, p=0.0)
+    from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
+
+    return functools.partial(LigerEmbeddingFunction.apply, inputs["weight"], inputs["tokens"])
 
 
 _BINDERS: Mapping[str, Callable[[Inputs], Call]] = {
@@ -139,4 +150,6 @@ _BINDERS: Mapping[str, Callable[[Inputs], Call]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "swiglu": _swiglu,
     "geglu": _geglu,
+    "rope": _rope,
+    "embedding": _embedding,
 }

@@ -12,6 +12,13 @@ import torch
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
 
+# Rotary embedding of whole heads in halves, at positions 0, 1, ...: what everyone has.
+WHOLE_HEADS: Mapping[str, Any] = {
+    **dict.fromkeys(("cos", "sin", "positions", "dims")),
+    "interleaved": False,
+    "seq_dim": -2,
+}
+
 
 class UnsupportedError(Exception):
     """This peer does not compute that op, or not with those options. The message says what is missing."""

@@ -8,23 +8,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fuseline.bench.peers.peer import UnsupportedError, refuse_options
+from fuseline.bench.peers.peer import WHOLE_HEADS, UnsupportedError, refuse_options
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
+from fuseline.ops.rope import rope_angles
 
 Tensor = torch.Tensor
 
 
 def plain_function(op: Op, inputs: Mapping[str, Any]) -> Callable[..., Outputs]:
     """torch's way to compute `op` with these options; the op's reference where that has none of them."""
-    if op.name not in _FUNCTIONS:
-        return op.reference
-    function, only_plain = _FUNCTIONS[op.name]
     try:
-        refuse_options(op.name, inputs, **only_plain)
+        refuse_options(op.name, inputs, **_ONLY_AT.get(op.name, {}))
     except UnsupportedError:
         return op.reference
-    return function
+    return _rope(inputs) if op.name == "rope" else _FUNCTIONS.get(op.name, op.reference)
 
 
 def _softmax(x: Tensor, dim: int = -1, **_: object) -> Tensor:
@@ -120,37 +118,75 @@ def _gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> T
     return F.gelu(x if bias is None else x + bias, approximate=approximate)
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """The packed form holds gate and up side by side."""
     if up is not None:
-        return gate, up
-    first, second = gate.chunk(2, -1)
-    return first, second
+        return x, up
+    gate, other = x.chunk(2, -1)
+    return gate, other
 
 
-def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    gate, up = _halves(gate, up)
-    return F.silu(gate) * up
+def _swiglu(x: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, other = _halves(x, up)
+    return F.silu(gate) * other
 
 
-def _geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    gate, up = _halves(gate, up)
-    return F.gelu(gate, approximate=approximate) * up
+def _geglu(x: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    gate, other = _halves(x, up)
+    return F.gelu(gate, approximate=approximate) * other
+
+
+def _embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    position_weight: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    padding_idx: int = -1,
+    p: float = 0.0,
+    **_: object,
+) -> Tensor:
+    y = F.embedding(tokens, weight, None if padding_idx < 0 else padding_idx)
+    if position_weight is not None:
+        numbers = torch.arange(tokens.shape[-1], device=tokens.device) if positions is None else positions
+        y = y + F.embedding(numbers, position_weight)
+    return F.dropout(y, p) if p else y
+
+
+def _rope(inputs: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """As Hugging Face's Llama: tables of cosines and sines in x's dtype made once, halves exchanged."""
+    x: Tensor = inputs["x"]
+    angles = rope_angles(torch.arange(x.shape[-2], device=x.device), x.shape[-1], inputs.get("base", 10000.0))
+    cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
+
+    def rope(x: Tensor, **_: object) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    return rope
 
 
 _WHOLE_LOGITS = {"soft_cap": None, "z_loss": 0.0, "vocab_size": None}
-# The function, and the options that it has only at these values.
-_FUNCTIONS: Mapping[str, tuple[Callable[..., Outputs], Mapping[str, Any]]] = {
-    "softmax": (_softmax, {"scale": 1.0, "causal": False, "mask": None}),
-    "layer_norm": (_layer_norm, {}),
-    "rms_norm": (_rms_norm, {"residual": None}),
-    "add_layer_norm": (_add_layer_norm, {}),
-    "add_rms_norm": (_add_rms_norm, {}),
-    "dropout_add_layer_norm": (_dropout_add_layer_norm, {}),
-    "dropout_add_rms_norm": (_dropout_add_rms_norm, {}),
-    "cross_entropy": (_cross_entropy, _WHOLE_LOGITS),
-    "linear_cross_entropy": (_linear_cross_entropy, _WHOLE_LOGITS),
-    "gelu": (_gelu, {}),
-    "swiglu": (_swiglu, {}),
-    "geglu": (_geglu, {}),
+# The values of options beside which a function has none.
+_ONLY_AT: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"scale": 1.0, "causal": False, "mask": None},
+    "rms_norm": {"residual": None},
+    "cross_entropy": _WHOLE_LOGITS,
+    "linear_cross_entropy": _WHOLE_LOGITS,
+    "rope": WHOLE_HEADS,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Outputs]] = {
+    "softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "add_layer_norm": _add_layer_norm,
+    "add_rms_norm": _add_rms_norm,
+    "dropout_add_layer_norm": _dropout_add_layer_norm,
+    "dropout_add_rms_norm": _dropout_add_rms_norm,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "gelu": _gelu,
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "embedding": _embedding,
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fuseline.bench.peers.peer import (
+    WHOLE_HEADS,
     UnsupportedError,
     norm_eps,
     package_version,
@@ -21,6 +22,7 @@ from fuseline.bench.peers.peer import (
 )
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
+from fuseline.ops.rope import rope_angles
 
 Inputs = Mapping[str, Any]
 Call = Callable[[], Outputs]
@@ -109,6 +111,19 @@ def _linear_cross_entropy(inputs: Inputs) -> Call:
     return functools.partial(whole, hidden, weight, inputs.get("bias"), target, **options)
 
 
+def _rope(inputs: Inputs) -> Call:
+    """[B, H, T, D] seen as its [B, T, H, D]: it reads and writes through strides."""
+    x = inputs["x"]
+    refuse_options("quack", inputs, **WHOLE_HEADS)
+    if x.dim() != 4 or x.shape[-1] % 8:
+        raise UnsupportedError("quack turns [B, T, H, D] with D a multiple of 8")
+    from quack.rotary import apply_rotary_emb
+
+    angles = rope_angles(torch.arange(x.shape[-2], device=x.device), x.shape[-1], inputs.get("base", 10000.0))
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return lambda: apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2)
+
+
 class _LayerNorm(torch.autograd.Function):
     """quack's two LayerNorm functions, joined; they want weight and bias in fp32."""
 
@@ -147,4 +162,5 @@ _BINDERS: Mapping[str, Callable[[Inputs], Call]] = {
     "add_rms_norm": _add_rms_norm,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "rope": _rope,
 }

@@ -1,0 +1,104 @@
+"""The ceilings of this machine: copy and read bandwidth, matrix rates by dtype, the latencies of launches and
+of each level of memory; and the roofline with Fuseline's ops under it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.hardware.suite import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-hardware")
+TABLE_WIDTH = 120
+FORMS = {
+    "bandwidth_gbs": "{:,.0f} GB/s",
+    "tflops": "{:.4g} TFLOP/s",
+    "time_us": "{:.3g} µs",
+    "latency_ns": "{:.4g} ns",
+    "latency_cycles": "{:.4g} cycles",
+    "intensity": "{:.3g} FLOP/byte",
+}
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    parts: tuple[str, ...] = ()
+    """Parts to measure: bandwidth, matrix, latency, calls, examples, ops. All if none is named."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline import report
+    from fuseline.bench import hardware as suite
+    from fuseline.records import read
+
+    device = torch.device(resolve_device(options.device))
+    bench = suite.HardwareBench(device, split_names(options.parts) or suite.PARTS, options.seed)
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        print(f"{', '.join(bench.parts)} of {device}. Records would go to {out / 'hardware.jsonl'}.")
+        return 0
+    with _progress() as observe:
+        records = suite.run(bench, out, observe)
+    page = report.build(read(out / "hardware.jsonl"), out)
+    if options.json:
+        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    for record in records:
+        if record.metric == "skipped":
+            print(f"{record.case['what']} ({record.peer}) skipped: {record.case['reason']}")
+    print(f"Records: {out / 'hardware.jsonl'}\nPage:    {page}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now, completed=done, total=total)
+
+        yield observe
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """A line for each thing measured, its figures side by side."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Hardware", box=box.SIMPLE)
+    for heading in ("part", "what", "by", "figures"):
+        table.add_column(heading)
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        if record.value is not None:
+            direction = str(record.case.get("direction") or "")
+            what = " ".join(filter(None, (str(record.case["what"]), direction)))
+            line = lines.setdefault((str(record.case["section"]), what, record.peer), [])
+            line.append(FORMS[record.metric].format(record.value))
+    for (section, what, peer), figures in lines.items():
+        table.add_row(section, what, peer, ", ".join(figures))
+    return table
