@@ -6,8 +6,27 @@ before.
 
 from fuseline.ops.attention import backends as attention_backends
 from fuseline.ops.attention.attention import attention
+from fuseline.ops.embedding import embedding
+from fuseline.ops.geglu import geglu
+from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
 from fuseline.ops.op import Case, Op, get, registered
+from fuseline.ops.rope import rope
 from fuseline.ops.softmax import softmax
+from fuseline.ops.swiglu import swiglu
 
-__all__ = ["Case", "Op", "attention", "attention_backends", "get", "layer_norm", "registered", "softmax"]
+__all__ = [
+    "Case",
+    "Op",
+    "attention",
+    "attention_backends",
+    "embedding",
+    "geglu",
+    "gelu",
+    "get",
+    "layer_norm",
+    "registered",
+    "rope",
+    "softmax",
+    "swiglu",
+]

@@ -146,6 +146,47 @@ FUSELINE_API int fuseline_glu_backward(const void* grad_out, const void* gate, c
                                        void* grad_up, int64_t rows, int64_t n, int64_t stride,
                                        int64_t grad_stride, int activation, int dtype, void* stream);
 
+/* Rotary positions over [B, H, T, D]: of the first `rotary` elements of each head, pair i is turned by
+ * position * base^(-2 i / rotary); the others are copied. (Su et al. 2021, equation 34.)
+ *
+ * x, y: strides of batch, head and token in elements, so that [B, T, H, D] and parts of larger tensors need no
+ * copy; unit stride within a head; y may be x. interleaved: pair i is elements 2 i and 2 i + 1 (GPT-J), else i
+ * and i + rotary / 2 (GPT-NeoX, Llama). rotary is even. cos, sin: [table_rows, rotary / 2], a row for each
+ * position; with null the angles are computed, for rotary up to 512. positions: that of token t of batch b at
+ * b * positions_stride + t; null for 0, 1, ... A position outside the table gives NaN. backward: turns by minus
+ * the angle, which is the gradient. */
+FUSELINE_API int fuseline_rope(const void* x, void* y, const int64_t x_strides[3], const int64_t y_strides[3],
+                               const float* cos, const float* sin, int64_t table_rows, double base,
+                               const int64_t* positions, int64_t positions_stride, int64_t B, int64_t H,
+                               int64_t T, int64_t D, int64_t rotary, int interleaved, int backward, int dtype,
+                               void* stream);
+
+/* y[i] = dropout(table[tokens[i]] + position_table[position of i]) for i < items, rows of n.
+ *
+ * table: [rows, n]; position_table: [position_rows, n] or null; y: [items, n]; all of dtype. The position of item
+ * i is positions[i % period], or with null i % period. seed, p: dropout with the mask of that seed (one int64 in
+ * device memory) as in device/philox.cuh; null for none. An id outside its table gives NaN. */
+FUSELINE_API int fuseline_embedding_forward(const int64_t* tokens, const void* table, const int64_t* positions,
+                                            const void* position_table, void* y, int64_t items, int64_t n,
+                                            int64_t rows, int64_t period, int64_t position_rows,
+                                            const int64_t* seed, double p, int dtype, void* stream);
+
+/* Bytes of scratch for fuseline_embedding_backward. */
+FUSELINE_API size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n);
+
+/* grad_table[r] = the sum of dropout(grad_out[i]) over the items whose id, ids[i % period], is r; zero where none
+ * is, and for r = skipped. Summed in fp32, the items in order. grad_out: [items, n], grad_table: [rows, n] of
+ * dtype. workspace: 16-byte aligned, uninitialized. */
+FUSELINE_API int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period,
+                                             int64_t skipped, void* grad_table, void* workspace,
+                                             int64_t items, int64_t n, int64_t rows, const int64_t* seed,
+                                             double p, int dtype, void* stream);
+
+/* The same where the id of item i is i % period: no sort, and no scratch. */
+FUSELINE_API int fuseline_embedding_position_backward(const void* grad_out, void* grad_table, int64_t items,
+                                                      int64_t n, int64_t rows, int64_t period,
+                                                      const int64_t* seed, double p, int dtype, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

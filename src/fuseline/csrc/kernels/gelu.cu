@@ -1,0 +1,286 @@
+// y = gelu(x + bias) and its gradients: grad_x = grad_out * gelu'(x + bias), grad_bias = the sum of grad_x over rows.
+//
+// Moves: forward x read once, y written once; backward x and grad_out read once, grad_x written once, and with the
+// bias's gradient fp32 rows of partial sums, one for each row of blocks. Does: 10 to 40 operations an element, two of
+// them on the special function units. Limit: HBM bandwidth.
+//
+// Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 16-byte steps, are taken several at a
+// time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
+// has 32 neighbouring positions and each of its warps every so-manieth row of them; the sums stay in registers, meet
+// in shared memory at the end, and a second kernel adds up what the blocks found, in a fixed order.
+
+#include "device/activation.cuh"
+#include "device/elementwise.cuh"
+#include "device/partials.cuh"
+
+namespace fuseline {
+namespace {
+
+template <class Activation>
+struct Forward {
+  static constexpr int kIn = 1, kOut = 1, kRows = 4;
+  static __device__ __forceinline__ void apply(const float (&in)[1], float bias, float (&out)[1]) {
+    out[0] = Activation::value(in[0] + bias);
+  }
+};
+
+// Of grad_out and x.
+template <class Activation>
+struct Backward {
+  static constexpr int kIn = 2, kOut = 1, kRows = 2;
+  static __device__ __forceinline__ void apply(const float (&in)[2], float bias, float (&out)[1]) {
+    out[0] = in[0] * Activation::both(in[1] + bias).y;
+  }
+};
+
+struct BiasGradients {
+  const void* grad_out;
+  const void* x;
+  const void* bias;
+  void* grad_x;       // null if not wanted
+  float* partials;    // [blocks in y, columns], columns being n if `fold`, else row_elements
+  int64_t elements, row_elements, rows;
+  int64_t n;          // columns repeat every n along a row
+  bool fp32_bias;
+  bool bias_vectors;
+  bool fold;          // a row is one block's: add its repetitions up at once
+};
+
+constexpr int kBiasWarps = 8;
+constexpr int kBiasRows = 4;    // of a thread in flight
+constexpr int kBiasBlocks = 3;  // a multiprocessor holds at once
+
+// ---- kernels ----
+
+template <class Activation, class T, int kWide>
+__global__ void __launch_bounds__(kWarp* kBiasWarps, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
+  __shared__ float shared[kBiasWarps][kWarp * kWide];
+  const T* grad_out = static_cast<const T*>(a.grad_out);
+  const T* x = static_cast<const T*>(a.x);
+  T* grad_x = static_cast<T*>(a.grad_x);
+  const int64_t first = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kWide;
+  const bool mine = first < a.row_elements;
+  float bias[kWide], sums[kWide] = {};
+  load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
+
+  const auto gradient = [&](const float (&grad)[kWide], const float (&value)[kWide], float (&result)[kWide]) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      result[i] = grad[i] * Activation::both(value[i] + bias[i]).y;
+      sums[i] += result[i];
+    }
+  };
+
+  const int64_t step = int64_t(gridDim.y) * kBiasWarps * kBiasRows;
+  for (int64_t row = (int64_t(blockIdx.y) * kBiasWarps + threadIdx.y) * kBiasRows; row < a.rows; row += step) {
+    Raw<T, kWide> raw[kBiasRows][2];
+    const int64_t at = row * a.row_elements + first;
+#pragma unroll
+    for (int u = 0; u < kBiasRows; ++u) {
+      if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
+      raw[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
+      raw[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
+    }
+#pragma unroll
+    for (int u = 0; u < kBiasRows; ++u) {
+      if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
+      float grad[kWide], value[kWide], result[kWide];
+      widen<T, kWide>(raw[u][0], grad);
+      widen<T, kWide>(raw[u][1], value);
+      gradient(grad, value, result);
+      if (a.grad_x) store_wide<T, kWide>(grad_x + at + u * a.row_elements, result);
+    }
+  }
+  // The end of the last row, if it does not fill an access.
+  if constexpr (kWide > 1) {
+    const int64_t at = (a.rows - 1) * a.row_elements + first;
+    if (mine && blockIdx.y == 0 && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
+      float grad[kWide], value[kWide], result[kWide];
+      const int64_t left = a.elements - at;
+      widen<T, kWide>(load_vector<T, false, int64_t>(grad_out + at, 0, left, false), grad);
+      widen<T, kWide>(load_vector<T, false, int64_t>(x + at, 0, left, false), value);
+      gradient(grad, value, result);
+      if (a.grad_x) store_vector<T, false, int64_t>(grad_x + at, 0, left, false, result);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kWide; ++i) shared[threadIdx.y][threadIdx.x * kWide + i] = sums[i];
+  __syncthreads();
+  const int column = threadIdx.y * kWarp + threadIdx.x;
+  const int64_t of_row = int64_t(blockIdx.x) * kWarp * kWide + column;
+  if (a.fold) {
+    for (int64_t c = column; c < a.n; c += kWarp * kBiasWarps) {
+      float sum = 0.f;
+      for (int64_t repeat = c; repeat < a.row_elements; repeat += a.n) {
+        for (int warp = 0; warp < kBiasWarps; ++warp) sum += shared[warp][repeat];
+      }
+      a.partials[int64_t(blockIdx.y) * a.n + c] = sum;
+    }
+  } else if (column < kWarp * kWide && of_row < a.row_elements) {
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < kBiasWarps; ++warp) sum += shared[warp][column];
+    a.partials[int64_t(blockIdx.y) * a.row_elements + of_row] = sum;
+  }
+}
+
+// ---- launchers ----
+
+// How rows of n are taken together into rows of whole accesses, about a warp's at least.
+template <class T>
+int64_t joined(int64_t n, int wide) {
+  int64_t least = 1;
+  while (least < wide && n * least % wide != 0) least *= 2;
+  const int64_t positions = n * least / wide;
+  return least * std::max<int64_t>(1, kWarp / std::max<int64_t>(1, positions));
+}
+
+// The grid of the kernel with the bias's gradient, and what it leaves behind.
+struct BiasPlan {
+  int64_t row_elements = 0, rows = 0;
+  int64_t columns = 0;  // blocks along a row
+  int64_t blocks = 0;   // over the rows, each with partial sums of its own
+  bool fold = false;
+  int64_t partial_rows(int64_t n) const { return fold ? blocks : blocks * (row_elements / n); }
+};
+
+template <class T>
+BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
+  BiasPlan plan;
+  plan.row_elements = n * joined<T>(n, wide);
+  plan.rows = divide_up(rows * n, plan.row_elements);
+  plan.columns = divide_up(plan.row_elements, kWarp * wide);
+  plan.fold = plan.columns == 1;
+  const int64_t most = divide_up(plan.rows, kBiasWarps * kBiasRows);
+  const int64_t at_once = int64_t(device.processors) * kBiasBlocks;
+  plan.blocks = std::min(most, at_once / plan.columns);
+  // Where few rows of blocks fit the device, take the fewest that fill whole rounds of it well.
+  constexpr int64_t kMany = 8, kRounds = 4;
+  double best = double(plan.blocks * plan.columns) / double(at_once);
+  for (int64_t blocks = plan.blocks + 1;
+       blocks <= most && at_once / plan.columns < kMany && (best == 0 || blocks * plan.columns <= kRounds * at_once);
+       ++blocks) {
+    const int64_t rounds = divide_up(blocks * plan.columns, at_once);
+    const double filled = double(blocks * plan.columns) / double(rounds * at_once) - 0.02 * double(rounds - 1);
+    if (filled > best) best = filled, plan.blocks = blocks;
+  }
+  return plan;
+}
+
+bool whole_vectors(const void* bias, bool fp32_bias, int64_t n, int wide) {
+  return n % wide == 0 && offset_in_vector(bias) == 0 && (!fp32_bias || n % 4 == 0);
+}
+
+template <class F, class T>
+int run_flat(Streams<F::kIn, F::kOut> a, int64_t rows, int64_t n, const Device& device, void* stream) {
+  constexpr int kSize = kVector<T>;
+  const auto run = [&](auto wide) {
+    constexpr int kWide = decltype(wide)::value;
+    const int64_t row = a.bias ? n * joined<T>(n, kWide) : kFlatRow<kWide>;
+    for (int64_t& stride : a.in_stride) stride = row;
+    for (int64_t& stride : a.out_stride) stride = row;
+    a.bias_n = n;
+    a.bias_vectors = row == n && whole_vectors(a.bias, a.fp32_bias, n, kWide);
+    return run_elementwise<F, T, kWide>(a, rows * n, row, device, stream);
+  };
+  for (int64_t& stride : a.in_stride) stride = 0;
+  for (int64_t& stride : a.out_stride) stride = 0;
+  return in_vectors<T>(a) ? run(std::integral_constant<int, kSize>{}) : run(std::integral_constant<int, 1>{});
+}
+
+template <class T, class Run>
+int with_activation(int approximate, Run&& run) {
+  if (approximate == FUSELINE_GELU_TANH) return run(GeluTanh<T>{});
+  return run(GeluErf<T>{});
+}
+
+template <class Activation, class T>
+int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Device& device, void* stream) {
+  constexpr int kSize = kVector<T>;
+  const bool vectors =
+      offset_in_vector(a.grad_out) == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.grad_x) == 0;
+  const int wide = vectors ? kSize : 1;
+  const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
+  a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
+  a.bias_vectors = plan.row_elements == a.n && whole_vectors(a.bias, a.fp32_bias, a.n, wide);
+  const dim3 grid(unsigned(plan.columns), unsigned(plan.blocks)), block(kWarp, kBiasWarps);
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if (vectors) {
+    gelu_bias_gradients<Activation, T, kSize><<<grid, block, 0, on>>>(a);
+  } else {
+    gelu_bias_gradients<Activation, T, 1><<<grid, block, 0, on>>>(a);
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return int(error);
+  return run_add_partials<T>(a.partials, plan.partial_rows(a.n), a.n, grad_bias, a.fp32_bias, stream);
+}
+
+bool known_gelu(int approximate) { return approximate == FUSELINE_GELU_TANH || approximate == FUSELINE_GELU_ERF; }
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_gelu_forward(const void* x, const void* bias, void* y, int64_t rows, int64_t n, int approximate, int dtype,
+                          int bias_dtype, void* stream) {
+  using namespace fuseline;
+  if (rows < 0 || n < 0) return FUSELINE_BAD_SIZE;
+  if (!known_gelu(approximate) || (bias && !weights_fit(bias_dtype, dtype))) return FUSELINE_UNSUPPORTED;
+  if (rows == 0 || n == 0) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  Streams<1, 1> a{};
+  a.in[0] = x, a.out[0] = y, a.bias = bias, a.fp32_bias = bias_dtype == FUSELINE_FLOAT32;
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return with_activation<T>(approximate, [&](auto activation) {
+      return run_flat<Forward<decltype(activation)>, T>(a, rows, n, device, stream);
+    });
+  });
+}
+
+size_t fuseline_gelu_backward_workspace(int64_t rows, int64_t n, int dtype) {
+  using namespace fuseline;
+  Device device;
+  if (rows <= 0 || n <= 0 || current_device(device) != cudaSuccess) return 0;
+  int64_t most = 0;
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    for (const int wide : {1, kVector<T>}) most = std::max(most, plan_bias<T>(rows, n, wide, device).partial_rows(n));
+    return 0;
+  });
+  return size_t(most * n) * sizeof(float);
+}
+
+int fuseline_gelu_backward(const void* grad_out, const void* x, const void* bias, void* grad_x, void* grad_bias,
+                           void* workspace, int64_t rows, int64_t n, int approximate, int dtype, int bias_dtype,
+                           void* stream) {
+  using namespace fuseline;
+  if (rows < 0 || n < 0) return FUSELINE_BAD_SIZE;
+  if (!known_gelu(approximate) || ((bias || grad_bias) && !weights_fit(bias_dtype, dtype))) return FUSELINE_UNSUPPORTED;
+  const bool fp32_bias = bias_dtype == FUSELINE_FLOAT32;
+  if (n == 0 || (!grad_x && !grad_bias)) return 0;
+  if (rows == 0) {
+    if (!grad_bias) return 0;
+    return int(cudaMemsetAsync(grad_bias, 0, size_t(n) * (fp32_bias ? 4 : 2), static_cast<cudaStream_t>(stream)));
+  }
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return with_activation<T>(approximate, [&](auto activation) {
+      using Activation = decltype(activation);
+      if (!grad_bias) {
+        Streams<2, 1> a{};
+        a.in[0] = grad_out, a.in[1] = x, a.out[0] = grad_x, a.bias = bias, a.fp32_bias = fp32_bias;
+        return run_flat<Backward<Activation>, T>(a, rows, n, device, stream);
+      }
+      BiasGradients a{};
+      a.grad_out = grad_out, a.x = x, a.bias = bias, a.grad_x = grad_x, a.partials = static_cast<float*>(workspace);
+      a.n = n, a.fp32_bias = fp32_bias;
+      return run_bias_gradients<Activation, T>(a, rows, grad_bias, device, stream);
+    });
+  });
+}

@@ -1,0 +1,311 @@
+// Rotary positions, and their gradient: the same turn backwards.
+//
+// x is [.., H, T, D] or [.., T, H, D], read through its strides; the result lies in memory in the order x does. On the CPU
+// it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/cos.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/sin.h>
+#include <ATen/ops/stack.h>
+#include <torch/library.h>
+
+#include <array>
+
+#include "fuseline_torch.h"
+
+namespace fuseline {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kName = "rope";
+
+// How x is turned: all arguments but x.
+struct Turn {
+    OptionalTensor cos, sin, positions;
+    double base;
+    bool interleaved;
+    std::optional<int64_t> dims;
+    int64_t seq_dim;
+};
+
+Tensor forward_op(const Tensor& x, const Turn& turn) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::rope", "").typed<
+        Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, bool,
+               std::optional<int64_t>, int64_t)>();
+    return op.call(x, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
+}
+
+Tensor backward_op(const Tensor& grad_out, const Turn& turn) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::rope_backward", "").typed<
+        Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, bool,
+               std::optional<int64_t>, int64_t)>();
+    return op.call(grad_out, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims,
+                   turn.seq_dim);
+}
+
+// The dimension of x that counts tokens.
+int64_t token_dim(const Tensor& x, const Turn& turn) {
+    const int64_t dim = turn.seq_dim < 0 ? turn.seq_dim + x.dim() : turn.seq_dim;
+    const bool fits = x.dim() >= 2 && x.dim() <= 4 && (dim == x.dim() - 2 || dim == x.dim() - 3) && dim >= 0;
+    TORCH_CHECK_VALUE(fits && (x.dim() < 4 || dim >= 1), kName, ": x has shape ", x.sym_sizes(), " and seq_dim is ",
+                      turn.seq_dim, ". x is [T, D], [H, T, D] or [B, H, T, D] with seq_dim=-2, or [T, H, D] or "
+                      "[B, T, H, D] with seq_dim=-3.");
+    return dim;
+}
+
+int64_t rotary_dims(const Tensor& x, const Turn& turn) {
+    if (turn.dims.has_value()) return *turn.dims;
+    const int64_t D = x.size(-1);
+    return D - D % 2;
+}
+
+void check_table(const OptionalTensor& table, const char* name, const Tensor& x, const Turn& turn, int64_t tokens) {
+    TORCH_CHECK_VALUE(table->dim() == 2, kName, ": ", name, " has shape ", table->sym_sizes(),
+                      "; it is [positions, dims / 2].");
+    TORCH_CHECK_VALUE(table->device() == x.device(), kName, ": ", name, " is on ", table->device(), " and x on ",
+                      x.device(), ".");
+    TORCH_CHECK_TYPE(table->is_floating_point(), kName, ": ", name, " is ", table->scalar_type(), "; give float32.");
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(table), kName, ": ", name, " requires a gradient, and has none here. "
+                                "Detach it.");
+    const auto D = x.sym_size(-1);
+    const auto pairs = turn.dims.has_value() ? c10::SymInt(*turn.dims / 2) : (D - D % 2) / 2;
+    TORCH_CHECK_VALUE(table->sym_size(1) == pairs, kName, ": ", name, " has shape ", table->sym_sizes(), " for ",
+                      pairs * 2, " rotary dimensions; its rows are half as long.");
+    TORCH_CHECK_VALUE(turn.positions.has_value() || table->sym_size(0) >= x.sym_size(tokens), kName, ": ", name,
+                      " has ", table->sym_size(0), " positions, and x ", x.sym_size(tokens), " tokens.");
+}
+
+void check(const Tensor& x, const Turn& turn) {
+    cpu_type(x, kName);
+    const int64_t tokens = token_dim(x, turn);
+    if (turn.dims.has_value()) {
+        TORCH_CHECK_VALUE(*turn.dims >= 0 && *turn.dims % 2 == 0 && x.sym_size(-1) >= *turn.dims, kName, ": dims is ",
+                          *turn.dims, ", and x has ", x.sym_size(-1), " elements a head; dims is even and no more.");
+    }
+    TORCH_CHECK_VALUE(turn.cos.has_value() == turn.sin.has_value(), kName,
+                      ": cos and sin are given both or not at all.");
+    TORCH_CHECK_VALUE(turn.base > 0, kName, ": base is ", turn.base, "; it is positive.");
+    if (turn.cos.has_value()) {
+        check_table(turn.cos, "cos", x, turn, tokens);
+        check_table(turn.sin, "sin", x, turn, tokens);
+    }
+    if (!turn.positions.has_value()) return;
+    const Tensor& positions = *turn.positions;
+    TORCH_CHECK_TYPE(positions.scalar_type() == at::kLong, kName, ": positions are ", positions.scalar_type(),
+                     "; they are int64: positions.long().");
+    TORCH_CHECK_VALUE(positions.device() == x.device(), kName, ": positions are on ", positions.device(), " and x on ",
+                      x.device(), ".");
+    const bool shared = positions.dim() == 1 && positions.sym_size(0) == x.sym_size(tokens);
+    const bool apart = positions.dim() == 2 && tokens > 0 && positions.sym_size(0) == x.sym_size(0) &&
+                       positions.sym_size(1) == x.sym_size(tokens);
+    TORCH_CHECK_VALUE(shared || apart, kName, ": positions have shape ", positions.sym_sizes(), " for x of shape ",
+                      x.sym_sizes(), "; they are [T] or [B, T].");
+}
+
+// Contiguous, but with heads and tokens the way round they lie in x.
+Tensor empty_beside(const Tensor& x) {
+    if (x.dim() != 4 || !(x.sym_stride(1) < x.sym_stride(2))) return at::empty_symint(x.sym_sizes(), x.options());
+    const auto& sizes = x.sym_sizes();
+    const std::array<c10::SymInt, 4> strides = {sizes[1] * sizes[2] * sizes[3], sizes[3], sizes[1] * sizes[3], 1};
+    return at::empty_strided_symint(sizes, strides, x.options());
+}
+
+// x as [B, H, T, D]: which of its dimensions those are, -1 for one that it has not.
+struct Dimensions {
+    int64_t batch = -1, head = -1, token;
+
+    Dimensions(const Tensor& x, const Turn& turn) : token(token_dim(x, turn)) {
+        const bool heads_last = token == x.dim() - 3;
+        if (x.dim() == 4) {
+            batch = 0, head = heads_last ? 2 : 1;
+        } else if (x.dim() == 3) {
+            // [T, H, D], or [N, T, D], N being heads unless each has positions of its own.
+            if (heads_last) {
+                head = 1;
+            } else {
+                (turn.positions.has_value() && turn.positions->dim() == 2 ? batch : head) = 0;
+            }
+        }
+    }
+    static int64_t size(const Tensor& x, int64_t dim) { return dim < 0 ? 1 : x.size(dim); }
+    static int64_t stride(const Tensor& x, int64_t dim) { return dim < 0 ? 0 : x.stride(dim); }
+    std::array<int64_t, 3> strides(const Tensor& x) const {
+        return {stride(x, batch), stride(x, head), stride(x, token)};
+    }
+};
+
+template <bool backward>
+Tensor rope_cpu(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
+                double base, bool interleaved, std::optional<int64_t> dims, int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    check(x, turn);
+    const Dimensions at(x, turn);
+    const int64_t rotary = rotary_dims(x, turn), pairs = rotary / 2;
+    const auto type = accumulator_type(x.scalar_type());
+    const auto exact = x.options().dtype(at::kDouble);
+    Tensor cosine, sine;  // [T, pairs] or [B, T, pairs]
+    if (cos.has_value()) {
+        const auto rows = [&](const Tensor& table) {
+            if (!positions.has_value()) return table.narrow(0, 0, x.size(at.token));
+            auto sizes = positions->sizes().vec();
+            sizes.push_back(pairs);
+            return table.index_select(0, positions->flatten()).view(sizes);
+        };
+        cosine = rows(*cos), sine = rows(*sin);
+    } else {
+        const Tensor numbers = positions.has_value() ? positions->to(at::kDouble) : at::arange(x.size(at.token), exact);
+        const Tensor exponents = at::arange(pairs, exact).mul(-2.0 / static_cast<double>(std::max<int64_t>(1, rotary)));
+        const Tensor angles = numbers.unsqueeze(-1).mul(at::pow(base, exponents));
+        cosine = at::cos(angles), sine = at::sin(angles);
+    }
+    cosine = cosine.to(type), sine = sine.to(type);
+    if (backward) sine = sine.neg();
+    // Heads stand between batch and tokens, or between tokens and pairs.
+    if (at.head >= 0 && at.head > at.token) {
+        cosine = cosine.unsqueeze(-2), sine = sine.unsqueeze(-2);
+    } else if (at.head >= 0 && cosine.dim() == 3) {
+        cosine = cosine.unsqueeze(1), sine = sine.unsqueeze(1);
+    }
+    const Tensor turned = x.narrow(-1, 0, rotary).to(type);
+    Tensor left, right;
+    if (interleaved) {
+        const Tensor both = turned.unflatten(-1, {pairs, 2});
+        left = both.select(-1, 0), right = both.select(-1, 1);
+    } else {
+        left = turned.narrow(-1, 0, pairs), right = turned.narrow(-1, pairs, pairs);
+    }
+    const Tensor one = left.mul(cosine).sub(right.mul(sine)), other = right.mul(cosine).add(left.mul(sine));
+    const Tensor result = interleaved ? at::stack({one, other}, -1).flatten(-2) : at::cat({one, other}, -1);
+    Tensor y = empty_beside(x);
+    y.narrow(-1, 0, rotary).copy_(result);
+    y.narrow(-1, rotary, x.size(-1) - rotary).copy_(x.narrow(-1, rotary, x.size(-1) - rotary));
+    return y;
+}
+
+template <bool backward>
+Tensor rope_cuda(const Tensor& given, const OptionalTensor& cos, const OptionalTensor& sin,
+                 const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                 int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    check(given, turn);
+    const c10::DeviceGuard guard(given.device());
+    const Tensor x = given.size(-1) > 1 && given.stride(-1) != 1 ? given.contiguous() : given;
+    const Dimensions at(x, turn);
+    const int64_t rotary = rotary_dims(x, turn);
+    TORCH_CHECK_VALUE(cos.has_value() || rotary <= 512, kName, ": ", rotary, " rotary dimensions; for more than 512 give "
+                      "cos and sin.");
+    Tensor y = empty_beside(given);
+    const auto table = [](const OptionalTensor& t) {
+        return t.has_value() ? OptionalTensor(t->to(at::kFloat).contiguous()) : std::nullopt;
+    };
+    const OptionalTensor cosine = table(cos), sine = table(sin), numbers = contiguous(positions);
+    const int64_t T = x.size(at.token);
+    const auto floats = [](const OptionalTensor& t) { return static_cast<const float*>(data_or_null(t)); };
+    static const auto launch = FUSELINE_KERNEL(fuseline_rope);
+    check_launch(launch(x.const_data_ptr(), y.data_ptr(), at.strides(x).data(), at.strides(y).data(), floats(cosine),
+                        floats(sine), cos.has_value() ? cos->size(0) : 0, base,
+                        static_cast<const int64_t*>(data_or_null(numbers)),
+                        numbers.has_value() && numbers->dim() == 2 ? T : 0, Dimensions::size(x, at.batch),
+                        Dimensions::size(x, at.head), T, x.size(-1), rotary, interleaved, backward,
+                        kernel_dtype(x, kName), current_stream(x)),
+                 kName);
+    return y;
+}
+
+Tensor rope_meta(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
+                 double base, bool interleaved, std::optional<int64_t> dims, int64_t seq_dim) {
+    check(x, {cos, sin, positions, base, interleaved, dims, seq_dim});
+    return empty_beside(x);
+}
+
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+struct Rope : torch::autograd::Function<Rope> {
+    static constexpr bool is_traceable = true;
+
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Turn& turn) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        ctx->saved_data["base"] = turn.base;
+        ctx->saved_data["interleaved"] = turn.interleaved;
+        ctx->saved_data["dims"] = turn.dims.has_value() ? c10::IValue(*turn.dims) : c10::IValue();
+        ctx->saved_data["seq_dim"] = turn.seq_dim;
+        ctx->save_for_backward(
+            {turn.cos.value_or(Tensor()), turn.sin.value_or(Tensor()), turn.positions.value_or(Tensor())});
+        return forward_op(x, turn);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const c10::IValue dims = ctx->saved_data["dims"];
+        const Turn turn{optional(saved[0]),
+                        optional(saved[1]),
+                        optional(saved[2]),
+                        ctx->saved_data["base"].toDouble(),
+                        ctx->saved_data["interleaved"].toBool(),
+                        dims.isNone() ? std::nullopt : std::optional<int64_t>(dims.toInt()),
+                        ctx->saved_data["seq_dim"].toInt()};
+        return {backward_op(grads[0], turn), Tensor()};
+    }
+};
+
+Tensor rope_autograd(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin,
+                     const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                     int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(cos) || wants_grad(sin))) {
+        check(x, turn);
+        return Rope::apply(x, turn);
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_op(x, turn);
+}
+
+Tensor rope_backward_autograd(const Tensor& grad_out, const OptionalTensor& cos, const OptionalTensor& sin,
+                              const OptionalTensor& positions, double base, bool interleaved,
+                              std::optional<int64_t> dims, int64_t seq_dim) {
+    const Tensor result = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, {cos, sin, positions, base, interleaved, dims, seq_dim});
+    }();
+    const bool tracked = at::GradMode::is_enabled() && wants_grad(grad_out);
+    return tracked ? NoSecondDerivative::apply(result, grad_out, grad_out, std::string(kName)) : result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("rope(Tensor x, Tensor? cos=None, Tensor? sin=None, *, Tensor? positions=None, float base=10000.0, "
+          "bool interleaved=False, int? dims=None, int seq_dim=-2) -> Tensor",
+          {at::Tag::pt2_compliant_tag});
+    m.def("rope_backward(Tensor grad_out, Tensor? cos, Tensor? sin, Tensor? positions, float base, bool interleaved, "
+          "int? dims, int seq_dim) -> Tensor",
+          {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("rope", rope_cpu<false>);
+    m.impl("rope_backward", rope_cpu<true>);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("rope", rope_cuda<false>);
+    m.impl("rope_backward", rope_cuda<true>);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("rope", rope_meta);
+    m.impl("rope_backward", rope_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("rope", rope_autograd);
+    m.impl("rope_backward", rope_backward_autograd);
+}
+
+}  // namespace fuseline

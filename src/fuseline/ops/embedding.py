@@ -1,0 +1,165 @@
+"""Token embedding, with position embedding and dropout in the same pass.
+
+    y = dropout(weight[token] + position_weight[position])
+
+tokens is [..., T] (int64), weight [V, N], position_weight [P, N] and positions [T] or of tokens' shape, both
+optional; without positions they are 0, 1, .. T - 1. The result is [..., T, N] in weight's dtype: float32,
+float16, bfloat16 or float64 (on a GPU float64 runs the reference). The mask of dropout is a function of the
+seed, drawn from torch's generator, and the place of the element (ops/philox.py): it is not stored, and
+kernel, reference and backward compute the same.
+
+The gradients are sums over the tokens in order, in float32, and the same bits every time: ids are sorted,
+what belongs to one row is added up, and no float is added atomically. The row `padding_idx` gets none.
+Ids outside a table give rows of NaN on a GPU and IndexError on a CPU. Not twice differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.ops.op import Case, Op, register
+from fuseline.ops.philox import check_probability, draw_seed, multipliers
+
+
+def reference(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    position_weight: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    padding_idx: int = -1,
+    seed: torch.Tensor | None = None,
+    p: float = 0.0,
+) -> torch.Tensor:
+    """The definition in plain PyTorch, for every device; rounded once, at the end."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    table = weight.to(wide)
+    y = torch.nn.functional.embedding(tokens, table, None if padding_idx < 0 else padding_idx)
+    if position_weight is not None:
+        T = tokens.shape[-1]
+        y = y + position_weight.to(wide)[torch.arange(T, device=y.device) if positions is None else positions]
+    if p > 0 and seed is not None:
+        y = y * multipliers(seed, y.shape, p).to(wide)
+    return y.to(weight.dtype)
+
+
+def embedding(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    position_weight: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    padding_idx: int = -1,
+    seed: torch.Tensor | None = None,
+    p: float = 0.0,
+) -> torch.Tensor:
+    """Rows of `weight` for tokens, plus rows of `position_weight`, through dropout, in one pass.
+
+    Args:
+        tokens: [..., T], int64.
+        weight: [V, N]; float32, float16, bfloat16 or float64.
+        position_weight: [P, N] in weight's dtype, P >= T; optional.
+        positions: int64, [T] or of tokens' shape; 0, 1, .. if absent.
+        padding_idx: the row of weight that gets no gradient; -1 for none.
+        seed: one int64 on the device, of the mask of dropout; drawn from torch's generator if absent.
+        p: dropout probability; 0 for none.
+
+    Returns [..., T, N] in weight's dtype, contiguous.
+    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    """
+    device = weight.device.type
+    check_probability(p, "embedding")
+    if p > 0 and seed is None:
+        seed = draw_seed(weight.device)
+    if native.ready(device) and not (device == "cuda" and weight.dtype is torch.float64):
+        return torch.ops.fuseline.embedding.default(
+            tokens, weight, position_weight, positions, padding_idx, seed, p
+        )
+    return reference(tokens, weight, position_weight, positions, padding_idx=padding_idx, seed=seed, p=p)
+
+
+def _inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    options = dict(case.options)
+    *shape, n = case.shape
+    vocabulary = options.pop("vocabulary", shape[0] + 13 if shape else 13)
+    table, positions = options.pop("position_table", 0), options.pop("positions", None)
+    alike = options.pop("alike", 0.0)
+    draw: dict[str, Any] = {"generator": generator, "device": device}
+    tokens = torch.randint(vocabulary, shape, **draw)
+    if alike:  # as in text, one token comes most often
+        tokens = tokens.masked_fill(torch.rand(shape, **draw) < alike, 2)
+    arguments: dict[str, Any] = {
+        "tokens": tokens,
+        "weight": torch.randn((vocabulary, n), dtype=torch.float32, **draw).to(dtype),
+        **options,
+    }
+    if table:
+        arguments["position_weight"] = torch.randn((table, n), dtype=torch.float32, **draw).to(dtype)
+    if positions is not None:
+        arguments["positions"] = torch.randint(table, positions, **draw)
+    if options.get("p"):
+        arguments["seed"] = torch.randint(2**62, (1,), **draw)
+    return arguments
+
+
+def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    """Rows of the table that are not read, or read again, do not count; the gradient is written whole."""
+    *shape, n = case.shape
+    tokens = math.prod(shape)
+    vocabulary = case.options.get("vocabulary", tokens)
+    table = case.options.get("position_table", 0)
+    rows = min(tokens, vocabulary) if direction == "fw" else vocabulary
+    return (tokens + rows + table) * n * itemsize + 8 * tokens
+
+
+def _flops(case: Case, direction: str) -> int:
+    return math.prod(case.shape)
+
+
+def _sweep(rows: int, n: int) -> Case:
+    """`rows` tokens of GPT-2's vocabulary, or of one of 1,024 where there are few."""
+    return Case(f"{rows}x{n}", (rows, n), {"vocabulary": 50304 if rows > 4096 else 1024})
+
+
+EMBEDDING = register(
+    Op(
+        name="embedding",
+        function=embedding,
+        reference=reference,
+        inputs=_inputs,
+        differentiable=("weight", "position_weight"),
+        cases=(
+            Case("one dimension of tokens", (64, 40)),
+            Case("rows of 768", (4, 33, 768), {"vocabulary": 500}),
+            Case("positions", (4, 33, 384), {"vocabulary": 300, "position_table": 33}),
+            Case("more positions than tokens", (3, 9, 64), {"vocabulary": 50, "position_table": 40}),
+            Case("given positions", (3, 9, 64), {"vocabulary": 50, "position_table": 40, "positions": (9,)}),
+            Case(
+                "positions a token", (3, 9, 64), {"vocabulary": 50, "position_table": 7, "positions": (3, 9)}
+            ),
+            Case("padding", (6, 900, 24), {"vocabulary": 9, "padding_idx": 2}),
+            Case("dropout", (4, 33, 64), {"vocabulary": 50, "position_table": 33, "p": 0.25}),
+            Case("dropout, odd rows", (3, 17, 7), {"vocabulary": 50, "position_table": 20, "p": 0.5}),
+            Case("everything dropped", (3, 17, 16), {"vocabulary": 50, "p": 1.0}),
+            Case("few rows, long sums", (2, 700, 24), {"vocabulary": 3}),
+            Case("one token alone", (1500, 16), {"vocabulary": 1}),
+            Case("as in text", (4, 700, 48), {"vocabulary": 2000, "alike": 0.3}),
+            Case("a large vocabulary", (2, 20, 8), {"vocabulary": 70000}),
+            Case("odd rows", (31, 31), {"vocabulary": 40}),
+            Case("one element a row", (9, 1), {"vocabulary": 5}),
+            Case("one token", (16,), {"vocabulary": 5}),
+            Case("no tokens", (0, 16), {"vocabulary": 5}),
+            Case("no tokens, positions", (2, 0, 16), {"vocabulary": 5, "position_table": 3}),
+        ),
+        bytes_moved=_bytes_moved,
+        flops=_flops,
+        sweep=_sweep,
+        lengths=(64, 128, 256, 384, 512, 768, 1024, 1600, 2048, 3072, 4096, 5120, 8192),
+    )
+)
