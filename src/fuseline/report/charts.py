@@ -121,7 +121,8 @@ class Dot:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Named dots. On a log10 `x` axis a dot at 0 stands apart, at the axis' left end."""
+    """Named dots, over `lines` that bound them (a roof) if there are some. On a log10 `x` axis a dot at 0
+    stands apart, at the axis' left end."""
 
     title: str
     x: Axis
@@ -129,6 +130,7 @@ class Scatter:
     dots: tuple[Dot, ...]
     legend: tuple[Key, ...] = ()
     exact: str = "exact"
+    lines: tuple[Line, ...] = ()
 
     def words(self) -> str:
         return "; ".join(f"{d.label}: {self.y.show(d.y)} at {self.x.show(d.x)}" for d in self.dots)

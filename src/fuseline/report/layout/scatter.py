@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fuseline.report.charts import Dot, Scatter
+from fuseline.report.charts import Dot, Line, Scatter
 from fuseline.report.layout.axes import Frame, frame
 from fuseline.report.layout.legends import legend
 from fuseline.report.layout.lettering import text_width
@@ -23,8 +23,14 @@ def draw(chart: Scatter, width: float) -> Scene:
     plot = frame(
         chart.x,
         chart.y,
-        [d.x for d in chart.dots if d.x > 0 or not zero],
-        [v for d in chart.dots for v in (d.y, d.low, d.high) if v is not None],
+        [
+            *(d.x for d in chart.dots if d.x > 0 or not zero),
+            *(p.x for line in chart.lines for p in line.points),
+        ],
+        [
+            *(v for d in chart.dots for v in (d.y, d.low, d.high) if v is not None),
+            *(p.y for line in chart.lines for p in line.points),
+        ],
         top=top,
         width=width,
         height=360.0 if wide else 330.0,
@@ -35,11 +41,19 @@ def draw(chart: Scatter, width: float) -> Scene:
     drawn: list[Mark] = [*marks, *plot.marks]
     if zero:
         drawn.append(Text(plot.x.start - EXACT + 22, plot.y.start + 17, chart.exact, 11, "muted", "middle"))
+    drawn.extend(mark for line in chart.lines for mark in _bound(line, plot))
     drawn.extend(mark for i, d in enumerate(chart.dots) for mark in _dot(d, *at[i], plot, chart))
     taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
     for i in sorted(at, key=lambda i: at[i][1]):
         drawn.extend(_name(chart.dots[i], *at[i], taken, width, plot))
     return Scene(width, plot.bottom, tuple(drawn))
+
+
+def _bound(line: Line, plot: Frame) -> Iterator[Mark]:
+    """A line with its name over its right end."""
+    path = tuple((plot.x.at(p.x), plot.y.at(p.y)) for p in line.points)
+    yield Path(path, stroke=line.role, width=1.6, dash=line.dash)
+    yield Text(path[-1][0], path[-1][1] - 6, line.label, SIZE, line.role, "end")
 
 
 def _x(dot: Dot, plot: Frame, zero: bool) -> float:
