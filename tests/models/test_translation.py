@@ -152,7 +152,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean(kernels: Kernels) -> None:
     torch.testing.assert_close(kept, torch.full_like(kept, 4 / 3))
     assert (total == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
     embedded = kernels.embed(
-        torch.zeros(2, 50, dtype=torch.int64), torch.ones(3, 64), torch.zeros(50, 64), 0.25
+        torch.zeros(2, 50, dtype=torch.int64), torch.ones(3, 64), torch.zeros(50, 64), None, 0.25
     )
     assert (embedded == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
 

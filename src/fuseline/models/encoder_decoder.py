@@ -135,7 +135,7 @@ class EncoderDecoder(nn.Module):
             )
         p = self.config.dropout if self.training else 0.0
         rows_TC = self.positions[offset:end]
-        x_BTC = self.kernels.embed(tokens_BT, self.token_embedding.weight, rows_TC, p)
+        x_BTC = self.kernels.embed(tokens_BT, self.token_embedding.weight, rows_TC, None, p)
         return x_BTC * math.sqrt(self.config.embed_dim)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseline.errors import InputError
@@ -88,10 +87,9 @@ class DecoderOnly(nn.Module):
                 f"The sequence has {T} tokens, and this model's length is {self.config.length}. "
                 "Shorten the sequence, or train a model with a larger --length."
             )
-        table = self.position_embedding.weight
-        rows = table[:T] if positions_BT is None else F.embedding(positions_BT, table)
         p = self.config.dropout if self.training else 0.0
-        embedded_BTC = self.kernels.embed(tokens_BT, self.token_embedding.weight, rows, p)
+        places_PC = self.position_embedding.weight
+        embedded_BTC = self.kernels.embed(tokens_BT, self.token_embedding.weight, places_PC, positions_BT, p)
         x_BTC, stream_BTC = self.chain.begin(embedded_BTC)
         for i, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
             gathered_BTC = attention(x_BTC, keep, None if caches is None else caches[i])

@@ -31,7 +31,8 @@ class Kernels:
     p)` drops x + x_bias with probability p, adds it to `stream`, and returns (LayerNorm of the sum, the sum).
     `attention_weights(scores, scale, causal, keep)` is the softmax over keys, those where `keep`
     (broadcastable to the scores) is False left out. `activation(x, bias)` is GELU(x + bias), tanh form.
-    `embed(tokens_BT, table_VC, positions_TC, p)` looks rows up, adds the positions' and drops.
+    `embed(tokens_BT, table_VC, places_PC, positions, p)` adds the rows of tokens and of their positions (0,
+    1, .. if None) and drops.
     `loss(logits_NV, targets_N, smoothing)` is the mean cross-entropy over targets that are not -1.
     """
 
@@ -39,7 +40,7 @@ class Kernels:
     add_norm: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     attention_weights: Callable[[Tensor, float, bool, Tensor | None], Tensor]
     activation: Callable[[Tensor, Tensor], Tensor]
-    embed: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    embed: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
     loss: Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -103,8 +104,12 @@ def _formula_loss(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Ten
     return (losses_N * counted_N).sum() / counted_N.sum()
 
 
-def _torch_embed(tokens_BT: Tensor, table_VC: Tensor, positions_TC: Tensor, p: float) -> Tensor:
-    return dropped(F.embedding(tokens_BT, table_VC) + positions_TC, p)
+def _torch_embed(
+    tokens_BT: Tensor, table_VC: Tensor, places_PC: Tensor, positions: Tensor | None, p: float
+) -> Tensor:
+    T = tokens_BT.shape[1]
+    rows = places_PC[:T] if positions is None else F.embedding(positions, places_PC)
+    return dropped(F.embedding(tokens_BT, table_VC) + rows, p)
 
 
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -145,6 +150,22 @@ def _fused_weights(scores: Tensor, scale: float, causal: bool, keep: Tensor | No
     return ops.softmax(scores, scale=scale, causal=causal, mask=keep)
 
 
+def _fused_activation(x: Tensor, bias: Tensor) -> Tensor:
+    return ops.gelu(x, bias, "tanh")
+
+
+def _fused_embed(
+    tokens_BT: Tensor, table_VC: Tensor, places_PC: Tensor, positions: Tensor | None, p: float
+) -> Tensor:
+    return ops.embedding(tokens_BT, table_VC, places_PC, positions, p=p)
+
+
+def _fused_loss(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
+    return ops.cross_entropy(
+        logits_NV, targets_N, ignore_index=IGNORE_INDEX, label_smoothing=smoothing, grad_in_forward=True
+    )
+
+
 FORMULAS = Kernels(
     norm=_formula_norm,
     add_norm=_formula_add_norm,
@@ -165,7 +186,7 @@ FUSED = Kernels(
     norm=_fused_norm,
     add_norm=_fused_add_norm,
     attention_weights=_fused_weights,
-    activation=_torch_activation,
-    embed=_torch_embed,
-    loss=_torch_loss,
+    activation=_fused_activation,
+    embed=_fused_embed,
+    loss=_fused_loss,
 )
