@@ -24,8 +24,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def probes(device: torch.device) -> Any:
-    return load_probes(device)
+def probes() -> Any:
+    return load_probes()
 
 
 def test_a_chain_is_one_cycle_through_every_place(device: torch.device) -> None:
@@ -70,7 +70,7 @@ def test_what_a_probe_cannot_take_is_refused(
 
 def test_near_memory_answers_before_far_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "RUNS", 2)
-    near, *_, far = latency.measure(CPU, load_probes(CPU), seed=0)
+    near, *_, far = latency.measure(CPU, load_probes(), seed=0)
     assert (near.what, near.metric, far.what) == ("L1", "latency_ns", "memory")
     assert near.value is not None
     assert far.value is not None

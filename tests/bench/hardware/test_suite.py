@@ -66,7 +66,7 @@ def test_every_op_has_its_place_under_the_roof(monkeypatch: pytest.MonkeyPatch) 
 def test_parts_are_recorded_as_they_are_done_and_a_missing_compiler_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_compiler(device: torch.device) -> None:
+    def no_compiler() -> None:
         raise InputError("build_extension('fuseline_probes') cannot compile: no C++ compiler.")
 
     monkeypatch.setattr(native, "ready", lambda device_type: False)

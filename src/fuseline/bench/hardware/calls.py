@@ -18,7 +18,7 @@ RUNS = 20
 
 
 def measure(device: torch.device, probes: Any) -> Iterator[Figure]:
-    """Microseconds of the host, except where the device is named."""
+    """Microseconds of the host, or of what is slower: of kernels one after another, by the device's clock."""
     small = torch.ones(8, device=device)
     host = host_time_us(lambda: small * small, device)
     yield _figure("eager call of torch's multiply", host, "aten")
@@ -30,9 +30,9 @@ def measure(device: torch.device, probes: Any) -> Iterator[Figure]:
     yield _figure("launch until the host knows that it is done", _round_trip(device, probes, small))
     back_to_back = time_calls(lambda: probes.launch(small, LAUNCHES), device, repeats=RUNS, flush=False)
     one = summarize([us / LAUNCHES for us in (back_to_back.low, back_to_back.median, back_to_back.high)])
-    yield _figure("device: an empty kernel among others on a stream", one)
+    yield _figure("an empty kernel after another on a stream", one)
     yield Figure(
-        SECTION, "device: an empty kernel in a graph", "time_us", empty_kernel_us(device), peer="aten"
+        SECTION, "an empty kernel after another in a graph", "time_us", empty_kernel_us(device), peer="aten"
     )
 
 

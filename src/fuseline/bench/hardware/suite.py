@@ -58,7 +58,7 @@ def _measure(part: str, device: torch.device, seed: int) -> Iterator[Figure]:
     if part == "ops":
         return roofline.measure_ops(device, seed)
     try:
-        probes: Any = load_probes(device)
+        probes: Any = load_probes()
     except InputError as error:
         return iter([skipped(part, "probes", str(error))])
     if part == "bandwidth":

@@ -41,7 +41,9 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         _plain_table("Products of matrices", by_part.get("matrix", []), "Random data; of int8 it is TOP/s."),
         _latencies(by_part.get("latency", [])),
         _plain_table(
-            "Starting work", by_part.get("call", []), "The host's time, unless the device is named."
+            "Starting work",
+            by_part.get("call", []),
+            "The host's time; of kernels one after another the device's.",
         ),
         _points("The lecture's examples", by_part.get("example", [])),
         _points("Ops of Fuseline", by_part.get("roofline", [])),
