@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fuseline.bench.ladder.max_batch import USABLE, predict
+from fuseline.bench.ladder.max_batch import USABLE, predict, verify
 from fuseline.bench.ladder.max_batch_probe import search
+from fuseline.bench.ladder.spec import baseline
 
 
 class Memory:
@@ -64,3 +65,12 @@ def test_a_compiled_rung_is_not_compiled_again_and_again(base):
     tried = []
     search(base.with_({"execution": "inductor"}), {8: 6.0, 16: 10.0}, 80.0, tried.append)
     assert len(tried) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["eager", "inductor"])
+def test_a_process_of_its_own_tries_the_largest_batch(execution):
+    spec = baseline("shakespeare", batch=64, seqlen=256).with_({"precision": "bf16", "execution": execution})
+    found = verify(spec, {}, "cuda", 1, seconds=200.0)
+    assert found.verified, found.reason
+    assert found.batch > spec.batch

@@ -67,6 +67,8 @@ def largest_batches(
         figures: Mapping[str, Figure] = {**result.measurement.figures, "max_batch": figure}
         outcome.results[i] = replace(result, measurement=replace(result.measurement, figures=figures))
         case = {**result.case(), "verified": largest.verified}
+        if largest.reason:
+            case["reason"] = largest.reason
         record = Record.of("ladder", case, "max_batch", figure.value, describe(settings.device), n=figure.n)
         found.append((outcome.results[i], record))
     return found
@@ -83,12 +85,13 @@ def _largest(
 ) -> Largest:
     """Tried out in a process of its own where asked for and there is time; else predicted, where two sizes
     are known."""
-    peaks = dict(result.measurement.peaks)
+    peaks, reason = dict(result.measurement.peaks), ""
     if try_out and budget.left() > TRIAL_SECONDS[result.spec.is_compiled]:
         observer(Stage(f"trying out the largest batch: {result.name}"))
         seconds = min(budget.left(), UNLIMITED_TRIAL_SECONDS)
         largest = max_batch.verify(result.spec, peaks, settings.device, settings.seed, seconds=seconds)
         if largest.batch is not None:
             return largest
+        reason = largest.reason
     free_bytes, _ = torch.cuda.mem_get_info(settings.device)
-    return Largest(max_batch.predict(peaks, free_bytes / 2**30), False, len(peaks))
+    return Largest(max_batch.predict(peaks, free_bytes / 2**30), False, len(peaks), reason)

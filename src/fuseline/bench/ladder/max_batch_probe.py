@@ -56,7 +56,7 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     spec = RunSpec(**job["spec"])
     device = torch.device(job["device"])
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     torch.manual_seed(job["seed"])
     with device:
