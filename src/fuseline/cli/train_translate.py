@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, make_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -36,8 +36,8 @@ Options: Any = make_dataclass(
         ("resume", Annotated[bool, tyro.conf.arg(help="go on with the run in the folder --out")], False),
         (
             "fused",
-            Annotated[Optional[bool], tyro.conf.arg(help="compute the memory-bound part by Fuseline's ops")],
-            None,
+            Annotated[bool, tyro.conf.arg(help="compute the memory-bound part by Fuseline's ops")],
+            True,
         ),
         *config_options(TranslateConfig, _DEFAULT_PRESET, without=("fused",)),
     ],
@@ -75,7 +75,7 @@ def run(options: Any) -> int:
 
 
 def _begun(options: Any) -> TranslateConfig:
-    return preset(options.preset or _DEFAULT_PRESET, **given_options(options, TranslateConfig))
+    return preset(options.preset or _DEFAULT_PRESET, **_given(options))
 
 
 def _resumed(options: Any) -> TranslateConfig:
@@ -87,7 +87,14 @@ def _resumed(options: Any) -> TranslateConfig:
     if options.preset is not None:
         raise InputError("--resume takes the run's own configuration: leave --preset out.")
     saved, _ = peek_config(options.out / LATEST, "translate")
-    return continued(TranslateConfig(**saved), given_options(options, TranslateConfig))
+    return continued(TranslateConfig(**saved), _given(options))
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """The fields named on the command line. A flag cannot tell that it was not given: only --no-fused
+    counts."""
+    given = given_options(options, TranslateConfig)
+    return {name: value for name, value in given.items() if name != "fused" or not value}
 
 
 def _tell(config: TranslateConfig, folder: Path, options: Any, console: Console) -> None:

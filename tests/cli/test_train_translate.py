@@ -1,0 +1,72 @@
+"""`fuseline train translate` and `fuseline translate`: what they print, what they refuse, how they exit."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fuseline.cli.main import run
+from fuseline.cli.train_translate import Options
+from fuseline.training.translation_config import TranslateConfig
+
+SMALL = [
+    *("--embed-dim", "16", "--ffn-dim", "16", "--num-heads", "2", "--num-layers", "1", "--vocab-size", "280"),
+    *("--length", "32", "--max-tokens", "256", "--steps", "4", "--beams", "2", "--device", "cpu"),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"Satz {n}\tsentence {n}\n" for n in range(60)), encoding="utf-8")
+    return str(path)
+
+
+def test_every_field_of_the_configuration_is_an_option() -> None:
+    assert {f.name for f in fields(TranslateConfig)} <= {f.name for f in fields(Options)}
+
+
+def test_train_then_translate(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / "run")
+    assert run(["train", "translate", *SMALL, "--data", data, "--out", folder, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["training"]["outcome"], result["training"]["step"]) == ("finished", 4)
+    assert result["bleu"] >= 0
+    assert "tok:13a" in result["signature"]
+    command = ["translate", "--checkpoint", folder, "--device", "cpu", "--beams", "2"]
+    assert run([*command, "Satz 1", "Satz 2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["sources"] == ["Satz 1", "Satz 2"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Satz 1\n\nSatz 2\n"))
+    assert run(command) == 0
+    assert capsys.readouterr().out.split("\n") == [*_spread(told["translations"]), ""]
+    assert run(["train", "translate", "--out", folder, "--resume", "--steps", "5", "--bleu", "False"]) == 0
+    assert "step 5" in capsys.readouterr().out
+
+
+def _spread(texts: list[str]) -> list[str]:
+    return [texts[0], "", texts[1]]
+
+
+def test_fused_can_be_switched(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, fused in (("--fused", True), ("--no-fused", False)):
+        assert run(["train", "translate", "--data", data, flag, "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["config"]["fused"] is fused
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["translate", "ein Satz"]) == 2
+    assert "--checkpoint" in capsys.readouterr().err
+    assert run(["translate", "ein Satz", "--checkpoint", str(tmp_path)]) == 2
+    assert "fuseline train translate" in capsys.readouterr().err
+    assert run(["train", "translate", "--preset", "mulit30k"]) == 2
+    assert "multi30k" in capsys.readouterr().err
+    assert run(["train", "translate", "--resume"]) == 2
+    assert "--out" in capsys.readouterr().err
