@@ -11,7 +11,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
 #include <c10/core/DeviceGuard.h>
 #include <fuseline_extension.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -59,9 +61,10 @@ Two pointwise_backward(const Tensor& grad_h, const Tensor& grad_c_next, const Te
     const auto parts = activations.chunk(4, 1);
     const Tensor &i = parts[0], &f = parts[1], &g = parts[2], &o = parts[3];
     const Tensor squashed = at::tanh(c_next);
-    const Tensor through_c = grad_c_next + grad_h * o * (1 - squashed * squashed);
-    const Tensor grad_gates = at::cat({through_c * g * i * (1 - i), through_c * c * f * (1 - f),
-                                       through_c * i * (1 - g * g), grad_h * squashed * o * (1 - o)}, 1);
+    const Tensor through_c = grad_c_next + at::tanh_backward(grad_h * o, squashed);
+    const Tensor grad_gates =
+        at::cat({at::sigmoid_backward(through_c * g, i), at::sigmoid_backward(through_c * c, f),
+                 at::tanh_backward(through_c * i, g), at::sigmoid_backward(grad_h * squashed, o)}, 1);
     return {grad_gates, through_c * f};
 }
 
