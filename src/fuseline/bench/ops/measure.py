@@ -24,7 +24,7 @@ OURS = "fuseline"
 LARGEST_ERROR = 0.3
 SHORT_US = 20.0  # below this the launch is a good part of the time: measured in a CUDA graph too
 LONG_US = 3e3  # fewer repeats of what takes longer: its noise is small beside it
-FEWEST_REPEATS = 3
+FEWEST_REPEATS = 2
 
 Clock = Callable[[], Summary]
 

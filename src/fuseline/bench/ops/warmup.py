@@ -22,7 +22,7 @@ from fuseline.bench.ops.plan import DTYPES, Place
 from fuseline.bench.peers import PEERS, Peer
 from fuseline.ops import get
 
-BYTES_AN_ELEMENT = 40  # inputs, results and gradients of one case, fp32 copies among them
+BYTES_AN_ELEMENT = 24  # inputs, results and gradients of one case, fp32 copies among them
 BYTES_A_PROCESS = 2**30  # a context and its libraries
 
 Task = tuple[str, str, int, int, str, str, int]
@@ -55,7 +55,10 @@ class Warmup:
             return
         largest = max(place.rows * place.n for place in places)
         room = largest * BYTES_AN_ELEMENT + BYTES_A_PROCESS
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        free = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process keeps of earlier cases, the others need
+            free = torch.cuda.mem_get_info(self.device)[0]
         if free and free // room < 2:
             return
         at_once = min(self._jobs, free // room) if free else self._jobs

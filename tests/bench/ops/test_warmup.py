@@ -1,0 +1,78 @@
+"""Compiling beforehand: every peer that compiles, on every case, in other processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from fuseline.bench.ops import warmup as module
+from fuseline.bench.ops.plan import Place
+from fuseline.bench.ops.warmup import Warmup
+from fuseline.bench.peers import PEERS
+from fuseline.ops import get
+
+CPU = torch.device("cpu")
+PLACES = [Place(get("softmax"), torch.float32, 4, n) for n in (16, 32, 64)]
+
+
+class Pool:
+    """Runs what is submitted at once, and notes it; a task of length 32 fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.tasks: list[tuple[Any, ...]] = []
+
+    def submit(self, function: object, *task: Any) -> Future[None]:
+        self.tasks.append(task)
+        future: Future[None] = Future()
+        future.set_exception(RuntimeError("cannot")) if task[3] == 32 else future.set_result(None)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
+    made: list[Pool] = []
+
+    def make(*arguments: object, **options: object) -> Pool:
+        made.append(Pool(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", make)
+    return made
+
+
+def test_every_case_is_compiled_for_every_peer_that_compiles_even_after_a_failure(pools: list[Pool]) -> None:
+    told: list[tuple[int, int]] = []
+    peers = [PEERS[name] for name in ("fuseline", "eager", "inductor", "liger")]
+    with Warmup(CPU, jobs=2, seed=7) as warmup:
+        warmup.compile(PLACES, peers, lambda done, total: told.append((done, total)))
+        warmup.compile(PLACES[:1], peers, lambda *_: None)
+    (pool,) = pools  # the processes are kept between calls
+    assert sorted(pool.tasks[:6]) == sorted(
+        ("softmax", "float32", 4, n, peer, "cpu", 7) for n in (16, 32, 64) for peer in ("inductor", "liger")
+    )
+    assert told == [(i, 6) for i in range(1, 7)]
+
+
+def test_nothing_is_started_where_nothing_compiles_or_no_jobs_are_given(pools: list[Pool]) -> None:
+    with Warmup(CPU, jobs=2, seed=0) as warmup:
+        warmup.compile(PLACES, [PEERS["fuseline"], PEERS["eager"]], lambda *_: None)
+    with Warmup(CPU, jobs=0, seed=0) as warmup:
+        warmup.compile(PLACES, [PEERS["inductor"]], lambda *_: None)
+    assert pools == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inductor's own imports
+def test_another_process_fills_the_cache_that_this_one_reads(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with Warmup(CPU, jobs=1, seed=0) as warmup:
+        warmup.compile(PLACES[:2], [PEERS["inductor"]], lambda *_: None)
+    assert any((tmp_path / "fxgraph").rglob("*"))
