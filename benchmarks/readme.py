@@ -1,0 +1,122 @@
+"""Write the tables of README.md anew from the committed records; `--check` says whether they are current.
+
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from fuseline.records import Record, read
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+RUNGS = {
+    "plain PyTorch": "plain PyTorch (fp32, naive attention)",
+    "tf32": "TF32",
+    "bf16": "bf16",
+    "fp16": "fp16 with a scaler",
+    "fused-softmax": "Fuseline's softmax in naive attention",
+    "efficient": "memory-efficient attention",
+    "flash": "flash attention",
+    "cudnn": "cuDNN attention",
+    "padded-vocabulary": "vocabulary padded to 50,304",
+    "16-bit-loss": "log-probabilities in 16 bits",
+    "fused-adamw": "fused AdamW",
+    "fuseline-kernels": "Fuseline's kernels",
+    "inductor": "`torch.compile`",
+    "reduce-overhead": "`torch.compile`, reduce-overhead",
+    "graph": "the whole step in one CUDA graph",
+    "inductor-graph": "`torch.compile`, the whole step in one CUDA graph",
+}
+OPS = {"softmax": "softmax", "layer_norm": "LayerNorm"}
+OP_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
+PEERS = ("eager", "inductor", "liger", "quack")
+
+
+def ladder(records: Sequence[Record]) -> list[str]:
+    """The rungs of the climb on GPT-2 that were kept."""
+    climb = [r for r in records if r.case.get("preset") == "gpt2" and r.case.get("mode") == "cumulative"]
+    kept = {r.case["rung"]: r for r in climb if r.metric == "iteration_ms" and r.case.get("kept")}
+    lines = [
+        "| rung | ms a step | tokens/s | against plain PyTorch | peak GiB | largest batch |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for rung, time in sorted(kept.items(), key=lambda item: int(str(item[1].case["order"]))):
+        told = {r.metric: r.value for r in climb if r.case["rung"] == rung}
+        speedup, batch = told.get("speedup"), told.get("max_batch")
+        cells = [
+            RUNGS[str(rung)],
+            f"{time.value:.1f}",
+            f"{told['tokens_per_s']:,.0f}",
+            f"{speedup:.2f}x" if speedup else "1.00x",
+            f"{told['peak_memory_gib']:.1f}",
+            f"{batch:.0f}" if batch else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return lines
+
+
+def ops(records: Sequence[Record]) -> list[str]:
+    """Share of the copy bandwidth in bf16: ours, and the best of the peers."""
+    lines = [
+        f"| bf16 | {' | '.join(f'{n:,}' for n in OP_LENGTHS)} |",
+        f"|---|{'---:|' * len(OP_LENGTHS)}",
+    ]
+    for op, name in OPS.items():
+        for direction, spoken in (("fw", "forward"), ("bw", "backward")):
+            cells = [_share(records, op, direction, n) for n in OP_LENGTHS]
+            lines.append(f"| {name} {spoken} | {' | '.join(cells)} |")
+    return lines
+
+
+def _share(records: Iterable[Record], op: str, direction: str, n: int) -> str:
+    wanted = {"op": op, "direction": direction, "n": n, "dtype": "bfloat16", "captured": False}
+    found: dict[str, float] = {}
+    for r in records:
+        if r.metric == "share_of_copy" and r.value is not None and wanted.items() <= r.case.items():
+            found[r.peer] = max(found.get(r.peer, 0.0), r.value)
+    peers = {peer: found[peer] for peer in PEERS if peer in found}
+    if "fuseline" not in found or not peers:
+        return ""
+    best = max(peers, key=lambda peer: peers[peer])
+    return f"**{found['fuseline']:.2f}** ({best} {peers[best]:.2f})"
+
+
+TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
+    "ladder": ("ladder", ladder),
+    "ops": ("ops", ops),
+}
+
+
+def rewritten(text: str) -> str:
+    """README's text with every table drawn from the records."""
+    for name, (suite, draw) in TABLES.items():
+        table = "\n".join(draw(read(*sorted(RESULTS.glob(f"{suite}-*h100*.jsonl")))))
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        text, count = pattern.subn(lambda m, table=table: m[1] + table + m[2], text)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"README.md has {count} places for the table {name!r}, not one")
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it would")
+    options = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    new = rewritten(text)
+    if options.check:
+        return int(new != text)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
