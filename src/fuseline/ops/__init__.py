@@ -6,6 +6,7 @@ before.
 
 from fuseline.ops.attention import backends as attention_backends
 from fuseline.ops.attention.attention import attention
+from fuseline.ops.cross_entropy import cross_entropy
 from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
 from fuseline.ops.gelu import gelu
@@ -20,6 +21,7 @@ __all__ = [
     "Op",
     "attention",
     "attention_backends",
+    "cross_entropy",
     "embedding",
     "geglu",
     "gelu",

@@ -62,7 +62,50 @@ FUSELINE_API int fuseline_plan_override(int family, int held, int block, int clu
 FUSELINE_API int fuseline_kernels_abi_version(void);
 FUSELINE_API const char* fuseline_error_string(int code);
 
-/* y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
+/* ---- norms, of x or of a sum made on the way ---- */
+
+typedef enum { FUSELINE_LAYER_NORM = 0, FUSELINE_RMS_NORM = 1 } fuseline_norm_kind;
+
+/* One norm, forward or backward; begin from zeros and fill in what applies. A pointer that is null is not there, or
+ * not wanted. Tensors are [rows, n] of dtype; weight, bias, x_bias and their gradients [n] of weight_dtype, which is
+ * dtype or fp32; mean, rstd [rows] fp32.
+ *
+ * With residual, what is normalized is sum = residual + dropout(x + x_bias), rounded to dtype; without, it is x.
+ *   layer norm: y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + eps)
+ *   RMS norm:   y = sum * rstd * weight + bias,          rstd = 1 / sqrt(mean(sum^2) + eps)  (Zhang, Sennrich 2019)
+ * dropout: the probability that an element is made zero, by Philox words of the seed (one int64 on the device):
+ * element i of the tensor takes word i % 4 of block i / 4, and is kept where that is at least dropout * 2^32. */
+typedef struct {
+  int kind; /* a fuseline_norm_kind */
+  int dtype, weight_dtype;
+  int64_t rows, n;
+  double eps;
+  double dropout;
+  const int64_t* seed;
+  const void* x; /* forward: the input. Backward: what was normalized, x or the sum */
+  const void *residual, *x_bias, *weight, *bias;
+  void *y, *sum;      /* forward's results; y may be x */
+  float *mean, *rstd; /* forward: written where wanted. Backward: read; an RMS norm has no mean */
+  /* For the backward alone. */
+  const void* grad_y;
+  const void* grad_sum; /* the gradient of the returned sum: the norm's own is added to it */
+  void* grad_x;         /* the gradient of x, or of residual where there is one */
+  void* grad_dropped;   /* the gradient of x behind the dropout; only with dropout */
+  void *grad_weight, *grad_bias;
+  void* grad_x_bias; /* needs grad_dropped, or without dropout grad_x */
+} fuseline_norm;
+
+FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
+
+/* Bytes of scratch that fuseline_norm_backward needs on the current device for the same struct; with no gradient of
+ * weight, bias or x_bias wanted it needs none, and workspace may be null. */
+FUSELINE_API size_t fuseline_norm_backward_workspace(const fuseline_norm* norm);
+
+/* All gradients that are wanted, every tensor read once. workspace: 16-byte aligned, uninitialized. With no rows, the
+ * gradients of weight, bias and x_bias are zero. */
+FUSELINE_API int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream);
+
+/* The layer norm alone: y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
  *
  * mean = sum(x) / n and rstd = 1 / sqrt(sum((x - mean)^2) / n + eps).
  * x, y: [rows, n] of dtype; y may be x. weight, bias: [n] of weight_dtype, which is dtype or fp32; each null for
@@ -81,8 +124,8 @@ FUSELINE_API size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t
  *   grad_weight = sum over rows of g * x_hat, grad_bias = sum over rows of g.
  *
  * grad_out, x, grad_x: [rows, n] of dtype; weight (null for ones), grad_weight, grad_bias: [n] of
- * weight_dtype, which is dtype or fp32; mean, rstd: [rows] fp32 from the forward. A gradient whose pointer is null is not computed.
- * workspace: 16-byte aligned, uninitialized. With no rows, grad_weight and grad_bias are zero. */
+ * weight_dtype, which is dtype or fp32; mean, rstd: [rows] fp32 from the forward. A gradient whose pointer is null is
+ * not computed. workspace: 16-byte aligned, uninitialized. With no rows, grad_weight and grad_bias are zero. */
 FUSELINE_API int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight,
                                               const float* mean, const float* rstd, void* grad_x,
                                               void* grad_weight, void* grad_bias, void* workspace,
@@ -105,6 +148,47 @@ FUSELINE_API int fuseline_softmax_forward(const void* x, const void* mask, int m
  * rounding keeps from being 1. */
 FUSELINE_API int fuseline_softmax_backward(const void* grad_out, const void* y, void* grad_x, int64_t rows,
                                            int64_t n, double scale, int dtype, void* stream);
+
+/* ---- cross-entropy ---- */
+
+/* The cross-entropy of each row of logits with its target, and its gradient in the same pass if grad is given:
+ *   z = soft_cap * tanh(logits / soft_cap) (soft_cap 0: z = logits), lse = log(sum(e^z)) over the first n columns
+ *   loss = (1 - s) * w[t] * (lse - z[t]) + s / n * sum(w * (lse - z)) + z_loss * lse^2, s being label_smoothing.
+ *
+ * logits, grad: [rows, width] of dtype, of whose columns the first n count; the gradient of the others is 0. grad
+ * may be logits. target: [rows] of int32 or int64 (target_bytes 4 or 8). A row whose target is ignore_index has
+ * loss and gradient 0; one whose target is outside 0 .. n - 1 otherwise has NaN. weight: [n] fp32 or null for ones,
+ * weight_sum: its sum, one value. total: one fp32 value that the gradient is divided by, or null.
+ * loss: [rows] fp32. statistics: [rows, 2] fp32, 8-byte aligned: the largest z, and sum(e^(z - that)). */
+FUSELINE_API int fuseline_cross_entropy_forward(const void* logits, const void* target, int target_bytes,
+                                                const float* weight, const float* weight_sum, const float* total,
+                                                float* loss, float* statistics, void* grad, int64_t rows, int64_t n,
+                                                int64_t width, int64_t ignore_index, double label_smoothing,
+                                                double soft_cap, double z_loss, int dtype, void* stream);
+
+/* The gradient alone, from the forward's statistics. grad_out: the gradient of each row's loss, fp32: `rows` values, or
+ * one for all with one_grad_out. */
+FUSELINE_API int fuseline_cross_entropy_backward(const void* logits, const void* target, int target_bytes,
+                                                 const float* weight, const float* weight_sum, const float* total,
+                                                 const float* statistics, const float* grad_out, int one_grad_out,
+                                                 void* grad, int64_t rows, int64_t n, int64_t width,
+                                                 int64_t ignore_index, double label_smoothing, double soft_cap,
+                                                 double z_loss, int dtype, void* stream);
+
+/* Bytes of scratch that fuseline_cross_entropy_reduce needs. */
+FUSELINE_API size_t fuseline_cross_entropy_reduce_workspace(int64_t rows);
+
+/* Adds up rows in a fixed order: total = the sum of w[t] over the rows that are not ignored; sum = sum(loss), divided
+ * by that total if `mean`. Each is one fp32 value; sum (and loss with it) or total may be null, weight too, for ones.
+ * workspace: 16-byte aligned, uninitialized. */
+FUSELINE_API int fuseline_cross_entropy_reduce(const float* loss, const void* target, int target_bytes,
+                                               const float* weight, float* sum, float* total, void* workspace,
+                                               int64_t rows, int64_t n, int64_t ignore_index, int mean, void* stream);
+
+/* Multiplies the rows of x [rows, n] by factors (fp32: `rows`, or one for all with one_factor), in place. Rows whose
+ * factor is 1 are not touched. */
+FUSELINE_API int fuseline_scale_rows(void* x, const float* factors, int one_factor, int64_t rows, int64_t n, int dtype,
+                                     void* stream);
 
 /* ---- activations, rotary positions, embeddings ---- */
 

@@ -10,6 +10,7 @@
 // longer than a cluster can hold are read twice (the second time from L2 if it has them).
 
 #include "device/launch.cuh"
+#include "device/max_sum.cuh"
 #include "device/staying.cuh"
 
 namespace fuseline {
@@ -30,20 +31,6 @@ struct SoftmaxForward {
   int cluster;
   int stages;
 };
-
-// Sums of the exponentials of fp32 rows are kept in double: their rounding would stand in every element of the row.
-template <class T>
-using Total = std::conditional_t<sizeof(T) == 4, double, float>;
-
-// The maximum of some scores, and the sum of their exponentials against it.
-template <class T>
-struct MaxSum {
-  float max;
-  Total<T> sum;
-};
-
-// Exponentials are taken against this: a row of nothing but -inf then has exp(-inf) = 0 all over, not NaN.
-__device__ __forceinline__ float finite(float max) { return max == -kInfinity ? 0.f : max; }
 
 // Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
 struct Row {
@@ -122,23 +109,6 @@ __device__ __forceinline__ void score_vector(const SoftmaxForward& a, const Row&
   }
 }
 
-// Maximum and sum over the row from those of each warp.
-template <class T, bool kOneWarp>
-__device__ __forceinline__ MaxSum<T> meet(MaxSum<T> warp, Group<MaxSum<T>, kOneWarp>& group) {
-  if (group.in_one_warp()) return warp;
-  const MaxSum<T>* states = group.publish(warp);
-  MaxSum<T> row{-kInfinity, 0};
-#pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) row.max = fmaxf(row.max, states[i].max);
-  row.max = group.warp_max(row.max);
-#pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
-    row.sum += states[i].sum * exponential<T>(states[i].max - finite(row.max));
-  }
-  row.sum = group.warp_sum(row.sum);
-  return row;
-}
-
 // What the exponentials are multiplied by: factor / sum, for fp32 rows with what its rounding left out.
 struct Share {
   float whole, rest;
@@ -184,7 +154,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
 #pragma unroll
     for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
   }
-  MaxSum<T> warp{group.warp_max(max), 0};
+  MaxSum<T> warp{group.warp_max(max), 0.f, 0};
   const float taken_out = finite(warp.max);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -195,7 +165,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
     }
   }
   warp.sum = group.warp_sum(warp.sum);
-  const MaxSum<T> whole = meet<T>(warp, group);
+  const MaxSum<T> whole = meet<T, false>(warp, group);
   const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
   if (row >= a.rows) return;
   forget(start);
@@ -252,7 +222,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const
     }
     fetch(row + a.stages * row_step, stage);  // the slots have been read: their values are in the maximum
     stage = stage + 1 < a.stages ? stage + 1 : 0;
-    MaxSum<T> warp{group.warp_max(max), 0};
+    MaxSum<T> warp{group.warp_max(max), 0.f, 0};
     const float taken_out = finite(warp.max);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -263,7 +233,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const
       }
     }
     warp.sum = group.warp_sum(warp.sum);
-    const MaxSum<T> whole = meet<T>(warp, group);
+    const MaxSum<T> whole = meet<T, false>(warp, group);
     const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
     T* const y = static_cast<T*>(a.y) + row * a.n;
 #pragma unroll
@@ -296,7 +266,7 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
   const int64_t share_end = each * (group.rank + 1) * kSize - head;
   const int64_t end = share_end < a.n ? share_end : a.n;
   const int64_t seen = end < at.visible ? end : at.visible;
-  MaxSum<T> mine{-kInfinity, 0};
+  MaxSum<T> mine{-kInfinity, 0.f, 0};
   for (int64_t from = begin; from < seen; from += kPiece * step) {
     uint4 raw[kPiece];
 #pragma unroll
@@ -317,9 +287,9 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
       for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(score[k][i] - finite(max));
     }
   }
-  MaxSum<T> warp{group.warp_max(mine.max), 0};
+  MaxSum<T> warp{group.warp_max(mine.max), 0.f, 0};
   warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
-  const MaxSum<T> whole = meet<T>(warp, group);
+  const MaxSum<T> whole = meet<T, false>(warp, group);
   const Share share = divide(1.f, whole.sum);
   for (int64_t from = begin; from < end; from += step) {
     float score[kSize];

@@ -47,6 +47,8 @@ inline constexpr RowChoice kSoftmaxBackward4[] = {
     {131072, 8, 512, 8, 1},
 };
 inline constexpr RowChoice kCrossEntropy2[] = {
+    {256, 1, 128, 1, 0},
+    {1024, 4, 128, 1, 0},
     {16384, 4, 512, 1, 4},
     {32768, 8, 512, 1, 3},
     {65536, 8, 512, 2, 3},
@@ -54,6 +56,8 @@ inline constexpr RowChoice kCrossEntropy2[] = {
     {262144, 8, 512, 8, 3},
 };
 inline constexpr RowChoice kCrossEntropy4[] = {
+    {128, 1, 128, 1, 0},
+    {1024, 8, 128, 1, 0},
     {16384, 8, 512, 1, 3},
     {32768, 8, 512, 2, 3},
     {65536, 8, 512, 4, 3},

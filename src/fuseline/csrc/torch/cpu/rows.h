@@ -52,6 +52,7 @@ struct LayerNormForward {
     double eps;
     Type type;
     Type weight_type;
+    bool centred = true;  // false for an RMS norm, whose mean is taken for 0
     int64_t scratch() const { return 3 * tile_elements; }
 };
 
@@ -59,13 +60,36 @@ struct LayerNormBackward {
     const void* grad_out;
     const void* x;
     const void* weight;  // may be null
-    const void* mean;
+    const void* mean;    // null for an RMS norm
     const void* rstd;
     void* grad_x;        // may be null
     int64_t n;
     Type type;
     Type weight_type;
     int64_t scratch() const { return 3 * tile_elements; }
+};
+
+// z = soft_cap * tanh(logits / soft_cap) (soft_cap 0: logits) over the first n columns of [rows, width], and
+// loss = (1 - s) w_t (lse - z_t) + s / n * sum(w (lse - z)) + z_loss * lse^2. Accumulators, but for logits and grad.
+struct CrossEntropy {
+    const void* logits;
+    const int64_t* target;   // inside 0 .. n, or ignore_index
+    const void* weight;      // of each column; may be null
+    double weight_sum;       // of the columns, n without weight
+    const void* grad_out;    // of each row's loss, or one for all; null for 1
+    bool one_grad_out;
+    double total;            // every gradient is divided by it
+    void* loss;              // of each row
+    void* statistics;        // of each row: the largest score, and the sum of the exponentials against it
+    void* grad;              // of the logits, where it may stand; null if not wanted
+    int64_t n;
+    int64_t width;
+    int64_t ignore_index;
+    double label_smoothing;
+    double soft_cap;
+    double z_loss;
+    Type type;
+    int64_t scratch() const { return 2 * width; }
 };
 
 // The weight and bias gradients of rows [begin, end), in accumulators that start at zero; either may be null.
@@ -110,6 +134,8 @@ FUSELINE_DECLARE(softmax_backward, const SoftmaxBackward&, int64_t begin, int64_
 FUSELINE_DECLARE(layer_norm_forward, const LayerNormForward&, int64_t begin, int64_t end, void* scratch)
 FUSELINE_DECLARE(layer_norm_backward, const LayerNormBackward&, const LayerNormPartial&, int64_t begin, int64_t end,
                  void* scratch)
+FUSELINE_DECLARE(cross_entropy_forward, const CrossEntropy&, int64_t begin, int64_t end, void* scratch)
+FUSELINE_DECLARE(cross_entropy_backward, const CrossEntropy&, int64_t begin, int64_t end, void* scratch)
 FUSELINE_DECLARE(column_sums, const ColumnSums&, int64_t begin, int64_t end)
 
 }  // namespace fuseline::cpu

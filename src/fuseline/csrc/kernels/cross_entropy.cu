@@ -1,0 +1,266 @@
+// The cross-entropy of each row of logits with its target, and in the same pass, if asked, its gradient:
+//   z = cap * tanh(logits / cap), lse = log(sum(e^z)), p = e^(z - lse)
+//   loss = (1 - s) w_t (lse - z_t) + s / n * sum(w_c (lse - z_c)) + z_loss * lse^2
+//   gradient = (p_c ((1 - s) w_t + s sum(w) / n + 2 z_loss lse) - s w_c / n - [c = t] (1 - s) w_t) (1 - (z / cap)^2)
+//
+// Moves: logits read once, and the gradient written once, in their place if asked. Does: two exponentials and about 14
+// operations an element (two more of each with a cap). Limit: HBM bandwidth.
+//
+// Threads: as softmax_forward.cu: the scores of a row stay in registers as fp32. Rows of a vocabulary come through a
+// ring in shared memory to blocks, or clusters, that stay (staying.cuh); rows of a warp or less are packed into blocks.
+// The thread that has the target's score writes the loss. Rows longer than a cluster can hold are read twice.
+
+#include "device/cross_entropy.cuh"
+#include "device/staying.cuh"
+
+namespace fuseline {
+namespace {
+
+template <class T>
+constexpr int kMostHeld = 32 / kVector<T>;
+
+// What is known of a row once its threads have met.
+template <class T>
+struct Finished {
+  float max, sum, log_sum, linear;
+  int64_t target;
+  bool ignored;
+  RowGradient gradient;
+};
+
+template <class T>
+__device__ __forceinline__ Finished<T> finish(const CrossEntropy& a, int64_t row, int64_t target,
+                                              const MaxSum<T>& whole) {
+  Finished<T> done;
+  done.max = finite(whole.max);
+  done.sum = float(whole.sum);
+  done.log_sum = logf(done.sum);
+  done.linear = whole.linear;
+  done.target = target;
+  done.ignored = is_ignored(a, target);
+  done.gradient = {0.f, 0.f, 0.f, 0.f};
+  if (is_column(a, target) && !done.ignored) {
+    done.gradient = row_gradient(a, row, target, done.max, done.sum, done.log_sum);
+  } else {
+    done.gradient.factor = done.ignored ? 0.f : kInfinity - kInfinity;
+  }
+  return done;
+}
+
+// Written by one thread of the row: its statistics, and the loss where no thread has the target's score.
+template <class T>
+__device__ __forceinline__ void keep_row(const CrossEntropy& a, int64_t row, const Finished<T>& done) {
+  a.statistics[row] = make_float2(done.max, done.sum);
+  if (done.ignored || !is_column(a, done.target)) a.loss[row] = done.gradient.factor;
+}
+
+// Loss and gradient from the scores of a vector.
+template <class T, class Index>
+__device__ __forceinline__ void close_vector(const CrossEntropy& a, int64_t row, const Finished<T>& done, Index first,
+                                             T* grad, float (&z)[kVector<T>]) {
+  constexpr int kSize = kVector<T>;
+  if (!done.ignored && is_column(a, done.target) && done.target >= first && done.target < first + kSize) {
+    float score = 0.f;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) score = first + i == done.target ? z[i] : score;
+    a.loss[row] = loss_of(a, done.target, score, done.max, done.log_sum, done.linear);
+  }
+  if (!grad) return;
+  if (done.ignored) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) z[i] = 0.f;
+  } else {
+    gradient_of<T, Index>(a, done.gradient, Index(done.target), first, z);
+  }
+  store_vector<T, false>(grad, first, Index(a.width), a.grad_vectors, z);
+}
+
+// A row from the registers of its threads. ahead() is called once its 16-byte vectors have been read.
+template <class T, int kHeld, bool kOneWarp, class Ahead>
+__device__ __forceinline__ void close_row(const CrossEntropy& a, Group<MaxSum<T>, kOneWarp>& group, int64_t row,
+                                          int64_t target, int start, int step, const uint4 (&raw)[kHeld],
+                                          Ahead&& ahead) {
+  constexpr int kSize = kVector<T>;
+  float z[kHeld][kSize];
+  float max = -kInfinity, linear = 0.f;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    scores_of<T>(a, raw[k], start + k * step, z[k]);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) max = fmaxf(max, z[k][i]);
+  }
+  if (a.label_smoothing != 0.f) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) linear += linear_of<T>(a, start + k * step, z[k]);
+    linear = group.warp_sum(linear);
+  }
+  ahead();
+  MaxSum<T> warp{group.warp_max(max), linear, 0};
+  const float taken_out = finite(warp.max);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) warp.sum += exponential<T>(z[k][i] - taken_out);
+  }
+  warp.sum = group.warp_sum(warp.sum);
+  const MaxSum<T> whole = meet<T, true>(warp, group);
+  if (row >= a.rows) return;
+  const Finished<T> done = finish<T>(a, row, target, whole);
+  if (group.lane == 0 && group.rank == 0) keep_row<T>(a, row, done);
+  T* const grad = a.grad ? static_cast<T*>(a.grad) + row * a.width : nullptr;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) close_vector<T>(a, row, done, start + k * step, grad, z[k]);
+}
+
+// ---- kernels ----
+
+template <class T, int kHeld>
+__global__ void __launch_bounds__(most_threads(true), 2) cross_entropy_rows(const CrossEntropy a) {
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>, true> group(shared, 1);
+  const int step = group.threads * kVector<T>;
+  const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
+  const int inside = row < a.rows ? int(a.width) : 0;
+  const int64_t target = row < a.rows ? target_of(a, row) : 0;
+  const T* x = static_cast<const T*>(a.logits) + row * a.width;
+  const int start = group.lane * kVector<T> - elements_into_vector(x);
+  uint4 raw[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) raw[k] = load_vector<T, false>(x, start + k * step, inside, true);
+  close_row<T, kHeld>(a, group, row, target, start, step, raw, [] {});
+}
+
+template <class T, int kHeld>
+__global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_staying(const CrossEntropy a) {
+  extern __shared__ uint4 ring[];
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int width = int(a.width);
+  const int threads = group.threads;
+  const int step = threads * kSize;
+  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
+  const int64_t row_step = gridDim.x / a.cluster;
+  const auto row_at = [&](int64_t row) { return static_cast<const T*>(a.logits) + row * a.width; };
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < a.rows) {
+      const T* x = row_at(row);
+      uint4* const slots = ring + stage * kHeld * threads + group.lane;
+      fetch_vectors<T, kHeld>(slots, threads, x, place - elements_into_vector(x), step, width);
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
+  int stage = 0;
+  int64_t target_next = group.first < a.rows ? target_of(a, group.first) : 0;
+  for (int64_t row = group.first; row < a.rows; row += row_step) {
+    const int64_t target = target_next;
+    target_next = row + row_step < a.rows ? target_of(a, row + row_step) : 0;
+    const int start = place - elements_into_vector(row_at(row));
+    wait_for_oldest(a.stages);
+    uint4 raw[kHeld];
+    take_vectors<T, kHeld>(ring + stage * kHeld * threads + group.lane, threads, start, step, width, raw);
+    close_row<T, kHeld>(a, group, row, target, start, step, raw, [&] { fetch(row + a.stages * row_step, stage); });
+    stage = stage + 1 < a.stages ? stage + 1 : 0;
+  }
+  wait_for_all();
+  group.leave();
+}
+
+constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in flight
+
+template <class T>
+__global__ void __launch_bounds__(kMostThreads) cross_entropy_streamed(const CrossEntropy a) {
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>> group(shared, 1);
+  constexpr int kSize = kVector<T>;
+  const int64_t step = int64_t(group.threads) * kSize;
+  const int64_t row = group.first;
+  const int64_t target = target_of(a, row);
+  const T* x = static_cast<const T*>(a.logits) + row * a.width;
+  const int64_t begin = int64_t(group.lane) * kSize - elements_into_vector(x);
+  MaxSum<T> mine{-kInfinity, 0.f, 0};
+  for (int64_t from = begin; from < a.width; from += kPiece * step) {
+    uint4 raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) raw[k] = load_vector<T, false>(x, from + k * step, a.width, true);
+    float z[kPiece][kSize];
+    float max = mine.max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      scores_of<T>(a, raw[k], from + k * step, z[k]);
+      if (a.label_smoothing != 0.f) mine.linear += linear_of<T>(a, from + k * step, z[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) max = fmaxf(max, z[k][i]);
+    }
+    mine.sum *= exponential<T>(mine.max - finite(max));
+    mine.max = max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(z[k][i] - finite(max));
+    }
+  }
+  MaxSum<T> warp{group.warp_max(mine.max), group.warp_sum(mine.linear), 0};
+  warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
+  const Finished<T> done = finish<T>(a, row, target, meet<T, true>(warp, group));
+  if (group.lane == 0) keep_row<T>(a, row, done);
+  T* const grad = a.grad ? static_cast<T*>(a.grad) + row * a.width : nullptr;
+  for (int64_t from = begin; from < a.width; from += step) {
+    if (!grad && (target < from || target >= from + kSize)) continue;
+    float z[kSize];
+    scores_of<T>(a, load_vector<T, false>(x, from, a.width, true), from, z);
+    close_vector<T>(a, row, done, from, grad, z);
+  }
+}
+
+// ---- launcher ----
+
+template <class T>
+int run(CrossEntropy a, const Device& device, void* stream) {
+  constexpr int kMost = kMostHeld<T>;
+  a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
+  const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
+  const RowPlan plan =
+      plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, true, kMost, device);
+  if (!plan.fits) return FUSELINE_UNSUPPORTED;
+  a.cluster = plan.cluster;
+  const bool too_long_for_a_warp = plan.stages == 0 && !plan.one_warp;
+  if (too_long_for_a_warp && row_overrides[FUSELINE_CROSS_ENTROPY].given) return FUSELINE_UNSUPPORTED;
+  if (plan.streamed || too_long_for_a_warp) {
+    a.cluster = 1;
+    return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream);
+  }
+  if (plan.stages == 0) {
+    const auto kernel = plan.held == kMost ? cross_entropy_rows<T, kMost> : cross_entropy_rows<T, 1>;
+    if (plan.held != kMost && plan.held != 1) return FUSELINE_UNSUPPORTED;
+    return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream);
+  }
+  if (plan.held != kMost && plan.held != 2 * kMost) return FUSELINE_UNSUPPORTED;
+  const auto kernel = plan.held == kMost ? cross_entropy_staying<T, kMost> : cross_entropy_staying<T, 2 * kMost>;
+  return launch_staying(kernel, a, plan, device, plan.held, 2 * kMaxStates * int(sizeof(MaxSum<T>)), a.rows, stream);
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_cross_entropy_forward(const void* logits, const void* target, int target_bytes, const float* weight,
+                                   const float* weight_sum, const float* total, float* loss, float* statistics,
+                                   void* grad, int64_t rows, int64_t n, int64_t width, int64_t ignore_index,
+                                   double label_smoothing, double soft_cap, double z_loss, int dtype, void* stream) {
+  using namespace fuseline;
+  if (rows < 0 || n < 0 || width < n) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype) || (target_bytes != 4 && target_bytes != 8)) return FUSELINE_UNSUPPORTED;
+  if (rows == 0 || n == 0) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  CrossEntropy a{};
+  a.logits = logits, a.target = target, a.weight = weight, a.weight_sum = weight_sum, a.total = total;
+  a.loss = loss, a.statistics = reinterpret_cast<float2*>(statistics), a.grad = grad;
+  a.rows = rows, a.n = n, a.width = width, a.ignore_index = ignore_index;
+  a.label_smoothing = float(label_smoothing), a.z_loss = float(z_loss);
+  a.soft_cap = float(soft_cap), a.inverse_cap = soft_cap > 0 ? float(1 / soft_cap) : 0.f;
+  a.int32_targets = target_bytes == 4;
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
+}
