@@ -16,7 +16,7 @@ from fuseline.report import palette, png, provenance, svg, traces
 from fuseline.report.blocks import Drawing, Section
 from fuseline.report.charts import Figure
 from fuseline.report.layout import compose, framed
-from fuseline.report.sections import compile_suite, generic, hardware, ladder, op_suite, quality
+from fuseline.report.sections import compile_suite, generic, hardware, ladder, op_suite, quality, translation
 from fuseline.report.selection import Shelf
 from fuseline.version import __version__
 
@@ -80,6 +80,7 @@ def _sections(shelf: Shelf, trace_folders: Sequence[Path]) -> list[Section]:
         *compile_suite.sections(shelf, traces.load(trace_folders)),
         *op_suite.sections(shelf),
         *hardware.sections(shelf),
+        *translation.sections(shelf),
         *generic.sections(shelf),
     ]
 

@@ -11,7 +11,7 @@ from fuseline.report.numbers import tick, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
-DRAWN = ("ladder", "compile", "ops", "quality")  # suites with a section of their own
+DRAWN = ("ladder", "compile", "ops", "quality", "translation")  # suites with a section of their own
 # Metrics whose answer is words, and the key of the case that holds them.
 WORDS = {"skipped": "reason", "kernels": "names"}
 
