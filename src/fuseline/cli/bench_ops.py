@@ -35,7 +35,7 @@ CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
 LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
 MOST_JOBS = 12
 
-TABLE_WIDTH = 120
+TABLE_WIDTH = 150
 
 
 @dataclass(frozen=True)

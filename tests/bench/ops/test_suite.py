@@ -12,7 +12,7 @@ from fuseline import native
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops import Effort, OpsBench, run
 from fuseline.bench.ops import suite as suite_module
-from fuseline.bench.ops.measure import BrokenDeviceError
+from fuseline.bench.ops.measure import BrokenDeviceError, CaseResult, measure_case
 from fuseline.bench.ops.plan import Place
 from fuseline.bench.peers import PEERS
 from fuseline.errors import InputError
@@ -120,8 +120,15 @@ def test_a_run_that_resumes_measures_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_machine")
 def test_cases_that_the_budget_leaves_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.0, 0.0, 0.0, 60.0, *[60.0] * 50])
-    monkeypatch.setattr(suite_module, "Budget", lambda seconds: Budget(seconds, lambda: next(clock)))
+    seconds = 0.0
+
+    def measured(*arguments: object, **options: object) -> list[CaseResult]:
+        nonlocal seconds
+        seconds += 60.0
+        return measure_case(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(suite_module, "measure_case", measured)
+    monkeypatch.setattr(suite_module, "Budget", lambda total: Budget(total, lambda: seconds))
     one = bench(ops=("softmax",), dtypes=("float32",), budget_seconds=90.0)
     outcome = run(one, tmp_path, lambda *_: None)
     assert [place.words() for place in outcome.left] == ["softmax float32 1 x 5000"]

@@ -73,7 +73,7 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
             keep([skip_record(peer, reason, {"op": "all"}, environment)])
         else:
             here.append(peer)
-    longest = 0.0
+    longest = compiling = 0.0  # seconds of the longest case, and of compiling for one op
     done = 0
     with (
         Warmup(bench.device, bench.jobs, bench.seed) as warmup,
@@ -83,11 +83,13 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
             of_op = list(group)
             missing = [place for place in of_op if earlier.wanted(place, here, bench.only_captured)]
             done += len(of_op) - len(missing)
-            if not missing or budget.left() < longest:
+            if not missing or budget.left() < compiling + longest:
                 outcome.left += missing
                 continue
+            begin = budget.spent()
             telling = _Telling(observe, f"{missing[0].op.name} {missing[0].dtype_name}", done, len(places))
             warmup.compile(missing, here, telling.compiled)
+            compiling = max(compiling, budget.spent() - begin)
             if bench.device.type == "cuda" and not bench.only_captured:
                 keep(_host_records(bench, missing[0], here, is_native))
             for place in missing:
