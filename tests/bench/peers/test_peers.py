@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from fuseline.bench.ops.accuracy import errors_of
 from fuseline.bench.ops.bound import Computation, bind_inputs
 from fuseline.bench.peers import PEERS, UnsupportedError, find_peers
+from fuseline.bench.peers.peer import why_not_importable
 from fuseline.errors import InputError
 from fuseline.ops import Case, Op, get, registered
 
@@ -61,6 +63,15 @@ def test_an_absent_package_is_named_with_the_command_that_brings_it(name: str, p
     reason = PEERS[name].why_not(CUDA)
     assert reason is not None
     assert f"pip install {package}" in reason
+
+
+def test_a_package_that_breaks_at_import_is_no_peer_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "breaks_at_import.py").write_text("raise TypeError('this torch is too new')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = why_not_importable("breaks_at_import", "breaks", CUDA)
+    assert reason == "does not import: TypeError: this torch is too new"
 
 
 @pytest.mark.parametrize("name", ["liger", "quack"])

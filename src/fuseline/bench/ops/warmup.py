@@ -8,6 +8,7 @@ processes that share a GPU are not to be believed.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -111,13 +112,19 @@ def _compile(op: str, dtype: str, rows: int, n: int, peer: str, device: str, see
     with (
         torch._functorch.config.patch("donated_buffer", False),
         torch._inductor.config.patch("autotune_local_cache", False),
+        # A compiler's own exceptions do not always survive the way to another process, and a pool whose
+        # answer cannot be read is broken. The failure is told where the case is measured.
+        contextlib.suppress(Exception),
     ):
-        bound = bind_inputs(place.op, place.case, place.dtype, where, seed)
-        Computation.of(PEERS[peer], bound).forward_and_backward()
-        with torch.no_grad():
-            Computation.of(PEERS[peer], bound.without_gradients()).forward()
+        _run_once(place, PEERS[peer], where, seed)
     torch.compiler.reset()
-    del bound
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         torch.cuda.empty_cache()
+
+
+def _run_once(place: Place, peer: Peer, device: torch.device, seed: int) -> None:
+    bound = bind_inputs(place.op, place.case, place.dtype, device, seed)
+    Computation.of(peer, bound).forward_and_backward()
+    with torch.no_grad():
+        Computation.of(peer, bound.without_gradients()).forward()

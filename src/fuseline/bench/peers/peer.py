@@ -57,6 +57,8 @@ def why_not_importable(module: str, package: str, device: torch.device) -> str |
         importlib.import_module(module)
     except ImportError as error:
         return f"not installed: `pip install {package}` ({error})"
+    except Exception as error:  # what stands below it may not fit this torch or this driver
+        return f"does not import: {type(error).__name__}: {error}"
     return None if device.type == "cuda" else "has kernels for GPUs only"
 
 
