@@ -38,6 +38,23 @@ X = torch.randn(2, 3, 4)
         (lambda: ops.layer_norm(X, 4, None, torch.ones(3)), ValueError, r"bias has shape \[3\]"),
         (lambda: ops.layer_norm(X, 4, torch.ones(4).half()), TypeError, r"weight is Half and x Float"),
         (lambda: ops.layer_norm(X.int(), 4), TypeError, r"takes float32"),
+        (lambda: ops.rms_norm(X, torch.ones(3)), ValueError, r"rms_norm: normalized_shape \[3\] are not"),
+        (lambda: ops.rms_norm(X[0, 0, 0]), ValueError, r"x has no dimensions"),
+        (lambda: ops.add_rms_norm(X, X[0]), ValueError, r"residual has shape \[3, 4\] and x \[2, 3, 4\]"),
+        (lambda: ops.add_layer_norm(X, X.half(), 4), TypeError, r"residual is Half and x Float"),
+        (lambda: ops.dropout_add_layer_norm(X, X, 4, p=1.5), ValueError, r"p=1.5 is not between 0 and 1"),
+        (
+            lambda: ops.dropout_add_rms_norm(X, X, p=0.5, seed=torch.ones(2, dtype=torch.int64)),
+            ValueError,
+            r"seed has shape \[2\]; it is one element",
+        ),
+        (
+            lambda: ops.dropout_add_layer_norm(
+                X.half(), X.half(), 4, torch.ones(4), x_bias=torch.ones(4).half()
+            ),
+            TypeError,
+            r"weights and x_bias are Float and Half",
+        ),
         (
             lambda: ops.layer_norm(X.half(), 4, torch.ones(4), torch.ones(4).half()),
             TypeError,

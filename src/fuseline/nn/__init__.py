@@ -3,6 +3,17 @@
 from fuseline.nn.activations import GELU, GeGLU, SwiGLU
 from fuseline.nn.embedding import Embedding
 from fuseline.nn.layer_norm import LayerNorm
+from fuseline.nn.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, RMSNorm
 from fuseline.nn.rotary import RotaryEmbedding
 
-__all__ = ["GELU", "Embedding", "GeGLU", "LayerNorm", "RotaryEmbedding", "SwiGLU"]
+__all__ = [
+    "GELU",
+    "DropoutAddLayerNorm",
+    "DropoutAddRMSNorm",
+    "Embedding",
+    "GeGLU",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLU",
+]

@@ -4,14 +4,17 @@ Functions are bound here once and eagerly: `fuseline.ops.softmax` is the functio
 before.
 """
 
+from fuseline.ops.add_norm import add_layer_norm, add_rms_norm
 from fuseline.ops.attention import backends as attention_backends
 from fuseline.ops.attention.attention import attention
 from fuseline.ops.cross_entropy import cross_entropy
+from fuseline.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
 from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
 from fuseline.ops.op import Case, Op, get, registered
+from fuseline.ops.rms_norm import rms_norm
 from fuseline.ops.rope import rope
 from fuseline.ops.softmax import softmax
 from fuseline.ops.swiglu import swiglu
@@ -19,15 +22,20 @@ from fuseline.ops.swiglu import swiglu
 __all__ = [
     "Case",
     "Op",
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "attention_backends",
     "cross_entropy",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embedding",
     "geglu",
     "gelu",
     "get",
     "layer_norm",
     "registered",
+    "rms_norm",
     "rope",
     "softmax",
     "swiglu",

@@ -1,4 +1,4 @@
-// LayerNorm over rows on the CPU, forward and backward.
+// LayerNorm and RMSNorm over rows on the CPU, forward and backward; the latter's mean is 0.
 //
 // The variance is the mean of squared distances from the mean, in a second pass over a row that is in cache by then,
 // so nothing cancels. Backward reads x and grad_out from memory once, and adds up the weight's and the bias's
@@ -16,32 +16,80 @@ const A* given(const void* base, Type type, int64_t index, A* room, int64_t n) {
     return base == nullptr ? nullptr : load_row(base, type, index, room, n);
 }
 
+// Sums of accumulators over a stretch, added up in double, so that long rows lose nothing.
+constexpr int64_t stretch = 1024;
+
+template <typename A>
+double sum_of(const A* x, int64_t n) {
+    double sum = 0;
+    for (int64_t begin = 0; begin < n; begin += stretch) {
+        const int64_t end = n - begin < stretch ? n : begin + stretch;
+        A part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = begin; i < end; ++i) part += x[i];
+        sum += static_cast<double>(part);
+    }
+    return sum;
+}
+
+template <typename A>
+double squares_of(const A* x, A mean, int64_t n) {
+    double sum = 0;
+    for (int64_t begin = 0; begin < n; begin += stretch) {
+        const int64_t end = n - begin < stretch ? n : begin + stretch;
+        A part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = begin; i < end; ++i) part += (x[i] - mean) * (x[i] - mean);
+        sum += static_cast<double>(part);
+    }
+    return sum;
+}
+
+// The sums of g and of g * xhat over a tile, added to sum_g and sum_g_xhat; weight may be null.
+template <typename A>
+void add_gradient_sums(const A* grad_out, const A* weight, const A* x, A mean, A rstd, int64_t n, double& sum_g,
+                       double& sum_g_xhat) {
+    for (int64_t begin = 0; begin < n; begin += stretch) {
+        const int64_t end = n - begin < stretch ? n : begin + stretch;
+        A part_g = 0, part_g_xhat = 0;
+        if (weight != nullptr) {
+#pragma omp simd reduction(+ : part_g, part_g_xhat)
+            for (int64_t i = begin; i < end; ++i) {
+                part_g += grad_out[i] * weight[i];
+                part_g_xhat += grad_out[i] * weight[i] * ((x[i] - mean) * rstd);
+            }
+        } else {
+#pragma omp simd reduction(+ : part_g, part_g_xhat)
+            for (int64_t i = begin; i < end; ++i) {
+                part_g += grad_out[i];
+                part_g_xhat += grad_out[i] * ((x[i] - mean) * rstd);
+            }
+        }
+        sum_g += static_cast<double>(part_g);
+        sum_g_xhat += static_cast<double>(part_g_xhat);
+    }
+}
+
 template <typename A>
 void forward_row(const LayerNormForward& task, int64_t row, A* room) {
     const int64_t n = task.n, start = row * n;
     const bool narrow = task.type != task.weight_type && (task.weight != nullptr || task.bias != nullptr);
     const int64_t tile = narrow ? (n < tile_elements ? n : tile_elements) : tile_of(task.type, n);
     const A* x = nullptr;
-    A sum = 0;
+    double sum = 0;
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         x = load_row(task.x, task.type, start + done, room, m);
-        A part = 0;
-#pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < m; ++i) part += x[i];
-        sum += part;
+        if (task.centred) sum += sum_of(x, m);
     }
-    const A mean = sum / static_cast<A>(n);
-    A squares = 0;
+    const A mean = static_cast<A>(sum / static_cast<double>(n));
+    double squares = 0;
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         if (tile < n) x = load_row(task.x, task.type, start + done, room, m);
-        A part = 0;
-#pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < m; ++i) part += (x[i] - mean) * (x[i] - mean);
-        squares += part;
+        squares += squares_of(x, mean, m);
     }
-    const A rstd = A(1) / std::sqrt(squares / static_cast<A>(n) + static_cast<A>(task.eps));
+    const A rstd = static_cast<A>(1 / std::sqrt(squares / static_cast<double>(n) + task.eps));
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         if (tile < n) x = load_row(task.x, task.type, start + done, room, m);
@@ -74,9 +122,11 @@ void backward_row(const LayerNormBackward& task, const LayerNormPartial& partial
     const int64_t n = task.n, start = row * n;
     const bool narrow = task.weight != nullptr && task.type != task.weight_type;
     const int64_t tile = narrow ? (n < tile_elements ? n : tile_elements) : tile_of(task.type, n);
-    const A mean = static_cast<const A*>(task.mean)[row], rstd = static_cast<const A*>(task.rstd)[row];
+    const bool centred = task.mean != nullptr;
+    const A mean = centred ? static_cast<const A*>(task.mean)[row] : A(0);
+    const A rstd = static_cast<const A*>(task.rstd)[row];
     const A *grad_out = nullptr, *x = nullptr;
-    A sum_g = 0, sum_g_xhat = 0;
+    double sum_g = 0, sum_g_xhat = 0;
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         grad_out = load_row(task.grad_out, task.type, start + done, room, m);
@@ -92,26 +142,12 @@ void backward_row(const LayerNormBackward& task, const LayerNormPartial& partial
             for (int64_t i = 0; i < m; ++i) grad_bias[i] += grad_out[i];
         }
         if (task.grad_x == nullptr) continue;
-        A part_g = 0, part_g_xhat = 0;
-        if (task.weight != nullptr) {
-            const A* weight = load_row(task.weight, task.weight_type, done, room + 2 * tile, m);
-#pragma omp simd reduction(+ : part_g, part_g_xhat)
-            for (int64_t i = 0; i < m; ++i) {
-                part_g += grad_out[i] * weight[i];
-                part_g_xhat += grad_out[i] * weight[i] * ((x[i] - mean) * rstd);
-            }
-        } else {
-#pragma omp simd reduction(+ : part_g, part_g_xhat)
-            for (int64_t i = 0; i < m; ++i) {
-                part_g += grad_out[i];
-                part_g_xhat += grad_out[i] * ((x[i] - mean) * rstd);
-            }
-        }
-        sum_g += part_g;
-        sum_g_xhat += part_g_xhat;
+        const A* weight = given(task.weight, task.weight_type, done, room + 2 * tile, m);
+        add_gradient_sums(grad_out, weight, x, mean, rstd, m, sum_g, sum_g_xhat);
     }
     if (task.grad_x == nullptr) return;
-    const A mean_g = sum_g / static_cast<A>(n), mean_g_xhat = sum_g_xhat / static_cast<A>(n);
+    const A mean_g = centred ? static_cast<A>(sum_g / static_cast<double>(n)) : A(0);
+    const A mean_g_xhat = static_cast<A>(sum_g_xhat / static_cast<double>(n));
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         if (tile < n) {

@@ -1,0 +1,88 @@
+// What the norms' kernels take, the same for all of them: layer norm and RMS norm, of x or of a sum that is made on the
+// way (residual + dropout(x + x_bias)).
+#pragma once
+
+#include "launch.cuh"
+#include "philox.cuh"
+#include "shifted.cuh"
+#include "weights.cuh"
+
+namespace fuseline {
+
+struct NormForward {
+  const void* x;
+  const void* residual;  // null: x alone is normalized
+  const void* x_bias;
+  const void* weight;
+  const void* bias;
+  void* y;
+  void* sum;  // what is normalized, rounded to the rows' dtype; null with residual
+  float* mean;
+  float* rstd;
+  int64_t rows, n;
+  float eps;
+  Dropout dropout;
+  bool centred;       // the mean is taken out: a layer norm
+  bool fp32_weights;  // weight, bias, x_bias
+  bool y_vectors;     // y stands in its 16-byte vectors as x does
+  int cluster;
+  int stages;
+};
+
+struct NormBackward {
+  const void* grad_y;
+  const void* grad_sum;  // added to the gradient of what was normalized; null for none
+  const void* x;         // what was normalized
+  const void* weight;
+  const float* mean;  // null for an RMS norm
+  const float* rstd;
+  void* grad_x;        // of what was normalized
+  void* grad_dropped;  // the same, behind the dropout
+  void* grad_weight;
+  void* grad_bias;
+  void* grad_x_bias;
+  float* partials;  // [sums, blocks that share no columns, n], for weight, bias, x_bias; null if none is wanted
+  int64_t rows, n;
+  float inverse_n;
+  Dropout dropout;
+  bool fp32_weights;
+  int stages;
+  int cluster;
+
+  __host__ __device__ bool wants_rows() const { return grad_x || grad_dropped || grad_x_bias; }
+};
+
+// Dropout's multipliers of elements first .. first + kCount of the tensor; kAnywhere: first is no multiple of 4.
+template <int kCount, bool kAnywhere>
+__device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t seed, int64_t first,
+                                            float (&multipliers)[kCount]) {
+  if constexpr (!kAnywhere) {
+    dropout_multipliers(dropout, seed, first, multipliers);
+  } else {
+    uint32_t words[kCount + 4];
+#pragma unroll
+    for (int i = 0; i < kCount + 4; i += 4) {
+      const uint4 bits = philox_uniform(seed, uint64_t(first) / 4 + i / 4);
+      words[i] = bits.x, words[i + 1] = bits.y, words[i + 2] = bits.z, words[i + 3] = bits.w;
+    }
+    shift_words<2>(words, int(first % 4));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) multipliers[i] = words[i] >= dropout.threshold ? dropout.scale : 0.f;
+  }
+}
+
+// How many sums over rows a backward has.
+constexpr int kSumsOfLayerNorm = 2, kSumsOfRmsNorm = 1, kSumsOfAddedNorm = 3;
+
+// The backward kernels of each family, by dtype (a fuseline_dtype). Each with the blocks whose partial sums it keeps.
+int layer_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
+int rms_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
+int add_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
+int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
+int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
+int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
+
+int norm_forward(const NormForward& a, int dtype, const Device& device, void* stream);
+int add_norm_forward(const NormForward& a, int dtype, const Device& device, void* stream);
+
+}  // namespace fuseline

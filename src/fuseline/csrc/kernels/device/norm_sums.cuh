@@ -1,0 +1,121 @@
+// What the norms' backward does beside its main kernel: adding up partial sums, and rows that are too long for that
+// kernel. Those take one kernel for the gradients of rows (a block a row, read twice) and one for the partial sums (a
+// thread a column): the inputs move three times instead of once.
+#pragma once
+
+#include "norm.cuh"
+#include "ring.cuh"
+
+namespace fuseline {
+
+constexpr int kLongBlock = 512;
+
+template <class T>
+__device__ __forceinline__ float weight_at(const NormBackward& a, int64_t c) {
+  float weight[1] = {1.f};
+  if (a.weight) load_weights<T, false>(a.weight, a.fp32_weights, c, a.n, weight);
+  return weight[0];
+}
+
+// Gradients of rows that are too long for the ring.
+template <class T>
+__global__ void __launch_bounds__(kLongBlock) norm_backward_long(const NormBackward a) {
+  __shared__ float2 shared[2 * kMaxStates];
+  Group<float2> group(shared, 1);
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(a.x) + row * a.n;
+  const T* grad_y = static_cast<const T*>(a.grad_y) + row * a.n;
+  const T* grad_sum = a.grad_sum ? static_cast<const T*>(a.grad_sum) + row * a.n : nullptr;
+  T* grad_x = a.grad_x ? static_cast<T*>(a.grad_x) + row * a.n : nullptr;
+  T* grad_dropped = a.grad_dropped ? static_cast<T*>(a.grad_dropped) + row * a.n : nullptr;
+  const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  const float mean = a.mean ? a.mean[row] : 0.f, rstd = a.rstd[row];
+  float2 sums = make_float2(0.f, 0.f);
+#pragma unroll 4
+  for (int64_t c = group.lane; c < a.n; c += group.threads) {
+    const float weighted = to_float(grad_y[c]) * weight_at<T>(a, c);
+    sums.x += weighted;
+    sums.y += weighted * ((to_float(x[c]) - mean) * rstd);
+  }
+  sums = sum_over_row(sums, group);
+  const float offset = a.mean ? rstd * (sums.x / float(a.n)) : 0.f, slope = rstd * rstd * (sums.y / float(a.n));
+#pragma unroll 4
+  for (int64_t c = group.lane; c < a.n; c += group.threads) {
+    const float weighted = to_float(grad_y[c]) * weight_at<T>(a, c);
+    float grad = weighted * rstd - offset - (to_float(x[c]) - mean) * slope;
+    if (grad_sum) grad += to_float(grad_sum[c]);
+    if (grad_x) grad_x[c] = from_float<T>(grad);
+    if (!grad_dropped) continue;
+    grad_dropped[c] = from_float<T>(grad * dropout_multiplier(a.dropout, seed, row * a.n + c));
+  }
+}
+
+// Partial sums of such rows: blockIdx.y is a share of the rows, and each thread has a column. The bias before the
+// dropout has the sums of what the kernel before wrote.
+template <class T>
+__global__ void __launch_bounds__(kLongBlock) norm_partials_long(const NormBackward a, const T* grad_x_bias_rows) {
+  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (c >= a.n) return;
+  float weight_sum = 0.f, bias_sum = 0.f, x_bias_sum = 0.f;
+#pragma unroll 4
+  for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
+    const float grad = to_float(static_cast<const T*>(a.grad_y)[row * a.n + c]);
+    const float mean = a.mean ? a.mean[row] : 0.f;
+    weight_sum += grad * ((to_float(static_cast<const T*>(a.x)[row * a.n + c]) - mean) * a.rstd[row]);
+    bias_sum += grad;
+    if (grad_x_bias_rows) x_bias_sum += to_float(grad_x_bias_rows[row * a.n + c]);
+  }
+  float* const mine = a.partials + blockIdx.y * a.n + c;
+  const int64_t kind_step = gridDim.y * a.n;
+  mine[0] = weight_sum;
+  if (a.grad_bias || grad_x_bias_rows) mine[kind_step] = bias_sum;
+  if (grad_x_bias_rows) mine[2 * kind_step] = x_bias_sum;
+}
+
+// Adds up `count` partial sums of each column, in fp64: blockIdx.y 0 for weight, 1 for bias, 2 for the bias before the
+// dropout. A block has 32 columns, and its 32 warps share the partial sums of them.
+template <class T>
+__global__ void __launch_bounds__(1024) norm_add_partials(const NormBackward a, int count) {
+  __shared__ double shared[kWarp][kWarp + 1];
+  void* const result = blockIdx.y == 0 ? a.grad_weight : blockIdx.y == 1 ? a.grad_bias : a.grad_x_bias;
+  if (!result) return;
+  wait_for_kernel_before();
+  const int64_t c = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+  const float* partials = a.partials + int64_t(blockIdx.y) * count * a.n;
+  double sum = 0.0;
+  if (c < a.n) {
+#pragma unroll 4
+    for (int p = threadIdx.y; p < count; p += kWarp) sum += partials[int64_t(p) * a.n + c];
+  }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = shared[threadIdx.x][threadIdx.y];
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.y;
+  if (threadIdx.x != 0 || column >= a.n) return;
+  if (a.fp32_weights) {
+    static_cast<float*>(result)[column] = float(sum);
+  } else {
+    static_cast<T*>(result)[column] = from_float<T>(float(sum));
+  }
+}
+
+// Launches it so that its blocks may come up while the kernel before, on the same stream, is at its end.
+template <class T>
+int add_partials(const NormBackward& a, int sums, int count, bool early, void* stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(divide_up(a.n, kWarp)), unsigned(sums));
+  config.blockDim = dim3(kWarp, kWarp);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, norm_add_partials<T>, a, count);
+  const cudaError_t last = cudaGetLastError();
+  return int(launched != cudaSuccess ? launched : last);
+}
+
+}  // namespace fuseline

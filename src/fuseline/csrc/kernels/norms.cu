@@ -1,0 +1,111 @@
+// The C functions of the norms: they check what can be checked and pick the family's kernels.
+#include "device/norm.cuh"
+
+namespace fuseline {
+namespace {
+
+int forward(const fuseline_norm& norm, void* stream) {
+  if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
+  const bool weights = norm.weight || norm.bias || norm.x_bias;
+  if (!known_dtype(norm.dtype) || (weights && !weights_fit(norm.weight_dtype, norm.dtype))) return FUSELINE_UNSUPPORTED;
+  if (norm.rows == 0 || norm.n == 0) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  NormForward a{};
+  a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
+  a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
+  a.rows = norm.rows, a.n = norm.n, a.eps = float(norm.eps);
+  a.dropout = dropout_of(norm.seed, norm.dropout);
+  a.centred = norm.kind == FUSELINE_LAYER_NORM;
+  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
+  return norm.residual ? add_norm_forward(a, norm.dtype, device, stream) : norm_forward(a, norm.dtype, device, stream);
+}
+
+// Whether the backward has more to do than that of a norm alone.
+bool adds(const fuseline_norm& norm) {
+  return norm.grad_sum || norm.grad_dropped || norm.grad_x_bias || (norm.kind == FUSELINE_RMS_NORM && norm.grad_bias);
+}
+
+int backward(const fuseline_norm& norm, void* workspace, void* stream) {
+  const bool sums = norm.grad_weight || norm.grad_bias || norm.grad_x_bias;
+  if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(norm.dtype) || ((norm.weight || sums) && !weights_fit(norm.weight_dtype, norm.dtype))) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  if (norm.n == 0) return 0;
+  if (norm.rows == 0) {
+    const size_t bytes = size_t(norm.n) * (norm.weight_dtype == FUSELINE_FLOAT32 ? 4 : 2);
+    for (void* gradient : {norm.grad_weight, norm.grad_bias, norm.grad_x_bias}) {
+      if (!gradient) continue;
+      const cudaError_t error = cudaMemsetAsync(gradient, 0, bytes, static_cast<cudaStream_t>(stream));
+      if (error != cudaSuccess) return int(error);
+    }
+    return 0;
+  }
+  if (!norm.grad_x && !norm.grad_dropped && !sums) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  NormBackward a{};
+  a.grad_y = norm.grad_y, a.grad_sum = norm.grad_sum, a.x = norm.x, a.weight = norm.weight;
+  a.mean = norm.kind == FUSELINE_LAYER_NORM ? norm.mean : nullptr, a.rstd = norm.rstd;
+  a.grad_x = norm.grad_x, a.grad_dropped = norm.grad_dropped;
+  a.grad_weight = norm.grad_weight, a.grad_bias = norm.grad_bias, a.grad_x_bias = norm.grad_x_bias;
+  a.partials = sums ? static_cast<float*>(workspace) : nullptr;
+  a.rows = norm.rows, a.n = norm.n, a.inverse_n = float(1.0 / double(norm.n));
+  a.dropout = dropout_of(norm.seed, norm.dropout);
+  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
+  if (adds(norm)) return add_norm_backward(a, norm.dtype, device, stream);
+  return norm.kind == FUSELINE_LAYER_NORM ? layer_norm_backward(a, norm.dtype, device, stream)
+                                          : rms_norm_backward(a, norm.dtype, device, stream);
+}
+
+size_t workspace_bytes(const fuseline_norm& norm) {
+  Device device;
+  if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  const auto bytes = [&](int sums, int64_t blocks) { return size_t(sums * blocks * norm.n) * sizeof(float); };
+  if (adds(norm)) {
+    return bytes(kSumsOfAddedNorm, add_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device));
+  }
+  return norm.kind == FUSELINE_LAYER_NORM
+             ? bytes(kSumsOfLayerNorm, layer_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device))
+             : bytes(kSumsOfRmsNorm, rms_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device));
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
+
+size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) { return fuseline::workspace_bytes(*norm); }
+
+int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream) {
+  return fuseline::backward(*norm, workspace, stream);
+}
+
+int fuseline_layer_norm_forward(const void* x, const void* weight, const void* bias, void* y, float* mean, float* rstd,
+                                int64_t rows, int64_t n, double eps, int dtype, int weight_dtype, void* stream) {
+  fuseline_norm norm{};
+  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.eps = eps;
+  norm.dtype = dtype, norm.weight_dtype = weight_dtype;
+  norm.x = x, norm.weight = weight, norm.bias = bias, norm.y = y, norm.mean = mean, norm.rstd = rstd;
+  return fuseline::forward(norm, stream);
+}
+
+size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
+  fuseline_norm norm{};
+  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = dtype;
+  return fuseline::workspace_bytes(norm);
+}
+
+int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight, const float* mean,
+                                 const float* rstd, void* grad_x, void* grad_weight, void* grad_bias, void* workspace,
+                                 int64_t rows, int64_t n, int dtype, int weight_dtype, void* stream) {
+  fuseline_norm norm{};
+  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = dtype, norm.weight_dtype = weight_dtype;
+  norm.grad_y = grad_out, norm.x = x, norm.weight = weight;
+  norm.mean = const_cast<float*>(mean), norm.rstd = const_cast<float*>(rstd);
+  norm.grad_x = grad_x, norm.grad_weight = grad_weight, norm.grad_bias = grad_bias;
+  return fuseline::backward(norm, workspace, stream);
+}

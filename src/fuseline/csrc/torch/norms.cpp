@@ -1,0 +1,449 @@
+// The norms and their gradients: layer_norm, rms_norm, and both of residual + dropout(x + x_bias), which return the sum
+// as well.
+//
+// The names that callers call differ in their arguments alone. Where a gradient will be wanted they run `norm_forward`,
+// which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
+
+#include "norms.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <array>
+#include <limits>
+#include <tuple>
+
+namespace fuseline {
+namespace {
+
+using Shape = c10::SymIntArrayRef;
+using Two = std::tuple<Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Wanted = std::array<bool, 5>;  // gradients of residual, x, weight, bias, x_bias
+
+enum class Device { cpu, cuda, meta };
+
+// What callers pass, whatever the op.
+struct Arguments {
+    const char* op;
+    const Tensor& x;
+    OptionalTensor residual, x_bias, weight, bias, seed;
+    c10::SymDimVector shape;  // normalized over: the last dimensions of x
+    double eps, p;
+    bool centred;
+
+    size_t depth() const { return shape.size(); }
+};
+
+c10::SymDimVector as_vector(Shape shape) { return c10::SymDimVector(shape.begin(), shape.end()); }
+
+// The dimensions of an RMS norm are those of its weight, or the last one.
+c10::SymDimVector rms_shape(const Tensor& x, const OptionalTensor& weight, const char* op) {
+    if (weight.has_value()) return as_vector(weight->sym_sizes());
+    TORCH_CHECK_VALUE(x.dim() >= 1, op, ": x has no dimensions; it is [..., N].");
+    return {x.sym_size(-1)};
+}
+
+double rms_eps(const Tensor& x, std::optional<double> eps) {
+    if (eps.has_value()) return *eps;
+    const auto type = x.scalar_type();
+    return type == at::kDouble     ? std::numeric_limits<double>::epsilon()
+           : type == at::kHalf     ? 0x1p-10
+           : type == at::kBFloat16 ? 0x1p-7
+                                   : std::numeric_limits<float>::epsilon();
+}
+
+void check_affine(const Arguments& a, const OptionalTensor& given, const char* name) {
+    if (!given.has_value()) return;
+    TORCH_CHECK_VALUE(given->sym_sizes() == Shape(a.shape), a.op, ": ", name, " has shape ", given->sym_sizes(),
+                      ", but normalized_shape is ", Shape(a.shape), "; they are the same.");
+    TORCH_CHECK_VALUE(given->device() == a.x.device(), a.op, ": ", name, " is on ", given->device(), " and x on ",
+                      a.x.device(), ".");
+    TORCH_CHECK_TYPE(given->scalar_type() == a.x.scalar_type() || given->scalar_type() == at::kFloat, a.op, ": ", name,
+                     " is ", given->scalar_type(), " and x ", a.x.scalar_type(), ". It has x's dtype or float32.");
+}
+
+void check_same(const Arguments& a, const OptionalTensor& one, const OptionalTensor& other, const char* names) {
+    TORCH_CHECK_TYPE(!one.has_value() || !other.has_value() || one->scalar_type() == other->scalar_type(), a.op, ": ",
+                     names, " are ", one->scalar_type(), " and ", other->scalar_type(), "; they are the same.");
+}
+
+void check(const Arguments& a) {
+    cpu_type(a.x, a.op);
+    const auto depth = static_cast<int64_t>(a.depth());
+    const bool fits = depth >= 1 && depth <= a.x.dim() && a.x.sym_sizes().slice(a.x.dim() - depth) == Shape(a.shape);
+    TORCH_CHECK_VALUE(fits, a.op, ": normalized_shape ", Shape(a.shape),
+                      " are not the last dimensions of x, whose shape is ", a.x.sym_sizes(), ".");
+    check_affine(a, a.weight, "weight");
+    check_affine(a, a.bias, "bias");
+    check_affine(a, a.x_bias, "x_bias");
+    TORCH_CHECK_TYPE(!a.weight.has_value() || !a.bias.has_value() || a.weight->scalar_type() == a.bias->scalar_type(),
+                     a.op, ": weight is ", a.weight->scalar_type(), " and bias ", a.bias->scalar_type(),
+                     "; they are the same.");
+    const OptionalTensor& affine = a.weight.has_value() ? a.weight : a.bias;
+    check_same(a, affine, a.x_bias, "the norm's weights and x_bias");
+    if (a.residual.has_value()) {
+        TORCH_CHECK_VALUE(a.residual->sym_sizes() == a.x.sym_sizes(), a.op, ": residual has shape ",
+                          a.residual->sym_sizes(), " and x ", a.x.sym_sizes(), "; they are the same.");
+        TORCH_CHECK_VALUE(a.residual->device() == a.x.device(), a.op, ": residual is on ", a.residual->device(),
+                          " and x on ", a.x.device(), ".");
+        TORCH_CHECK_TYPE(a.residual->scalar_type() == a.x.scalar_type(), a.op, ": residual is ",
+                         a.residual->scalar_type(), " and x ", a.x.scalar_type(), "; they are the same.");
+    }
+    TORCH_CHECK_VALUE(a.p >= 0 && a.p <= 1, a.op, ": dropout probability p=", a.p, " is not between 0 and 1.");
+    TORCH_CHECK_VALUE(a.p == 0 || a.seed.has_value(), a.op, ": p is ", a.p, " and there is no seed.");
+    if (a.seed.has_value()) {
+        TORCH_CHECK_TYPE(a.seed->scalar_type() == at::kLong, a.op, ": seed is ", a.seed->scalar_type(), ", not Long.");
+        TORCH_CHECK_VALUE(a.seed->sym_numel() == 1, a.op, ": seed has shape ", a.seed->sym_sizes(),
+                          "; it is one element.");
+        TORCH_CHECK_VALUE(a.seed->device() == a.x.device(), a.op, ": seed is on ", a.seed->device(), " and x on ",
+                          a.x.device(), ".");
+    }
+}
+
+// x as [rows, n]: the dimensions before `shape`, and the product of `shape`.
+Norm as_rows(const Arguments& a) {
+    int64_t rows = 1, n = 1;
+    const int64_t split = a.x.dim() - static_cast<int64_t>(a.depth());
+    for (int64_t i = 0; i < a.x.dim(); ++i) (i < split ? rows : n) *= a.x.size(i);
+    return {a.x.contiguous(), contiguous(a.residual), contiguous(a.x_bias), contiguous(a.weight), contiguous(a.bias),
+            a.seed,           a.eps,                  a.p,                  a.centred,            rows,
+            n};
+}
+
+template <Device device>
+Normalized forward(const Arguments& a, bool statistics) {
+    check(a);
+    const c10::OptionalDeviceGuard guard(a.x.device());
+    const auto like_x = [&] { return at::empty_symint(a.x.sym_sizes(), a.x.options()); };
+    Normalized result;
+    result.y = like_x();
+    if (a.residual.has_value()) result.sum = like_x();
+    if (statistics) {
+        const auto sizes = a.x.sym_sizes().slice(0, a.x.dim() - a.depth());
+        const auto options = a.x.options().dtype(accumulator_type(a.x.scalar_type()));
+        if (a.centred) result.mean = at::empty_symint(sizes, options);
+        result.rstd = at::empty_symint(sizes, options);
+    }
+    if constexpr (device != Device::meta) {
+        if (a.x.numel() > 0) {
+            device == Device::cpu ? norm_forward_cpu(as_rows(a), result) : norm_forward_cuda(as_rows(a), result);
+        } else {  // rows of nothing
+            if (result.mean.defined()) result.mean.zero_();
+            if (result.rstd.defined()) result.rstd.zero_();
+        }
+    }
+    return result;
+}
+
+template <Device device>
+Four norm_forward(const std::string& op, const Tensor& x, const OptionalTensor& residual, Shape shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps, const OptionalTensor& x_bias,
+                  double p, const OptionalTensor& seed, bool centred) {
+    const auto made = forward<device>(
+        {op.c_str(), x, residual, x_bias, weight, bias, seed, as_vector(shape), eps, p, centred}, true);
+    return {made.y, made.sum, made.mean, made.rstd};
+}
+
+void check_gradient(const OptionalTensor& grad, const Tensor& x, const char* name) {
+    if (!grad.has_value()) return;
+    TORCH_CHECK_VALUE(grad->sym_sizes() == x.sym_sizes(), "norm_backward: ", name, " has shape ", grad->sym_sizes(),
+                      " and x ", x.sym_sizes(), "; they are the same.");
+    TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type(), "norm_backward: ", name, " is ", grad->scalar_type(),
+                     " and x ", x.scalar_type(), "; they are the same.");
+}
+
+// `x` is what was normalized. Gradients that are not wanted are undefined; where nothing is dropped, that of x is that
+// of residual.
+template <Device device>
+Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTensor& grad_sum, const Tensor& x,
+                   Shape shape, const OptionalTensor& mean, const Tensor& rstd, const OptionalTensor& weight,
+                   const OptionalTensor& bias, const OptionalTensor& x_bias, double p, const OptionalTensor& seed,
+                   Wanted wanted) {
+    check_gradient(grad_y, x, "grad_y");
+    check_gradient(grad_sum, x, "grad_sum");
+    const c10::OptionalDeviceGuard guard(x.device());
+    const auto wanted_like = [](bool want, const OptionalTensor& like) {
+        return want && like.has_value() ? at::empty_symint(like->sym_sizes(), like->options()) : Tensor();
+    };
+    NormGradients grads{grad_y.contiguous(),
+                        contiguous(grad_sum),
+                        wanted_like(wanted[0], x),
+                        wanted_like(wanted[1], x),
+                        wanted_like(wanted[2], weight),
+                        wanted_like(wanted[3], bias),
+                        wanted_like(wanted[4], x_bias)};
+    if constexpr (device != Device::meta) {
+        if (x.numel() > 0) {
+            const Norm norm = as_rows({op.c_str(), x, std::nullopt, std::nullopt, weight, std::nullopt, seed,
+                                       as_vector(shape), 0.0, p, mean.has_value()});
+            const Normalized saved{Tensor(), norm.x, mean.has_value() ? mean->contiguous() : Tensor(),
+                                   rstd.contiguous()};
+            device == Device::cpu ? norm_backward_cpu(norm, saved, grads) : norm_backward_cuda(norm, saved, grads);
+        } else {
+            for (const Tensor* sums : {&grads.weight, &grads.bias, &grads.x_bias}) {
+                if (sums->defined()) sums->zero_();
+            }
+        }
+    }
+    return {grads.residual, grads.x, grads.weight, grads.bias, grads.x_bias};
+}
+
+Four norm_forward_op(const Arguments& a) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_forward", "").typed<
+        decltype(norm_forward<Device::cpu>)>();
+    return op.call(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred);
+}
+
+const auto& norm_backward_op() {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_backward", "").typed<
+        decltype(norm_backward<Device::cpu>)>();
+    return op;
+}
+
+OptionalTensor given(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
+
+struct NormFunction : torch::autograd::Function<NormFunction> {
+    static constexpr bool is_traceable = true;
+
+    // y, and the sum where there is a residual.
+    static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
+                                 const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
+                                 const OptionalTensor& seed, const Arguments* a) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        auto [y, sum, mean, rstd] = norm_forward_op(*a);
+        // ctx->needs_input_grad(i) counts only tensors that are there, so what is wanted is noted here.
+        ctx->saved_data["wanted"] = c10::List<bool>(
+            {x.requires_grad(), wants_grad(residual), wants_grad(weight), wants_grad(bias), wants_grad(x_bias)});
+        ctx->saved_data["shape"] = std::vector<c10::SymInt>(a->shape.begin(), a->shape.end());
+        ctx->saved_data["p"] = a->p;
+        ctx->saved_data["op"] = std::string(a->op);
+        const auto or_none = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+        ctx->save_for_backward({residual.has_value() ? sum : x, mean, rstd, or_none(weight), or_none(bias),
+                                or_none(x_bias), or_none(seed)});
+        ctx->set_materialize_grads(false);
+        return residual.has_value() ? variable_list{y, sum} : variable_list{y};
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const auto shape = ctx->saved_data["shape"].toSymIntVector();
+        const auto flags = ctx->saved_data["wanted"].toBoolList();
+        const double p = ctx->saved_data["p"].toDouble();
+        const bool added = grads.size() == 2;
+        const Tensor grad_sum = added ? grads[1] : Tensor();
+        variable_list result(7);
+        if (!grads[0].defined() && !grad_sum.defined()) return result;
+        const std::array<bool, 5> present = {true, added, saved[3].defined(), saved[4].defined(), saved[5].defined()};
+        std::array<bool, 5> wants = {};  // x, residual, weight, bias, x_bias
+        size_t edge = 0;
+        for (size_t i = 0; i < 5; ++i) {
+            if (!present[i]) continue;
+            wants[i] = flags.get(i) && ctx->needs_input_grad(edge);
+            ++edge;
+        }
+        const bool drops = p > 0;
+        const Wanted wanted = {wants[1] || (wants[0] && !drops), wants[0] && drops, wants[2], wants[3], wants[4]};
+        const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0]);
+        const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op().call(
+            ctx->saved_data["op"].toStringRef(), grad_y, given(grad_sum), saved[0], shape, given(saved[1]), saved[2],
+            given(saved[3]), given(saved[4]), given(saved[5]), p, given(saved[6]), wanted);
+        if (wants[0]) result[0] = drops ? grad_x : grad_residual;
+        if (wants[1]) result[1] = grad_residual;
+        result[2] = grad_weight, result[3] = grad_bias, result[4] = grad_x_bias;
+        return result;
+    }
+};
+
+bool needs_graph(const Arguments& a) {
+    return at::GradMode::is_enabled() && (wants_grad(a.x) || wants_grad(a.residual) || wants_grad(a.weight) ||
+                                          wants_grad(a.bias) || wants_grad(a.x_bias));
+}
+
+variable_list with_graph(const Arguments& a) {
+    return NormFunction::apply(a.x, a.residual, a.weight, a.bias, a.x_bias, a.seed, &a);
+}
+
+Five norm_backward_autograd(const std::string& op, const Tensor& grad_y, const OptionalTensor& grad_sum,
+                            const Tensor& x, Shape shape, const OptionalTensor& mean, const Tensor& rstd,
+                            const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
+                            double p, const OptionalTensor& seed, Wanted wanted) {
+    auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return norm_backward_op().call(op, grad_y, grad_sum, x, shape, mean, rstd, weight, bias, x_bias, p, seed,
+                                       wanted);
+    }();
+    const bool differentiated = wants_grad(grad_y) || wants_grad(grad_sum) || wants_grad(x) || wants_grad(weight);
+    if (!at::GradMode::is_enabled() || !differentiated) {
+        return {grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias};
+    }
+    const auto refuse = [&](const Tensor& result, const Tensor& saved) {
+        return result.defined() ? NoSecondDerivative::apply(result, grad_y, saved, op) : result;
+    };
+    const Tensor& affine = weight.has_value() ? *weight : x;
+    const Tensor& other = grad_sum.has_value() ? *grad_sum : x;
+    const auto refuse_all = [&](const Tensor& result) { return refuse(refuse(refuse(result, affine), other), x); };
+    return {refuse_all(grad_residual), refuse_all(grad_x), refuse_all(grad_weight), refuse_all(grad_bias),
+            refuse_all(grad_x_bias)};
+}
+
+// ---- the ops by name ----
+
+struct LayerNorm {
+    static constexpr const char* kName = "fuseline::layer_norm";
+    using Schema = Tensor(const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double);
+
+    static Arguments arguments(const Tensor& x, Shape shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                               double eps) {
+        return {"layer_norm", x, std::nullopt, std::nullopt, weight, bias, std::nullopt, as_vector(shape), eps, 0.0,
+                true};
+    }
+};
+
+struct RmsNorm {
+    static constexpr const char* kName = "fuseline::rms_norm";
+    using Schema = Tensor(const Tensor&, const OptionalTensor&, std::optional<double>);
+
+    static Arguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps) {
+        return {"rms_norm",   x,   std::nullopt, std::nullopt, weight, std::nullopt, std::nullopt,
+                rms_shape(x, weight, "rms_norm"), rms_eps(x, eps), 0.0, false};
+    }
+};
+
+struct AddLayerNorm {
+    static constexpr const char* kName = "fuseline::add_layer_norm";
+    using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double);
+
+    static Arguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
+                               const OptionalTensor& bias, double eps) {
+        return {"add_layer_norm", x, residual, std::nullopt, weight, bias, std::nullopt, as_vector(shape), eps, 0.0,
+                true};
+    }
+};
+
+struct AddRmsNorm {
+    static constexpr const char* kName = "fuseline::add_rms_norm";
+    using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>);
+
+    static Arguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                               std::optional<double> eps) {
+        return {"add_rms_norm", x, residual, std::nullopt, weight, std::nullopt, std::nullopt,
+                rms_shape(x, weight, "add_rms_norm"), rms_eps(x, eps), 0.0, false};
+    }
+};
+
+struct DropoutAddLayerNorm {
+    static constexpr const char* kName = "fuseline::dropout_add_layer_norm";
+    using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
+                       const OptionalTensor&, double, const OptionalTensor&);
+
+    static Arguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
+                               const OptionalTensor& bias, double eps, const OptionalTensor& x_bias, double p,
+                               const OptionalTensor& seed) {
+        return {"dropout_add_layer_norm", x, residual, x_bias, weight, bias, seed, as_vector(shape), eps, p, true};
+    }
+};
+
+struct DropoutAddRmsNorm {
+    static constexpr const char* kName = "fuseline::dropout_add_rms_norm";
+    using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>,
+                       const OptionalTensor&, double, const OptionalTensor&);
+
+    static Arguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                               std::optional<double> eps, const OptionalTensor& x_bias, double p,
+                               const OptionalTensor& seed) {
+        return {"dropout_add_rms_norm", x, residual, x_bias, weight, std::nullopt, seed,
+                rms_shape(x, weight, "dropout_add_rms_norm"), rms_eps(x, eps), p, false};
+    }
+};
+
+// An op's kernel for a device, and for autograd.
+template <class Op, class Schema = typename Op::Schema>
+struct Kernels;
+
+template <class Op, class Result, class... Given>
+struct Kernels<Op, Result(Given...)> {
+    template <Device device>
+    static Result on(Given... given) {
+        const auto made = forward<device>(Op::arguments(given...), false);
+        if constexpr (std::is_same_v<Result, Tensor>) {
+            return made.y;
+        } else {
+            return {made.y, made.sum};
+        }
+    }
+
+    static Result autograd(Given... given) {
+        const Arguments a = Op::arguments(given...);
+        if (needs_graph(a)) {
+            const auto made = with_graph(a);
+            if constexpr (std::is_same_v<Result, Tensor>) {
+                return made[0];
+            } else {
+                return {made[0], made[1]};
+            }
+        }
+        static const auto op =
+            c10::Dispatcher::singleton().findSchemaOrThrow(Op::kName, "").template typed<Result(Given...)>();
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return op.call(given...);
+    }
+};
+
+template <Device device>
+void register_on(torch::Library& m) {
+    m.impl("layer_norm", Kernels<LayerNorm>::on<device>);
+    m.impl("rms_norm", Kernels<RmsNorm>::on<device>);
+    m.impl("add_layer_norm", Kernels<AddLayerNorm>::on<device>);
+    m.impl("add_rms_norm", Kernels<AddRmsNorm>::on<device>);
+    m.impl("dropout_add_layer_norm", Kernels<DropoutAddLayerNorm>::on<device>);
+    m.impl("dropout_add_rms_norm", Kernels<DropoutAddRmsNorm>::on<device>);
+    m.impl("norm_forward", norm_forward<device>);
+    m.impl("norm_backward", norm_backward<device>);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    for (const char* schema : {
+             "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
+             "-> Tensor",
+             "rms_norm(Tensor x, Tensor? weight=None, float? eps=None) -> Tensor",
+             "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+             "Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor sum)",
+             "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None) -> (Tensor y, Tensor sum)",
+             "dropout_add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+             "Tensor? bias=None, float eps=1e-5, *, Tensor? x_bias=None, float p=0.0, Tensor? seed=None) "
+             "-> (Tensor y, Tensor sum)",
+             "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None, *, "
+             "Tensor? x_bias=None, float p=0.0, Tensor? seed=None) -> (Tensor y, Tensor sum)",
+             "norm_forward(str op, Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
+             "Tensor? bias, float eps, Tensor? x_bias, float p, Tensor? seed, bool centred) "
+             "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
+             "norm_backward(str op, Tensor grad_y, Tensor? grad_sum, Tensor x, SymInt[] normalized_shape, "
+             "Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, "
+             "bool[5] wanted) "
+             "-> (Tensor grad_residual, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_x_bias)",
+         }) {
+        m.def(schema, {at::Tag::pt2_compliant_tag});
+    }
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) { register_on<Device::cpu>(m); }
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { register_on<Device::cuda>(m); }
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) { register_on<Device::meta>(m); }
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("layer_norm", Kernels<LayerNorm>::autograd);
+    m.impl("rms_norm", Kernels<RmsNorm>::autograd);
+    m.impl("add_layer_norm", Kernels<AddLayerNorm>::autograd);
+    m.impl("add_rms_norm", Kernels<AddRmsNorm>::autograd);
+    m.impl("dropout_add_layer_norm", Kernels<DropoutAddLayerNorm>::autograd);
+    m.impl("dropout_add_rms_norm", Kernels<DropoutAddRmsNorm>::autograd);
+    m.impl("norm_backward", norm_backward_autograd);
+}
+
+}  // namespace fuseline

@@ -1,0 +1,140 @@
+"""Residual and norm in one pass.
+
+    sum = x + residual
+    add_layer_norm: y = (sum - mean) * rstd * weight + bias
+    add_rms_norm:   y = sum * rstd * weight
+
+Both return (y, sum). Shapes, dtypes, rounding and sources are those of `dropout_add_layer_norm`
+(ops/dropout_add_norm.py) without dropout and bias. Not twice differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.ops.dropout_add_norm import Pair, added, bytes_moved, draw_added, flops
+from fuseline.ops.layer_norm import reference as layer_norm
+from fuseline.ops.op import Case, Op, register
+from fuseline.ops.rms_norm import normalized as rms_normalized
+
+
+def _is_native(x: torch.Tensor) -> bool:
+    return native.ready(x.device.type) and not (x.device.type == "cuda" and x.dtype is torch.float64)
+
+
+def layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Pair:
+    """The definition in plain PyTorch, for every device."""
+    total = added(x, residual)
+    return layer_norm(total, normalized_shape, weight, bias, eps), total
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Pair:
+    """Layer norm of x + residual, and that sum, in one pass each way.
+
+    Args:
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same.
+        normalized_shape, weight, bias, eps: as in `layer_norm`.
+
+    Returns (y, sum), both of x's shape and dtype, contiguous.
+    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    """
+    if _is_native(x):
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        return torch.ops.fuseline.add_layer_norm.default(x, residual, shape, weight, bias, eps)
+    return layer_norm_reference(x, residual, normalized_shape, weight, bias, eps)
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Pair:
+    """The definition in plain PyTorch, for every device."""
+    total = added(x, residual)
+    return rms_normalized(total, weight, eps, "add_rms_norm"), total
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Pair:
+    """RMS norm of x + residual, and that sum, in one pass each way.
+
+    weight and eps as in `rms_norm`; the rest, and what is returned, as in `add_layer_norm`.
+    """
+    if _is_native(x):
+        return torch.ops.fuseline.add_rms_norm.default(x, residual, weight, eps)
+    return rms_norm_reference(x, residual, weight, eps)
+
+
+def _layer_norm_inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    return draw_added(case, device, dtype, generator, centred=True)
+
+
+def _rms_norm_inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    return draw_added(case, device, dtype, generator, centred=False)
+
+
+_CASES = (
+    Case("rows of 64", (128, 64)),
+    Case("rows of 768", (2, 65, 768)),
+    Case("rows of 4096", (33, 4096)),
+    Case("no affine", (33, 768), {"affine": "none"}),
+    Case("float32 affine", (40, 384), {"affine_dtype": torch.float32}),
+    Case("odd rows", (31, 31)),
+    Case("one row of a vocabulary", (1, 50257)),
+    Case("many rows", (3000, 40)),
+    Case("no rows", (0, 16)),
+    Case("large values", (16, 512), {"spread": 5000.0}),
+)
+
+ADD_LAYER_NORM = register(
+    Op(
+        name="add_layer_norm",
+        function=add_layer_norm,
+        reference=layer_norm_reference,
+        inputs=_layer_norm_inputs,
+        differentiable=("x", "residual", "weight", "bias"),
+        cases=_CASES,
+        bytes_moved=bytes_moved,
+        flops=flops,
+    )
+)
+
+ADD_RMS_NORM = register(
+    Op(
+        name="add_rms_norm",
+        function=add_rms_norm,
+        reference=rms_norm_reference,
+        inputs=_rms_norm_inputs,
+        differentiable=("x", "residual", "weight"),
+        cases=_CASES,
+        bytes_moved=bytes_moved,
+        flops=flops,
+    )
+)

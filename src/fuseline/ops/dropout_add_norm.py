@@ -1,0 +1,258 @@
+"""Dropout, bias, residual and norm in one pass: what stands between the layers of a transformer.
+
+    sum = residual + dropout(x + x_bias, p)
+    dropout_add_layer_norm: y = (sum - mean) * rstd * weight + bias
+    dropout_add_rms_norm:   y = sum * rstd * weight
+
+Both return (y, sum). x and residual are [..., N], x_bias, weight and bias [N], each of these optional, in x's
+dtype or float32 (all the same). sum is rounded to x's dtype, and it is this sum that is normalized, as
+where the two are separate operations. Dropout is by Philox words of a seed and a position (ops/philox.py):
+the mask is not stored but computed again in the backward. dtypes and statistics are those of `layer_norm`.
+
+One backward gives the gradients of residual, x, x_bias, weight and bias, the gradient of the returned sum
+included. Not twice differentiable. Sources: as `layer_norm` and `rms_norm`; Srivastava and others, "Dropout",
+2014.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.ops.layer_norm import reference as layer_norm
+from fuseline.ops.op import Case, Op, register
+from fuseline.ops.philox import check_probability, draw_seed, multipliers
+from fuseline.ops.rms_norm import normalized as rms_normalized
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def added(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + dropout(x + x_bias), rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide)
+    if x_bias is not None:
+        total = total + x_bias.to(wide)
+    if p > 0 and seed is not None:
+        total = total * multipliers(seed, x.shape, p).to(wide)
+    return (residual.to(wide) + total).to(x.dtype)
+
+
+def _seed_for(
+    x: torch.Tensor, p: float, training: bool, seed: torch.Tensor | None, op: str
+) -> tuple[float, torch.Tensor | None]:
+    """The probability and the seed that count: none outside of training."""
+    check_probability(p, op)
+    if not training or p == 0:
+        return 0.0, None
+    return p, draw_seed(x.device) if seed is None else seed
+
+
+def _is_native(x: torch.Tensor) -> bool:
+    return native.ready(x.device.type) and not (x.device.type == "cuda" and x.dtype is torch.float64)
+
+
+def layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | None = None,
+) -> Pair:
+    """The definition in plain PyTorch, for every device."""
+    p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
+    total = added(x, residual, x_bias, p, seed)
+    return layer_norm(total, normalized_shape, weight, bias, eps), total
+
+
+def dropout_add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | None = None,
+) -> Pair:
+    """Layer norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
+
+    Args:
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same.
+        normalized_shape, weight, bias, eps: as in `layer_norm`.
+        x_bias: [*normalized_shape] in the dtype of weight and bias, added to x.
+        p: probability that an element of x + x_bias is made zero; the others are scaled by 1 / (1 - p).
+        training: False for no dropout.
+        seed: one int64 on x's device that fixes the mask; None draws one from torch's generator there.
+
+    Returns (y, sum), both of x's shape and dtype, contiguous.
+    Raises ValueError or TypeError for shapes, dtypes and probabilities that do not fit.
+    """
+    p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
+    if _is_native(x):
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        operator = torch.ops.fuseline.dropout_add_layer_norm.default
+        return operator(x, residual, shape, weight, bias, eps, x_bias=x_bias, p=p, seed=seed)
+    return layer_norm_reference(
+        x, residual, normalized_shape, weight, bias, eps, x_bias=x_bias, p=p, seed=seed
+    )
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | None = None,
+) -> Pair:
+    """The definition in plain PyTorch, for every device."""
+    p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
+    total = added(x, residual, x_bias, p, seed)
+    return rms_normalized(total, weight, eps, "dropout_add_rms_norm"), total
+
+
+def dropout_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    x_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: torch.Tensor | None = None,
+) -> Pair:
+    """RMS norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
+
+    weight and eps as in `rms_norm`; the rest, and what is returned, as in `dropout_add_layer_norm`.
+    """
+    p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
+    if _is_native(x):
+        operator = torch.ops.fuseline.dropout_add_rms_norm.default
+        return operator(x, residual, weight, eps, x_bias=x_bias, p=p, seed=seed)
+    return rms_norm_reference(x, residual, weight, eps, x_bias=x_bias, p=p, seed=seed)
+
+
+def draw_added(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, centred: bool
+) -> dict[str, Any]:
+    """x, residual and what of weight, bias and x_bias the case asks for; a seed where it drops."""
+    options = dict(case.options)
+    affine = options.pop("affine", "all")
+    affine_dtype = options.pop("affine_dtype", dtype)
+    spread = options.pop("spread", 1.0)
+    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    n = case.shape[-1:]
+    arguments: dict[str, Any] = {
+        name: (torch.randn(case.shape, **draw) * spread).to(dtype) for name in ("x", "residual")
+    }
+    if centred:
+        arguments["normalized_shape"] = n
+    if affine != "none":
+        arguments["weight"] = (1 + 0.5 * torch.randn(n, **draw)).to(affine_dtype)
+        if centred:
+            arguments["bias"] = torch.randn(n, **draw).to(affine_dtype)
+    if options.pop("x_bias", False):
+        arguments["x_bias"] = torch.randn(n, **draw).to(affine_dtype)
+    if "p" in options:
+        words = torch.randint(-(2**62), 2**62, (1,), generator=generator, device=device)
+        arguments["seed"] = words
+    return {**arguments, "eps": 1e-5, **options}
+
+
+def _layer_norm_inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    return draw_added(case, device, dtype, generator, centred=True)
+
+
+def _rms_norm_inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    return draw_added(case, device, dtype, generator, centred=False)
+
+
+def bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    """Forward: x, residual, y, sum. Backward: the gradients of y and sum, sum, the gradient of residual.
+
+    A mask makes the gradient of x another tensor.
+    """
+    tensors = 4 if direction == "fw" or not case.options.get("p") else 5
+    rows = math.prod(case.shape[:-1])
+    return (math.prod(case.shape) * tensors + case.shape[-1] * 5) * itemsize + rows * 8
+
+
+def flops(case: Case, direction: str) -> int:
+    """With a mask's Philox rounds, an eighth of 120 integer operations an element each way."""
+    per_element = (10 if direction == "fw" else 17) + (15 if case.options.get("p") else 0)
+    return math.prod(case.shape) * per_element
+
+
+def _sweep(rows: int, n: int) -> Case:
+    return Case(f"{rows}x{n}", (rows, n), {"p": 0.1, "x_bias": True})
+
+
+_CASES = (
+    Case("rows of 64", (128, 64)),
+    Case("with all", (64, 256), {"p": 0.1, "x_bias": True}),
+    Case("rows of 768", (2, 65, 768), {"p": 0.1, "x_bias": True}),
+    Case("half dropped", (33, 1024), {"p": 0.5}),
+    Case("all dropped", (9, 48), {"p": 1.0, "x_bias": True}),
+    Case("not training", (33, 384), {"p": 0.3, "training": False, "x_bias": True}),
+    Case("no affine", (33, 768), {"affine": "none", "p": 0.2}),
+    Case("float32 affine", (40, 384), {"affine_dtype": torch.float32, "p": 0.1, "x_bias": True}),
+    Case("odd rows", (31, 31), {"p": 0.25, "x_bias": True}),
+    Case("one row of a vocabulary", (1, 50257), {"p": 0.1}),
+    Case("many rows", (3000, 40), {"p": 0.1, "x_bias": True}),
+    Case("no rows", (0, 16), {"p": 0.1, "x_bias": True}),
+    Case("large values", (16, 512), {"spread": 5000.0, "p": 0.1}),
+)
+
+DROPOUT_ADD_LAYER_NORM = register(
+    Op(
+        name="dropout_add_layer_norm",
+        function=dropout_add_layer_norm,
+        reference=layer_norm_reference,
+        inputs=_layer_norm_inputs,
+        differentiable=("x", "residual", "weight", "bias", "x_bias"),
+        cases=_CASES,
+        bytes_moved=bytes_moved,
+        flops=flops,
+        sweep=_sweep,
+    )
+)
+
+DROPOUT_ADD_RMS_NORM = register(
+    replace(
+        DROPOUT_ADD_LAYER_NORM,
+        name="dropout_add_rms_norm",
+        function=dropout_add_rms_norm,
+        reference=rms_norm_reference,
+        inputs=_rms_norm_inputs,
+        differentiable=("x", "residual", "weight", "x_bias"),
+    )
+)
