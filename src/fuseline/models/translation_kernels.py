@@ -142,8 +142,10 @@ def _fused_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _fused_add_norm(
     x: Tensor, x_bias: Tensor, stream: Tensor, weight: Tensor, bias: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    total = stream + dropped(x + x_bias, p)
-    return _fused_norm(total, weight, bias), total
+    # Under autocast the stream goes on in the 16 bits that products come in.
+    return ops.dropout_add_layer_norm(
+        x, stream.to(x.dtype), weight.shape, weight, bias, EPS, x_bias=x_bias, p=p, training=p > 0
+    )
 
 
 def _fused_weights(scores: Tensor, scale: float, causal: bool, keep: Tensor | None) -> Tensor:
