@@ -30,8 +30,8 @@ DEVICE = torch.device("cuda")
 class Options:
     """What to time."""
 
-    ops: tuple[str, ...] = ("layer_norm", "softmax")
-    directions: tuple[str, ...] = ("fw", "bw")
+    ops: tuple[str, ...] = ("layer_norm", "softmax", "cross_entropy")
+    directions: tuple[str, ...] = ("fw", "bw", "fwbw")
     dtypes: tuple[str, ...] = ("bf16", "fp32")
     lengths: tuple[int, ...] = ROW_LENGTHS
     peers: tuple[str, ...] = ("fuseline", "eager", "inductor")
@@ -114,11 +114,30 @@ def layer_norm_backward(kernels: Kernels, x: torch.Tensor) -> Work:
     return Work(3 * x.nbytes, {**calls, "inductor": compiled(eager, *inputs)})
 
 
+def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Work:
+    """The loss and its gradient, which ours writes in the same pass."""
+    target = torch.randint(x.shape[1], (len(x),), device=DEVICE)
+    loss, statistics = torch.empty(len(x), device=DEVICE), torch.empty(len(x), 2, device=DEVICE)
+    grad, leaf = torch.empty_like(x), x.detach().requires_grad_()
+
+    def eager(x: torch.Tensor, target: torch.Tensor) -> object:
+        return torch.autograd.grad(F.cross_entropy(x, target, reduction="sum"), x)
+
+    forward = torch.compile(lambda x, target: F.cross_entropy(x, target, reduction="sum"), dynamic=False)
+    calls = {
+        "fuseline": lambda: kernels.cross_entropy_forward(x, target, loss, statistics, grad),
+        "eager": lambda: eager(leaf, target),
+        "inductor": lambda: torch.autograd.grad(forward(leaf, target), leaf),
+    }
+    return Work(2 * x.nbytes, calls)
+
+
 WORKS: dict[tuple[str, str], Callable[[Kernels, torch.Tensor], Work]] = {
     ("layer_norm", "fw"): layer_norm_forward,
     ("layer_norm", "bw"): layer_norm_backward,
     ("softmax", "fw"): softmax_forward,
     ("softmax", "bw"): softmax_backward,
+    ("cross_entropy", "fwbw"): cross_entropy,
 }
 
 
@@ -126,7 +145,7 @@ def cases(options: Options) -> Iterator[tuple[str, str, str, int]]:
     for op in options.ops:
         for direction in options.directions:
             for dtype in options.dtypes:
-                for n in options.lengths:
+                for n in options.lengths if (op, direction) in WORKS else ():
                     yield op, direction, dtype, n
 
 

@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda")
 class Options:
     """What to measure, and whether to write the table."""
 
-    families: tuple[str, ...] = ("softmax_forward", "softmax_backward")
+    families: tuple[str, ...] = ("softmax_forward", "softmax_backward", "cross_entropy")
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = 10
     write: bool = False
@@ -57,9 +57,19 @@ def softmax_backward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
     return lambda: kernels.softmax_backward(x, y, grad_x)
 
 
+def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+    """The loss and its gradient."""
+    rows, classes = x.shape
+    target = torch.randint(classes, (rows,), device=DEVICE)
+    loss, grad = torch.empty(rows, device=DEVICE), torch.empty_like(x)
+    statistics = torch.empty(rows, 2, device=DEVICE)
+    return lambda: kernels.cross_entropy_forward(x, target, loss, statistics, grad)
+
+
 MEASURED = {
     "softmax_forward": Family(softmax_forward, 2, {2: (1, 2, 4), 4: (2, 4, 8)}, {2: (4, 8), 4: (8, 16)}),
     "softmax_backward": Family(softmax_backward, 3, {2: (1, 2, 4), 4: (1, 2, 4)}, {2: (4, 8), 4: (4, 8)}),
+    "cross_entropy": Family(cross_entropy, 2, {2: (1, 4), 4: (1, 8)}, {2: (4, 8), 4: (8, 16)}),
 }
 
 

@@ -45,6 +45,13 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
         [_POINTER, _POINTER, _INT, _STRIDES, *[_SIZE] * 4, _DOUBLE, _INT, _POINTER, _INT, _POINTER],
         _INT,
     ),
+    "fuseline_cross_entropy_forward": (
+        [
+            *(_POINTER, _POINTER, _INT, *[_POINTER] * 6),
+            *(*[_SIZE] * 4, *[_DOUBLE] * 3, _INT, _POINTER),
+        ],
+        _INT,
+    ),
     "fuseline_softmax_backward": ([*[_POINTER] * 3, _SIZE, _SIZE, _DOUBLE, _INT, _POINTER], _INT),
 }
 
@@ -121,6 +128,26 @@ class Kernels:
         self._check(
             self.library.fuseline_softmax_backward(*pointers, *y.shape, scale, DTYPES[y.dtype], _stream(y))
         )
+
+    def cross_entropy_forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        loss: torch.Tensor,
+        statistics: torch.Tensor,
+        grad: torch.Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        soft_cap: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        """The loss of each row and, if `grad` is given (it may be the logits), the gradient of their sum."""
+        rows, n = logits.shape
+        pointers = _address(logits), _address(target), target.element_size(), None, None, None
+        results = map(_address, (loss, statistics, grad))
+        options = ignore_index, label_smoothing, soft_cap, z_loss, DTYPES[logits.dtype], _stream(logits)
+        self._check(self.library.fuseline_cross_entropy_forward(*pointers, *results, rows, n, n, *options))
 
     def override_plan(self, family: str, choice: Sequence[int] | None) -> None:
         """Lay out the kernels of a family (of `FAMILIES`) so in calls of this thread, or by the table (None).

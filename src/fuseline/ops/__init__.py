@@ -13,6 +13,7 @@ from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
 from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
+from fuseline.ops.linear_cross_entropy import linear_cross_entropy
 from fuseline.ops.op import Case, Op, get, registered
 from fuseline.ops.rms_norm import rms_norm
 from fuseline.ops.rope import rope
@@ -34,6 +35,7 @@ __all__ = [
     "gelu",
     "get",
     "layer_norm",
+    "linear_cross_entropy",
     "registered",
     "rms_norm",
     "rope",

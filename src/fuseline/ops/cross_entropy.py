@@ -124,7 +124,7 @@ def _inputs(
     vocab_size = options.get("vocab_size") or case.shape[-1]
     logits = torch.randn(case.shape, dtype=torch.float32, **draw) * options.pop("spread", 2.0)
     target = torch.randint(vocab_size, case.shape[:-1], **draw)
-    ignored = torch.rand(case.shape[:-1], **draw) < options.pop("ignored", 0.2)
+    ignored = torch.rand(case.shape[:-1], **draw) < options.pop("ignored", 0.2 if case.options else 0.0)
     target = target.masked_fill(ignored, options.get("ignore_index", -100))
     if options.pop("int32", False):
         target = target.int()

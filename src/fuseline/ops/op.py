@@ -42,6 +42,7 @@ class Op:
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
     `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
     `rows` rows of length n, and `lengths` the lengths it measures where the general ones make no sense.
+    `by_blas`: it calls torch's matrix products, whose bits on a CPU go with the number of threads.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sweep: Callable[[int, int], Case] = _matrix
     lengths: tuple[int, ...] = ()
+    by_blas: bool = False
 
 
 def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:

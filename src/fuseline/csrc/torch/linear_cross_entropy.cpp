@@ -1,0 +1,539 @@
+// Cross-entropy of a linear head, hidden @ weight^T + bias, without its logits: they exist for a chunk of rows at a
+// time, and their gradient is written over them.
+//
+// `linear_cross_entropy` is what callers call. Where a gradient will be wanted it runs `linear_cross_entropy_forward`,
+// which also returns the gradients of the sum of the rows' losses; the backward scales them, in one pass, by the
+// gradient of the loss and the divisor of the mean. A loss for each row has its gradients computed in the backward
+// (`linear_cross_entropy_rows_backward`), from logits computed again.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "fuseline_torch.h"
+
+namespace fuseline {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using OptionalSize = std::optional<c10::SymInt>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+constexpr const char* kName = "linear_cross_entropy";
+
+// What every op of this family takes after its tensors.
+struct Options {
+    int64_t ignore_index;
+    double label_smoothing;
+    c10::string_view reduction;
+    std::optional<double> soft_cap;
+    double z_loss;
+    OptionalSize vocab_size;
+    c10::SymInt chunk_size;
+
+    bool mean() const { return reduction == "mean"; }
+    bool none() const { return reduction == "none"; }
+};
+
+#define FUSELINE_OPTION_TYPES \
+    int64_t, double, c10::string_view, std::optional<double>, double, OptionalSize, c10::SymInt
+#define FUSELINE_OPTION_PARAMETERS \
+    int64_t ignore_index, double label_smoothing, c10::string_view reduction, std::optional<double> soft_cap, \
+        double z_loss, OptionalSize vocab_size, c10::SymInt chunk_size
+#define FUSELINE_OPTIONS \
+    Options { ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size, chunk_size }
+#define FUSELINE_OPTION_VALUES(o) \
+    (o).ignore_index, (o).label_smoothing, (o).reduction, (o).soft_cap, (o).z_loss, (o).vocab_size, (o).chunk_size
+
+// ---- the ops, as others of them call them ----
+
+Tensor whole_op(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+                const OptionalTensor& class_weight, const Options& o) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy", "").typed<
+        Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+               FUSELINE_OPTION_TYPES)>();
+    return op.call(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o));
+}
+
+Five forward_op(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+                const OptionalTensor& class_weight, const Options& o, std::array<bool, 3> wanted) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_forward", "").typed<
+            Five(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                 FUSELINE_OPTION_TYPES, std::array<bool, 3>)>();
+    return op.call(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
+}
+
+Three backward_op(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden, const Tensor& grad_weight,
+                  const Tensor& grad_bias, int64_t weight_dtype, std::array<bool, 3> wanted) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_backward", "").typed<
+            Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ScalarType,
+                  std::array<bool, 3>)>();
+    return op.call(grad_out, total, grad_hidden, grad_weight, grad_bias, static_cast<at::ScalarType>(weight_dtype),
+                   wanted);
+}
+
+Three rows_backward_op(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                       const OptionalTensor& bias, const OptionalTensor& class_weight, const Options& o,
+                       std::array<bool, 3> wanted) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_rows_backward", "").typed<
+            Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                  const OptionalTensor&, FUSELINE_OPTION_TYPES, std::array<bool, 3>)>();
+    return op.call(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
+}
+
+// The loss of the rows of a chunk of logits: summed, or of each.
+Tensor chunk_loss(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight, const Options& o) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
+               std::optional<double>, double, OptionalSize, bool)>();
+    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, o.none() ? "none" : "sum",
+                   o.soft_cap, o.z_loss, o.vocab_size, false);
+}
+
+// The same loss, summed, and its gradient over the logits.
+Tensor chunk_loss_and_gradient(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight,
+                               const Options& o) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward_", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
+               std::optional<double>, double, OptionalSize)>();
+    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, "sum", o.soft_cap, o.z_loss,
+                   o.vocab_size);
+}
+
+void scale_rows_op(const Tensor& x, const Tensor& factors) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::scale_rows_", "").typed<
+        void(const Tensor&, const Tensor&)>();
+    op.call(x, factors);
+}
+
+// ---- chunks ----
+
+void check(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+           const Options& o) {
+    cpu_type(hidden, kName);
+    TORCH_CHECK_VALUE(hidden.dim() >= 1 && weight.dim() == 2 && hidden.sym_size(-1) == weight.sym_size(1), kName,
+                      ": hidden has shape ", hidden.sym_sizes(), " and weight ", weight.sym_sizes(),
+                      "; they are [..., C] and [V, C].");
+    TORCH_CHECK_VALUE(target.sym_sizes() == hidden.sym_sizes().slice(0, hidden.dim() - 1), kName,
+                      ": target has shape ", target.sym_sizes(), " and hidden ", hidden.sym_sizes(),
+                      "; target has the shape of hidden without the last dimension.");
+    const auto same_place = [&](const Tensor& given, const char* name) {
+        TORCH_CHECK_VALUE(given.device() == hidden.device(), kName, ": ", name, " is on ", given.device(),
+                          " and hidden on ", hidden.device(), ".");
+        TORCH_CHECK_TYPE(given.scalar_type() == hidden.scalar_type() || given.scalar_type() == at::kFloat, kName, ": ",
+                         name, " is ", given.scalar_type(), " and hidden ", hidden.scalar_type(),
+                         ". It has hidden's dtype or float32.");
+    };
+    same_place(weight, "weight");
+    if (bias.has_value()) {
+        same_place(*bias, "bias");
+        TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kName, ": bias has shape ",
+                          bias->sym_sizes(), "; it is [", weight.sym_size(0), "], one for each class.");
+    }
+    TORCH_CHECK_VALUE(o.reduction == "mean" || o.reduction == "sum" || o.reduction == "none", kName,
+                      ": reduction is '", o.reduction, "'; it is 'mean', 'sum' or 'none'.");
+    TORCH_CHECK_VALUE(o.chunk_size >= 1, kName, ": chunk_size is ", o.chunk_size, "; it is at least one row.");
+}
+
+// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
+struct WithoutAutocast {
+    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+// The head as matrices of one dtype, and the rows in chunks of about equal size.
+struct Head {
+    Tensor hidden, weight, target;
+    OptionalTensor bias, class_weight;
+    int64_t rows, chunks, each;
+
+    Head(const Tensor& h, const Tensor& w, const Tensor& t, const OptionalTensor& b, const OptionalTensor& c,
+         const Options& o)
+        : hidden(h.contiguous().view({-1, h.size(-1)})),
+          weight(w.to(h.scalar_type()).contiguous()),
+          target(t.reshape({-1})),
+          class_weight(c) {
+        if (b.has_value()) bias = b->to(h.scalar_type()).contiguous();
+        rows = hidden.size(0);
+        const int64_t most = o.chunk_size.guard_int(__FILE__, __LINE__);
+        chunks = std::max<int64_t>(1, (rows + most - 1) / most);
+        each = std::max<int64_t>(1, (rows + chunks - 1) / chunks);
+        if (chunks > 1) each = std::min(most, (each + 127) / 128 * 128);  // whole tiles for the matrix products
+    }
+
+    Tensor logits(const Tensor& part) const {
+        return bias.has_value() ? at::addmm(*bias, part, weight.t()) : at::mm(part, weight.t());
+    }
+
+    // Calls work(begin, length) for each chunk.
+    template <class Work>
+    void each_chunk(const Work& work) const {
+        for (int64_t begin = 0; begin < rows; begin += each) work(begin, std::min(each, rows - begin));
+    }
+};
+
+// The gradients of hidden, weight and bias, chunk after chunk. With several chunks, or where a sum over all rows may
+// leave fp16's range, those of weight and bias are added up in fp32.
+struct Gradients {
+    const Head& head;
+    std::array<bool, 3> wanted;
+    Tensor hidden, weight, bias;
+
+    Gradients(const Head& of, std::array<bool, 3> want, at::ScalarType sums) : head(of), wanted(want) {
+        const bool several = head.rows > head.each;
+        if (wanted[0]) hidden = at::empty(head.hidden.sizes(), head.hidden.options());
+        const bool wide = several || sums != head.hidden.scalar_type();
+        const auto options = head.weight.options().dtype(wide ? accumulator_type(sums) : sums);
+        if (wanted[1]) weight = head.rows > 0 ? at::empty(head.weight.sizes(), options)
+                                              : at::zeros(head.weight.sizes(), options);
+        if (wanted[2]) bias = at::zeros({head.weight.size(0)}, options);
+    }
+
+    // The weight's gradient of a chunk, added to those before it.
+    void add_weight(const Tensor& grad_logits, const Tensor& part, bool first) {
+        const Tensor across = grad_logits.t();
+        if (weight.scalar_type() != part.scalar_type() && !part.is_cuda()) {
+            const Tensor product = at::mm(across.to(weight.scalar_type()), part.to(weight.scalar_type()));
+            first ? weight.copy_(product) : weight.add_(product);
+        } else if (weight.scalar_type() != part.scalar_type()) {
+            first ? at::mm_out(weight, across, part, weight.scalar_type())
+                  : at::addmm_out(weight, weight, across, part, weight.scalar_type());
+        } else {
+            first ? at::mm_out(weight, across, part) : at::addmm_out(weight, weight, across, part);
+        }
+    }
+
+    void add(const Tensor& grad_logits, int64_t begin) {
+        const Tensor part = head.hidden.narrow(0, begin, grad_logits.size(0));
+        if (wanted[0]) {
+            Tensor to = hidden.narrow(0, begin, grad_logits.size(0));
+            at::mm_out(to, grad_logits, head.weight);
+        }
+        if (wanted[1]) add_weight(grad_logits, part, begin == 0);
+        if (wanted[2]) bias.add_(grad_logits.sum(at::IntArrayRef{0}, false, bias.scalar_type()));
+    }
+
+    Tensor weight_as(at::ScalarType type) const { return wanted[1] ? weight.to(type) : Tensor(); }
+    Tensor bias_as(at::ScalarType type) const { return wanted[2] ? bias.to(type) : Tensor(); }
+};
+
+// The divisor of the mean: the sum of the class weights of all targets that are not ignored. A target that is no class
+// counts with the last one's weight; its loss tells.
+Tensor divisor(const Head& head, const Options& o, const at::TensorOptions& options) {
+    const Tensor kept = head.target.ne(o.ignore_index);
+    if (!head.class_weight.has_value()) return kept.sum(options.dtype().toScalarType());
+    const Tensor classes = at::where(kept, head.target, 0).clamp(0, head.class_weight->size(0) - 1);
+    const Tensor weights = head.class_weight->index_select(0, classes).to(options.dtype());
+    return weights.mul(kept).sum();
+}
+
+// What saved gradients of the weight are kept in: no sum of fp16 products leaves the range of fp32.
+at::ScalarType saved_type(const Tensor& hidden, const Tensor& weight) {
+    return hidden.scalar_type() == at::kHalf ? at::kFloat : weight.scalar_type();
+}
+
+// ---- kernels, for any device ----
+
+Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                            const OptionalTensor& bias, const OptionalTensor& class_weight,
+                            FUSELINE_OPTION_PARAMETERS) {
+    const Options o = FUSELINE_OPTIONS;
+    check(hidden, weight, target, bias, o);
+    const WithoutAutocast off;
+    const Head head(hidden, weight, target, bias, class_weight, o);
+    const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
+    if (o.none()) {
+        Tensor loss = at::empty({head.rows}, options);
+        head.each_chunk([&](int64_t begin, int64_t length) {
+            loss.narrow(0, begin, length).copy_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)),
+                                                           head.target.narrow(0, begin, length), class_weight, o));
+        });
+        return loss.reshape(target.sizes());
+    }
+    Tensor loss = at::zeros({}, options);
+    head.each_chunk([&](int64_t begin, int64_t length) {
+        loss.add_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)), head.target.narrow(0, begin, length),
+                             class_weight, o));
+    });
+    return o.mean() ? loss.div_(divisor(head, o, options)) : loss;
+}
+
+Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                  const OptionalTensor& bias, const OptionalTensor& class_weight,
+                                  FUSELINE_OPTION_PARAMETERS, std::array<bool, 3> wanted) {
+    const Options o = FUSELINE_OPTIONS;
+    check(hidden, weight, target, bias, o);
+    TORCH_CHECK_VALUE(!o.none(), kName, "_forward: a loss for each row has no gradient before its own is known.");
+    const WithoutAutocast off;
+    const Head head(hidden, weight, target, bias, class_weight, o);
+    const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
+    const auto type = saved_type(hidden, weight);
+    Gradients gradients(head, wanted, type);
+    Tensor loss = at::zeros({}, options);
+    head.each_chunk([&](int64_t begin, int64_t length) {
+        const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
+        loss.add_(chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o));
+        gradients.add(logits, begin);
+    });
+    Tensor total = at::empty({0}, options);
+    if (o.mean()) {
+        total = divisor(head, o, options);
+        loss.div_(total);
+    }
+    const auto given = [&](const Tensor& gradient) { return gradient.defined() ? gradient : at::empty({0}, options); };
+    const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
+    return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
+}
+
+Three linear_cross_entropy_backward(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
+                                    const Tensor& grad_weight, const Tensor& grad_bias, at::ScalarType weight_dtype,
+                                    std::array<bool, 3> wanted) {
+    const WithoutAutocast off;
+    const Tensor factor = total.numel() > 0 ? grad_out.div(total.reshape({})) : grad_out;
+    const auto scaled = [&](bool want, const Tensor& gradient, at::ScalarType type) {
+        return want ? gradient.mul(factor).to(type) : Tensor();
+    };
+    return {scaled(wanted[0], grad_hidden, grad_hidden.scalar_type()), scaled(wanted[1], grad_weight, weight_dtype),
+            scaled(wanted[2], grad_bias, weight_dtype)};
+}
+
+Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight,
+                                         const Tensor& target, const OptionalTensor& bias,
+                                         const OptionalTensor& class_weight, FUSELINE_OPTION_PARAMETERS,
+                                         std::array<bool, 3> wanted) {
+    const Options o = FUSELINE_OPTIONS;
+    const WithoutAutocast off;
+    const Head head(hidden, weight, target, bias, class_weight, o);
+    Gradients gradients(head, wanted, saved_type(hidden, weight));
+    const Tensor given = grad_out.reshape({-1}).to(accumulator_type(hidden.scalar_type()));
+    head.each_chunk([&](int64_t begin, int64_t length) {
+        const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
+        chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o);
+        scale_rows_op(logits, given.narrow(0, begin, length));
+        gradients.add(logits, begin);
+    });
+    const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
+    return {grad_hidden, gradients.weight_as(weight.scalar_type()), gradients.bias_as(weight.scalar_type())};
+}
+
+// ---- Meta ----
+
+at::TensorOptions accumulators(const Tensor& hidden) {
+    return hidden.options().dtype(accumulator_type(hidden.scalar_type()));
+}
+
+Tensor like(const Tensor& x, at::ScalarType type) { return at::empty_symint(x.sym_sizes(), x.options().dtype(type)); }
+
+Tensor linear_cross_entropy_meta(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                 const OptionalTensor& bias, const OptionalTensor&, FUSELINE_OPTION_PARAMETERS) {
+    const Options o = FUSELINE_OPTIONS;
+    check(hidden, weight, target, bias, o);
+    return o.none() ? at::empty_symint(target.sym_sizes(), accumulators(hidden)) : at::empty({}, accumulators(hidden));
+}
+
+Five linear_cross_entropy_forward_meta(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                       const OptionalTensor& bias, const OptionalTensor&, FUSELINE_OPTION_PARAMETERS,
+                                       std::array<bool, 3> wanted) {
+    const Options o = FUSELINE_OPTIONS;
+    check(hidden, weight, target, bias, o);
+    const auto options = accumulators(hidden);
+    const Tensor nothing = at::empty({0}, options);
+    const auto type = saved_type(hidden, weight);
+    return {at::empty({}, options), o.mean() ? at::empty({}, options) : at::empty({0}, options),
+            wanted[0] ? like(hidden, hidden.scalar_type()) : at::empty({0}, options),
+            wanted[1] ? like(weight, type) : at::empty({0}, options),
+            wanted[2] ? like(*bias, type) : at::empty({0}, options)};
+}
+
+Three linear_cross_entropy_backward_meta(const Tensor&, const Tensor&, const Tensor& grad_hidden,
+                                         const Tensor& grad_weight, const Tensor& grad_bias,
+                                         at::ScalarType weight_dtype, std::array<bool, 3> wanted) {
+    return {wanted[0] ? like(grad_hidden, grad_hidden.scalar_type()) : Tensor(),
+            wanted[1] ? like(grad_weight, weight_dtype) : Tensor(),
+            wanted[2] ? like(grad_bias, weight_dtype) : Tensor()};
+}
+
+Three linear_cross_entropy_rows_backward_meta(const Tensor&, const Tensor& hidden, const Tensor& weight, const Tensor&,
+                                              const OptionalTensor& bias, const OptionalTensor&,
+                                              FUSELINE_OPTION_PARAMETERS, std::array<bool, 3> wanted) {
+    return {wanted[0] ? like(hidden, hidden.scalar_type()) : Tensor(),
+            wanted[1] ? like(weight, weight.scalar_type()) : Tensor(),
+            wanted[2] ? like(*bias, weight.scalar_type()) : Tensor()};
+}
+
+// ---- autograd ----
+
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+    static constexpr bool is_traceable = true;
+
+    static Tensor forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                          const OptionalTensor& bias, const OptionalTensor& class_weight, FUSELINE_OPTION_PARAMETERS) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        const Options o = FUSELINE_OPTIONS;
+        const std::array<bool, 3> wanted = {hidden.requires_grad(), weight.requires_grad(), wants_grad(bias)};
+        ctx->saved_data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
+        ctx->saved_data["bias"] = bias.has_value();
+        ctx->saved_data["rows"] = o.none();
+        ctx->saved_data["weight_dtype"] = static_cast<int64_t>(weight.scalar_type());
+        if (!o.none()) {
+            auto [loss, total, grad_hidden, grad_weight, grad_bias] =
+                forward_op(hidden, weight, target, bias, class_weight, o, wanted);
+            ctx->save_for_backward({total, grad_hidden, grad_weight, grad_bias});
+            return loss;
+        }
+        ctx->saved_data["ignore_index"] = ignore_index;
+        ctx->saved_data["label_smoothing"] = label_smoothing;
+        ctx->saved_data["soft_cap"] = soft_cap.value_or(0.0);
+        ctx->saved_data["z_loss"] = z_loss;
+        if (vocab_size.has_value()) ctx->saved_data["vocab_size"] = *vocab_size;
+        ctx->saved_data["chunk_size"] = chunk_size;
+        ctx->save_for_backward(
+            {hidden, weight, target, bias.value_or(Tensor()), class_weight.value_or(Tensor())});
+        return whole_op(hidden, weight, target, bias, class_weight, o);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const auto flags = ctx->saved_data["wanted"].toBoolList();
+        std::array<bool, 3> wanted;
+        // The edges of this node are the tensors that are there: hidden, weight, target, then bias.
+        const std::array<size_t, 3> edges = {0, 1, 3};
+        for (size_t i = 0; i < 3; ++i) wanted[i] = flags.get(i) && ctx->needs_input_grad(edges[i]);
+        Three result;
+        if (ctx->saved_data["rows"].toBool()) {
+            const double cap = ctx->saved_data["soft_cap"].toDouble();
+            const auto size = ctx->saved_data.find("vocab_size");
+            const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+            const Options o{ctx->saved_data["ignore_index"].toInt(),
+                            ctx->saved_data["label_smoothing"].toDouble(),
+                            "none",
+                            cap > 0 ? std::optional<double>(cap) : std::nullopt,
+                            ctx->saved_data["z_loss"].toDouble(),
+                            size == ctx->saved_data.end() ? OptionalSize() : OptionalSize(size->second.toSymInt()),
+                            ctx->saved_data["chunk_size"].toSymInt()};
+            result = rows_backward_op(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), o,
+                                      wanted);
+        } else {
+            result = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3],
+                                 ctx->saved_data["weight_dtype"].toInt(), wanted);
+        }
+        auto [grad_hidden, grad_weight, grad_bias] = result;
+        variable_list all(12);
+        all[0] = grad_hidden, all[1] = grad_weight, all[3] = grad_bias;
+        return all;
+    }
+};
+
+Tensor linear_cross_entropy_autograd(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                                     const OptionalTensor& bias, const OptionalTensor& class_weight,
+                                     FUSELINE_OPTION_PARAMETERS) {
+    if (at::GradMode::is_enabled() && (wants_grad(hidden) || wants_grad(weight) || wants_grad(bias))) {
+        return LinearCrossEntropy::apply(hidden, weight, target, bias, class_weight, ignore_index, label_smoothing,
+                                         reduction, soft_cap, z_loss, vocab_size, chunk_size);
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return whole_op(hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS);
+}
+
+// The gradients as they are, refusing to be differentiated if `first` or `second` could be.
+Three refused(Three results, const Tensor& first, const Tensor& second) {
+    if (!at::GradMode::is_enabled() || !(wants_grad(first) || wants_grad(second))) return results;
+    const auto refuse = [&](const Tensor& result) {
+        return result.defined() ? NoSecondDerivative::apply(result, first, second, std::string(kName)) : result;
+    };
+    auto [grad_hidden, grad_weight, grad_bias] = results;
+    return {refuse(grad_hidden), refuse(grad_weight), refuse(grad_bias)};
+}
+
+Three linear_cross_entropy_backward_autograd(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
+                                             const Tensor& grad_weight, const Tensor& grad_bias,
+                                             at::ScalarType weight_dtype, std::array<bool, 3> wanted) {
+    Three results = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, total, grad_hidden, grad_weight, grad_bias, static_cast<int64_t>(weight_dtype),
+                           wanted);
+    }();
+    return refused(std::move(results), grad_out, grad_hidden);
+}
+
+Three linear_cross_entropy_rows_backward_autograd(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight,
+                                                  const Tensor& target, const OptionalTensor& bias,
+                                                  const OptionalTensor& class_weight, FUSELINE_OPTION_PARAMETERS,
+                                                  std::array<bool, 3> wanted) {
+    Three results = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return rows_backward_op(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS, wanted);
+    }();
+    return refused(std::move(results), grad_out, hidden);
+}
+
+}  // namespace
+
+#define FUSELINE_OPTION_SCHEMA \
+    "int ignore_index, float label_smoothing, str reduction, float? soft_cap, float z_loss, SymInt? vocab_size, " \
+    "SymInt chunk_size"
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+          "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, str reduction=\"mean\", "
+          "float? soft_cap=None, float z_loss=0.0, SymInt? vocab_size=None, SymInt chunk_size=8192) -> Tensor",
+          {at::Tag::pt2_compliant_tag});
+    m.def("linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
+          "Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor loss, Tensor total, "
+          "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+          {at::Tag::pt2_compliant_tag});
+    m.def("linear_cross_entropy_backward(Tensor grad_out, Tensor total, Tensor grad_hidden, Tensor grad_weight, "
+          "Tensor grad_bias, ScalarType weight_dtype, bool[3] wanted) -> (Tensor grad_hidden, Tensor grad_weight, "
+          "Tensor grad_bias)",
+          {at::Tag::pt2_compliant_tag});
+    m.def("linear_cross_entropy_rows_backward(Tensor grad_out, Tensor hidden, Tensor weight, Tensor target, "
+          "Tensor? bias, Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor grad_hidden, "
+          "Tensor grad_weight, Tensor grad_bias)",
+          {at::Tag::pt2_compliant_tag});
+}
+
+// The same code on every device: the work is done by matrix products and the ops it calls.
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("linear_cross_entropy", linear_cross_entropy);
+    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
+    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
+    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("linear_cross_entropy", linear_cross_entropy);
+    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
+    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
+    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("linear_cross_entropy", linear_cross_entropy_meta);
+    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_meta);
+    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_meta);
+    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("linear_cross_entropy", linear_cross_entropy_autograd);
+    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_autograd);
+    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward_autograd);
+}
+
+}  // namespace fuseline

@@ -1,0 +1,112 @@
+"""The head and its loss by chunks, against all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fuseline import ops
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def draw(
+    device: str, rows: int = 40, classes: int = 50, embed_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, embed_dim, generator=generator).to(device, dtype)
+    weight = (torch.randn(classes, embed_dim, generator=generator) / 4).to(device, dtype)
+    target = torch.randint(classes, (rows,), generator=generator).to(device)
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 40, 8192])
+def test_is_the_loss_of_the_logits(reduction: str, chunk_size: int, device: str) -> None:
+    hidden, weight, target = draw(device)
+    ours = ops.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=chunk_size)
+    wanted = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
+    torch.testing.assert_close(ours, wanted)
+    factor = torch.linspace(1, 2, ours.numel(), device=device).view(ours.shape)
+    found = torch.autograd.grad(ours, (hidden, weight), factor)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, (hidden, weight), factor))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_serves_two_backward_passes(device: str) -> None:
+    hidden, weight, target = draw(device)
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(2 * loss, (hidden, weight))
+    torch.testing.assert_close([2 * grad for grad in first], list(second))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp16_sums_beyond_its_range(device: str) -> None:
+    """The gradient of the sum over all rows is past 65504; that of the mean is not."""
+    rows = 9000
+    hidden = torch.full((rows, 8), 20.0, dtype=torch.float16, device=device)
+    weight = torch.zeros(4, 8, dtype=torch.float16, device=device, requires_grad=True)
+    target = torch.zeros(rows, dtype=torch.long, device=device)
+    for chunk_size in (512, rows):
+        loss = ops.linear_cross_entropy(hidden, weight, target, chunk_size=chunk_size)
+        (grad,) = torch.autograd.grad(loss, weight)
+        wanted = torch.tensor([-15.0, 5.0, 5.0, 5.0], device=device).half().view(4, 1).expand(4, 8)
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_to_one_graph(device: str) -> None:
+    torch._dynamo.reset()
+    hidden, weight, target = draw(device)
+
+    def step(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 3 * ops.linear_cross_entropy(hidden * 2, weight, target)
+
+    loss = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight)
+    torch.testing.assert_close(loss, step(hidden, weight))
+    found = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(found, torch.autograd.grad(step(hidden, weight), (hidden, weight)))
+
+
+@pytest.mark.gpu
+def test_memory_is_down_by_the_logits() -> None:
+    hidden, weight, target = draw("cuda", rows=16384, classes=16384, embed_dim=64, dtype=torch.bfloat16)
+    logits = 16384 * 16384 * 2
+
+    def peak(chunk_size: int | None) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if chunk_size is None:
+            loss = F.cross_entropy(F.linear(hidden, weight), target)
+        else:
+            loss = ops.linear_cross_entropy(hidden, weight, target, chunk_size=chunk_size)
+        torch.autograd.grad(loss, (hidden, weight))
+        return torch.cuda.max_memory_allocated() - before
+
+    whole = peak(None)
+    assert peak(16384) <= whole - logits
+    assert peak(2048) <= logits // 4
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"weight": torch.zeros(50, 17)}, ValueError, r"hidden has shape \[40, 16\] and weight \[50, 17\]"),
+        ({"weight": torch.zeros(50, 16).half()}, TypeError, r"weight is Half and hidden Float"),
+        ({"bias": torch.zeros(49)}, ValueError, r"bias has shape \[49\]; it is \[50\]"),
+        ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"target has shape \[3\] and hidden"),
+        ({"target": torch.full((40,), 50)}, IndexError, r"is 50; classes go from 0 to 49"),
+        ({"reduction": "average"}, ValueError, r"reduction is 'average'"),
+        ({"chunk_size": 0}, ValueError, r"chunk_size is 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    hidden, weight, target = draw("cpu")
+    with pytest.raises(error, match=message):
+        ops.linear_cross_entropy(**{"hidden": hidden, "weight": weight, "target": target, **change})
