@@ -1,6 +1,7 @@
 // The host's half of the norms' backward: how the kernel is laid out for a length, and its launches.
 #pragma once
 
+#include "choice.h"
 #include "norm_backward.cuh"
 #include "norm_sums.cuh"
 #include "resident.cuh"
@@ -13,6 +14,7 @@ struct BackwardPlan {
   bool one_warp = false;  // and are of one warp
   int rows = 1;           // a block has at a time
   int cluster = 1;        // blocks share a row
+  int stages = kMostStages;
   int blocks = 0;         // in the grid, each with partial sums of its own (a cluster counts once)
   bool fits = true;       // or take the kernels for long rows
 };
@@ -37,15 +39,20 @@ struct BackwardFamily {
   static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device) {
     BackwardPlan plan;
     constexpr int kFew = kFewColumns<T>;
+    const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_BACKWARD];
     plan.many = aligned && !kAdded && n > kWarp * kFew;
     const int columns = plan.many ? kManyColumns<T> : kFew;
     int64_t threads = divide_up(n, columns);
     plan.one_warp = threads <= kWarp;
-    const int most = block_of(plan, aligned);
-    while (device.clusters && plan.cluster < kMaxCluster && threads > int64_t(plan.cluster) * (most / 2)) {
-      plan.cluster *= 2;
+    int most = block_of(plan, aligned);
+    if (measured.given) {
+      plan.cluster = measured.choice.cluster, plan.stages = measured.choice.stages;
+      most = std::min(most, measured.choice.block);
     }
+    const bool may_grow = !measured.given && device.clusters;
+    while (may_grow && plan.cluster < kMaxCluster && threads > int64_t(plan.cluster) * (most / 2)) plan.cluster *= 2;
     threads = divide_up(threads, plan.cluster);
+    if (!plan.one_warp) threads = std::max<int64_t>(threads, 2 * kWarp);
     plan.fits = threads <= most;
     if (!plan.fits) {
       plan.cluster = 1;
@@ -78,7 +85,7 @@ int run_backward_rows(NormBackward a, BackwardPlan& plan, const Device& device, 
   const int all = plan.threads * plan.rows, width = std::min(plan.threads, kWarp);
   const int slots = Kind::kShifted ? all / width * (width + 1) : Kind::kBlock;
   const int stage = Kind::kTensors * (Kind::kColumns / kVector<T>)*slots * 16;
-  a.stages = std::max(Kind::kOneWarp ? 1 : 2, std::min(kMostStages, room / stage));
+  a.stages = std::max(Kind::kOneWarp ? 1 : 2, std::min(plan.stages, room / stage));
   a.cluster = plan.cluster;
   const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
   return launch_resident<norm_backward_rows<T, Kind>>(a, plan.blocks, block, plan.cluster, size_t(a.stages) * stage,
