@@ -43,7 +43,7 @@ NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KINDS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
 DEVICE = torch.device("cuda")
 Layout = tuple[int, int, int, int]
-"""Vectors a thread holds, threads of a block, blocks a row, rows ahead: what `Kernels.override_plan` takes."""
+"""Vectors a thread holds, threads of a block, blocks a row, rows ahead: for `Kernels.override_plan`."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ struct BackwardFamily {
     plan.one_warp = threads <= kWarp;
     int most = block_of(plan, aligned);
     if (measured.given) {
-      plan.cluster = measured.choice.cluster, plan.stages = measured.choice.stages;
+      plan.cluster = plan.one_warp ? 1 : measured.choice.cluster;
+      plan.stages = measured.choice.stages;
       most = std::min(most, measured.choice.block);
     }
     const bool may_grow = !measured.given && device.clusters;
