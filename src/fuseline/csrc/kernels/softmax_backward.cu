@@ -7,8 +7,8 @@
 // Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
 //
 // Threads: as in softmax_forward.cu, but both rows stay in registers as they came from memory (two arrays of fp32
-// would not leave room for enough threads) and are widened twice. Long rows come through a ring in shared memory to blocks
-// that stay (staying.cuh). Rows longer than a cluster can hold are read twice.
+// would not leave room for enough threads) and are widened twice. Long rows come through a ring in shared memory to
+// blocks that stay (staying.cuh). Rows longer than a cluster can hold are read twice.
 
 #include "device/launch.cuh"
 #include "device/staying.cuh"
@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 
 // ---- launcher ----
 
-// Four vectors of each row are 32 registers; a block that stays has a multiprocessor to itself, and twice the registers.
+// Four vectors of each row are 32 registers; a block that stays has a multiprocessor to itself, and twice the
+// registers.
 constexpr int kMostHeld = 4;
 
 template <class T>

@@ -64,9 +64,9 @@ __device__ __forceinline__ float2 from_lane(float2 value, int step) {
 
 // Where this thread stands among those of its row, and what they meet through. With kOneWarp the row is known to have
 // no more threads than a warp, and nothing of the rest is kept in registers. With kApart the rows of a block meet apart
-// from each other; without it the whole block meets, and all its rows have to meet equally often. A barrier whose number
-// is not a constant takes all 16 of a block, and a multiprocessor has them for four blocks only: kApart is for kernels
-// of few large blocks.
+// from each other; without it the whole block meets, and all its rows have to meet equally often. A barrier whose
+// number is not a constant takes all 16 of a block, and a multiprocessor seems to have them for four blocks only: kApart
+// is for kernels of few large blocks.
 template <class State, bool kOneWarp = false, bool kApart = false>
 struct Group {
   int threads;   // of this block that share the row

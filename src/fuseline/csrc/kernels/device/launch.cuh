@@ -90,42 +90,9 @@ struct RowPlan {
   bool streamed = false;   // the row does not fit: read it in pieces, and once more to write
 };
 
-// Tuning constants of such a kernel.
-struct RowTuning {
-  int held;             // most vectors a thread holds; / 2 and / 4 of it are there for short rows
-  int neighbours;       // threads that read side by side before a thread holds more than one vector
-};
-
-// `vectors`: 16-byte vectors of a row, those at its ends that it does not fill included. Rows that do not keep to
-// 16-byte steps know only 1 and `held` vectors a thread.
-inline RowPlan plan_rows(int64_t vectors, bool aligned, const RowTuning& tuning, bool clusters) {
-  RowPlan plan;
-  if (vectors <= int64_t(kWarp) * tuning.held) {
-    if (aligned) {
-      plan.held = tuning.held / 4;
-      while (plan.held < tuning.held && plan.held * tuning.neighbours < vectors) plan.held *= 2;
-    } else {
-      plan.held = vectors <= kWarp ? 1 : tuning.held;
-    }
-    plan.threads = power_of_two_from(divide_up(vectors, plan.held));
-    plan.rows = kShortRowBlock / plan.threads;
-    plan.one_warp = true;
-    return plan;
-  }
-  plan.held = tuning.held;
-  const int64_t threads = divide_up(vectors, tuning.held);
-  while (clusters && plan.cluster < kMaxCluster && threads > int64_t(plan.cluster) * kMostThreads) {
-    plan.cluster *= 2;
-  }
-  const int64_t a_block = divide_up(divide_up(threads, plan.cluster), kWarp) * kWarp;
-  plan.streamed = a_block > kMostThreads;
-  plan.threads = plan.streamed ? kMostThreads : int(a_block);
-  return plan;
-}
-
-// The layout of `rows` rows of n elements: the table's, or the one to be measured. Blocks that do not stay know only 1 and
-// `most_held` vectors a thread of rows that do not keep to 16-byte steps, and `most_held` of rows for which they `may
-// stay` not.
+// The layout of `rows` rows of n elements: the table's, or the one to be measured. Blocks that do not stay hold 1 or
+// `most_held` vectors a thread of rows that do not keep to 16-byte steps, and `most_held` of long rows whose blocks may
+// not stay.
 inline RowPlan plan_rows(fuseline_family family, int element_size, int64_t rows, int64_t n, bool aligned, bool may_stay,
                          int most_held, const Device& device) {
   RowPlan plan;
@@ -243,8 +210,8 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
   return cudaSuccess;
 }
 
-// Launches a kernel whose blocks stay: as many as the device holds at once, each with `slots` 16-byte slots a thread for
-// every row that is ahead. Sets a.stages. Answers FUSELINE_UNSUPPORTED if not one row fits shared memory.
+// Launches a kernel whose blocks stay: as many as the device holds at once, each with `slots` 16-byte slots a thread
+// for every row that is ahead. Sets a.stages. Answers FUSELINE_UNSUPPORTED if not one row fits shared memory.
 template <class Arguments>
 int launch_staying(void (*kernel)(Arguments), Arguments a, const RowPlan& plan, const Device& device, int slots,
                    int static_shared, int64_t rows, void* stream) {
