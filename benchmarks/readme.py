@@ -28,6 +28,8 @@ RUNGS = {
     "cudnn": "cuDNN attention",
     "padded-vocabulary": "vocabulary padded to 50,304",
     "16-bit-loss": "log-probabilities in 16 bits",
+    "fused-loss": "Fuseline's cross-entropy",
+    "linear-loss": "Fuseline's head and loss by chunks",
     "fused-adamw": "fused AdamW",
     "fuseline-kernels": "Fuseline's kernels",
     "inductor": "`torch.compile`",

@@ -263,3 +263,27 @@ def test_presets_by_name() -> None:
         preset("gpt2-mediun")
     with pytest.raises(InputError, match="Did you mean 'embed_dim'"):
         preset("gpt2", embed_dims=3)
+
+
+@pytest.mark.parametrize("loss", ["fuseline", "fuseline-linear"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_loss_is_the_same_loss(loss: str, device: str, dtype: torch.dtype | None) -> None:
+    """Value and gradients, with a padded vocabulary and targets left out; under autocast to rounding."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 50, (3, 16), device=device)
+    targets = torch.randint(0, 50, (3, 16), device=device)
+    targets[0, :5] = -1
+    found = []
+    for kind in ("float32", loss):
+        torch.manual_seed(1)
+        config = preset("tiny", vocab_size=50, vocab_multiple=64, block_size=16, loss=kind)
+        model = GPT(config).to(device)
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            value = model(tokens, targets)
+        value.backward()
+        found.append((value, torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (value, grads), (ours, our_grads) = found
+    tolerance = 1e-5 if dtype is None else 2e-2
+    assert ours.item() == pytest.approx(value.item(), rel=tolerance)
+    assert (our_grads - grads).norm() <= tolerance * grads.norm()

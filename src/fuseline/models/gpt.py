@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -165,17 +166,33 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab_size] of the token after each position; or, given targets, the mean
-        cross-entropy in nats over those that are not -1, a scalar (see `GPTConfig.loss_dtype`).
+        cross-entropy in nats over those that are not -1, a scalar (see `GPTConfig.loss`).
 
         `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
         """
-        logits_BTV = self._logits(self.transformer(tokens_BT))
+        x_BTC = self.transformer(tokens_BT)
         if targets_BT is None:
-            return logits_BTV[..., : self.config.vocab_size]
-        if self.config.loss_dtype == "float32" and logits_BTV.dtype.itemsize < 4:
-            logits_BTV = logits_BTV.float()
-        logits_NV = logits_BTV.view(-1, logits_BTV.shape[-1])
-        return F.cross_entropy(logits_NV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
+            return self._logits(x_BTC)[..., : self.config.vocab_size]
+        return self._loss(x_BTC.flatten(0, 1), targets_BT.reshape(-1))
+
+    def _loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
+        fused: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
+        if self.config.loss == "fuseline-linear":
+            device = x_NC.device.type
+            if torch.is_autocast_enabled(device):
+                x_NC = x_NC.to(torch.get_autocast_dtype(device))
+            return ops.linear_cross_entropy(x_NC, self.lm_head.weight, targets_N, **fused)
+        if self.config.loss == "fuseline":
+            logits_NV = self.lm_head(x_NC)
+            # In fp16 a gradient that is written before the loss is scaled would vanish.
+            early = logits_NV.dtype is not torch.float16
+            # A compiler would copy what is overwritten; eagerly nobody else reads these logits.
+            inplace = early and not torch.compiler.is_compiling()
+            return ops.cross_entropy(logits_NV, targets_N, **fused, grad_in_forward=early, inplace=inplace)
+        logits_NV = self._logits(x_NC)
+        if self.config.loss == "float32" and logits_NV.dtype.itemsize < 4:
+            logits_NV = logits_NV.float()
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE_INDEX)
 
     def next_token_logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, vocab_size] of the token after the last one; the head runs on that position alone."""

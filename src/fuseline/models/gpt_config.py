@@ -9,7 +9,7 @@ from fuseline.errors import InputError, unknown_name
 
 ACTIVATIONS = ("gelu", "gelu_tanh")
 NORMS = ("torch", "fuseline")
-LOSS_DTYPES = ("float32", "logits")
+LOSSES = ("float32", "logits", "fuseline", "fuseline-linear")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,12 @@ class GPTConfig:
     `attention` names the backend of `fuseline.ops.attention`, `norm` who computes LayerNorm. OpenAI's GPT-2
     weights want `activation="gelu_tanh"`; nanoGPT trains with the exact `gelu`.
 
-    `loss_dtype` says what the log-probabilities are kept in: "float32", or "logits" for the dtype of the
-    logits, which under autocast to 16 bits is what nanoGPT's eager step does: the largest tensor of the step
-    is never widened, and each log-probability (about 10 at the start) is good to 2 or 3 digits.
+    `loss` says how the cross-entropy is computed while training. "float32" is torch's, on widened logits.
+    "logits" is torch's in the dtype of the logits, which under autocast to 16 bits is what nanoGPT's eager
+    step does: the largest tensor of the step is never widened, and each log-probability (about 10 at the
+    start) is good to 2 or 3 digits. "fuseline" reads the logits once, keeps float32 in registers and writes
+    their gradient over them; "fuseline-linear" makes no more logits at a time than a few thousand rows of
+    them.
 
     Raises `InputError` for sizes that cannot be.
     """
@@ -39,7 +42,7 @@ class GPTConfig:
     attention: str = "auto"
     norm: str = "torch"
     activation: str = "gelu"
-    loss_dtype: str = "float32"
+    loss: str = "float32"
 
     def __post_init__(self) -> None:
         sizes = ("block_size", "vocab_size", "num_layers", "num_heads", "embed_dim", "vocab_multiple")
@@ -59,8 +62,8 @@ class GPTConfig:
             raise unknown_name("activation", self.activation, ACTIVATIONS)
         if self.norm not in NORMS:
             raise unknown_name("norm", self.norm, NORMS)
-        if self.loss_dtype not in LOSS_DTYPES:
-            raise unknown_name("loss dtype", self.loss_dtype, LOSS_DTYPES)
+        if self.loss not in LOSSES:
+            raise unknown_name("loss", self.loss, LOSSES)
 
     @property
     def head_dim(self) -> int:

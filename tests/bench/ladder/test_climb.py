@@ -171,6 +171,21 @@ def test_kernels_are_looked_at_again_once_a_compiler_pays(climb, base):
     assert [r.order for r in results] == list(range(5))
 
 
+def test_a_loss_of_ours_is_looked_at_again_too(climb, base):
+    def ms(spec):
+        eager = 90.0 if spec.loss == "fuseline" else 100.0
+        return (60.0 if spec.loss == "fuseline" else 50.0) if spec.is_compiled else eager
+
+    made, _, _ = climb(ms)
+    results = list(made.cumulative(base, _rungs("fused-loss", "inductor")))
+    assert [(r.name, r.kept) for r in results[1:]] == [
+        ("fused-loss", True),
+        ("inductor", True),
+        ("fp32-loss", True),
+    ]
+    assert results[-1].spec.loss == "float32"
+
+
 def test_kernels_that_were_left_out_are_not_looked_at_again(climb, base):
     made, _, _ = climb(lambda spec: 50.0 if spec.is_compiled else 100.0)
     results = list(made.cumulative(base, _rungs("fuseline-kernels", "inductor")))

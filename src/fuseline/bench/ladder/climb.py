@@ -68,8 +68,8 @@ class Climb:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
         itself if it is faster beyond the noise.
 
-        Kernels that paid eagerly are looked at again under the first compiler that pays: it cannot see into
-        them, and may do better with operations that it can fuse.
+        Kernels of ours that paid eagerly are looked at again under the first compiler that pays: it cannot see
+        into them, and may do better with operations that it can fuse.
         """
         first = self._try(BASELINE, base, None, "cumulative", _upon(base, rungs))
         first = replace(first, kept=first.reason is None)
@@ -83,8 +83,8 @@ class Climb:
             result = replace(_against(result, first), kept=_pays(result, best))
             yield result
             if result.kept:
-                if _sees_no_kernels(result.spec) and not best.spec.is_compiled:
-                    to_come.insert(0, _rung("torch-kernels"))
+                if result.spec.is_compiled and not best.spec.is_compiled:
+                    to_come[:0] = _visible_to_a_compiler(result.spec)
                 best = result
                 self._ends = first, best
 
@@ -186,9 +186,10 @@ def _rung(name: str) -> Rung:
     return found
 
 
-def _sees_no_kernels(spec: RunSpec) -> bool:
-    """Whether a compiler works around kernels of ours."""
-    return spec.is_compiled and spec.kernels == "fuseline"
+def _visible_to_a_compiler(spec: RunSpec) -> list[Rung]:
+    """The rungs that put operations a compiler sees into in the place of kernels of ours."""
+    kernels = [_rung("torch-kernels")] if spec.kernels == "fuseline" else []
+    return kernels + ([_rung("fp32-loss")] if spec.loss.startswith("fuseline") else [])
 
 
 def _noted(result: RungResult, note: str) -> RungResult:

@@ -16,7 +16,7 @@ NANOGPT: Mapping[str, Any] = {
     "precision": "bf16",
     "optimizer": "fused",
     "attention": "auto",
-    "loss_dtype": "logits",
+    "loss": "logits",
 }
 
 
@@ -48,7 +48,7 @@ class Combination:
                 f"{' and '.join(self.rows)}. Use --preset {next(iter(self.rows))}."
             )
         # On a CPU without fast bf16 the rows still say something about everything but precision.
-        fallback = {"precision": "fp32", "loss_dtype": "float32"} if machine.bf16 is None else {}
+        fallback = {"precision": "fp32", "loss": "float32"} if machine.bf16 is None else {}
         return [
             Rung(
                 name=row.name,

@@ -87,12 +87,18 @@ def _padded(machine: Machine, spec: RunSpec) -> str | None:
 
 
 def _narrow_loss(machine: Machine, spec: RunSpec) -> str | None:
-    if spec.loss_dtype == "float32" or spec.precision in ("bf16", "fp16"):
+    if spec.loss == "float32" or spec.precision in ("bf16", "fp16"):
         return None
     return f"nothing to narrow: the logits are fp32 ({spec.precision})"
 
 
 def _native(machine: Machine, spec: RunSpec) -> str | None:
+    return machine.native_missing
+
+
+def _linear_loss(machine: Machine, spec: RunSpec) -> str | None:
+    if spec.precision == "fp16":
+        return "its gradients are made before the loss is scaled, and would vanish in fp16"
     return machine.native_missing
 
 
@@ -170,7 +176,7 @@ RUNGS: tuple[Rung, ...] = (
         "loss",
         NO_LEVER,
         "log-probabilities in fp32, whatever the logits are",
-        {"loss_dtype": "float32"},
+        {"loss": "float32"},
         _always,
     ),
     Rung(
@@ -178,8 +184,24 @@ RUNGS: tuple[Rung, ...] = (
         "loss",
         "fuse",
         "log-probabilities in the logits' 16 bits, as nanoGPT has them: the largest tensor is never widened",
-        {"loss_dtype": "logits"},
+        {"loss": "logits"},
         _narrow_loss,
+    ),
+    Rung(
+        "fused-loss",
+        "loss",
+        "custom kernels",
+        "Fuseline's cross-entropy: fp32 in registers, the gradient written over the logits in the same pass",
+        {"loss": "fuseline"},
+        _native,
+    ),
+    Rung(
+        "linear-loss",
+        "loss",
+        "custom kernels",
+        "the head and Fuseline's cross-entropy by chunks of rows: the logits never exist as a whole",
+        {"loss": "fuseline-linear"},
+        _linear_loss,
     ),
     Rung(
         "unfused-adamw",

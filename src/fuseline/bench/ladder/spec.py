@@ -28,7 +28,7 @@ class RunSpec:
 
     `seqlen` is the block size too. `optimizer` is `unfused` (torch's own default) or `fused`; `kernels` says
     who computes LayerNorm, `torch` or `fuseline`; `attention` is a backend of `fuseline.ops.attention`,
-    `execution` one of `fuseline.training.execution`; `loss_dtype` is the GPT config's.
+    `execution` one of `fuseline.training.execution`; `loss` is as in the GPT's config.
     """
 
     preset: str
@@ -43,7 +43,7 @@ class RunSpec:
     optimizer: str = "unfused"
     kernels: str = "torch"
     execution: str = "eager"
-    loss_dtype: str = "float32"
+    loss: str = "float32"
 
     def with_(self, change: Mapping[str, Any]) -> RunSpec:
         return replace(self, **change)
@@ -59,7 +59,7 @@ class RunSpec:
             bias=self.bias,
             attention=self.attention,
             norm=self.kernels,
-            loss_dtype=self.loss_dtype,
+            loss=self.loss,
         )
 
     @property
@@ -97,7 +97,7 @@ class RunSpec:
             "optimizer": self.optimizer,
             "kernels": self.kernels,
             "execution": self.execution,
-            "loss_dtype": self.loss_dtype,
+            "loss": self.loss,
             "dropout": self.dropout,
             "bias": self.bias,
         }
@@ -118,7 +118,7 @@ class RunSpec:
             optimizer=case["optimizer"],
             kernels=case["kernels"],
             execution=case["execution"],
-            loss_dtype=case["loss_dtype"],
+            loss=case["loss"],
         )
 
 
