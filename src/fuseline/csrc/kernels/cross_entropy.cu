@@ -40,7 +40,7 @@ __device__ __forceinline__ Finished<T> finish(const CrossEntropy& a, int64_t row
   done.ignored = is_ignored(a, target);
   done.gradient = {0.f, 0.f, 0.f, 0.f};
   if (is_column(a, target) && !done.ignored) {
-    done.gradient = row_gradient(a, row, target, done.max, done.sum, done.log_sum);
+    done.gradient = row_gradient(a, scale_of(a, row), target, done.max, done.sum, done.log_sum);
   } else {
     done.gradient.factor = done.ignored ? 0.f : kInfinity - kInfinity;
   }

@@ -11,7 +11,7 @@ struct CrossEntropy {
   void* grad;                // of the logits; null if not wanted
   const void* target;
   const float* weight;       // of each column, or null
-  const float* weight_sum;   // over the columns; with weight only
+  const float* weight_sum;   // over the columns; null without weight or label_smoothing
   const float* grad_out;     // of each row's loss; null for 1
   const float* total;        // every gradient is divided by it; null for 1
   float* loss;               // of each row
@@ -87,13 +87,18 @@ __device__ __forceinline__ float linear_of(const CrossEntropy& a, Index first, c
   return sum;
 }
 
+// What every gradient of a row is multiplied by.
+__device__ __forceinline__ float scale_of(const CrossEntropy& a, int64_t row) {
+  return (a.grad_out ? a.grad_out[a.one_grad_out ? 0 : row] : 1.f) / (a.total ? *a.total : 1.f);
+}
+
 // The row's gradient from its statistics: the probability of a column is e^(z - max) / sum.
-__device__ __forceinline__ RowGradient row_gradient(const CrossEntropy& a, int64_t row, int64_t target, float max,
+__device__ __forceinline__ RowGradient row_gradient(const CrossEntropy& a, float scale, int64_t target, float max,
                                                     float sum, float log_sum) {
-  const float scale = (a.grad_out ? a.grad_out[a.one_grad_out ? 0 : row] : 1.f) / (a.total ? *a.total : 1.f);
   const float columns = float(a.n);
   const float main = (1.f - a.label_smoothing) * (a.weight ? a.weight[target] : 1.f);
-  const float spread = a.label_smoothing * (a.weight ? *a.weight_sum / columns : 1.f);
+  float spread = a.label_smoothing;
+  if (a.weight_sum) spread *= *a.weight_sum / columns;
   const float of_probabilities = main + spread + 2.f * a.z_loss * (max + log_sum);
   return {max, scale * of_probabilities / sum, scale * a.label_smoothing / columns, scale * main};
 }
@@ -135,7 +140,7 @@ __device__ __forceinline__ float loss_of(const CrossEntropy& a, int64_t target, 
   const float columns = float(a.n);
   float loss = (1.f - a.label_smoothing) * (a.weight ? a.weight[target] : 1.f) * ((max - z) + log_sum);
   if (a.label_smoothing != 0.f) {
-    const float weights = a.weight ? *a.weight_sum / columns : 1.f;
+    const float weights = a.weight_sum ? *a.weight_sum / columns : 1.f;
     loss += a.label_smoothing * (weights * lse - linear / columns);
   }
   return loss + a.z_loss * lse * lse;

@@ -186,7 +186,11 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
       return cudaSuccess;
     }
   }
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  cudaFuncAttributes granted{};
+  cudaError_t error = cudaFuncGetAttributes(&granted, kernel);
+  if (error == cudaSuccess && granted.maxDynamicSharedSizeBytes < int(shared)) {  // never less: other layouts are kept
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  }
   if (error != cudaSuccess) return error;
   if (cluster == 1) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared);
