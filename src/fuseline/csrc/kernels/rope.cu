@@ -158,8 +158,9 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
     for (int i = 0; i < kWide; ++i) {
       const float left = half[Of::one(i) / kWide][Of::one(i) % kWide];
       const float right = half[Of::other(i) / kWide][Of::other(i) % kWide];
-      turned[Of::one(i) / kWide][Of::one(i) % kWide] = left * cosine[i] - right * sine[i];
-      turned[Of::other(i) / kWide][Of::other(i) % kWide] = right * cosine[i] + left * sine[i];
+      // Fused by hand, so that every layout of the tensors gets the same bits.
+      turned[Of::one(i) / kWide][Of::one(i) % kWide] = fmaf(left, cosine[i], -__fmul_rn(right, sine[i]));
+      turned[Of::other(i) / kWide][Of::other(i) % kWide] = fmaf(right, cosine[i], __fmul_rn(left, sine[i]));
     }
     store_wide<T, kWide>(y + u * y_step + one, turned[0]);
     store_wide<T, kWide>(y + u * y_step + other, turned[1]);

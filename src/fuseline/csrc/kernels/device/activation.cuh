@@ -38,10 +38,13 @@ struct Silu {
   static __device__ __forceinline__ float power(float x) {
     return sizeof(T) == 4 ? expf(-x) : fast_exp2(x * -1.4426950408889634f);
   }
-  static __device__ __forceinline__ float value(float x) { return x * fast_reciprocal(1.f + power(x)); }
+  static __device__ __forceinline__ float reciprocal(float x) {
+    return sizeof(T) == 4 ? __frcp_rn(x) : fast_reciprocal(x);
+  }
+  static __device__ __forceinline__ float value(float x) { return x * reciprocal(1.f + power(x)); }
   static __device__ __forceinline__ float2 both(float x) {
     const float e = power(clamp(x, 80.f));  // e^-x would be infinite at less
-    const float sigmoid = fast_reciprocal(1.f + e);
+    const float sigmoid = reciprocal(1.f + e);
     return make_float2(x * sigmoid, fmaf(x, e * sigmoid, 1.f) * sigmoid);
   }
 };
