@@ -6,9 +6,12 @@
 // Moves: logits read once, and the gradient written once, in their place if asked. Does: two exponentials and about 14
 // operations an element (two more of each with a cap). Limit: HBM bandwidth.
 //
-// Threads: as softmax_forward.cu: the scores of a row stay in registers as fp32. Rows of a vocabulary come through a
-// ring in shared memory to blocks, or clusters, that stay (staying.cuh); rows of a warp or less are packed into blocks.
-// The thread that has the target's score writes the loss. Rows longer than a cluster can hold are read twice.
+// Threads: rows of a warp or less are packed into blocks, as in softmax_forward.cu, and the thread that has the score of
+// the target writes the loss. Longer rows have a block, or a cluster, that ends with them, and wait in shared memory:
+// each thread copies the vectors that it will read, takes their maximum and sum as they arrive, and reads them again for
+// the gradient once the row has met. With two blocks and more on a multiprocessor, one computes while another's row is
+// on its way. Few rows are shared by more blocks, which stay (staying.cuh). Rows longer than a cluster can hold are read
+// twice.
 
 #include "device/cross_entropy.cuh"
 #include "device/staying.cuh"
@@ -167,59 +170,243 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_staying(const C
   group.leave();
 }
 
-constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in flight
+constexpr int kPiece = 4;  // vectors a thread takes at a time
+constexpr int kPieces = 8;  // of them that a thread has in shared memory at most
 
+// The arguments without what few losses want, so that the compilers know.
+template <bool kPlain>
+__device__ __forceinline__ CrossEntropy known(CrossEntropy a) {
+  if (kPlain) a.weight = a.weight_sum = nullptr, a.label_smoothing = a.soft_cap = a.inverse_cap = 0.f;
+  return a;
+}
+
+// A thread's part of a row, as its vectors come by.
 template <class T>
-__global__ void __launch_bounds__(kMostThreads) cross_entropy_streamed(const CrossEntropy a) {
+struct Running {
+  MaxSum<T> so_far{-kInfinity, 0.f, 0};
+
+  // Vectors first, first + step, .. as far as they are before `end`.
+  template <class Index>
+  __device__ __forceinline__ void take(const CrossEntropy& a, const uint4 (&raw)[kPiece], Index first, Index step,
+                                       Index end) {
+    constexpr int kSize = kVector<T>;
+    float z[kPiece][kSize];
+    float max = so_far.max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const Index from = first + k * step < end ? first + k * step : Index(a.width);
+      scores_of<T>(a, raw[k], from, z[k]);
+      if (a.label_smoothing != 0.f) so_far.linear += linear_of<T>(a, from, z[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) max = fmaxf(max, z[k][i]);
+    }
+    so_far.sum *= exponential<T>(so_far.max - finite(max));
+    so_far.max = max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      float sum = 0.f;  // of a vector: its rounding is not that of the row
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) sum += exponential<T>(z[k][i] - finite(max));
+      so_far.sum += sum;
+    }
+  }
+
+  template <class Group>
+  __device__ __forceinline__ MaxSum<T> of_warp(const Group& group) const {
+    MaxSum<T> warp{group.warp_max(so_far.max), group.warp_sum(so_far.linear), 0};
+    warp.sum = group.warp_sum(so_far.sum * exponential<T>(so_far.max - finite(warp.max)));
+    return warp;
+  }
+};
+
+// What one thread of the row reads before anybody overwrites the logits.
+template <class T>
+__device__ __forceinline__ float score_of_target(const CrossEntropy& a, const T* x, int64_t target, bool mine) {
+  float z = 0.f;
+  if (mine && is_column(a, target)) {
+    z = to_float(x[target]);
+    if (a.soft_cap > 0.f) z = capped<T>(z, a.soft_cap, a.inverse_cap);
+  }
+  return z;
+}
+
+// The row's statistics and loss, by that thread, and its gradient's makings for all.
+template <class T>
+__device__ __forceinline__ RowGradient finish_row(const CrossEntropy& a, int64_t row, int64_t target, float scale,
+                                                  float score, const MaxSum<T>& whole, bool mine) {
+  const float max = finite(whole.max), sum = float(whole.sum), log_sum = logf(sum);
+  const bool ignored = is_ignored(a, target);
+  const bool counts = !ignored && is_column(a, target);
+  RowGradient gradient{0.f, ignored ? 0.f : kInfinity - kInfinity, 0.f, 0.f};
+  if (counts) gradient = row_gradient(a, scale, target, max, sum, log_sum);
+  if (mine) {
+    a.statistics[row] = make_float2(max, sum);
+    a.loss[row] = counts ? loss_of(a, target, score, max, log_sum, whole.linear) : gradient.factor;
+  }
+  return gradient;
+}
+
+template <class T, class Index>
+__device__ __forceinline__ void store_gradient(const CrossEntropy& a, const RowGradient& gradient, bool ignored,
+                                               Index target, Index first, T* grad, const uint4& raw) {
+  float z[kVector<T>];
+  scores_of<T>(a, raw, first, z);
+  gradient_of<T, Index>(a, gradient, target, first, z);
+  if (ignored) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) z[i] = 0.f;
+  }
+  store_vector<T, false>(grad, first, Index(a.width), a.grad_vectors, z);
+}
+
+// Rows that wait in shared memory.
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_waiting(const CrossEntropy given) {
+  extern __shared__ uint4 ring[];
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  const CrossEntropy a = known<kPlain>(given);
+  Group<MaxSum<T>> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int width = int(a.width);
+  const int threads = group.threads;
+  const int step = threads * kSize;
+  const int64_t row = group.first;
+  const T* const x = static_cast<const T*>(a.logits) + row * a.width;
+  const int head = elements_into_vector(x);
+  // Each block has neighbouring vectors, as many as any other or fewer.
+  const int vectors = (width + head + kSize - 1) / kSize;
+  const int each = (vectors + a.cluster - 1) / a.cluster;
+  const int begin = (group.rank * each + group.lane) * kSize - head;
+  const int end = min((group.rank + 1) * each * kSize - head, width);  // of this block's vectors
+  uint4* const slots = ring + group.lane;
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int first = begin + piece * kPiece * step;
+    if (first < end) {
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        const int from = first + k * step;
+        if (from < end) fetch_vectors<T, 1>(slots + (piece * kPiece + k) * threads, 0, x, from, 0, width);
+      }
+    }
+    commit_copies();
+  }
+  const int64_t target = target_of(a, row);
+  const bool mine = group.rank == 0 && group.lane == 0;
+  const float score = score_of_target(a, x, target, mine);
+  const float scale = scale_of(a, row);
+  Running<T> running;
+#pragma unroll 1
+  for (int first = begin, slot = 0; first < end; first += kPiece * step, slot += kPiece * threads) {
+    // One more group, an empty one, each time: that all but the last kPieces have arrived says that this piece has.
+    commit_copies();
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPieces) : "memory");
+    uint4 raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      raw[k] = first + k * step < end ? slots[slot + k * threads] : make_uint4(0, 0, 0, 0);
+    }
+    running.take(a, raw, first, step, end);
+  }
+  const MaxSum<T> whole = meet<T, true>(running.of_warp(group), group);
+  const RowGradient gradient = finish_row<T>(a, row, target, scale, score, whole, mine);
+  if (!a.grad) return;
+  const bool ignored = is_ignored(a, target);
+  const int column = is_column(a, target) ? int(target) : -kSize;
+  T* const grad = static_cast<T*>(a.grad) + row * a.width;
+  int slot = 0;
+#pragma unroll 2
+  for (int first = begin; first < end; first += step, slot += threads) {
+    store_gradient<T, int>(a, gradient, ignored, column, first, grad, slots[slot]);
+  }
+}
+
+// Rows that nothing can hold are read again for their gradient.
+template <class T>
+__global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const CrossEntropy a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>> group(shared, 1);
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
-  const int64_t target = target_of(a, row);
-  const T* x = static_cast<const T*>(a.logits) + row * a.width;
+  const T* const x = static_cast<const T*>(a.logits) + row * a.width;
   const int64_t begin = int64_t(group.lane) * kSize - elements_into_vector(x);
-  MaxSum<T> mine{-kInfinity, 0.f, 0};
+  const int64_t target = target_of(a, row);
+  const bool mine = group.lane == 0;
+  const float score = score_of_target(a, x, target, mine);
+  const float scale = scale_of(a, row);
+  Running<T> running;
   for (int64_t from = begin; from < a.width; from += kPiece * step) {
     uint4 raw[kPiece];
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) raw[k] = load_vector<T, false>(x, from + k * step, a.width, true);
-    float z[kPiece][kSize];
-    float max = mine.max;
-#pragma unroll
-    for (int k = 0; k < kPiece; ++k) {
-      scores_of<T>(a, raw[k], from + k * step, z[k]);
-      if (a.label_smoothing != 0.f) mine.linear += linear_of<T>(a, from + k * step, z[k]);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) max = fmaxf(max, z[k][i]);
-    }
-    mine.sum *= exponential<T>(mine.max - finite(max));
-    mine.max = max;
-#pragma unroll
-    for (int k = 0; k < kPiece; ++k) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(z[k][i] - finite(max));
-    }
+    running.take(a, raw, from, step, a.width);
   }
-  MaxSum<T> warp{group.warp_max(mine.max), group.warp_sum(mine.linear), 0};
-  warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
-  const Finished<T> done = finish<T>(a, row, target, meet<T, true>(warp, group));
-  if (group.lane == 0) keep_row<T>(a, row, done);
-  T* const grad = a.grad ? static_cast<T*>(a.grad) + row * a.width : nullptr;
+  const MaxSum<T> whole = meet<T, true>(running.of_warp(group), group);
+  const RowGradient gradient = finish_row<T>(a, row, target, scale, score, whole, mine);
+  if (!a.grad) return;
+  T* const grad = static_cast<T*>(a.grad) + row * a.width;
   for (int64_t from = begin; from < a.width; from += step) {
-    if (!grad && (target < from || target >= from + kSize)) continue;
-    float z[kSize];
-    scores_of<T>(a, load_vector<T, false>(x, from, a.width, true), from, z);
-    close_vector<T>(a, row, done, from, grad, z);
+    store_gradient<T, int64_t>(a, gradient, is_ignored(a, target), target, from, grad,
+                               load_vector<T, false>(x, from, a.width, true));
   }
 }
 
 // ---- launcher ----
 
+// How many threads of how many blocks share a row that waits in shared memory, and the bytes of each block's part. Two
+// blocks and more share a multiprocessor if their rows let them, up to 1024 threads.
+struct Waiting {
+  int cluster, threads;
+  size_t bytes;
+};
+
+template <class T>
+Waiting plan_waiting(int64_t width, const Device& device) {
+  constexpr int kShared = 2 * kMaxStates * int(sizeof(MaxSum<T>)) + 1024;  // beside the row, the system's part included
+  const int64_t vectors = divide_up(width + kVector<T> - 1, kVector<T>);
+  Waiting plan{1, 0, 0};
+  const auto blocks_for = [&] {
+    plan.bytes = size_t(divide_up(vectors, plan.cluster)) * 16;
+    if (int64_t(plan.bytes) > device.shared_a_block - kShared) return int64_t(0);
+    return int64_t(device.shared_a_processor) / int64_t(plan.bytes + kShared);
+  };
+  while (device.clusters && plan.cluster < kMaxCluster && blocks_for() < 2) plan.cluster *= 2;
+  const int64_t blocks = std::min<int64_t>(blocks_for(), 8);
+  if (blocks == 0) return plan;
+  plan.threads = int(std::min<int64_t>(kMostThreads, 1024 / blocks / kWarp * kWarp));
+  const int64_t a_block = divide_up(vectors, plan.cluster);
+  plan.threads = int(std::min<int64_t>(plan.threads, std::max<int64_t>(2 * kWarp, divide_up(a_block, kWarp) * kWarp)));
+  if (a_block > int64_t(plan.threads) * kPiece * kPieces) plan.threads = 0;
+  return plan;
+}
+
+constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a row
+
+// Many rows, each with blocks that end with it; false if it does not fit them.
+template <class T>
+bool run_many(const CrossEntropy& given, const Device& device, void* stream, int& error) {
+  CrossEntropy a = given;
+  const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
+  const Waiting plan = plan_waiting<T>(a.width, device);
+  if (plan.threads == 0) return false;
+  a.cluster = plan.cluster;
+  const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
+  int count = 0;
+  error = int(resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count));
+  if (error) return true;
+  if (count == 0) return false;
+  error = launch(kernel, a, a.rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream);
+  return true;
+}
+
 template <class T>
 int run(CrossEntropy a, const Device& device, void* stream) {
   constexpr int kMost = kMostHeld<T>;
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
+  int error = 0;
+  const bool many = a.width > kShortRow && a.rows >= 2 * device.processors;
+  if (many && !row_overrides[FUSELINE_CROSS_ENTROPY].given && run_many<T>(a, device, stream, error)) return error;
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
   const RowPlan plan =
       plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, true, kMost, device);

@@ -84,7 +84,9 @@ __global__ void __launch_bounds__(kBlock) cross_entropy_backward(const Backward 
   const bool ignored = is_ignored(a, target);
   const float2 known = a.statistics[row];
   RowGradient gradient{0.f, kInfinity - kInfinity, 0.f, 0.f};
-  if (!ignored && is_column(a, target)) gradient = row_gradient(a, scale_of(a, row), target, known.x, known.y, logf(known.y));
+  if (!ignored && is_column(a, target)) {
+    gradient = row_gradient(a, scale_of(a, row), target, known.x, known.y, logf(known.y));
+  }
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     float z[kSize];
