@@ -1,12 +1,14 @@
 """Every op's kernels on its own small cases, aligned and not, forward and backward.
 
 Not a test: the program that `test_sanitizer.py` runs under compute-sanitizer. The arguments are names of ops
-(default: all).
+(default: all); --cases also prints each case before it runs. An op that raises says in which case, and the
+others run all the same.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -41,20 +43,40 @@ def run(op: Op, case: Case, dtype: torch.dtype, shifted: bool) -> None:
         )
 
 
+def run_cases(op: Op, *, announce: bool) -> None:
+    """Raises what a case raises, with a note of which it is."""
+    for case in op.cases:
+        sizes = op.inputs(case, torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
+        if max(v.numel() for v in sizes.values() if isinstance(v, torch.Tensor)) > MOST_ELEMENTS:
+            continue
+        for dtype in op.dtypes:
+            for shifted in (False, True):
+                what = f"{op.name}, {case.label}, {dtype}{', shifted' if shifted else ''}"
+                if announce:
+                    print(what, flush=True)
+                try:
+                    run(op, case, dtype, shifted)
+                    torch.cuda.synchronize()  # so that an error comes with its case
+                except Exception as error:
+                    error.add_note(f"in {what}")
+                    raise
+
+
 def main() -> None:
     assert native.ready("cuda"), native.status()
+    names = [argument for argument in sys.argv[1:] if argument != "--cases"]
+    failed = []
     for op in registered():
-        if len(sys.argv) > 1 and op.name not in sys.argv[1:]:
+        if names and op.name not in names:
             continue
-        for case in op.cases:
-            sizes = op.inputs(case, torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
-            largest = max(v.numel() for v in sizes.values() if isinstance(v, torch.Tensor))
-            if largest <= MOST_ELEMENTS:
-                for dtype in op.dtypes:
-                    for shifted in (False, True):
-                        run(op, case, dtype, shifted)
-        torch.cuda.synchronize()
-        print(f"{op.name} ran", flush=True)
+        try:
+            run_cases(op, announce="--cases" in sys.argv)
+            print(f"{op.name} ran", flush=True)
+        except Exception:
+            traceback.print_exc()
+            failed.append(op.name)
+    if failed:
+        sys.exit(f"raised: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_rows(const Norm
     for (int t = 0; t < kTensors; ++t) {
       if (t == 2 && !a.grad_sum) continue;
       const T* from = tensor(t) + (wanted ? row * a.n : 0);
-      const int head = kShifted ? elements_into_vector(from) : 0;
+      // A row that is not there has no elements before it either: what stands before the tensor is anyone's.
+      const int head = kShifted && wanted ? elements_into_vector(from) : 0;
 #pragma unroll
       for (int k = 0; k < kAccesses; ++k) {
         uint4* const slot = to + (t * kAccesses + k) * slot_step;
