@@ -6,15 +6,15 @@
 // Moves: logits read once, and the gradient written once, in their place if asked. Does: two exponentials and about 14
 // operations an element (two more of each with a cap). Limit: HBM bandwidth.
 //
-// Threads: rows of a warp or less are packed into blocks, as in softmax_forward.cu, and the thread that has the score of
-// the target writes the loss. Longer rows have a block, or a cluster, that ends with them, and wait in shared memory:
-// each thread copies the vectors that it will read, takes their maximum and sum as they arrive, and reads them again for
-// the gradient once the row has met. With two blocks and more on a multiprocessor, one computes while another's row is
-// on its way. Few rows are shared by more blocks, which stay (staying.cuh). Rows longer than a cluster can hold are read
-// twice.
+// Threads: rows of a warp or less are packed into blocks, as in softmax_forward.cu, and the thread that has the score
+// of the target writes the loss. Longer rows have a block, or a cluster, that ends with them, and wait in shared memory
+// (waiting.cuh): each thread copies the vectors that it will read, takes their maximum and sum as they arrive, and
+// reads them again for the gradient once the row has met. Few rows are shared by more blocks, which stay (staying.cuh).
+// Rows longer than a cluster can hold are read twice.
 
 #include "device/cross_entropy.cuh"
 #include "device/staying.cuh"
+#include "device/waiting.cuh"
 
 namespace fuseline {
 namespace {
@@ -170,9 +170,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_staying(const C
   group.leave();
 }
 
-constexpr int kPiece = 4;  // vectors a thread takes at a time
-constexpr int kPieces = 8;  // of them that a thread has in shared memory at most
-
 // The arguments without what few losses want, so that the compilers know.
 template <bool kPlain>
 __device__ __forceinline__ CrossEntropy known(CrossEntropy a) {
@@ -272,25 +269,10 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   const int step = threads * kSize;
   const int64_t row = group.first;
   const T* const x = static_cast<const T*>(a.logits) + row * a.width;
-  const int head = elements_into_vector(x);
-  // Each block has neighbouring vectors, as many as any other or fewer.
-  const int vectors = (width + head + kSize - 1) / kSize;
-  const int each = (vectors + a.cluster - 1) / a.cluster;
-  const int begin = (group.rank * each + group.lane) * kSize - head;
-  const int end = min((group.rank + 1) * each * kSize - head, width);  // of this block's vectors
+  int begin, end;
+  divide_row(x, width, group.rank, a.cluster, group.lane, begin, end);
   uint4* const slots = ring + group.lane;
-#pragma unroll 1
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int first = begin + piece * kPiece * step;
-    if (first < end) {
-#pragma unroll
-      for (int k = 0; k < kPiece; ++k) {
-        const int from = first + k * step;
-        if (from < end) fetch_vectors<T, 1>(slots + (piece * kPiece + k) * threads, 0, x, from, 0, width);
-      }
-    }
-    commit_copies();
-  }
+  fetch_row(slots, threads, x, begin, end, step, width);
   const int64_t target = target_of(a, row);
   const bool mine = group.rank == 0 && group.lane == 0;
   const float score = score_of_target(a, x, target, mine);
@@ -298,14 +280,8 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   Running<T> running;
 #pragma unroll 1
   for (int first = begin, slot = 0; first < end; first += kPiece * step, slot += kPiece * threads) {
-    // One more group, an empty one, each time: that all but the last kPieces have arrived says that this piece has.
-    commit_copies();
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPieces) : "memory");
     uint4 raw[kPiece];
-#pragma unroll
-    for (int k = 0; k < kPiece; ++k) {
-      raw[k] = first + k * step < end ? slots[slot + k * threads] : make_uint4(0, 0, 0, 0);
-    }
+    wait_for_piece(slots + slot, threads, first, end, step, raw);
     running.take(a, raw, first, step, end);
   }
   const MaxSum<T> whole = meet<T, true>(running.of_warp(group), group);
@@ -354,33 +330,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const 
 
 // ---- launcher ----
 
-// How many threads of how many blocks share a row that waits in shared memory, and the bytes of each block's part. Two
-// blocks and more share a multiprocessor if their rows let them, up to 1024 threads.
-struct Waiting {
-  int cluster, threads;
-  size_t bytes;
-};
-
-template <class T>
-Waiting plan_waiting(int64_t width, const Device& device) {
-  constexpr int kShared = 2 * kMaxStates * int(sizeof(MaxSum<T>)) + 1024;  // beside the row, the system's part included
-  const int64_t vectors = divide_up(width + kVector<T> - 1, kVector<T>);
-  Waiting plan{1, 0, 0};
-  const auto blocks_for = [&] {
-    plan.bytes = size_t(divide_up(vectors, plan.cluster)) * 16;
-    if (int64_t(plan.bytes) > device.shared_a_block - kShared) return int64_t(0);
-    return int64_t(device.shared_a_processor) / int64_t(plan.bytes + kShared);
-  };
-  while (device.clusters && plan.cluster < kMaxCluster && blocks_for() < 2) plan.cluster *= 2;
-  const int64_t blocks = std::min<int64_t>(blocks_for(), 8);
-  if (blocks == 0) return plan;
-  plan.threads = int(std::min<int64_t>(kMostThreads, 1024 / blocks / kWarp * kWarp));
-  const int64_t a_block = divide_up(vectors, plan.cluster);
-  plan.threads = int(std::min<int64_t>(plan.threads, std::max<int64_t>(2 * kWarp, divide_up(a_block, kWarp) * kWarp)));
-  if (a_block > int64_t(plan.threads) * kPiece * kPieces) plan.threads = 0;
-  return plan;
-}
-
 constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a row
 
 // Many rows, each with blocks that end with it; false if it does not fit them.
@@ -388,7 +337,7 @@ template <class T>
 bool run_many(const CrossEntropy& given, const Device& device, void* stream, int& error) {
   CrossEntropy a = given;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
-  const Waiting plan = plan_waiting<T>(a.width, device);
+  const Waiting plan = plan_waiting<T>(a.width, 2 * kMaxStates * sizeof(MaxSum<T>), device);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster;
   const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;

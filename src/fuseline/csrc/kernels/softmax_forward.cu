@@ -12,6 +12,7 @@
 #include "device/launch.cuh"
 #include "device/max_sum.cuh"
 #include "device/staying.cuh"
+#include "device/waiting.cuh"
 
 namespace fuseline {
 namespace {
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const
   for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
   int stage = 0;
   for (int64_t row = group.first; row < a.rows; row += row_step) {
-    const int start = place - elements_into_vector(row_at(row));
+    int start = place - elements_into_vector(row_at(row));
     wait_for_oldest(a.stages);
     uint4 raw[kHeld];
     take_vectors<T, kHeld>(ring + stage * kHeld * threads + group.lane, threads, start, step, n, raw);
@@ -235,6 +236,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const
     warp.sum = group.warp_sum(warp.sum);
     const MaxSum<T> whole = meet<T, false>(warp, group);
     const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+    forget(start);
     T* const y = static_cast<T*>(a.y) + row * a.n;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -247,7 +249,61 @@ __global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const
   group.leave();
 }
 
-constexpr int kPiece = 4;  // vectors a thread of the streamed kernel has in flight
+// Many long rows without a mask.
+template <class T>
+__global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const SoftmaxForward a) {
+  extern __shared__ uint4 ring[];
+  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  Group<MaxSum<T>> group(shared, a.cluster);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n);
+  const int threads = group.threads;
+  const int step = threads * kSize;
+  const int64_t row = group.first;
+  const T* const x = static_cast<const T*>(a.x) + row * a.n;
+  int begin, end;
+  divide_row(x, n, group.rank, a.cluster, group.lane, begin, end);
+  uint4* const slots = ring + group.lane;
+  fetch_row(slots, threads, x, begin, end, step, n);
+  const Row at{0, a.n};
+  MaxSum<T> mine{-kInfinity, 0.f, 0};
+#pragma unroll 1
+  for (int first = begin, slot = 0; first < end; first += kPiece * step, slot += kPiece * threads) {
+    uint4 raw[kPiece];
+    wait_for_piece(slots + slot, threads, first, end, step, raw);
+    float score[kPiece][kSize];
+    float max = mine.max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int from = first + k * step < end ? first + k * step : n;
+      score_vector<T, true>(a, at, raw[k], from, n, score[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
+    }
+    mine.sum *= exponential<T>(mine.max - finite(max));
+    mine.max = max;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(score[k][i] - finite(max));
+    }
+  }
+  MaxSum<T> warp{group.warp_max(mine.max), 0.f, 0};
+  warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
+  const MaxSum<T> whole = meet<T, false>(warp, group);
+  const Share share = divide(1.f, whole.sum);
+  const float taken_out = finite(whole.max);
+  T* const y = static_cast<T*>(a.y) + row * a.n;
+  int slot = 0;
+#pragma unroll 2
+  for (int first = begin; first < end; first += step, slot += threads) {
+    float score[kSize];
+    score_vector<T, true>(a, at, slots[slot], first, n, score);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) score[i] = times<T>(exponential<T>(score[i] - taken_out), share);
+    store_vector<T, false>(y, first, n, a.y_vectors, score);
+  }
+}
 
 template <class T>
 __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxForward a) {
@@ -323,6 +379,28 @@ auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   return plan.held == kMost / 4 ? softmax_forward_rows<T, kMost / 4, true, true> : nullptr;
 }
 
+constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
+
+// Many long rows of 16-bit dtypes; false if the row fits no cluster, or blocks that stay do better.
+template <class T>
+bool run_waiting(SoftmaxForward a, const Device& device, void* stream, int& error) {
+  if constexpr (sizeof(T) == 2) {
+    if (row_overrides[FUSELINE_SOFTMAX_FORWARD].given) return false;
+    if (a.n <= kLongRow || a.rows < 2 * device.processors) return false;
+    const Waiting plan = plan_waiting<T>(a.n, 2 * kMaxStates * sizeof(MaxSum<T>), device);
+    if (plan.threads == 0) return false;
+    a.cluster = plan.cluster;
+    int count = 0;
+    error = int(resident_clusters(softmax_forward_waiting<T>, device, plan.threads, plan.bytes, plan.cluster, count));
+    if (error) return true;
+    if (count == 0) return false;
+    error = launch(softmax_forward_waiting<T>, a, a.rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster,
+                   stream);
+    return true;
+  }
+  return false;
+}
+
 template <class T>
 int run(SoftmaxForward a, const Device& device, void* stream) {
   constexpr int kSize = kVector<T>;
@@ -333,6 +411,8 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
+  int error = 0;
+  if (!masked && run_waiting<T>(a, device, stream, error)) return error;
   const RowPlan plan =
       plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, !masked, kMostHeld<T>, device);
   a.cluster = plan.cluster;
