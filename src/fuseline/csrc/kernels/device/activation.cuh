@@ -38,14 +38,14 @@ struct Silu {
   static __device__ __forceinline__ float power(float x) {
     return sizeof(T) == 4 ? expf(-x) : fast_exp2(x * -1.4426950408889634f);
   }
-  static __device__ __forceinline__ float reciprocal(float x) {
-    return sizeof(T) == 4 ? __frcp_rn(x) : fast_reciprocal(x);
+  static __device__ __forceinline__ float over(float x, float y) {  // x / y
+    return sizeof(T) == 4 ? __fdiv_rn(x, y) : x * fast_reciprocal(y);
   }
-  static __device__ __forceinline__ float value(float x) { return x * reciprocal(1.f + power(x)); }
+  static __device__ __forceinline__ float value(float x) { return over(x, 1.f + power(x)); }
   static __device__ __forceinline__ float2 both(float x) {
     const float e = power(clamp(x, 80.f));  // e^-x would be infinite at less
-    const float sigmoid = reciprocal(1.f + e);
-    return make_float2(x * sigmoid, fmaf(x, e * sigmoid, 1.f) * sigmoid);
+    const float sigmoid = over(1.f, 1.f + e);
+    return make_float2(over(x, 1.f + e), fmaf(x, e * sigmoid, 1.f) * sigmoid);
   }
 };
 
