@@ -68,8 +68,8 @@ class Climb:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
         itself if it is faster beyond the noise.
 
-        Kernels of ours that paid eagerly are looked at again under the first compiler that pays: it cannot see
-        into them, and may do better with operations that it can fuse.
+        Kernels of ours that paid eagerly are looked at again under the first compiler that pays: it cannot
+        see into them, and may do better with operations that it can fuse.
         """
         first = self._try(BASELINE, base, None, "cumulative", _upon(base, rungs))
         first = replace(first, kept=first.reason is None)
