@@ -154,14 +154,14 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   plan.fold = plan.columns == 1;
   const int64_t most = divide_up(plan.rows, kBiasWarps * kBiasRows);
   const int64_t at_once = int64_t(device.processors) * kBiasBlocks;
-  plan.blocks = std::min(most, at_once / plan.columns);
+  plan.blocks = std::max<int64_t>(1, std::min(most, at_once / plan.columns));
   // Where few rows of blocks fit the device, take the fewest that fill whole rounds of it well.
   constexpr int64_t kMany = 8, kRounds = 4;
-  double best = double(plan.blocks * plan.columns) / double(at_once);
-  for (int64_t blocks = plan.blocks + 1;
-       blocks <= most && at_once / plan.columns < kMany && (best == 0 || blocks * plan.columns <= kRounds * at_once);
-       ++blocks) {
+  if (at_once / plan.columns >= kMany) return plan;
+  double best = 0;
+  for (int64_t blocks = plan.blocks; blocks <= most; ++blocks) {
     const int64_t rounds = divide_up(blocks * plan.columns, at_once);
+    if (rounds > kRounds) break;
     const double filled = double(blocks * plan.columns) / double(rounds * at_once) - 0.02 * double(rounds - 1);
     if (filled > best) best = filled, plan.blocks = blocks;
   }
