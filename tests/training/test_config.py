@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fuseline.errors import InputError
-from fuseline.training.config import PRESETS, TrainConfig, as_dict, changed, continued, preset
+from fuseline.training.config import PRESETS, TrainConfig, as_dict, continued, preset
+from fuseline.training.schema import changed
 
 
 def test_it_is_read_without_torch() -> None:

@@ -6,15 +6,13 @@ Free of torch, so that `fuseline train gpt --help` answers at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import GPTConfig
-
-
-def _field(default: Any, says: str) -> Any:
-    return field(default=default, metadata={"help": says})
+from fuseline.training import schema
+from fuseline.training.schema import changed, check_bounds, described
 
 
 @dataclass(frozen=True)
@@ -24,84 +22,68 @@ class TrainConfig:
     The defaults are the preset `tiny`. Raises `InputError` for values that cannot be.
     """
 
-    data: str = _field(
+    data: str = described(
         "python", "python (the interpreter's own standard library), shakespeare, openwebtext, or a path"
     )
-    tokenizer: str = _field("bpe", "char, bpe (trained on the data) or gpt2")
-    vocab_size: Optional[int] = _field(None, "size of a bpe vocabulary (default: 1000)")
-    validation_fraction: float = _field(0.1, "share of the text held back for validation")
+    tokenizer: str = described("bpe", "char, bpe (trained on the data) or gpt2")
+    vocab_size: Optional[int] = described(None, "size of a bpe vocabulary (default: 1000)")
+    validation_fraction: float = described(0.1, "share of the text held back for validation")
 
-    num_layers: int = _field(4, "blocks")
-    num_heads: int = _field(4, "attention heads; must divide embed_dim")
-    embed_dim: int = _field(128, "width of the residual stream")
-    block_size: int = _field(128, "tokens a sequence")
-    dropout: float = _field(0.0, "dropout everywhere the model has one")
-    bias: bool = _field(False, "biases in linear layers and norms")
-    vocab_multiple: int = _field(1, "pad the embedding's rows to a multiple of this")
-    attention: str = _field("auto", "attention backend")
-    norm: str = _field("torch", "who computes LayerNorm: torch or fuseline")
-    activation: str = _field("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
+    num_layers: int = described(4, "blocks")
+    num_heads: int = described(4, "attention heads; must divide embed_dim")
+    embed_dim: int = described(128, "width of the residual stream")
+    block_size: int = described(128, "tokens a sequence")
+    dropout: float = described(0.0, "dropout everywhere the model has one")
+    bias: bool = described(False, "biases in linear layers and norms")
+    vocab_multiple: int = described(1, "pad the embedding's rows to a multiple of this")
+    attention: str = described("auto", "attention backend")
+    norm: str = described("torch", "who computes LayerNorm: torch or fuseline")
+    activation: str = described("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
 
-    batch_size: int = _field(16, "sequences a micro-batch")
-    accumulation: int = _field(1, "micro-batches a step, over all processes together")
-    steps: int = _field(300, "optimizer steps")
-    minutes: Optional[float] = _field(
+    batch_size: int = described(16, "sequences a micro-batch")
+    accumulation: int = described(1, "micro-batches a step, over all processes together")
+    steps: int = described(300, "optimizer steps")
+    minutes: Optional[float] = described(
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
-    learning_rate: float = _field(1e-3, "highest learning rate")
-    min_learning_rate: float = _field(1e-4, "learning rate at the end of the cosine")
-    warmup_steps: int = _field(20, "steps of linear warm-up")
-    decay_steps: Optional[int] = _field(None, "step at which the cosine ends (default: the last)")
-    weight_decay: float = _field(0.1, "decay of matrices and embeddings")
-    beta1: float = _field(0.9, "Adam's first decay rate")
-    beta2: float = _field(0.99, "Adam's second decay rate")
-    grad_clip: float = _field(1.0, "largest gradient norm; 0 does not clip")
+    learning_rate: float = described(1e-3, "highest learning rate")
+    min_learning_rate: float = described(1e-4, "learning rate at the end of the cosine")
+    warmup_steps: int = described(20, "steps of linear warm-up")
+    decay_steps: Optional[int] = described(None, "step at which the cosine ends (default: the last)")
+    weight_decay: float = described(0.1, "decay of matrices and embeddings")
+    beta1: float = described(0.9, "Adam's first decay rate")
+    beta2: float = described(0.99, "Adam's second decay rate")
+    grad_clip: float = described(1.0, "largest gradient norm; 0 does not clip")
 
-    precision: str = _field("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
-    execution: str = _field(
+    precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
+    execution: str = described(
         "auto",
         "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; "
         "auto: the fastest that this machine can do",
     )
-    deterministic: bool = _field(True, "repeatable to the bit, also over a resume")
-    seed: int = _field(1337, "seed of weights, batches, dropout and samples")
+    deterministic: bool = described(True, "repeatable to the bit, also over a resume")
+    seed: int = described(1337, "seed of weights, batches, dropout and samples")
 
-    log_interval: int = _field(10, "steps between two looks at the device")
-    eval_interval: int = _field(100, "steps between validations; 0 for none but the last")
-    eval_batches: int = _field(20, "batches a validation")
-    checkpoint_interval: int = _field(100, "steps between checkpoints; 0 for none but the last")
-    checkpoint_seconds: Optional[float] = _field(None, "also a checkpoint whenever this time has passed")
-    sample_interval: int = _field(100, "steps between samples of text; 0 for none")
-    sample_tokens: int = _field(120, "tokens a sample")
-    tensorboard: bool = _field(False, "write TensorBoard event files too")
-    wandb: Optional[str] = _field(None, "project to log to on Weights & Biases too")
+    log_interval: int = described(10, "steps between two looks at the device")
+    eval_interval: int = described(100, "steps between validations; 0 for none but the last")
+    eval_batches: int = described(20, "batches a validation")
+    checkpoint_interval: int = described(100, "steps between checkpoints; 0 for none but the last")
+    checkpoint_seconds: Optional[float] = described(None, "also a checkpoint whenever this time has passed")
+    sample_interval: int = described(100, "steps between samples of text; 0 for none")
+    sample_tokens: int = described(120, "tokens a sample")
+    tensorboard: bool = described(False, "write TensorBoard event files too")
+    wandb: Optional[str] = described(None, "project to log to on Weights & Biases too")
 
     def __post_init__(self) -> None:
-        least = {
-            "batch_size": 1,
-            "accumulation": 1,
-            "steps": 1,
-            "log_interval": 1,
-            "eval_batches": 1,
-            "sample_tokens": 1,
-            "warmup_steps": 0,
-            "eval_interval": 0,
-            "checkpoint_interval": 0,
-            "sample_interval": 0,
-        }
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be {bound} or more.")
-        for name in ("minutes", "checkpoint_seconds", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"{name} is {value}; it must be more than 0.")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must lie in 0..1, without the 1.")
-        for name in ("min_learning_rate", "weight_decay", "grad_clip"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
+        ones = ("batch_size", "accumulation", "steps", "log_interval", "eval_batches", "sample_tokens")
+        zeros = ("warmup_steps", "eval_interval", "checkpoint_interval", "sample_interval")
+        check_bounds(
+            self,
+            least={**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)},
+            positive=("minutes", "checkpoint_seconds", "learning_rate"),
+            shares=("beta1", "beta2"),
+            not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
+        )
         if not 0 < self.validation_fraction < 1:
             raise InputError(
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
@@ -203,31 +185,12 @@ def preset(name: str, **overrides: Any) -> TrainConfig:
     return changed(PRESETS[name], overrides)
 
 
-def changed(config: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
-    """`config` with some fields replaced; `InputError` for a field there is not."""
-    known = [f.name for f in fields(TrainConfig)]
-    for name in overrides:
-        if name not in known:
-            raise unknown_name("training option", name, known)
-    return replace(config, **overrides)
-
-
 def as_dict(config: TrainConfig) -> dict[str, Any]:
     """The config as plain values, for files and checkpoints; `TrainConfig(**d)` makes it again."""
     return asdict(config)
 
 
 def continued(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The config of a run taken up again, with `overrides` where they leave the weights' course alone.
-
-    Raises:
-        InputError: an override names a value that the checkpoint's run did not have and that would make
-            this another run.
-    """
-    for name, value in overrides.items():
-        if name not in FREE_ON_RESUME and value != getattr(saved, name, value):
-            raise InputError(
-                f"This run was begun with {name}={getattr(saved, name)!r}, and resuming cannot make it "
-                f"{value!r}. Leave the option out, or begin a new run from these weights with --init-from."
-            )
-    return changed(saved, overrides)
+    """`saved` taken up again with `overrides`; `InputError` for one that would make it another run."""
+    instead = "begin a new run from these weights with --init-from"
+    return schema.continued(saved, overrides, free=FREE_ON_RESUME, instead=instead)

@@ -11,7 +11,8 @@ from fuseline.errors import InputError
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_hugging_face import load_pretrained
 from fuseline.training.checkpoint import BEST, LATEST, is_ours, load_weights
-from fuseline.training.config import TrainConfig, changed
+from fuseline.training.config import TrainConfig
+from fuseline.training.schema import changed
 
 # What pretrained weights decide, whatever the configuration says.
 SHAPE_FIELDS = ("num_layers", "num_heads", "embed_dim", "bias", "activation")

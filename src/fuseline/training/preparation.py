@@ -13,7 +13,7 @@ from fuseline.data.token_files import TokenDataset, prepare
 from fuseline.errors import InputError
 from fuseline.ops import attention_backends
 from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state
-from fuseline.training.config import TrainConfig, as_dict, changed, continued
+from fuseline.training.config import TrainConfig, as_dict, continued
 from fuseline.training.distributed import Group
 from fuseline.training.execution import fastest_execution, find_execution
 from fuseline.training.files import remove_partial, write_json
@@ -26,6 +26,7 @@ from fuseline.training.random_state import restore_random_state
 from fuseline.training.reporter import Reporter
 from fuseline.training.run import DataIdentity, Run
 from fuseline.training.schedule import CosineSchedule
+from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
 from fuseline.training.stream import Stream
 

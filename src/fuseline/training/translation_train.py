@@ -40,8 +40,9 @@ from fuseline.training.preparation import CONFIG, TOKENIZER, check_vacant
 from fuseline.training.random_state import restore_random_state
 from fuseline.training.reporter import Reporter, TrainResult
 from fuseline.training.schedule import CosineSchedule
+from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
-from fuseline.training.translation_config import TranslateConfig, as_dict, changed, continued
+from fuseline.training.translation_config import TranslateConfig, as_dict, continued
 from fuseline.training.translation_run import Intervals, TranslationRun
 
 TEST = "test.json"

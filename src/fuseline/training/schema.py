@@ -1,0 +1,69 @@
+"""What the schemas of training runs share: a field with its help, bounds, and what may change over a resume.
+
+Free of torch, so that a command line's help answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import field, fields, replace
+from typing import Any, TypeVar
+
+from fuseline.errors import InputError, unknown_name
+
+Config = TypeVar("Config", bound=Any)
+
+
+def described(default: Any, says: str) -> Any:
+    """A dataclass field whose help stands in its metadata."""
+    return field(default=default, metadata={"help": says})
+
+
+def check_bounds(
+    config: Any,
+    *,
+    least: Mapping[str, int],
+    positive: Iterable[str],
+    shares: Iterable[str],
+    not_negative: Iterable[str],
+) -> None:
+    """`InputError` for the first field out of its bounds: at `least` so much, `positive` (or None), a share
+    in 0..1 without the 1, or not negative."""
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            raise InputError(f"{name} is {getattr(config, name)}; it must be {bound} or more.")
+    for name in positive:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise InputError(f"{name} is {value}; it must be more than 0.")
+    for name in shares:
+        if not 0 <= getattr(config, name) < 1:
+            raise InputError(f"{name} is {getattr(config, name)}; it must lie in 0..1, without the 1.")
+    for name in not_negative:
+        if getattr(config, name) < 0:
+            raise InputError(f"{name} is {getattr(config, name)}; it must not be negative.")
+
+
+def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """`config` with some fields replaced; `InputError` for a field there is not."""
+    known = [f.name for f in fields(config)]
+    for name in overrides:
+        if name not in known:
+            raise unknown_name("training option", name, known)
+    return replace(config, **overrides)
+
+
+def continued(saved: Config, overrides: Mapping[str, Any], *, free: frozenset[str], instead: str) -> Config:
+    """The config of a run taken up again, with `overrides` where they leave the weights' course alone: in
+    fields that are `free`, or where they say what the run had.
+
+    Raises:
+        InputError: an override would make this another run; `instead` says what to do then.
+    """
+    for name, value in overrides.items():
+        if name not in free and value != getattr(saved, name, value):
+            raise InputError(
+                f"This run was begun with {name}={getattr(saved, name)!r}, and resuming cannot make it "
+                f"{value!r}. Leave the option out, or {instead}."
+            )
+    return changed(saved, overrides)
