@@ -16,22 +16,16 @@ from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, lo
 from fuseline.training.config import TrainConfig, as_dict, continued
 from fuseline.training.distributed import Group
 from fuseline.training.execution import fastest_execution, find_execution
-from fuseline.training.files import remove_partial, write_json
 from fuseline.training.initial_weights import fresh_model, pretrained_model
-from fuseline.training.metrics import METRICS, cut_back
-from fuseline.training.optimizer import load_optimizer_state, make_optimizer
-from fuseline.training.pace import Stopwatch
+from fuseline.training.optimizer import make_optimizer
 from fuseline.training.precision import check_precision, compute_dtype
-from fuseline.training.random_state import restore_random_state
 from fuseline.training.reporter import Reporter
 from fuseline.training.run import DataIdentity, Run
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
 from fuseline.training.stream import Stream
-
-TOKENIZER = "tokenizer.json"
-CONFIG = "config.json"
+from fuseline.training.taking_up import TOKENIZER, lay_out, take_up
 
 
 def settled(
@@ -76,7 +70,7 @@ def prepared(
     if saved is not None:
         _check_identity(DataIdentity(**saved.data), identity, config)
     run = _assembled(config, folder, group, dataset, identity, saved, init_from)
-    group.first(lambda: _lay_out(run))
+    group.first(lambda: lay_out(run, as_dict(run.config)))
     if saved is None:
         run.save()
     return run
@@ -212,22 +206,8 @@ def _assembled(
     # Each process its own stream of dropout; the first keeps the seed's.
     torch.manual_seed(config.seed + 7919 * group.rank)
     if saved is not None:
-        _take_up(run, saved)
+        take_up(run, saved, config.seed)
     return run
-
-
-def _take_up(run: Run, saved: Checkpoint) -> None:
-    """Put the run where its checkpoint was: optimizer, scaler, random numbers, counts."""
-    load_optimizer_state(run.step.optimizer, saved.optimizer)
-    if run.step.scaler is not None:
-        run.step.scaler.load_state_dict(saved.scaler)
-    run.taken, run.stopwatch = saved.step, Stopwatch(saved.seconds)
-    run.best_validation_loss, run.best_step = saved.best_validation_loss, saved.best_step
-    if len(saved.random) == run.group.world_size:
-        restore_random_state(saved.random[run.group.rank], run.group.device)
-    else:
-        # As many other processes: their streams cannot be continued, but must not repeat themselves.
-        torch.manual_seed(run.config.seed + 7919 * run.group.rank + 104729 * saved.step)
 
 
 def _check_identity(began: DataIdentity, now: DataIdentity, config: TrainConfig) -> None:
@@ -243,16 +223,3 @@ def _check_identity(began: DataIdentity, now: DataIdentity, config: TrainConfig)
                 f"The {what} of {config.data!r} is not the one that this run began with: it has changed "
                 "since. Bring it back, or begin a new run from these weights with --init-from."
             )
-
-
-def _lay_out(run: Run) -> None:
-    """Make the folder, or clear it of what was written after the checkpoint."""
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        remove_partial(run.folder)
-        # A run taken up at its very beginning validates its fresh weights again.
-        cut_back(run.folder / METRICS, run.taken or -1)
-        run.dataset.tokenizer.save(run.folder / TOKENIZER)
-        write_json(run.folder / CONFIG, as_dict(run.config))
-    except OSError as error:
-        raise InputError(f"Cannot write to {run.folder}: {error.strerror}. Give another --out.") from error

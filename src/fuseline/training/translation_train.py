@@ -31,17 +31,15 @@ from fuseline.training.conduct import check_writers, conduct, device_name
 from fuseline.training.distributed import Group
 from fuseline.training.epoch_files import EpochFiles
 from fuseline.training.execution import find_execution
-from fuseline.training.files import remove_partial, write_json
-from fuseline.training.metrics import METRICS, cut_back
-from fuseline.training.optimizer import load_optimizer_state, make_optimizer
-from fuseline.training.pace import Stopwatch
+from fuseline.training.files import write_json
+from fuseline.training.optimizer import make_optimizer
 from fuseline.training.precision import check_precision
-from fuseline.training.preparation import CONFIG, TOKENIZER, check_vacant
-from fuseline.training.random_state import restore_random_state
+from fuseline.training.preparation import check_vacant
 from fuseline.training.reporter import Reporter, TrainResult
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
+from fuseline.training.taking_up import lay_out, take_up
 from fuseline.training.translation_config import TranslateConfig, as_dict, continued
 from fuseline.training.translation_run import Intervals, TranslationRun
 
@@ -240,7 +238,7 @@ def _prepared(
     torch.manual_seed(config.seed + 7919 * group.rank)  # each process its own stream of dropout
     if saved is not None:
         _take_up(run, saved)
-    group.first(lambda: _lay_out(run))
+    group.first(lambda: lay_out(run, as_dict(run.settings)))
     if saved is None:
         run.save()
     return run
@@ -268,33 +266,10 @@ def _shareable(config: TranslateConfig, group: Group) -> TranslateConfig:
 
 
 def _take_up(run: TranslationRun, saved: Checkpoint) -> None:
-    """Put the run where its checkpoint was: optimizer, scaler, average, random numbers, counts."""
-    load_optimizer_state(run.step.optimizer, saved.optimizer)
-    if run.step.scaler is not None:
-        run.step.scaler.load_state_dict(saved.scaler)
+    take_up(run, saved, run.settings.seed)
     if run.average is not None:
         run.average.restore(saved.average)
-    run.taken, run.stopwatch = saved.step, Stopwatch(saved.seconds)
-    run.best_validation_loss, run.best_step = saved.best_validation_loss, saved.best_step
     run.best_bleu = saved.best_bleu
-    if len(saved.random) == run.group.world_size:
-        restore_random_state(saved.random[run.group.rank], run.group.device)
-    else:
-        # As many other processes: their streams cannot be continued, but must not repeat themselves.
-        torch.manual_seed(run.settings.seed + 7919 * run.group.rank + 104729 * saved.step)
-
-
-def _lay_out(run: TranslationRun) -> None:
-    """Make the folder, or clear it of what was written after the checkpoint."""
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        remove_partial(run.folder)
-        # A run taken up at its very beginning validates its fresh weights again.
-        cut_back(run.folder / METRICS, run.taken or -1)
-        run.dataset.tokenizer.save(run.folder / TOKENIZER)
-        write_json(run.folder / CONFIG, as_dict(run.settings))
-    except OSError as error:
-        raise InputError(f"Cannot write to {run.folder}: {error.strerror}. Give another --out.") from error
 
 
 def _tested(run: TranslationRun) -> tuple[float, str]:
