@@ -12,6 +12,7 @@ from fuseline.native.compilers import find_nvcc
 
 KERNELS = Path(__file__).parents[2] / "src" / "fuseline" / "csrc" / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90")
+HOST_ONLY = ("errors.cu", "norms.cu", "tuning.cu")  # the C API's own code, with no kernel in it
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -56,5 +57,5 @@ def test_compiles_without_spills(source: Path, tmp_path: Path) -> None:
     report = run.stdout + run.stderr
     assert run.returncode == 0, report
     for architecture in ARCHITECTURES:
-        assert source.name == "errors.cu" or f"for '{architecture}'" in report, report
+        assert (f"for '{architecture}'" in report) == (source.name not in HOST_ONLY), report
     assert not spills(report)
