@@ -15,8 +15,8 @@ def examine() -> list[Check]:
     if checks[-1].state == "bad":
         return checks
     # These import torch.
-    from fuseline.doctor import core, correctness, gpu, threads
+    from fuseline.doctor import correctness, gpu, native_core, threads
 
-    for room in (gpu, threads, core, correctness):
+    for room in (gpu, threads, native_core, correctness):
         checks += room.checks()
     return [*checks, *software.optional()]

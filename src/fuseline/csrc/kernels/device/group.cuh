@@ -63,11 +63,10 @@ __device__ __forceinline__ float2 from_lane(float2 value, int step) {
 }
 
 // Where this thread stands among those of its row, and what they meet through. With kOneWarp the row is known to have
-// no more threads than a warp, and nothing of the rest is kept in registers. With kApart the rows of a block meet apart
-// from each other; without it the whole block meets, and all its rows have to meet equally often. A barrier whose
-// number is not a constant takes all 16 of a block, and a multiprocessor seems to have them for four blocks only: kApart
-// is for kernels of few large blocks.
-template <class State, bool kOneWarp = false, bool kApart = false>
+// no more threads than a warp, and nothing of the rest is kept in registers. The whole block meets at once, so all its
+// rows have to meet equally often: a barrier whose number is not a constant takes all 16 of a block, and a
+// multiprocessor seems to have them for four blocks only.
+template <class State, bool kOneWarp = false>
 struct Group {
   int threads;   // of this block that share the row
   int lane;      // of these, 0 ..
@@ -131,11 +130,7 @@ struct Group {
     State* const slot = set + rank * (threads / kWarp) + lane / kWarp;
     if (blocks == 1) {
       if (lane % kWarp == 0) *slot = mine;
-      if constexpr (kApart) {
-        asm volatile("barrier.sync %0, %1;" ::"r"(int(threadIdx.y) + 1), "r"(threads) : "memory");
-      } else {
-        __syncthreads();
-      }
+      __syncthreads();
     } else {
       if (lane % kWarp < blocks) {
         const uint32_t* words = reinterpret_cast<const uint32_t*>(&mine);
@@ -152,8 +147,8 @@ struct Group {
 };
 
 // The sum of a value over the row.
-template <class Value, bool kOneWarp, bool kApart>
-__device__ __forceinline__ Value sum_over_row(Value mine, Group<Value, kOneWarp, kApart>& group) {
+template <class Value, bool kOneWarp>
+__device__ __forceinline__ Value sum_over_row(Value mine, Group<Value, kOneWarp>& group) {
   const Value warp = group.warp_sum(mine);
   if (group.in_one_warp()) return warp;
   const Value* states = group.publish(warp);

@@ -165,6 +165,23 @@ int launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t grid, 
   return int(launched != cudaSuccess ? launched : last);
 }
 
+// Clusters the device can hold at once, which its layout may make fewer than multiprocessors / cluster: a cluster too
+// many would run after all others.
+template <class Arguments>
+cudaError_t clusters_at_once(void (*kernel)(Arguments), int cluster, dim3 block, size_t shared, int& count) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = unsigned(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(cluster));
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+}
+
 // How many clusters of blocks, or blocks that are alone, the device can hold at once, which its layout may make fewer
 // than multiprocessors / cluster: one too many would run after all others. Also lets the kernel have `shared` bytes.
 // Asked once a thread, kernel and layout.
@@ -196,17 +213,7 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared);
     count *= device.processors;
   } else {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = unsigned(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(cluster));
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+    error = clusters_at_once(kernel, cluster, dim3(threads), shared, count);
   }
   if (error != cudaSuccess) return error;
   kept[next] = {kernel, device.index, threads, cluster, count, shared};

@@ -5,23 +5,6 @@
 
 namespace fuseline {
 
-// Clusters the device can hold at once, which its layout may make fewer than multiprocessors / cluster: a cluster too
-// many would run after all others.
-template <class Arguments>
-cudaError_t clusters_at_once(void (*kernel)(Arguments), int cluster, dim3 block, size_t shared, int& count) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(cluster));
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
-}
-
 // Launches `blocks` blocks or clusters, made fewer where the device cannot hold them at once; one multiprocessor holds
 // one block. `most_shared`: bytes of dynamic shared memory that this kernel may ever ask for.
 template <auto kKernel, class Arguments>

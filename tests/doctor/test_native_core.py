@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuseline import native
-from fuseline.doctor import core
+from fuseline.doctor import native_core
 from fuseline.native import Compiler, LibraryStatus, NativeError, Search, Status
 
 FOUND = Search("C++ compiler", Compiler(("/usr/bin/g++",), "g++ 12.2", "g++ on PATH"), (), "")
@@ -31,7 +31,7 @@ def core_checks(monkeypatch, tmp_path):
         monkeypatch.setattr(native, "load", load)
         monkeypatch.setattr(native, "status", lambda: Status(library, kernels, compilers))
         monkeypatch.setattr(native, "cache_dir", lambda: cache)
-        return {check.name: check for check in core.checks()}
+        return {check.name: check for check in native_core.checks()}
 
     return make
 
@@ -86,16 +86,16 @@ def test_a_cache_that_is_not_there_yet_is_well(core_checks, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_told(core_checks, monkeypatch, tmp_path):
-    monkeypatch.setattr(core, "_is_writable", lambda folder: False)
+    monkeypatch.setattr(native_core, "_is_writable", lambda folder: False)
     check = core_checks(cache=tmp_path)["cache"]
     assert check.state == "warn"
     assert "FUSELINE_CACHE" in check.mend
 
 
 def test_writing_is_tried_and_leaves_nothing(tmp_path):
-    assert core._is_writable(tmp_path)
+    assert native_core._is_writable(tmp_path)
     assert not list(tmp_path.iterdir())
-    assert not core._is_writable(tmp_path / "missing")
+    assert not native_core._is_writable(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("free, state", [(100 * 2**20, "warn"), (50 * 2**30, "ok")])
