@@ -28,7 +28,7 @@ class BuildError(InputError):
 
 @dataclass(frozen=True)
 class Unit:
-    """One source file, compiled one way. `depends` are the headers it may read; `identity` is what else
+    """One source file, compiled one way. `depends` are the headers it reads; `identity` is what else
     decides the object: versions of compilers and of libraries whose headers are not hashed."""
 
     source: Path

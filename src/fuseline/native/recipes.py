@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuseline.native.build import Recipe, Unit
 from fuseline.native.compilers import Compiler, toolkit_library_flags
+from fuseline.native.includes import included_headers
 
 CSRC = Path(__file__).parent.parent / "csrc"
 INCLUDE = CSRC / "include"
@@ -48,9 +49,16 @@ ISA_FLAGS = {
 def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
     """`libfuseline_kernels.so` from every `.cu` in csrc/kernels."""
     flags = (*host_compiler_flags(cxx), *GENCODE, *NVCC_FLAGS, f"-I{KERNELS}")
-    headers = tuple(sorted((*KERNELS.rglob("*.h"), *KERNELS.rglob("*.cuh"))))
     units = tuple(
-        Unit(source, nvcc, flags, headers, (cxx.version,), source.name, cores=NVCC_CORES)
+        Unit(
+            source,
+            nvcc,
+            flags,
+            included_headers(source, (KERNELS,)),
+            (cxx.version,),
+            source.name,
+            cores=NVCC_CORES,
+        )
         for source in sorted(KERNELS.rglob("*.cu"))
     )
     link = (*host_compiler_flags(cxx), "-shared", "--cudart=static", *toolkit_library_flags(nvcc))
@@ -69,18 +77,16 @@ def torch_recipe(cxx: Compiler) -> Recipe:
         f"-I{INCLUDE}",
         *include,
     )
-    headers = tuple(sorted((*TORCH.rglob("*.h"), *KERNELS.glob("*.h"), *INCLUDE.glob("*.h"))))
+    folders = (TORCH, KERNELS, INCLUDE)
     units = [
-        Unit(source, cxx, flags, headers, torch_identity(), source.name)
+        Unit(source, cxx, flags, included_headers(source, folders), torch_identity(), source.name)
         for source in sorted(TORCH.glob("*.cpp"))
     ]
-    rows = tuple(sorted((TORCH / "cpu").glob("*.h")))
     for source in sorted((TORCH / "cpu").glob("*_rows.cpp")):
         for isa, isa_flags in instruction_sets().items():
             row_flags = (*CXX_FLAGS, *ROWS_FLAGS, *isa_flags, f"-DFUSELINE_ISA={isa}")
-            units.append(
-                Unit(source, cxx, row_flags, rows, (platform.machine(),), f"{source.name} for {isa}")
-            )
+            headers, machine = included_headers(source, ()), (platform.machine(),)
+            units.append(Unit(source, cxx, row_flags, headers, machine, f"{source.name} for {isa}"))
     return Recipe(TORCH_NAME, tuple(units), cxx, torch_link_flags())
 
 

@@ -1,0 +1,29 @@
+"""Which of our own headers a source reads: an edited header compiles again what includes it and no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+def included_headers(source: Path, folders: Sequence[Path]) -> tuple[Path, ...]:
+    """The headers that `source` includes in quotes, directly or through one another, sorted.
+
+    Each is looked for beside the file that includes it, then in `folders`, as compilers do; one that is in
+    none of them belongs to a library, whose version stands in the object's key. Conditions are not
+    evaluated: a header that a condition leaves out counts as read.
+    """
+    found: set[Path] = set()
+    unread = [source]
+    while unread:
+        file = unread.pop()
+        for name in _INCLUDE.findall(file.read_text(errors="replace")):
+            places = (folder / name for folder in (file.parent, *folders))
+            header = next((place.resolve() for place in places if place.is_file()), None)
+            if header is not None and header not in found:
+                found.add(header)
+                unread.append(header)
+    return tuple(sorted(found))
