@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fuseline.errors import InputError
@@ -25,6 +24,7 @@ from fuseline.models.gpt_checkpoints import (
     written_whole,
 )
 from fuseline.models.gpt_config import GPTConfig
+from fuseline.models.weight_files import CONFIG, WEIGHTS, each_weight, read_json
 
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _MASKS = (".attn.bias", ".attn.masked_bias")
@@ -45,7 +45,6 @@ _FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-_WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
 def load_pretrained(path: Path | str, **options: Any) -> GPT:
@@ -64,16 +63,8 @@ def load_hugging_face(path: Path | str, **options: Any) -> GPT:
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    config = _read_config(folder / _CONFIG, options)
-    weights: dict[str, Tensor] = {}
-    for file in _weight_files(path):
-        try:
-            weights.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"Cannot read {file}: {error}. It is missing, cut off, or not a safetensors file."
-            ) from error
-    return assemble(config, _to_ours(weights), path)
+    config = _read_config(folder / CONFIG, options)
+    return assemble(config, _to_ours(dict(each_weight(path))), path)
 
 
 def save_hugging_face(model: GPT, folder: Path | str) -> None:
@@ -100,14 +91,14 @@ def save_hugging_face(model: GPT, folder: Path | str) -> None:
         "torch_dtype": str(head.dtype).removeprefix("torch."),
     }
     folder = Path(folder)
-    with written_whole(folder / _WEIGHTS) as part:
+    with written_whole(folder / WEIGHTS) as part:
         save_file(theirs, part, metadata={"format": "pt"})
-    with written_whole(folder / _CONFIG) as part:
+    with written_whole(folder / CONFIG) as part:
         part.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_config(path: Path, options: dict[str, Any]) -> GPTConfig:
-    said = _read_json(path)
+    said = read_json(path)
     for name, value in _FIXED.items():
         if said.get(name, value) != value:
             raise InputError(
@@ -130,23 +121,6 @@ def _read_config(path: Path, options: dict[str, Any]) -> GPTConfig:
         raise InputError(f"{path} does not describe a GPT-2: {error}") from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    if (path / _WEIGHTS).exists():
-        return [path / _WEIGHTS]
-    if (path / _INDEX).exists():
-        index = _read_json(path / _INDEX).get("weight_map")
-        if not isinstance(index, dict):
-            raise InputError(f"{path / _INDEX} has no weight_map: it is not the index of a sharded model.")
-        # Names only: an index must not lead out of its folder.
-        return sorted({path / Path(shard).name for shard in index.values()})
-    hint = ""
-    if (path / "pytorch_model.bin").exists():
-        hint = " Its pytorch_model.bin is a pickle; save the model anew with transformers to get safetensors."
-    raise InputError(f"There is neither {_WEIGHTS} nor {_INDEX} in {path}.{hint}")
-
-
 def _to_ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their names to nanoGPT's; the [in, out] weights transposed; causal masks left out."""
     ours = {}
@@ -160,13 +134,3 @@ def _to_ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     if "transformer.wte.weight" in ours:
         ours.setdefault("lm_head.weight", ours["transformer.wte.weight"])
     return ours
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"Cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} does not hold a JSON object.")
-    return value

@@ -1,6 +1,7 @@
 """Drop-in modules over the ops."""
 
 from fuseline.nn.activations import GELU, GeGLU, SwiGLU
+from fuseline.nn.branch import branch
 from fuseline.nn.embedding import Embedding
 from fuseline.nn.layer_norm import LayerNorm
 from fuseline.nn.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, RMSNorm
@@ -16,4 +17,5 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLU",
+    "branch",
 ]

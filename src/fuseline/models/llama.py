@@ -1,0 +1,199 @@
+"""Llama, whole: read it from top to bottom and you know the model, and Mistral, Qwen2 and Qwen3 with it.
+
+Beside GPT-2 (`models/gpt.py`) five things differ. Positions are not added to the tokens: queries and keys are
+turned by an angle that grows with the position (*RoPE*), so that their product sees how far apart they are.
+Norms have neither mean nor bias (*RMSNorm*). The MLP multiplies one half of what it makes by the SiLU of the
+other (*SwiGLU*). Several query heads share one head of keys and values (*GQA*), which makes the cache of a
+generation small. The head has weights of its own, unless `tied`.
+
+Queries, keys and values are one product, and so are gate and up: a token alone is bound by reading weights,
+and few large reads are faster than many small ones. `models/llama_hugging_face.py` takes published weights
+apart and together.
+
+Shapes: B batch, T time, C channels (embed_dim), H heads, D head_dim, F ffn_dim, V vocabulary.
+Source: Touvron et al., "LLaMA", 2023; Dubey et al., "The Llama 3 herd of models", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuseline.errors import InputError
+from fuseline.models.heads import Attend, Heads, whole_sequence
+from fuseline.models.llama_config import PRESETS, LlamaConfig, RopeScaling, preset
+from fuseline.nn import RMSNorm, RotaryEmbedding, branch
+from fuseline.ops.rope import rope_angles
+
+__all__ = ["PRESETS", "Attention", "Block", "Llama", "LlamaConfig", "RopeScaling", "Rotary", "preset"]
+
+IGNORE_INDEX = -1
+
+
+class Rotary(RotaryEmbedding):
+    """Tables of cosines and sines, one for the whole model, the frequencies stretched as the config says."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config.head_dim, config.rope_base)
+        frequencies = stretched(
+            rope_angles(torch.ones(1, device="cpu"), config.head_dim, config.rope_base)[0],
+            config.rope_scaling,
+        )
+        angles = torch.arange(config.block_size, dtype=torch.float64, device="cpu")[:, None] * frequencies
+        self.cos, self.sin = angles.cos().float(), angles.sin().float()
+
+
+def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians a position of each pair, [D / 2], after `scaling`."""
+    if scaling.kind == "default":
+        return frequencies
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # in the length first trained on
+    share = ((turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)).clamp(0.0, 1.0)
+    return torch.lerp(slow, frequencies, share)
+
+
+def _norm(width: int, config: LlamaConfig) -> nn.RMSNorm:
+    return (RMSNorm if config.kernels == "fuseline" else nn.RMSNorm)(width, eps=config.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.config, self.layer = config, layer
+        self.norm = _norm(config.embed_dim, config)
+        self.qkv = nn.Linear(config.embed_dim, (H + 2 * K) * D, bias=config.qkv_bias)
+        self.out = nn.Linear(H * D, config.embed_dim, bias=config.out_bias)
+        self.q_norm = _norm(D, config) if config.qk_norm else None
+        self.k_norm = _norm(D, config) if config.qk_norm else None
+
+    def heads(self, rotary: Rotary) -> Heads:
+        config = self.config
+        return Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            rotary.cos,
+            rotary.sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            config.eps,
+            config.window_of(self.layer),
+            config.kernels == "fuseline",
+        )
+
+    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        fused = self.config.kernels == "fuseline"
+        qkv_BTN = branch(self.qkv, x_BTC, norm=self.norm, fused=fused)
+        y_BTC = attend(self.layer, qkv_BTN, self.heads(rotary))
+        return branch(self.out, y_BTC, residual=x_BTC, fused=fused)
+
+
+class MLP(nn.Module):
+    """silu(gate) * up, and back to the stream's width."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.fused = config.kernels == "fuseline"
+        self.norm = _norm(config.embed_dim, config)
+        self.gate_up = nn.Linear(config.embed_dim, 2 * config.ffn_dim, bias=config.mlp_bias)
+        self.down = nn.Linear(config.ffn_dim, config.embed_dim, bias=config.mlp_bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        y_BTF = branch(self.gate_up, x_BTC, norm=self.norm, activation="swiglu", fused=self.fused)
+        return branch(self.down, y_BTF, residual=x_BTC, fused=self.fused)
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each reading a normed copy of the stream and adding to it."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        return self.mlp(self.attention(x_BTC, rotary, attend))
+
+
+class Llama(nn.Module):
+    """The language model. `Llama(preset("llama2-7b"))` has fresh weights: normal, deviation 0.02.
+
+    Made under `torch.device("meta")` it has no weights, and `allot` gives it room for some.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # the layers' own draws cost nothing there
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+            self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
+            self.norm = _norm(config.embed_dim, config)
+            self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.to_empty(device=device)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.rotary = Rotary(config).to(device)
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+    def allot(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Memory for the weights of a model made on "meta", holding nothing yet; and the rotary tables."""
+        self.to(dtype).to_empty(device=device)
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+        self.rotary = Rotary(self.config).to(device)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab_size] of the token after each position; or, given targets, the mean
+        cross-entropy in nats over those that are not -1, a scalar.
+
+        `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
+        """
+        T = tokens_BT.shape[1]
+        if self.config.block_size < T:
+            raise InputError(
+                f"The sequence has {T} tokens, and this model's block_size is {self.config.block_size}. "
+                "Crop the sequence."
+            )
+        logits_BTV = self.logits(self.hidden(tokens_BT, None, whole_sequence))
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.reshape(-1), ignore_index=IGNORE_INDEX
+        )
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
+        """The stream after the last layer, [B, T, C]. `attend` knows where the tokens stand, and gathers for
+        each layer; `positions_BT` is for models that add positions to their tokens, and goes unread."""
+        x_BTC = self.embedding(tokens_BT)
+        for block in cast(Sequence[Block], self.blocks):
+            x_BTC = block(x_BTC, self.rotary, attend)
+        return x_BTC
+
+    def logits(self, x_C: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of what `hidden` returned."""
+        return branch(self.head, x_C, norm=self.norm, fused=self.config.kernels == "fuseline")
+
+    def num_parameters(self, non_embedding: bool = True) -> int:
+        """Parameters; without the token table unless it is the head as well, or `non_embedding` is False."""
+        count = sum(parameter.numel() for parameter in self.parameters())
+        return count - self.embedding.weight.numel() if non_embedding and not self.config.tied else count

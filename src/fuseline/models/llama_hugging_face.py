@@ -1,0 +1,258 @@
+"""Llama, Mistral, Qwen2 and Qwen3 in Hugging Face's format: folders of `config.json` and safetensors.
+
+`transformers` is not needed. Theirs keeps queries, keys and values apart, and gate and up; ours holds each
+group as one matrix, so their weights are copied into its rows. A weight is read, checked, copied and let go
+before the next: a model takes its own memory and that of its largest weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fuseline.errors import InputError
+from fuseline.models.gpt_checkpoints import written_whole
+from fuseline.models.llama import Llama
+from fuseline.models.llama_config import LlamaConfig, RopeScaling
+from fuseline.models.weight_files import CONFIG, WEIGHTS, each_weight, read_json
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_SIZES = {
+    "max_position_embeddings": "block_size",
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "ffn_dim",
+}
+_NOT_WEIGHTS = (".rotary_emb.inv_freq",)
+Rows = Callable[[Tensor], Tensor]
+
+
+def load_llama(
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    block_size: int | None = None,
+    kernels: str = "fuseline",
+) -> Llama:
+    """The model of a folder with `config.json` and `model.safetensors` (whole, or in shards with an index),
+    or of one `.safetensors` file with a `config.json` beside it.
+
+    `dtype` is that of the weights' file if None; `block_size` crops the context. Raises `InputError` for
+    files that are missing, truncated or foreign, for weights that are not those of the config, and for
+    variants that this model is not.
+    """
+    path = Path(path)
+    config = read_config(path, block_size=block_size, kernels=kernels)
+    with torch.device("meta"):
+        model = Llama(config)
+    places = _places(config)
+    wanted = dict(model.state_dict())
+    filled: dict[str, int] = dict.fromkeys(wanted, 0)
+    foreign = []
+    ready = False
+    for name, weight in each_weight(path):
+        if name.endswith(_NOT_WEIGHTS):
+            continue
+        if name == "lm_head.weight" and config.tied:
+            continue  # the embedding under a second name
+        place = places.get(name if name == "lm_head.weight" else f"model.{name.removeprefix('model.')}")
+        if place is None:
+            foreign.append(name)
+            continue
+        if not ready:
+            model.allot(device, weight.dtype if dtype is None else dtype)
+            wanted, ready = dict(model.state_dict()), True
+        ours, rows = place
+        target = rows(wanted[ours])
+        if target.shape != weight.shape:
+            raise InputError(
+                f"{path}: {name} is {list(weight.shape)}, and its config makes it {list(target.shape)}. "
+                "The file and its config do not belong together."
+            )
+        target.copy_(weight)
+        filled[ours] += weight.numel()
+    if config.tied:
+        filled["head.weight"] = wanted["head.weight"].numel()
+    missing = [
+        name for name, (ours, _) in places.items() if ours in filled and filled[ours] != wanted[ours].numel()
+    ]
+    if missing or foreign:
+        what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has unknown {_some(foreign)}"] * bool(foreign)
+        raise InputError(f"{path} does not hold the weights its config describes: it {' and '.join(what)}.")
+    return model.eval()
+
+
+def save_llama(model: Llama, folder: Path | str) -> None:
+    """Write `config.json` and `model.safetensors` as `transformers` reads them."""
+    config, state = model.config, model.state_dict()
+    theirs = {
+        name: rows(state[ours]).detach().cpu().contiguous().clone()
+        for name, (ours, rows) in _places(config).items()
+        if ours in state and not (config.tied and name == "lm_head.weight")
+    }
+    folder = Path(folder)
+    with written_whole(folder / WEIGHTS) as part:
+        save_file(theirs, part, metadata={"format": "pt"})
+    with written_whole(folder / CONFIG) as part:
+        part.write_text(json.dumps(_described(config), indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(path: Path | str, *, block_size: int | None = None, kernels: str = "fuseline") -> LlamaConfig:
+    """The config of a folder, or of the folder a weights' file is in."""
+    path = Path(path)
+    file = (path if path.is_dir() else path.parent) / CONFIG
+    said = read_json(file)
+    kind = said.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise InputError(f"{file}: model_type is {kind!r}, and this model is {', '.join(MODEL_TYPES)}.")
+    missing = [name for name in _SIZES if name not in said]
+    if missing:
+        raise InputError(f"{file} is not the config of a Llama: it lacks {', '.join(missing)}.")
+    if said.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{file}: hidden_act is {said['hidden_act']!r}, and this model's is 'silu'.")
+    if "quantization_config" in said:
+        raise InputError(f"{file}: the weights are quantized already; load the model they were made from.")
+    biased = bool(said.get("attention_bias", False))
+    try:
+        config = LlamaConfig(
+            **{ours: said[name] for name, ours in _SIZES.items()},
+            num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
+            head_dim=said.get("head_dim") or 0,
+            rope_base=float(_rope(said).get("rope_theta", said.get("rope_theta", 10000.0))),
+            rope_scaling=_scaling(_rope(said), file),
+            eps=said.get("rms_norm_eps", 1e-6),
+            qkv_bias=True if kind == "qwen2" else biased,
+            out_bias=False if kind == "qwen2" else biased,
+            mlp_bias=bool(said.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            tied=bool(said.get("tie_word_embeddings", False)),
+            kernels=kernels,
+            **_window(said, kind, file),
+        )
+    except TypeError as error:
+        raise InputError(f"{file} does not describe a Llama: {error}") from error
+    if block_size is not None and block_size > config.block_size:
+        raise InputError(f"{file}: the model's context is {config.block_size} positions, not {block_size}.")
+    return config if block_size is None else LlamaConfig(**{**vars(config), "block_size": block_size})
+
+
+def _rope(said: dict[str, Any]) -> dict[str, Any]:
+    return said.get("rope_parameters") or said.get("rope_scaling") or {}
+
+
+def _scaling(rope: dict[str, Any], file: Path) -> RopeScaling:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    raise InputError(f"{file}: rotary scaling {kind!r} is not one of default, linear, llama3.")
+
+
+def _window(said: dict[str, Any], kind: str, file: Path) -> dict[str, Any]:
+    """The window and the first layer that has it; every layer before has none, every one after has it."""
+    layers, window = said["num_hidden_layers"], said.get("sliding_window")
+    first = 0
+    if kind in ("qwen2", "qwen3"):
+        if not said.get("use_sliding_window", False):
+            return {}
+        first = said.get("max_window_layers", layers)
+    elif kind == "llama":
+        return {}
+    types = said.get("layer_types")
+    if types and kind != "mistral":
+        first = types.index("sliding_attention") if "sliding_attention" in types else layers
+        if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+            raise InputError(f"{file}: layer_types mix windowed layers and whole ones in an unknown pattern.")
+    return {"window": window, "first_windowed_layer": first} if window and first < layers else {}
+
+
+def _places(config: LlamaConfig) -> dict[str, tuple[str, Rows]]:
+    """Their names, and where each stands with us: the name, and the rows of it."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = {
+        "self_attn.q_proj": ("attention.qkv", 0, queries),
+        "self_attn.k_proj": ("attention.qkv", queries, keys),
+        "self_attn.v_proj": ("attention.qkv", queries + keys, keys),
+        "self_attn.o_proj": ("attention.out", 0, config.embed_dim),
+        "mlp.gate_proj": ("mlp.gate_up", 0, config.ffn_dim),
+        "mlp.up_proj": ("mlp.gate_up", config.ffn_dim, config.ffn_dim),
+        "mlp.down_proj": ("mlp.down", 0, config.embed_dim),
+        "input_layernorm": ("attention.norm", 0, config.embed_dim),
+        "post_attention_layernorm": ("mlp.norm", 0, config.embed_dim),
+    }
+    if config.qk_norm:
+        parts["self_attn.q_norm"] = ("attention.q_norm", 0, config.head_dim)
+        parts["self_attn.k_norm"] = ("attention.k_norm", 0, config.head_dim)
+    biased = {"attention.qkv": config.qkv_bias, "attention.out": config.out_bias}
+    biased |= dict.fromkeys(("mlp.gate_up", "mlp.down"), config.mlp_bias)
+    whole: Rows = lambda weight: weight  # noqa: E731
+    places: dict[str, tuple[str, Rows]] = {
+        "model.embed_tokens.weight": ("embedding.weight", whole),
+        "model.norm.weight": ("norm.weight", whole),
+        "lm_head.weight": ("head.weight", whole),
+    }
+    for layer in range(config.num_layers):
+        for name, (ours, first, count) in parts.items():
+            rows = _rows(first, count)
+            for kind in ("weight", "bias") if biased.get(ours) else ("weight",):
+                places[f"model.layers.{layer}.{name}.{kind}"] = (f"blocks.{layer}.{ours}.{kind}", rows)
+    return places
+
+
+def _rows(first: int, count: int) -> Rows:
+    return lambda weight: weight.narrow(0, first, count)
+
+
+def _described(config: LlamaConfig) -> dict[str, Any]:
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.out_bias else "llama"
+    kind = "mistral" if kind == "llama" and config.window else kind
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": scaling.kind, "rope_theta": config.rope_base}
+    if scaling.kind != "default":
+        rope["factor"] = scaling.factor
+    if scaling.kind == "llama3":
+        rope["low_freq_factor"], rope["high_freq_factor"] = scaling.low_factor, scaling.high_factor
+        rope["original_max_position_embeddings"] = scaling.original_length
+    said: dict[str, Any] = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        **{name: getattr(config, ours) for name, ours in _SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rope_base,
+        "rope_parameters": rope,
+        "rope_scaling": rope if scaling.kind != "default" else None,
+        "attention_bias": config.out_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tied,
+        "sliding_window": config.window,
+    }
+    if kind in ("qwen2", "qwen3"):
+        said["use_sliding_window"] = config.window is not None
+        said["max_window_layers"] = config.first_windowed_layer
+    return said
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

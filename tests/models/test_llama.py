@@ -1,0 +1,103 @@
+"""Llama by itself: causal, its loss, its window, what shapes are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuseline.errors import InputError
+from fuseline.models.llama import Llama, RopeScaling, preset, stretched
+from fuseline.models.llama_config import PRESETS, LlamaConfig
+
+TOKENS = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def fresh(**changes: Any) -> Llama:
+    torch.manual_seed(1)
+    model = Llama(preset("llama-tiny", **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3).add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 5}, {"qk_norm": True, "qkv_bias": True}])
+def test_torch_and_fuseline_compute_the_same(changes: dict[str, Any]) -> None:
+    ours, plain = fresh(**changes), fresh(**changes, kernels="torch")
+    torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=1e-4, atol=5e-5)
+
+
+def test_no_position_sees_a_later_one_or_one_before_the_window() -> None:
+    model = fresh(window=5, num_layers=1)
+    changed = TOKENS.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 512
+    same = (model(TOKENS) - model(changed)).abs().amax((0, 2)) == 0
+    assert same.nonzero().flatten().tolist() == [*range(10), *range(15, 24)]
+
+
+def test_loss_is_the_cross_entropy_of_its_logits() -> None:
+    model = fresh(tied=True)
+    targets = TOKENS.roll(-1, 1).clone()
+    targets[:, -1] = -1
+    expected = F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), targets[:, :-1].flatten())
+    torch.testing.assert_close(model(TOKENS, targets), expected)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_stretched_frequencies() -> None:
+    frequencies = torch.tensor([2 * torch.pi / 10, 2 * torch.pi / 60, 2 * torch.pi / 1000]).double()
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 100)  # wavelengths under 25 stay, over 100 are divided
+    low, high = 1.0, 4.0
+    share = (100 / 60 - low) / (high - low)
+    middle = frequencies[1] * (share + (1 - share) / 8)
+    expected = torch.stack([frequencies[0], middle, frequencies[2] / 8])
+    torch.testing.assert_close(stretched(frequencies, scaling), expected)
+    assert torch.equal(stretched(frequencies, RopeScaling("linear", 4.0)), frequencies / 4)
+
+
+def test_the_presets_have_the_published_sizes() -> None:
+    sizes = {}
+    for name in PRESETS:
+        with torch.device("meta"):
+            sizes[name] = Llama(preset(name, block_size=8)).num_parameters(non_embedding=False) / 1e9
+    expected = {"llama2-7b": 6.74, "llama3-8b": 8.03, "llama3.2-1b": 1.24, "mistral-7b": 7.24}
+    expected |= {"llama2-13b": 13.02, "qwen2.5-0.5b": 0.494, "qwen3-0.6b": 0.596}
+    for name, billions in expected.items():
+        assert sizes[name] == pytest.approx(billions, rel=5e-3), name
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"num_kv_heads": 3}, "cannot share 3"),
+        ({"embed_dim": 66, "head_dim": 0}, "cannot be split"),
+        ({"head_dim": 15}, "must be even"),
+        ({"window": 0}, "window is 0"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"kernels": "fuselin"}, "Did you mean 'fuseline'"),
+        ({"block": 3}, "no Llama option"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        preset("llama-tiny", **changes)
+
+
+def test_impossible_scalings_are_refused() -> None:
+    with pytest.raises(InputError, match="yarn"):
+        RopeScaling("yarn")
+    with pytest.raises(InputError, match="high_factor"):
+        RopeScaling("llama3", 8.0, 4.0, 1.0)
+    with pytest.raises(InputError, match="above 0"):
+        RopeScaling("linear", 0.0)
+    with pytest.raises(InputError, match="no preset named 'llama2'"):
+        preset("llama2")
+
+
+def test_sequences_over_the_context_are_refused() -> None:
+    model = Llama(LlamaConfig(8, 16, 1, 2, 1, 8, 16))
+    with pytest.raises(InputError, match="9 tokens, and this model's block_size is 8"):
+        model(torch.zeros(1, 9, dtype=torch.int64))
