@@ -20,11 +20,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of `count` calls; `kept` are their results, so that each has memory of its own."""
+    """A graph of `calls`, which hold what it reads (inputs, tensors saved for the backward pass); `results` are
+    theirs, so that each has memory of its own."""
 
     graph: torch.cuda.CUDAGraph
-    kept: tuple[object, ...]
-    count: int
+    calls: tuple[Call, ...]
+    results: tuple[object, ...]
 
     def time(self, repeats: int) -> Summary:
         """Microseconds of one call."""
@@ -36,7 +37,7 @@ class Captured:
             self.graph.replay()
             end.record()
             end.synchronize()
-            samples.append(1e3 * start.elapsed_time(end) / self.count)
+            samples.append(1e3 * start.elapsed_time(end) / len(self.calls))
         return summarize(samples)
 
 
@@ -52,8 +53,8 @@ def capture(prepare: Callable[[], Sequence[Call]], device: torch.device) -> Capt
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = tuple(call() for call in calls)
-    return Captured(graph, kept, len(calls))
+        results = tuple(call() for call in calls)
+    return Captured(graph, tuple(calls), results)
 
 
 def rotation(bytes_forward: int) -> int:
