@@ -49,7 +49,7 @@ struct EmbeddingForward {
   Walk walk;
 };
 
-constexpr int kForwardRows = 2;
+constexpr int kForwardRows = 4;
 
 // The 16 bytes (or one element) of a table's row from column `first`; NaN if there is no such row.
 template <class T, int kWide>
@@ -69,39 +69,43 @@ __device__ __forceinline__ Raw<T, kWide> gather(const void* table, int64_t row, 
   }
 }
 
-template <class T, int kWide>
-__global__ void __launch_bounds__(kElementwiseBlock, 4) embedding_forward(const EmbeddingForward a) {
+template <class T, int kWide, bool kPositions>
+__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 3 : 4) embedding_forward(const EmbeddingForward a) {
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
   const uint32_t group = a.walk.positions.divide(thread);
   const int64_t first = int64_t(thread - group * a.walk.positions.value) * kWide;
   const int64_t item = int64_t(group) * a.walk.row_factor;
   const int64_t items = a.walk.elements / a.walk.row_elements;
   const uint64_t seed = seed_of(a.dropout);
-  int64_t tokens[kForwardRows], positions[kForwardRows] = {};
+  int64_t tokens[kForwardRows], positions[kForwardRows];
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
     const int64_t at = item + u * a.walk.row_step;
     if (at >= items) continue;
     tokens[u] = __ldg(a.tokens + at);
-    if (!a.position_table) continue;
-    const uint32_t within = uint32_t(at) - a.period.divide(uint32_t(at)) * a.period.value;
-    positions[u] = a.positions ? __ldg(a.positions + within) : within;
+    if constexpr (kPositions) {
+      const uint32_t within = uint32_t(at) - a.period.divide(uint32_t(at)) * a.period.value;
+      positions[u] = a.positions ? __ldg(a.positions + within) : within;
+    }
   }
-  Raw<T, kWide> raw[kForwardRows][2];
+  Raw<T, kWide> raw[kForwardRows], raw_position[kForwardRows];
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
     if (item + u * a.walk.row_step >= items) continue;
-    raw[u][0] = gather<T, kWide>(a.table, tokens[u], a.rows, a.n, first);
-    if (a.position_table) raw[u][1] = gather<T, kWide>(a.position_table, positions[u], a.position_rows, a.n, first);
+    raw[u] = gather<T, kWide>(a.table, tokens[u], a.rows, a.n, first);
+    if constexpr (kPositions) {
+      raw_position[u] = gather<T, kWide>(a.position_table, positions[u], a.position_rows, a.n, first);
+    }
   }
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
     const int64_t at = item + u * a.walk.row_step;
     if (at >= items) continue;
-    float sum[kWide], position[kWide], multiplier[kWide];
-    widen<T, kWide>(raw[u][0], sum);
-    if (a.position_table) {
-      widen<T, kWide>(raw[u][1], position);
+    float sum[kWide], multiplier[kWide];
+    widen<T, kWide>(raw[u], sum);
+    if constexpr (kPositions) {
+      float position[kWide];
+      widen<T, kWide>(raw_position[u], position);
 #pragma unroll
       for (int i = 0; i < kWide; ++i) sum[i] += position[i];
     }
@@ -315,7 +319,8 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
     return with_width<T>(n, {table, position_table, y}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
       a.walk = plan_walk(items * n, n, kWide, kForwardRows, device);
-      return launch(embedding_forward<T, kWide>, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream);
+      const auto kernel = position_table ? embedding_forward<T, kWide, true> : embedding_forward<T, kWide, false>;
+      return launch(kernel, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream);
     });
   });
 }

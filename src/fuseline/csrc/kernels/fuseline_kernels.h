@@ -234,7 +234,7 @@ FUSELINE_API int fuseline_glu_backward(const void* grad_out, const void* gate, c
  * position * base^(-2 i / rotary); the others are copied. (Su et al. 2021, equation 34.)
  *
  * x, y: strides of batch, head and token in elements, so that [B, T, H, D] and parts of larger tensors need no
- * copy; unit stride within a head; y may be x. interleaved: pair i is elements 2 i and 2 i + 1 (GPT-J), else i
+ * copy; unit stride within a head; y does not overlap x. interleaved: pair i is elements 2 i and 2 i + 1 (GPT-J), else i
  * and i + rotary / 2 (GPT-NeoX, Llama). rotary is even. cos, sin: [table_rows, rotary / 2], a row for each
  * position; with null the angles are computed, for rotary up to 512. positions: that of token t of batch b at
  * b * positions_stride + t; null for 0, 1, ... A position outside the table gives NaN. backward: turns by minus

@@ -4,11 +4,12 @@
 // Moves: x read once, y written once; cosines and sines come from L2 or are computed. Does: 3 operations an element, and
 // where angles are computed about 25 a pair and token. Limit: HBM bandwidth.
 //
-// Threads: a thread has one token and the pairs of two 16-byte vectors of a head, half of the rotary dimensions apart, and
-// turns those of kHeads heads, all loaded before the first is used: the angles are the same in each. In both layouts
-// the two vectors are those at the same place: half-split pairs lie across them, interleaved ones inside. Elements
-// behind the rotary dimensions are copied. Neighbouring threads have the neighbouring vectors of a head, then
-// whatever lies next in memory: heads of a token, or tokens of a head.
+// Threads: a thread has one token and the same 16 bytes of kHeads heads, all loaded before the first is used: the angles
+// are the same in each. Neighbouring threads have neighbouring vectors of a head, then whatever lies next in memory:
+// heads of a token, or tokens of a head; so a warp reads and writes whole runs, whatever the head's size. Interleaved
+// pairs lie inside a vector. Half-split pairs lie across two: a thread reads its partner's vector too, which its
+// neighbours bring into the L1 for themselves, and writes its own alone. Elements behind the rotary dimensions are
+// copied.
 //
 // An angle is position times the turns that one position makes, in 64-bit fixed point: whole turns overflow, and what is
 // left is exact, for any position. fp32 has lost the angle's last digits at position 1,000 already.
@@ -32,9 +33,9 @@ struct Rope {
   const int64_t* positions;            // null for 0, 1, ..
   int64_t positions_stride;            // from batch to batch; 0 if they share them
   uint32_t heads, head_step;           // of all, and between those of a thread
-  uint32_t pairs, rotary_units;        // a unit is what a thread has of a head
+  uint32_t pairs;
   bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
-  Divisor units, inner, middle;
+  Divisor units, inner, middle;        // units are accesses in a head
   float sign;                          // -1 turns back
   uint64_t turns[kMostPairs];          // of a pair for one position, times 2^64
 };
@@ -57,113 +58,109 @@ __device__ __forceinline__ float2 cos_sin(uint64_t phase) {
   return make_float2((quadrant + 1) & 2 ? -cosine : cosine, quadrant & 2 ? -sine : sine);
 }
 
-// Which angle slot `i` of a unit takes, and which two elements of its 2 * kWide it turns.
+// Angles of a unit: a pair's elements are in one vector if interleaved, each in a vector of its own otherwise.
 template <int kWide, bool kInterleaved>
-struct Layout {
-  static constexpr int kHalf = kWide / 2;
-  static __device__ __forceinline__ uint32_t pair(uint32_t unit, int i, uint32_t pairs) {
-    if (!kInterleaved || kWide == 1) return unit * kWide + i;
-    return unit * kHalf + (i < kHalf ? i : pairs / 2 + i - kHalf);
-  }
-  static __device__ constexpr int one(int i) {
-    return !kInterleaved || kWide == 1 ? i : i < kHalf ? 2 * i : kWide + 2 * (i - kHalf);
-  }
-  static __device__ constexpr int other(int i) { return !kInterleaved || kWide == 1 ? i + kWide : one(i) + 1; }
-};
+constexpr int kAngles = kInterleaved && kWide > 1 ? kWide / 2 : kWide;
 
-template <int kWide, bool kInterleaved>
-__device__ __forceinline__ void angles(const Rope& a, int64_t position, uint32_t unit, float (&cosine)[kWide],
-                                       float (&sine)[kWide]) {
-  using Of = Layout<kWide, kInterleaved>;
+// The angles of pairs `pair`, + 1, ..
+template <int kCount>
+__device__ __forceinline__ void angles(const Rope& a, int64_t position, uint32_t pair, float (&cosine)[kCount],
+                                       float (&sine)[kCount]) {
   if (a.cos == nullptr) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) {
-      const float2 at = cos_sin(uint64_t(position) * a.turns[Of::pair(unit, i, a.pairs)]);
+    for (int i = 0; i < kCount; ++i) {
+      const float2 at = cos_sin(uint64_t(position) * a.turns[pair + i]);
       cosine[i] = at.x, sine[i] = at.y;
     }
   } else if (position < 0 || position >= a.table_rows) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) cosine[i] = sine[i] = __int_as_float(0x7fffffff);
+    for (int i = 0; i < kCount; ++i) cosine[i] = sine[i] = __int_as_float(0x7fffffff);
   } else {
-    const float* cos = a.cos + position * a.pairs;
-    const float* sin = a.sin + position * a.pairs;
-    constexpr int kRun = kWide == 1 ? 1 : kInterleaved ? kWide / 2 : kWide;  // pairs side by side
-#pragma unroll
-    for (int i = 0; i < kWide; i += kRun) {
-      const uint32_t pair = Of::pair(unit, i, a.pairs);
-      if constexpr (kRun == 1) {
-        cosine[i] = __ldg(cos + pair), sine[i] = __ldg(sin + pair);
-      } else {
-        float run[kRun];
-        load_reused<float>(cos + pair, run);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) cosine[i + k] = run[k];
-        load_reused<float>(sin + pair, run);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) sine[i + k] = run[k];
-      }
+    const float* cos = a.cos + position * a.pairs + pair;
+    const float* sin = a.sin + position * a.pairs + pair;
+    if constexpr (kCount == 1) {
+      cosine[0] = __ldg(cos), sine[0] = __ldg(sin);
+    } else {
+      load_reused<float>(cos, cosine);
+      load_reused<float>(sin, sine);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) sine[i] *= a.sign;
+  for (int i = 0; i < kCount; ++i) sine[i] *= a.sign;
+}
+
+// Loads that a neighbour repeats go through the L1.
+template <class T, int kWide, bool kInterleaved>
+__device__ __forceinline__ Raw<T, kWide> load_shared(const T* at) {
+  if constexpr (kWide > 1 && !kInterleaved) {
+    return __ldg(reinterpret_cast<const uint4*>(at));
+  } else {
+    return load_wide<T, kWide>(at);
+  }
 }
 
 template <class T, int kWide, bool kInterleaved>
 __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Rope a, uint32_t groups) {
-  using Of = Layout<kWide, kInterleaved>;
+  constexpr bool kInside = kInterleaved && kWide > 1;  // partners are in the same vector
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
   const uint32_t group = a.units.divide(thread);
   if (group >= groups) return;
-  const uint32_t unit = thread - group * a.units.value;
+  const uint32_t at = (thread - group * a.units.value) * kWide;
   const uint32_t outer = a.inner.divide(group), in = group - outer * a.inner.value;
   const uint32_t batch = a.middle.divide(outer), middle = outer - batch * a.middle.value;
   const uint32_t token = a.tokens_inside ? in : middle, head = a.tokens_inside ? middle : in;
-  const T* x = static_cast<const T*>(a.x) + batch * a.x_strides[0] + head * a.x_strides[1] + token * a.x_strides[2];
-  T* y = static_cast<T*>(a.y) + batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2];
+  const T* x = static_cast<const T*>(a.x) + batch * a.x_strides[0] + head * a.x_strides[1] + token * a.x_strides[2] + at;
+  T* y = static_cast<T*>(a.y) + batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2] + at;
   const int64_t x_step = a.head_step * a.x_strides[1], y_step = a.head_step * a.y_strides[1];
 
-  if (unit >= a.rotary_units) {  // behind the rotary dimensions
-    const uint32_t at = 2 * a.pairs + (unit - a.rotary_units) * kWide;
-    Raw<T, kWide> raw[kHeads];
+  Raw<T, kWide> raw[kHeads];
+#pragma unroll
+  for (int u = 0; u < kHeads; ++u) {
+    if (head + u * a.head_step < a.heads) raw[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step);
+  }
+  if (at >= 2 * a.pairs) {  // behind the rotary dimensions
 #pragma unroll
     for (int u = 0; u < kHeads; ++u) {
-      if (head + u * a.head_step < a.heads) raw[u] = load_wide<T, kWide>(x + u * x_step + at);
-    }
-#pragma unroll
-    for (int u = 0; u < kHeads; ++u) {
-      if (head + u * a.head_step < a.heads) *reinterpret_cast<Raw<T, kWide>*>(y + u * y_step + at) = raw[u];
+      if (head + u * a.head_step < a.heads) *reinterpret_cast<Raw<T, kWide>*>(y + u * y_step) = raw[u];
     }
     return;
   }
 
-  const uint32_t one = kInterleaved && kWide == 1 ? 2 * unit : unit * kWide;
-  const uint32_t other = kInterleaved && kWide == 1 ? one + 1 : one + a.pairs;
-  Raw<T, kWide> raw[kHeads][2];
+  // The second element of a pair turns by the same angle, and takes the other's part with the other sign.
+  const bool second = kInterleaved ? at % 2 == 1 : at >= a.pairs;
+  Raw<T, kWide> partner[kHeads];
+  if constexpr (!kInside) {
+    const int64_t apart = kInterleaved ? 1 : int64_t(a.pairs);
 #pragma unroll
-  for (int u = 0; u < kHeads; ++u) {
-    if (head + u * a.head_step >= a.heads) continue;
-    raw[u][0] = load_wide<T, kWide>(x + u * x_step + one);
-    raw[u][1] = load_wide<T, kWide>(x + u * x_step + other);
+    for (int u = 0; u < kHeads; ++u) {
+      if (head + u * a.head_step >= a.heads) continue;
+      partner[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step + (second ? -apart : apart));
+    }
   }
   const int64_t position = a.positions ? __ldg(a.positions + batch * a.positions_stride + token) : int64_t(token);
-  float cosine[kWide], sine[kWide];
-  angles<kWide, kInterleaved>(a, position, unit, cosine, sine);
+  float cosine[kAngles<kWide, kInterleaved>], sine[kAngles<kWide, kInterleaved>];
+  angles(a, position, kInterleaved ? at / 2 : second ? at - a.pairs : at, cosine, sine);
+  if constexpr (!kInside) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) sine[i] = second ? sine[i] : -sine[i];
+  }
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
     if (head + u * a.head_step >= a.heads) continue;
-    float half[2][kWide], turned[2][kWide];
-    widen<T, kWide>(raw[u][0], half[0]);
-    widen<T, kWide>(raw[u][1], half[1]);
+    float own[kWide], other[kWide], turned[kWide];
+    widen<T, kWide>(raw[u], own);
+    if constexpr (!kInside) widen<T, kWide>(partner[u], other);
+    // Fused by hand, so that every layout of the tensors gets the same bits.
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
-      const float left = half[Of::one(i) / kWide][Of::one(i) % kWide];
-      const float right = half[Of::other(i) / kWide][Of::other(i) % kWide];
-      // Fused by hand, so that every layout of the tensors gets the same bits.
-      turned[Of::one(i) / kWide][Of::one(i) % kWide] = fmaf(left, cosine[i], -__fmul_rn(right, sine[i]));
-      turned[Of::other(i) / kWide][Of::other(i) % kWide] = fmaf(right, cosine[i], __fmul_rn(left, sine[i]));
+      if constexpr (kInside) {
+        const float part = __fmul_rn(own[i ^ 1], sine[i / 2]);
+        turned[i] = fmaf(own[i], cosine[i / 2], i % 2 ? part : -part);
+      } else {
+        turned[i] = fmaf(own[i], cosine[i], __fmul_rn(other[i], sine[i]));
+      }
     }
-    store_wide<T, kWide>(y + u * y_step + one, turned[0]);
-    store_wide<T, kWide>(y + u * y_step + other, turned[1]);
+    store_wide<T, kWide>(y + u * y_step, turned);
   }
 }
 
@@ -187,8 +184,7 @@ const uint64_t* turns_of(double base, int64_t rotary) {
 
 template <class T, int kWide>
 int run_wide(Rope& a, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
-  a.rotary_units = a.pairs / kWide;
-  a.units = Divisor(uint32_t(a.rotary_units + (D - 2 * int64_t(a.pairs)) / kWide));
+  a.units = Divisor(uint32_t(D / kWide));
   a.head_step = uint32_t(divide_up(a.heads, kHeads));
   // Tokens of a head lie side by side where their stride is the smaller one.
   a.tokens_inside = a.x_strides[2] <= a.x_strides[1];
