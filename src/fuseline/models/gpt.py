@@ -17,8 +17,9 @@ Shapes: B batch, T time, C channels (embed_dim), H heads, D head_dim (C / H), V 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ import fuseline.nn
 from fuseline import ops
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
+from fuseline.models.heads import Attend, Heads
+from fuseline.nn import branch
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -104,6 +107,15 @@ class Block(nn.Module):
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 
+    def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
+        """The same without dropout, `attend` gathering from positions that need not be here."""
+        attn, mlp, fused = self.attn, self.mlp, config.norm == "fuseline"
+        heads = Heads(config.num_heads, config.num_heads, config.head_dim, fused=fused)
+        y_BTC = attend(layer, branch(attn.c_attn, x_BTC, norm=self.ln_1, fused=fused), heads)
+        x_BTC = branch(attn.c_proj, y_BTC, residual=x_BTC, fused=fused)
+        inner = branch(mlp.c_fc, x_BTC, norm=self.ln_2, activation=config.activation, fused=fused)
+        return branch(mlp.c_proj, inner, residual=x_BTC, fused=fused)
+
 
 class Transformer(nn.Module):
     """All but the head: the token and position tables, the blocks, the last norm."""
@@ -174,6 +186,20 @@ class GPT(nn.Module):
         if targets_BT is None:
             return self._logits(x_BTC)[..., : self.config.vocab_size]
         return self._loss(x_BTC.flatten(0, 1), targets_BT.reshape(-1))
+
+    def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
+        """The stream after the last norm, [B, T, C], without dropout; `positions_BT` (0, 1, .. if absent) is
+        where the tokens stand, and `attend` gathers for each layer (`models/heads.py`)."""
+        T, tables = tokens_BT.shape[1], self.transformer
+        places = tables.wpe.weight[:T] if positions_BT is None else tables.wpe(positions_BT)
+        x_BTC = tables.wte(tokens_BT) + places
+        for layer, block in enumerate(cast(Sequence[Block], tables.h)):
+            x_BTC = block.continued(x_BTC, layer, attend, self.config)
+        return tables.ln_f(x_BTC)
+
+    def logits(self, x_C: Tensor) -> Tensor:
+        """Logits [..., vocab_size] of what `hidden` returned."""
+        return self._logits(x_C)[..., : self.config.vocab_size]
 
     def _loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
         fused: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}

@@ -70,6 +70,11 @@ class GPTConfig:
         return self.embed_dim // self.num_heads
 
     @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values: as many as of queries."""
+        return self.num_heads
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and the head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

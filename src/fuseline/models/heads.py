@@ -71,14 +71,18 @@ Attend = Callable[[int, Tensor, Heads], Tensor]
 
 
 def whole_sequence(layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
-    """Causal attention of a sequence that begins at position 0, over itself."""
-    q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN)
-    T = qkv_BTN.shape[1]
-    keep_TS = None
-    if heads.window is not None and heads.window < T:
-        ages_TS = torch.arange(T, device=q_BHTD.device)[:, None] - torch.arange(T, device=q_BHTD.device)
-        keep_TS = (ages_TS >= 0) & (ages_TS < heads.window)
-    return merged(scaled_dot_product(q_BHTD, k_BHTD, v_BHTD, keep_TS, causal=keep_TS is None))
+    """The `Attend` of a sequence that begins at position 0."""
+    return merged(causal(*heads.split(qkv_BTN), heads.window))
+
+
+def causal(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, window: int | None = None) -> Tensor:
+    """Attention of a sequence over itself, [B, H, T, D]; over its last `window` positions if that is said."""
+    T = q_BHTD.shape[2]
+    if window is None or window >= T:
+        return scaled_dot_product(q_BHTD, k_BHTD, v_BHTD, None, causal=True)
+    places_T = torch.arange(T, device=q_BHTD.device)
+    ages_TS = places_T[:, None] - places_T
+    return scaled_dot_product(q_BHTD, k_BHTD, v_BHTD, (ages_TS >= 0) & (ages_TS < window))
 
 
 def scaled_dot_product(

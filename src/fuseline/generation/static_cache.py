@@ -1,0 +1,159 @@
+"""Keys and values of earlier positions at fixed addresses: what a recorded decoding step can read again.
+
+Each row of a batch holds its own number of positions, kept on the device, so that prompts of different
+lengths stand side by side from position 0 on and no step waits for the host. Keys and values are held in the
+model's dtype, or in 8 bits with one scale a position and head.
+
+Shapes: L layers, B batch, K key heads, S positions, D head_dim, T new positions, N of a packed product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.models.heads import Heads, causal, merged, scaled_dot_product
+
+STORAGES = ("model", "int8", "fp8")
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a cache is for: `capacity` positions of `batch` rows."""
+
+    num_layers: int
+    batch: int
+    num_kv_heads: int
+    capacity: int
+    head_dim: int
+    dtype: torch.dtype
+    storage: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.storage not in STORAGES:
+            raise unknown_name("cache storage", self.storage, STORAGES)
+        if self.batch < 1 or self.capacity < 1:
+            raise InputError(f"A cache of {self.batch} rows and {self.capacity} positions holds nothing.")
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return {"model": self.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[self.storage]
+
+    @property
+    def bytes(self) -> int:
+        """Of keys, values and scales."""
+        heads = self.num_layers * self.batch * self.num_kv_heads * self.capacity
+        scales = 0 if self.storage == "model" else 4
+        return 2 * heads * (self.head_dim * self.stored_dtype.itemsize + scales)
+
+
+class StaticCache:
+    """Room for keys and values, and how many positions of each row are held (`lengths_B`, int64)."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        sizes = (shape.num_layers, shape.batch, shape.num_kv_heads, shape.capacity)
+        # Zeros: what a mask hides is still multiplied, by 0.
+        self.k = torch.zeros(*sizes, shape.head_dim, dtype=shape.stored_dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        quantized = shape.storage != "model"
+        self.k_scales = torch.zeros(sizes, device=device) if quantized else None
+        self.v_scales = torch.zeros(sizes, device=device) if quantized else None
+        self.lengths_B = torch.zeros(shape.batch, dtype=torch.int64, device=device)
+        self.rows_B1 = torch.arange(shape.batch, device=device).unsqueeze(1)
+
+    def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, positions_BT: Tensor) -> None:
+        """Keep those of T positions of each row; nothing may lie past the capacity."""
+        self._put(
+            self.k[layer], None if self.k_scales is None else self.k_scales[layer], k_BKTD, positions_BT
+        )
+        self._put(
+            self.v[layer], None if self.v_scales is None else self.v_scales[layer], v_BKTD, positions_BT
+        )
+
+    def fill(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, first_row: int) -> None:
+        """Keep those of positions 0 .. T - 1 of B rows from `first_row` on."""
+        B, _, T, _ = k_BKTD.shape
+        rows = slice(first_row, first_row + B)
+        for held, scales, new_BKTD in (
+            (self.k[layer], self.k_scales, k_BKTD),
+            (self.v[layer], self.v_scales, v_BKTD),
+        ):
+            if scales is None:
+                held[rows, :, :T] = new_BKTD
+            else:
+                held[rows, :, :T], scales[layer, rows, :, :T] = quantized(new_BKTD, held.dtype)
+
+    def read(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions 0 .. count - 1, [B, K, count, D] in the model's dtype."""
+        k_BKSD, v_BKSD = self.k[layer, :, :, :count], self.v[layer, :, :, :count]
+        if self.k_scales is None or self.v_scales is None:
+            return k_BKSD, v_BKSD
+        dtype = self.shape.dtype
+        return (
+            (k_BKSD.float() * self.k_scales[layer, :, :, :count, None]).to(dtype),
+            (v_BKSD.float() * self.v_scales[layer, :, :, :count, None]).to(dtype),
+        )
+
+    def _put(
+        self, held_BKSD: Tensor, scales_BKS: Tensor | None, new_BKTD: Tensor, positions_BT: Tensor
+    ) -> None:
+        if scales_BKS is not None:
+            new_BKTD, new_scales_BKT = quantized(new_BKTD, held_BKSD.dtype)
+            scales_BKS.transpose(1, 2)[self.rows_B1, positions_BT] = new_scales_BKT.transpose(1, 2)
+        if held_BKSD.dtype is torch.float8_e4m3fn:  # indexed stores know no fp8: the bytes are the same
+            held_BKSD, new_BKTD = held_BKSD.view(torch.uint8), new_BKTD.view(torch.uint8)
+        held_BKSD.transpose(1, 2)[self.rows_B1, positions_BT] = new_BKTD.transpose(1, 2)
+
+
+def quantized(x_BKTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in 8 bits, and the scales [B, K, T] that give it back: each head's largest takes the whole range."""
+    largest = _LARGEST[dtype]
+    wide = x_BKTD.float()
+    scales_BKT = wide.abs().amax(-1) / largest
+    scaled = wide / scales_BKT.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales_BKT
+
+
+class Beginning:
+    """The `Attend` of prompts, which begin at position 0: rows `first_row` and on of the cache are filled."""
+
+    def __init__(self, cache: StaticCache, first_row: int = 0) -> None:
+        self._cache, self._first_row = cache, first_row
+
+    def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN)
+        self._cache.fill(layer, k_BHTD, v_BHTD, self._first_row)
+        return merged(causal(q_BHTD, k_BHTD, v_BHTD, heads.window))
+
+
+class Continuation:
+    """The `Attend` of T more positions for every row, after those held. `count` positions are looked at: a
+    bucket that is fixed while a step is recorded, and no row may reach past it."""
+
+    def __init__(self, cache: StaticCache, new: int, count: int) -> None:
+        self._cache, self._count = cache, count
+        device = cache.lengths_B.device
+        self.positions_BT = cache.lengths_B.unsqueeze(1) + torch.arange(new, device=device)
+        self._places_S = torch.arange(count, device=device)
+        self._keep: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN, self.positions_BT)
+        self._cache.write(layer, k_BHTD, v_BHTD, self.positions_BT)
+        k_BKSD, v_BKSD = self._cache.read(layer, self._count)
+        return merged(scaled_dot_product(q_BHTD, k_BKSD, v_BKSD, self._visible(heads.window)))
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[B, 1, T, S], True where a position may be seen; the same in all layers of one window."""
+        if window not in self._keep:
+            ages_BTS = self.positions_BT.unsqueeze(-1) - self._places_S
+            keep_BTS = ages_BTS >= 0
+            if window is not None:
+                keep_BTS &= ages_BTS < window
+            self._keep[window] = keep_BTS.unsqueeze(1)
+        return self._keep[window]
