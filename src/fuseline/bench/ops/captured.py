@@ -20,8 +20,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of `calls`, which hold what it reads (inputs, tensors saved for the backward pass); `results` are
-    theirs, so that each has memory of its own."""
+    """A graph of `calls`, which hold what it reads (inputs, tensors saved for the backward pass); `results`
+    are theirs, so that each has memory of its own."""
 
     graph: torch.cuda.CUDAGraph
     calls: tuple[Call, ...]
