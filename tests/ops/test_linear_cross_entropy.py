@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fuseline import ops
+from fuseline.ops.linear_cross_entropy import chunk_rows
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
@@ -23,8 +24,8 @@ def draw(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 40, 8192])
-def test_is_the_loss_of_the_logits(reduction: str, chunk_size: int, device: str) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 7, 40, None])
+def test_is_the_loss_of_the_logits(reduction: str, chunk_size: int | None, device: str) -> None:
     hidden, weight, target = draw(device)
     ours = ops.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=chunk_size)
     wanted = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
@@ -110,3 +111,19 @@ def test_what_does_not_fit_is_refused(
     hidden, weight, target = draw("cpu")
     with pytest.raises(error, match=message):
         ops.linear_cross_entropy(**{"hidden": hidden, "weight": weight, "target": target, **change})
+
+
+@pytest.mark.parametrize(
+    "classes, dtype, rows",
+    [
+        (1000, torch.bfloat16, 8192),
+        (50304, torch.bfloat16, 8192),
+        (128256, torch.float16, 8192),
+        (262144, torch.bfloat16, 4096),
+        (50304, torch.float32, 4096),
+        (256000, torch.float32, 2048),
+        (2**31, torch.float64, 128),
+    ],
+)
+def test_chunks_weigh_time_against_memory(classes: int, dtype: torch.dtype, rows: int) -> None:
+    assert chunk_rows(classes, dtype) == rows

@@ -25,9 +25,20 @@ from fuseline import native
 from fuseline.ops.cross_entropy import reference as cross_entropy_reference
 from fuseline.ops.op import Case, Op, register
 
-CHUNK_SIZE = 8192
-"""Rows whose logits exist at a time: adding the weight's gradient up in float32 costs as much time as
-311 rows more of matrix products on an H100, 4% of this many."""
+CHUNK_ROWS = 8192
+CHUNK_BYTES = 2**31
+
+
+def chunk_rows(classes: int, dtype: torch.dtype) -> int:
+    """Rows whose logits exist at a time, unless the caller says how many.
+
+    Between two costs. Every chunk adds the weight's gradient up in float32, which takes as much time as 311
+    rows more of 16-bit matrix products on an H100: 4% of `CHUNK_ROWS`. And its logits are the memory that the
+    op is there to save: a chunk of 4-byte logits has half the rows (their products are slower, so the sums
+    cost them no more), and none has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach.
+    """
+    rows = min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // (classes * dtype.itemsize))
+    return max(128, rows // 128 * 128)
 
 
 def reference(
@@ -37,10 +48,10 @@ def reference(
     bias: torch.Tensor | None = None,
     *,
     class_weight: torch.Tensor | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The definition in plain PyTorch, all logits at once."""
+    """The definition in plain PyTorch, all logits at once, whatever the chunk."""
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
     return cross_entropy_reference(logits, target, weight=class_weight, **options)
 
@@ -58,7 +69,7 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """The loss of hidden [..., C] under the head weight [V, C] against the classes in target [...].
 
@@ -71,7 +82,7 @@ def linear_cross_entropy(
         class_weight: [vocab_size], a factor for each class. Has no gradient.
         ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size: as in
             `fuseline.ops.cross_entropy`.
-        chunk_size: rows whose logits exist at a time, at most.
+        chunk_size: rows whose logits exist at a time, at most; None for `chunk_rows(V, hidden.dtype)`.
 
     Returns the loss, float32 (float64 for float64): a scalar, or [...] for "none".
     Raises ValueError, TypeError or IndexError for shapes, dtypes, options and (on a CPU) targets that do not
@@ -86,10 +97,12 @@ def linear_cross_entropy(
         "soft_cap": soft_cap,
         "z_loss": z_loss,
         "vocab_size": vocab_size,
-        "chunk_size": chunk_size,
     }
     if native.ready(device) and not (device == "cuda" and hidden.dtype is torch.float64):
-        return torch.ops.fuseline.linear_cross_entropy.default(hidden, weight, target, bias, **options)
+        rows = chunk_rows(weight.shape[0], hidden.dtype) if chunk_size is None else chunk_size
+        return torch.ops.fuseline.linear_cross_entropy.default(
+            hidden, weight, target, bias, **options, chunk_size=rows
+        )
     return reference(hidden, weight, target, bias, **options)
 
 
