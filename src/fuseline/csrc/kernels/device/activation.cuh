@@ -1,8 +1,9 @@
 // Activations and their derivatives in fp32 registers: SiLU, and GELU in its two forms.
 //
-// For fp32 they are right to a few units in the last place (up to 30 where the result is under 1e-8 of x), in the negative
-// tail too, where the textbook form 0.5 * x * (1 + tanh(..)) cancels. For the 16-bit dtypes T they take the hardware's
-// 2^x and 1 / x and a shorter polynomial: off by less than 1e-5 of the value, a tenth of a rounding of fp16.
+// For fp32 SiLU is right to one unit in the last place, the GELUs to a few (up to 30 where the result is under 1e-8 of
+// x), in the negative tail too, where the textbook form 0.5 * x * (1 + tanh(..)) cancels. For the 16-bit dtypes T they
+// take the hardware's 2^x and 1 / x and a shorter polynomial: off by less than 1e-5 of the value, a tenth of a rounding
+// of fp16.
 #pragma once
 
 #include "../fuseline_kernels.h"
@@ -32,20 +33,72 @@ __device__ __forceinline__ float clamp(float x, float most) {
 
 // Each has `value` (of x) and `both` (value and derivative).
 
+// x * sigmoid(x), the sigmoid being 1 / (1 + e^-x).
 template <class T>
 struct Silu {
-  // e^-x: the sigmoid is 1 / (1 + e^-x), and 1 minus it e^-x / (1 + e^-x), which does not cancel.
-  static __device__ __forceinline__ float power(float x) {
-    return sizeof(T) == 4 ? expf(-x) : fast_exp2(x * -1.4426950408889634f);
+  static constexpr float kFew = 2.3283064365386963e-10f;  // 2^-32: 1 / (1 + e^-x) would be too small to be a number
+
+  static __device__ __forceinline__ float power(float x) { return fast_exp2(x * -1.4426950408889634f); }
+  static __device__ __forceinline__ float value(float x) {
+    const float few = fast_exp2(fmaf(x, -1.4426950408889634f, -32.f));
+    return x * kFew * fast_reciprocal(kFew + few);
   }
-  static __device__ __forceinline__ float over(float x, float y) {  // x / y
-    return sizeof(T) == 4 ? __fdiv_rn(x, y) : x * fast_reciprocal(y);
-  }
-  static __device__ __forceinline__ float value(float x) { return over(x, 1.f + power(x)); }
   static __device__ __forceinline__ float2 both(float x) {
     const float e = power(clamp(x, 80.f));  // e^-x would be infinite at less
-    const float sigmoid = over(1.f, 1.f + e);
-    return make_float2(over(x, 1.f + e), fmaf(x, e * sigmoid, 1.f) * sigmoid);
+    const float sigmoid = fast_reciprocal(1.f + e);
+    return make_float2(x * sigmoid, fmaf(x, e * sigmoid, 1.f) * sigmoid);  // 1 - sigmoid does not cancel so
+  }
+};
+
+// For fp32 what is rounded on the way is carried along, as the sum of two floats: the results are rounded once.
+struct Two {
+  float high, low;
+};
+
+template <>
+struct Silu<float> {
+  // 1 + e^-x for |x| up to 87, e^-x being 2^n * e^r, |r| at most log(2) / 2.
+  static __device__ __forceinline__ Two one_and_power(float x) {
+    const float n = rintf(x * -1.4426950408889634f);
+    const float coarse = fmaf(n, -0.693145751953125f, -x);  // exact
+    const float r = fmaf(n, -1.42860677e-6f, coarse);
+    const float r_rest = fmaf(n, -1.42860677e-6f, coarse - r);
+    float series = 2.48015873e-5f;
+    series = fmaf(series, r, 1.98412698e-4f);
+    series = fmaf(series, r, 1.38888889e-3f);
+    series = fmaf(series, r, 8.33333333e-3f);
+    series = fmaf(series, r, 4.16666667e-2f);
+    series = fmaf(series, r, 1.66666667e-1f);
+    series = fmaf(series, r, 0.5f);
+    const float scale = __int_as_float((int(n) + 127) << 23);
+    const float sum = 1.f + r;
+    const float rest = ((1.f - sum) + r) + fmaf(r * r, series, r_rest);
+    const float whole = sum + rest;
+    const float e = __fmul_rn(whole, scale), e_rest = (rest - (whole - sum)) * scale;
+    const float y = 1.f + e;
+    return {y, (e < 1.f ? e - (y - 1.f) : 1.f - (y - e)) + e_rest};
+  }
+  static __device__ __forceinline__ float value(float x) {
+    if (!(fabsf(x) < 87.f)) return __fdiv_rn(x, 1.f + expf(-x));
+    const Two y = one_and_power(x);
+    const float quotient = __fdiv_rn(x, y.high);
+    const float left = fmaf(-quotient, y.low, fmaf(-quotient, y.high, x));
+    return fmaf(left, fast_reciprocal(y.high), quotient);
+  }
+  static __device__ __forceinline__ float2 both(float x) {
+    const float inside = clamp(x, 80.f);  // beyond, the derivative is 0 or 1
+    const Two y = one_and_power(inside);
+    const float s = __fdiv_rn(1.f, y.high);
+    const float s_rest = fmaf(-s, y.low, fmaf(-s, y.high, 1.f)) * s;
+    const float value = __fmul_rn(inside, s);  // not to be fused with what is added
+    const float value_rest = fmaf(inside, s_rest, fmaf(inside, s, -value));
+    const float t = 1.f - s, t_rest = ((1.f - t) - s) - s_rest;  // 1 minus the sigmoid
+    const float product = __fmul_rn(inside, t), product_rest = fmaf(inside, t_rest, fmaf(inside, t, -product));
+    const float u = 1.f + product, of_product = u - 1.f;
+    const float u_rest = ((1.f - (u - of_product)) + (product - of_product)) + product_rest;
+    const float slope = __fmul_rn(u, s);
+    const float slope_rest = fmaf(u, s_rest, fmaf(u_rest, s, fmaf(u, s, -slope)));
+    return make_float2(x == inside ? value + value_rest : x * s, slope + slope_rest);
   }
 };
 
