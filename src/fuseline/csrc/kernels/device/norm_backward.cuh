@@ -15,7 +15,7 @@
 #pragma once
 
 #include "meeting.cuh"
-#include "norm.cuh"
+#include "norm_gradient.cuh"
 #include "ring.cuh"
 #include "shifted.cuh"
 
@@ -46,35 +46,6 @@ struct BackwardKind {
   static constexpr int kBlock = backward_block(kSumsOfColumn, kOneWarpARow);
   static constexpr int kRows = kOneWarpARow ? 1 : kBlock / (2 * kWarp);  // that meet in a block
 };
-
-// Adds the sums of all rows that a block had, and writes them as its partial sums. `parts` holds a value for each
-// column of each warp, or of each group of warps, that has its own sums. Across threads they are added in fp64.
-template <int kColumns, int kWide>
-__device__ __forceinline__ void write_partials(const float (&sums)[kColumns], float* parts, float* partials, int from,
-                                               int n, int start, int step) {
-  const int threads = blockDim.x;
-  const int tid = threadIdx.y * threads + threadIdx.x;
-  const int columns = threads * kColumns;
-  const int rows_a_part = threads < kWarp ? kWarp / threads : 1;
-  const int part = threadIdx.y / rows_a_part;
-  const int all = threads * int(blockDim.y);
-  __syncthreads();  // the ring, or the sums before these, are done with
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    double sum = sums[c];
-    for (int by = threads; by < kWarp; by *= 2) sum += __shfl_xor_sync(kAllLanes, sum, by);
-    if (int(threadIdx.y) % rows_a_part == 0) {
-      parts[part * columns + start - from + c / kWide * step + c % kWide] = float(sum);
-    }
-  }
-  __syncthreads();
-  const int count = int(blockDim.y) / rows_a_part;
-  for (int c = tid; c < columns && from + c < n; c += all) {
-    double sum = 0.0;
-    for (int p = 0; p < count; ++p) sum += parts[p * columns + c];
-    partials[from + c] = float(sum);
-  }
-}
 
 // Weights of columns first .. first + kVector. kPlain: they are there, whole vectors in the dtype of the rows. Otherwise
 // in either dtype, with kShifted at any address, and ones where there are none.

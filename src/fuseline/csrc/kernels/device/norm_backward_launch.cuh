@@ -3,6 +3,7 @@
 
 #include "choice.h"
 #include "norm_backward.cuh"
+#include "norm_backward_held.cuh"
 #include "norm_sums.cuh"
 #include "resident.cuh"
 
@@ -17,6 +18,72 @@ struct BackwardPlan {
   int stages = kMostStages;
   int blocks = 0;         // in the grid, each with partial sums of its own (a cluster counts once)
   bool fits = true;       // or take the kernels for long rows
+};
+
+// How rows are held in registers: slots of a thread, threads of a row, and rows of a block at a time.
+struct HeldPlan {
+  int slots = 0;  // 0: they are too long
+  int threads = 0;
+  bool one_warp = false;
+  int groups = 1;  // of threads in a block, each with rows of its own
+  int blocks = 0;
+};
+
+constexpr int kHeldBlock = 512;  // with it a thread has 128 registers
+constexpr int kHeldThreads = 256;  // of a row at most: two groups a block or more, and one works while the other waits
+
+// The kinds of one family whose rows are held. Four rows a turn where their slots are 16 bytes of two tensors, fewer
+// where they are more.
+template <class X, class Y, int kSums, bool kCentred>
+struct HeldFamily {
+  static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
+  static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
+  static constexpr int kSize = Slot<X, Y>::kSize;
+
+  static constexpr int rows_a_turn(int slots, bool shifted) {
+    return shifted ? (kWide ? 1 : 2) : (kWide ? 2 : 4) / slots;
+  }
+  template <int kSlots, bool kOneWarp, bool kShifted>
+  using Kind = HeldKind<X, Y, kSlots, rows_a_turn(kSlots, kShifted), kHeldBlock, kSums, kCentred, kOneWarp, kShifted>;
+
+  static HeldPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device) {
+    HeldPlan plan;
+    const int64_t slots = divide_up(n, kSize);
+    const int most_slots = aligned && !kAdded ? 2 : 1;  // the sums of more columns leave no room for three kinds
+    if (slots > int64_t(kHeldThreads) * most_slots) return plan;
+    plan.slots = slots > kHeldThreads ? 2 : 1;
+    plan.one_warp = slots <= kWarp;
+    const int64_t threads = divide_up(slots, plan.slots);
+    plan.threads = plan.one_warp ? power_of_two_from(threads) : int(divide_up(threads, kWarp)) * kWarp;
+    const int beside = std::max(1, kWarp / plan.threads);
+    const int rows_of_group = rows_a_turn(plan.slots, !aligned);
+    const int64_t turns = divide_up(rows, rows_of_group * beside);
+    // Few rows are spread over all multiprocessors rather than stacked on some.
+    const int64_t spread = divide_up(turns, device.processors) * beside;
+    plan.groups = int(std::min<int64_t>(kHeldBlock / plan.threads, spread));
+    plan.blocks = int(std::min<int64_t>(device.processors, divide_up(turns, plan.groups / beside)));
+    return plan;
+  }
+
+  template <class Kind>
+  static int launch_kind(const NormBackward& a, const HeldPlan& plan, void* stream) {
+    const dim3 block(unsigned(plan.threads), unsigned(plan.groups));
+    const int beside = std::max(1, kWarp / plan.threads);
+    const size_t parts = size_t(plan.groups / beside) * plan.threads * plan.slots * kSize * sizeof(float);
+    return launch(norm_backward_held<Kind>, a, plan.blocks, block, parts, 1, stream);
+  }
+
+  static int run(const NormBackward& a, const HeldPlan& plan, bool aligned, void* stream) {
+    if (!aligned) {
+      return plan.one_warp ? launch_kind<Kind<1, true, true>>(a, plan, stream)
+                           : launch_kind<Kind<1, false, true>>(a, plan, stream);
+    }
+    if constexpr (!kAdded) {
+      if (plan.slots == 2) return launch_kind<Kind<2, false, false>>(a, plan, stream);
+    }
+    return plan.one_warp ? launch_kind<Kind<1, true, false>>(a, plan, stream)
+                         : launch_kind<Kind<1, false, false>>(a, plan, stream);
+  }
 };
 
 // The kinds of one family: plain norms have `kMany`, and where they add nothing, more columns to a thread.
@@ -70,8 +137,14 @@ struct BackwardFamily {
     return plan;
   }
 
+  using Held = HeldFamily<T, T, kSums, kCentred>;
+
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
-    return std::max(plan(rows, n, true, device).blocks, plan(rows, n, false, device).blocks);
+    const auto of = [&](bool aligned) {
+      const HeldPlan held = Held::plan(rows, n, aligned, device);
+      return held.slots ? held.blocks : plan(rows, n, aligned, device).blocks;
+    };
+    return std::max(of(true), of(false));
   }
 
   static int run(const NormBackward& a, const Device& device, void* stream);
@@ -113,6 +186,11 @@ int BackwardFamily<T, kSums, kCentred>::run(const NormBackward& a, const Device&
   for (const void* tensor : {a.grad_y, a.grad_sum, a.x, a.weight, static_cast<const void*>(a.grad_x),
                              static_cast<const void*>(a.grad_dropped)}) {
     aligned = aligned && offset_in_vector(tensor) == 0;
+  }
+  const HeldPlan held = Held::plan(a.rows, a.n, aligned, device);
+  if (held.slots) {
+    const int error = Held::run(a, held, aligned, stream);
+    return error || !a.partials ? error : add_partials<T>(a, kSums, held.blocks, device.clusters, stream);
   }
   BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device);
   int error = 0;

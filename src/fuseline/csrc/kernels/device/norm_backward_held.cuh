@@ -1,0 +1,254 @@
+// The norms' backward for rows that the threads of one block hold in registers.
+//
+// Moves: x, grad_y (and grad_sum) read once, grad_x (and grad_dropped) written once; besides, a few fp32 rows a block of
+// partial sums. Does: about 20 operations an element, and 15 more for a mask. Limit: HBM bandwidth.
+//
+// Threads: the grid is as large as the device holds at once, one block a multiprocessor, and each group of threads walks
+// over rows with the same columns, the sums over rows in its registers. A group takes several rows a turn: all their
+// loads are in flight at once, and one meeting (several_sums.cuh) is for all their sums. Groups meet apart from each
+// other, so while one waits for memory or for its warps, others work. At the end each block writes a row of partial
+// sums of each kind, and a second kernel adds those up in a fixed order: no atomics, the same bits each run. Rows that do
+// not start at multiples of 16 bytes are shifted into place (shifted.cuh).
+#pragma once
+
+#include "norm_gradient.cuh"
+#include "ring.cuh"
+#include "several_sums.cuh"
+
+namespace fuseline {
+
+// Which kernel: dtypes (of what was normalized, and of y), slots a thread has of a row, rows it has a turn, threads of a
+// block that its registers leave room for, and how rows lie.
+template <class XType, class YType, int kSlotsOfThread, int kRowsOfTurn, int kThreadsOfBlock, int kSumsOfColumn,
+          bool kCentredRows, bool kOneWarpARow, bool kShiftedRows>
+struct HeldKind {
+  using X = XType;
+  using Y = YType;
+  static constexpr int kSlots = kSlotsOfThread, kRows = kRowsOfTurn, kBlock = kThreadsOfBlock, kSums = kSumsOfColumn;
+  static constexpr bool kCentred = kCentredRows, kOneWarp = kOneWarpARow, kShifted = kShiftedRows;
+  static constexpr bool kAdded = kSumsOfColumn == kSumsOfAddedNorm;
+};
+
+// A slot of a row as it comes from memory. Where rows are shifted, one vector more than its elements fill.
+template <class T, int kSize, bool kShifted>
+struct HeldSlot {
+  static constexpr int kVectors = kSize / kVector<T>;
+  uint4 raw[kVectors + (kShifted ? 1 : 0)];
+
+  // Elements first .. first + kSize of the row at `row`, which has `n` elements (0: it is not there); the tensor goes on
+  // for `before` elements before the row and `after` from its start on.
+  __device__ __forceinline__ void load(const T* row, int first, int n, int64_t before, int64_t after) {
+    if constexpr (!kShifted) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        raw[v] = first < n ? load_once(row + first + v * kVector<T>) : make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      const int head = elements_into_vector(row);
+      const int last = first + kSize < n ? first + kSize : n;
+#pragma unroll
+      for (int v = 0; v <= kVectors; ++v) {
+        const int from = first - head + v * kVector<T>;
+        raw[v] = make_uint4(0, 0, 0, 0);
+        if (n == 0 || first >= n || from >= last) continue;
+        if (from >= -before && from + kVector<T> <= after) {
+          raw[v] = *reinterpret_cast<const uint4*>(row + from);
+        } else {
+          raw[v] = load_vector<T, false>(row, from, n, false);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void values(int head, float (&out)[kSize]) const {
+    float part[kVector<T>];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kShifted) {
+        unpack<T>(shift_elements<T>(raw[v], raw[v + 1], head), part);
+      } else {
+        unpack<T>(raw[v], part);
+      }
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) out[v * kVector<T> + i] = part[i];
+    }
+  }
+
+  // What was loaded is taken anew rather than kept unpacked.
+  __device__ __forceinline__ void forget_values() {
+    for (uint4& vector : raw) forget(vector);
+  }
+};
+
+// Writes elements first .. first + kSize of a row of n elements; all lanes of a warp call.
+template <class T, int kSize, bool kShifted>
+__device__ __forceinline__ void store_slot(T* row, int first, int n, int width, const float (&values)[kSize]) {
+  constexpr int kVectors = kSize / kVector<T>;
+  float part[kVector<T>];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) part[i] = values[v * kVector<T> + i];
+    if constexpr (kShifted && kVectors == 1) {
+      store_shifted(row, elements_into_vector(row), first, n, pack<T>(part), width);
+    } else {
+      store_vector<T, !kShifted>(row, first + v * kVector<T>, n, false, part);
+    }
+  }
+}
+
+template <class Kind>
+__global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const NormBackward a) {
+  using X = typename Kind::X;
+  using Y = typename Kind::Y;
+  constexpr int kSize = Slot<X, Y>::kSize, kSlots = Kind::kSlots, kRows = Kind::kRows, kSums = Kind::kSums;
+  constexpr bool kOneWarp = Kind::kOneWarp, kShifted = Kind::kShifted, kAdded = Kind::kAdded;
+  constexpr bool kCentred = Kind::kCentred;
+  constexpr int kValues = 2 * kRows;
+  extern __shared__ float parts[];
+  __shared__ float states[kOneWarp ? 1 : 2][kOneWarp ? 1 : Kind::kBlock / kWarp][kValues];
+
+  const int threads = blockDim.x, n = int(a.n);
+  const int width = min(threads, kWarp);  // lanes side by side in a row
+  const int lane = int(threadIdx.x) % kWarp, warps = threads / kWarp;
+  // Rows side by side in a warp: a group takes kRows times as many.
+  const int beside = kOneWarp ? kWarp / threads : 1;
+  const int group = int(blockIdx.x) * (int(blockDim.y) / beside) + int(threadIdx.y) / beside;
+  const int groups = int(gridDim.x) * (int(blockDim.y) / beside);
+  const int aside = kOneWarp ? int(threadIdx.y) % beside : 0;
+  const int step = threads * kSize;  // between the slots of a thread
+  int start = int(threadIdx.x) * kSize;
+  const bool centred = kCentred && (!kAdded || a.mean);
+  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  const bool wants_rows = a.wants_rows();
+
+  float weight[kSlots][kSize];
+  ColumnSums<kSize, kSums> columns[kSlots] = {};
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) weights_of_columns<Y>(a, start + k * step, weight[k]);
+
+  int set = 0;
+  for (int64_t first_row = int64_t(group) * kRows * beside; first_row < a.rows;
+       first_row += int64_t(groups) * kRows * beside) {
+    HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
+    HeldSlot<Y, kSize, kShifted> grad_y[kRows][kSlots];
+    RowTerms terms[kRows];
+    // Everything is counted from the first row on, in 32 bits.
+    int64_t base = (first_row + aside) * a.n;
+    int left = int(min(a.rows - first_row - aside, int64_t(kRows * beside)));
+    const auto is_there = [&](int r) { return r * beside < left; };
+    const auto offset = [&](int r) { return r * beside * n; };
+    const auto head_of = [&](const auto* tensor, int r) {
+      return kShifted ? elements_into_vector(tensor + base + offset(r)) : 0;
+    };
+    const X* const all_x = static_cast<const X*>(a.x);
+    const X* const all_grad_sum = static_cast<const X*>(a.grad_sum);
+    const Y* const all_grad_y = static_cast<const Y*>(a.grad_y);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool there = is_there(r);  // a row that is not there is zeros, and adds nothing
+      const int64_t at = there ? base + offset(r) : 0;
+      const int inside = there ? n : 0;
+      const int64_t after = kShifted ? a.rows * a.n - at : 0;
+      terms[r].mean = there && centred ? a.mean[first_row + aside + r * beside] : 0.f;
+      terms[r].rstd = there ? a.rstd[first_row + aside + r * beside] : 0.f;
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int first = start + k * step;
+        x[r][k].load(all_x + at, first, inside, at, after);
+        grad_y[r][k].load(all_grad_y + at, first, inside, at, after);
+        if constexpr (kAdded) {
+          if (a.grad_sum) grad_sum[r][k].load(all_grad_sum + at, first, inside, at, after);
+        }
+      }
+    }
+    float sums[kValues];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float sum = 0.f, product_sum = 0.f;
+      const int x_head = head_of(all_x, r), grad_head = head_of(all_grad_y, r);
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        float values[kSize], grad[kSize];
+        x[r][k].values(x_head, values);
+        grad_y[r][k].values(grad_head, grad);
+        if constexpr (kShifted) {  // beyond the row stand others
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            if (start + k * step + i >= n) values[i] = terms[r].mean, grad[i] = 0.f;
+          }
+        }
+        first_pass<kSize, kSums, kCentred>(values, grad, weight[k], terms[r].mean, terms[r].rstd, columns[k], sum,
+                                           product_sum);
+      }
+      sums[2 * r] = sum, sums[2 * r + 1] = product_sum;
+    }
+    if (!wants_rows) continue;
+    forget(base);
+    forget(left);
+    forget(start);
+    if constexpr (kOneWarp) {
+      sum_in_warp(sums, width);
+    } else {
+      const int at = int(threadIdx.y) * warps;
+      leave_sums(sums, states[set][at + int(threadIdx.x) / kWarp], lane);
+      barrier_of(int(threadIdx.y) + 1, threads);
+      take_sums(states[set][at], warps, lane, sums);
+      set ^= 1;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int inside = is_there(r) ? n : 0;
+      terms[r].set(a, centred, sums[2 * r], sums[2 * r + 1]);
+      const int x_head = head_of(all_x, r), grad_head = head_of(all_grad_y, r);
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int first = start + k * step;
+        float values[kSize], grad[kSize];
+        x[r][k].forget_values();
+        grad_y[r][k].forget_values();
+        x[r][k].values(x_head, values);
+        grad_y[r][k].values(grad_head, grad);
+        second_pass<kSize, kCentred>(values, weight[k], terms[r], grad);
+        if constexpr (kAdded) {
+          if (a.grad_sum) {
+            grad_sum[r][k].values(head_of(all_grad_sum, r), values);
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) grad[i] += values[i];
+          }
+          if (a.grad_x) store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
+          if (a.dropout.seed) {
+            float kept[kSize];
+            dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, kept);
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) grad[i] *= kept[i];
+          }
+          if (a.grad_dropped) {
+            store_slot<Y, kSize, kShifted>(static_cast<Y*>(a.grad_dropped) + base + offset(r), first, inside, width, grad);
+          }
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
+        } else {
+          store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
+        }
+      }
+    }
+  }
+  start_next_kernel();
+  if (a.partials) {
+    float* const mine = a.partials + int64_t(blockIdx.x) * n;
+    const int64_t kind_step = int64_t(gridDim.x) * n;
+    constexpr int kColumns = kSlots * kSize;
+    float sums[kColumns];
+    const auto write = [&](auto&& column, int which) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[c] = column(columns[c / kSize], c % kSize);
+      write_partials<kColumns, kSize>(sums, parts, mine + which * kind_step, 0, n, start, step);
+    };
+    write([](const auto& of, int i) { return of.weight[i]; }, 0);
+    if constexpr (kSums > 1) write([](const auto& of, int i) { return of.bias[i]; }, 1);
+    if constexpr (kAdded) write([](const auto& of, int i) { return of.x_bias[i]; }, 2);
+  }
+}
+
+}  // namespace fuseline
