@@ -7,15 +7,9 @@
 // (`linear_cross_entropy_rows_backward`), from logits computed again.
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <array>
@@ -23,41 +17,14 @@
 #include <tuple>
 #include <vector>
 
-#include "fuseline_torch.h"
+#include "linear_head.h"
 
 namespace fuseline {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-using OptionalSize = std::optional<c10::SymInt>;
+using namespace linear_head;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-constexpr const char* kName = "linear_cross_entropy";
-
-// What every op of this family takes after its tensors.
-struct Options {
-    int64_t ignore_index;
-    double label_smoothing;
-    c10::string_view reduction;
-    std::optional<double> soft_cap;
-    double z_loss;
-    OptionalSize vocab_size;
-    c10::SymInt chunk_size;
-
-    bool mean() const { return reduction == "mean"; }
-    bool none() const { return reduction == "none"; }
-};
-
-#define FUSELINE_OPTION_TYPES \
-    int64_t, double, c10::string_view, std::optional<double>, double, OptionalSize, c10::SymInt
-#define FUSELINE_OPTION_PARAMETERS \
-    int64_t ignore_index, double label_smoothing, c10::string_view reduction, std::optional<double> soft_cap, \
-        double z_loss, OptionalSize vocab_size, c10::SymInt chunk_size
-#define FUSELINE_OPTIONS \
-    Options { ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size, chunk_size }
-#define FUSELINE_OPTION_VALUES(o) \
-    (o).ignore_index, (o).label_smoothing, (o).reduction, (o).soft_cap, (o).z_loss, (o).vocab_size, (o).chunk_size
 
 // ---- the ops, as others of them call them ----
 
@@ -96,156 +63,6 @@ Three rows_backward_op(const Tensor& grad_out, const Tensor& hidden, const Tenso
             Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                   const OptionalTensor&, FUSELINE_OPTION_TYPES, std::array<bool, 3>)>();
     return op.call(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
-}
-
-// The loss of the rows of a chunk of logits: summed, or of each.
-Tensor chunk_loss(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight, const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
-               std::optional<double>, double, OptionalSize, bool)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, o.none() ? "none" : "sum",
-                   o.soft_cap, o.z_loss, o.vocab_size, false);
-}
-
-// The same loss, summed, and its gradient over the logits.
-Tensor chunk_loss_and_gradient(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight,
-                               const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward_", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
-               std::optional<double>, double, OptionalSize)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, "sum", o.soft_cap, o.z_loss,
-                   o.vocab_size);
-}
-
-void scale_rows_op(const Tensor& x, const Tensor& factors) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::scale_rows_", "").typed<
-        void(const Tensor&, const Tensor&)>();
-    op.call(x, factors);
-}
-
-// ---- chunks ----
-
-void check(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-           const Options& o) {
-    cpu_type(hidden, kName);
-    TORCH_CHECK_VALUE(hidden.dim() >= 1 && weight.dim() == 2 && hidden.sym_size(-1) == weight.sym_size(1), kName,
-                      ": hidden has shape ", hidden.sym_sizes(), " and weight ", weight.sym_sizes(),
-                      "; they are [..., C] and [V, C].");
-    TORCH_CHECK_VALUE(target.sym_sizes() == hidden.sym_sizes().slice(0, hidden.dim() - 1), kName,
-                      ": target has shape ", target.sym_sizes(), " and hidden ", hidden.sym_sizes(),
-                      "; target has the shape of hidden without the last dimension.");
-    const auto same_place = [&](const Tensor& given, const char* name) {
-        TORCH_CHECK_VALUE(given.device() == hidden.device(), kName, ": ", name, " is on ", given.device(),
-                          " and hidden on ", hidden.device(), ".");
-        TORCH_CHECK_TYPE(given.scalar_type() == hidden.scalar_type() || given.scalar_type() == at::kFloat, kName, ": ",
-                         name, " is ", given.scalar_type(), " and hidden ", hidden.scalar_type(),
-                         ". It has hidden's dtype or float32.");
-    };
-    same_place(weight, "weight");
-    if (bias.has_value()) {
-        same_place(*bias, "bias");
-        TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kName, ": bias has shape ",
-                          bias->sym_sizes(), "; it is [", weight.sym_size(0), "], one for each class.");
-    }
-    TORCH_CHECK_VALUE(o.reduction == "mean" || o.reduction == "sum" || o.reduction == "none", kName,
-                      ": reduction is '", o.reduction, "'; it is 'mean', 'sum' or 'none'.");
-    TORCH_CHECK_VALUE(o.chunk_size >= 1, kName, ": chunk_size is ", o.chunk_size, "; it is at least one row.");
-}
-
-// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
-struct WithoutAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
-// The head as matrices of one dtype, and the rows in chunks of about equal size.
-struct Head {
-    Tensor hidden, weight, target;
-    OptionalTensor bias, class_weight;
-    int64_t rows, chunks, each;
-
-    Head(const Tensor& h, const Tensor& w, const Tensor& t, const OptionalTensor& b, const OptionalTensor& c,
-         const Options& o)
-        : hidden(h.contiguous().view({-1, h.size(-1)})),
-          weight(w.to(h.scalar_type()).contiguous()),
-          target(t.reshape({-1})),
-          class_weight(c) {
-        if (b.has_value()) bias = b->to(h.scalar_type()).contiguous();
-        rows = hidden.size(0);
-        const int64_t most = o.chunk_size.guard_int(__FILE__, __LINE__);
-        chunks = std::max<int64_t>(1, (rows + most - 1) / most);
-        each = std::max<int64_t>(1, (rows + chunks - 1) / chunks);
-        if (chunks > 1) each = std::min(most, (each + 127) / 128 * 128);  // whole tiles for the matrix products
-    }
-
-    Tensor logits(const Tensor& part) const {
-        return bias.has_value() ? at::addmm(*bias, part, weight.t()) : at::mm(part, weight.t());
-    }
-
-    // Calls work(begin, length) for each chunk.
-    template <class Work>
-    void each_chunk(const Work& work) const {
-        for (int64_t begin = 0; begin < rows; begin += each) work(begin, std::min(each, rows - begin));
-    }
-};
-
-// The gradients of hidden, weight and bias, chunk after chunk. With several chunks, or where a sum over all rows may
-// leave fp16's range, those of weight and bias are added up in fp32.
-struct Gradients {
-    const Head& head;
-    std::array<bool, 3> wanted;
-    Tensor hidden, weight, bias;
-
-    Gradients(const Head& of, std::array<bool, 3> want, at::ScalarType sums) : head(of), wanted(want) {
-        const bool several = head.rows > head.each;
-        if (wanted[0]) hidden = at::empty(head.hidden.sizes(), head.hidden.options());
-        const bool wide = several || sums != head.hidden.scalar_type();
-        const auto options = head.weight.options().dtype(wide ? accumulator_type(sums) : sums);
-        if (wanted[1]) weight = head.rows > 0 ? at::empty(head.weight.sizes(), options)
-                                              : at::zeros(head.weight.sizes(), options);
-        if (wanted[2]) bias = at::zeros({head.weight.size(0)}, options);
-    }
-
-    // The weight's gradient of a chunk, added to those before it.
-    void add_weight(const Tensor& grad_logits, const Tensor& part, bool first) {
-        const Tensor across = grad_logits.t();
-        if (weight.scalar_type() != part.scalar_type() && !part.is_cuda()) {
-            const Tensor product = at::mm(across.to(weight.scalar_type()), part.to(weight.scalar_type()));
-            first ? weight.copy_(product) : weight.add_(product);
-        } else if (weight.scalar_type() != part.scalar_type()) {
-            first ? at::mm_out(weight, across, part, weight.scalar_type())
-                  : at::addmm_out(weight, weight, across, part, weight.scalar_type());
-        } else {
-            first ? at::mm_out(weight, across, part) : at::addmm_out(weight, weight, across, part);
-        }
-    }
-
-    void add(const Tensor& grad_logits, int64_t begin) {
-        const Tensor part = head.hidden.narrow(0, begin, grad_logits.size(0));
-        if (wanted[0]) {
-            Tensor to = hidden.narrow(0, begin, grad_logits.size(0));
-            at::mm_out(to, grad_logits, head.weight);
-        }
-        if (wanted[1]) add_weight(grad_logits, part, begin == 0);
-        if (wanted[2]) bias.add_(grad_logits.sum(at::IntArrayRef{0}, false, bias.scalar_type()));
-    }
-
-    Tensor weight_as(at::ScalarType type) const { return wanted[1] ? weight.to(type) : Tensor(); }
-    Tensor bias_as(at::ScalarType type) const { return wanted[2] ? bias.to(type) : Tensor(); }
-};
-
-// The divisor of the mean: the sum of the class weights of all targets that are not ignored. A target that is no class
-// counts with the last one's weight; its loss tells.
-Tensor divisor(const Head& head, const Options& o, const at::TensorOptions& options) {
-    const Tensor kept = head.target.ne(o.ignore_index);
-    if (!head.class_weight.has_value()) return kept.sum(options.dtype().toScalarType());
-    const Tensor classes = at::where(kept, head.target, 0).clamp(0, head.class_weight->size(0) - 1);
-    const Tensor weights = head.class_weight->index_select(0, classes).to(options.dtype());
-    return weights.mul(kept).sum();
-}
-
-// What saved gradients of the weight are kept in: no sum of fp16 products leaves the range of fp32.
-at::ScalarType saved_type(const Tensor& hidden, const Tensor& weight) {
-    return hidden.scalar_type() == at::kHalf ? at::kFloat : weight.scalar_type();
 }
 
 // ---- kernels, for any device ----
