@@ -12,7 +12,8 @@ from fuseline.native.compilers import find_nvcc
 
 KERNELS = Path(__file__).parents[2] / "src" / "fuseline" / "csrc" / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90")
-HOST_ONLY = ("errors.cu", "norms.cu", "small_layer.cu", "tuning.cu")  # the C API's own code, with no kernel in it
+# The C API's own code, with no kernel in it.
+HOST_ONLY = ("errors.cu", "norms.cu", "small_layer.cu", "tuning.cu")
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 

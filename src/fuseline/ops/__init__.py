@@ -17,6 +17,7 @@ from fuseline.ops.linear_cross_entropy import linear_cross_entropy
 from fuseline.ops.op import Case, Op, get, registered
 from fuseline.ops.rms_norm import rms_norm
 from fuseline.ops.rope import rope
+from fuseline.ops.self_attention_layer import self_attention_layer
 from fuseline.ops.softmax import softmax
 from fuseline.ops.swiglu import swiglu
 
@@ -39,6 +40,7 @@ __all__ = [
     "registered",
     "rms_norm",
     "rope",
+    "self_attention_layer",
     "softmax",
     "swiglu",
 ]

@@ -1,0 +1,278 @@
+"""A whole layer of multi-head self-attention: projections, attention and output projection as one op.
+
+    q, k, v = x W_qkv^T + b_qkv
+    out = dropout(softmax(softmax_scale * q k^T + mask)) v W_out^T + b_out
+
+x is [B, S, E], qkv_weight [(H + 2 H_kv) D, E] (rows of q, then of k, then of v, head after head), out_weight
+[out, H D]. With qkv_weight [3 D, D] and E = H D one projection is shared by the heads: each head projects its
+own D elements of a token with the same weight. dtypes: float32, float16, bfloat16, and float64 on a CPU.
+
+On a GPU of compute capability 9.0 short sequences (S up to 128) of small batches run in one launch forward
+and two backward, where a layer put together from torch's operators is bound by its eight launches and more.
+What is larger is put together from torch's products and attention. On a CPU the op is a composition in C++,
+with its gradient derived by hand (docs/attention_backward.md). Under autocast it casts as linear does.
+A query whose keys are all hidden attends to nothing: zeros. fp32 products run in TF32 where torch's may.
+
+Not twice differentiable where it runs natively. Source: Vaswani et al., "Attention Is All You Need", 2017,
+section 3.2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fuseline import native
+from fuseline.errors import InputError
+from fuseline.ops.philox import check_probability, draw_seed, multipliers
+
+IMPLEMENTATIONS = ("auto", "aten", "fused", "composed")
+
+LONGEST = 128
+"""Keys that the kernels hold on chip."""
+
+WIDEST_HEAD = 128
+
+MOST_WORK = 1024 * 512
+"""Tokens times embedding up to which one launch is taken for faster than a product for each step."""
+
+
+def reference(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    key_padding: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition in plain PyTorch, for every device."""
+    B, S, E = x.shape
+    kv = num_kv_heads or num_heads
+    if qkv_weight.shape[1] != E:  # shared by the heads
+        D = qkv_weight.shape[1]
+        packed = F.linear(x.view(B, S, num_heads, D), qkv_weight, qkv_bias).transpose(1, 2)
+        q, k, v = packed.split(D, dim=-1)
+    else:
+        D = qkv_weight.shape[0] // (num_heads + 2 * kv)
+        packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, num_heads + 2 * kv, D).transpose(1, 2)
+        q, k, v = packed.split((num_heads, kv, kv), dim=1)
+        k = k.repeat_interleave(num_heads // kv, dim=1)
+        v = v.repeat_interleave(num_heads // kv, dim=1)
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(D) if softmax_scale is None else softmax_scale)
+    keep = _visible(x, mask, key_padding, causal)
+    if keep is not None:  # a row without keys is zeros, and has no gradient
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1)
+    if keep is not None:
+        weights = weights.masked_fill(~keep, 0.0)
+    if dropout_p > 0:
+        seed = draw_seed(x.device) if seed is None else seed
+        weights = weights * multipliers(seed, weights.shape, dropout_p).to(weights.dtype)
+    attended = (weights @ v).transpose(1, 2).reshape(B, S, num_heads * D)
+    return F.linear(attended, out_weight, out_bias)
+
+
+def self_attention_layer(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    key_padding: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    seed: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Multi-head self-attention over x, projections included.
+
+    Args:
+        x: [B, S, E]; float32, float16, bfloat16 or float64.
+        qkv_weight: [(H + 2 H_kv) D, E], or [3 D, D] for one projection shared by the heads (E = H D).
+        qkv_bias: [(H + 2 H_kv) D] or [3 D].
+        out_weight: [out, H D].
+        out_bias: [out].
+        num_heads: H.
+        num_kv_heads: H_kv, which divides H; H if None.
+        causal: token t sees tokens 0 .. t.
+        mask: bool, True keeps a key; [S, S], [B, S, S] or broadcastable to [B, H, S, S].
+        key_padding: bool [B, S], True where a token is padding, which nobody sees.
+        dropout_p: probability with which a weight is dropped, whenever it is above 0.
+        softmax_scale: factor on the scores; 1 / sqrt(D) if None.
+        seed: of the dropout, one int64 on x's device; drawn from torch's generator if None.
+        implementation: `auto`; or `fused` (in one launch where it fits, else as `aten`), `aten` (ATen's
+            operators in C++), `composed` (torch's functions).
+
+    Returns [B, S, out].
+    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise InputError(
+            f"self_attention_layer: implementation={implementation!r} is none of "
+            f"{', '.join(IMPLEMENTATIONS)}."
+        )
+    kv = num_heads if num_kv_heads is None else num_kv_heads
+    shared = qkv_weight.shape[1] != x.shape[-1]
+    D = qkv_weight.shape[0] // (3 if shared else max(1, num_heads + 2 * kv))
+    scale = 1.0 / math.sqrt(max(1, D)) if softmax_scale is None else softmax_scale
+    check_probability(dropout_p, "self_attention_layer")
+    device = x.device.type
+    fused = implementation == "fused"
+    if implementation == "auto":
+        fused = device == "cuda" and _is_small(x, qkv_weight, out_weight, D, kv == num_heads)
+        if device == "cuda" and not fused:
+            implementation = "composed"
+    if (
+        implementation != "composed"
+        and native.ready(device)
+        and not (device == "cuda" and x.dtype is torch.float64)
+    ):
+        keep, hides = _one_mask(x, mask, key_padding)
+        if dropout_p > 0 and seed is None:
+            seed = draw_seed(x.device)
+        return torch.ops.fuseline.self_attention_layer.default(
+            x,
+            qkv_weight,
+            qkv_bias,
+            out_weight,
+            out_bias,
+            keep,
+            seed if dropout_p > 0 else None,
+            num_heads,
+            kv,
+            causal,
+            hides,
+            dropout_p,
+            scale,
+            fused,
+        )
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": kv,
+        "causal": causal,
+        "mask": mask,
+        "key_padding": key_padding,
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+    }
+    if implementation == "composed":
+        return _composed(x, qkv_weight, qkv_bias, out_weight, out_bias, **options)
+    return reference(x, qkv_weight, qkv_bias, out_weight, out_bias, seed=seed, **options)
+
+
+def _composed(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    mask: torch.Tensor | None,
+    key_padding: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Products by torch's libraries and attention by torch's choice of kernel."""
+    B, S, E = x.shape
+    if qkv_weight.shape[1] != E:
+        packed = F.linear(x.view(B, S, num_heads, -1), qkv_weight, qkv_bias)
+        q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
+    else:
+        groups = num_heads + 2 * num_kv_heads
+        packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, groups, -1).transpose(1, 2)
+        q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    keep = _visible(x, mask, key_padding, causal and (mask is not None or key_padding is not None))
+    attended = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=keep,
+        dropout_p=dropout_p,
+        is_causal=causal and keep is None,
+        scale=softmax_scale,
+        enable_gqa=num_heads != num_kv_heads,
+    )
+    if keep is not None:  # a query without keys gets what torch's kernel of the day makes of it
+        attended = attended.masked_fill(~keep.any(dim=-1, keepdim=True), 0.0)
+    return F.linear(attended.transpose(1, 2).reshape(B, S, -1), out_weight, out_bias)
+
+
+def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
+    """[S, S], [B, S, S] or four dimensions, as four that broadcast to [B, H, S, S]."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"self_attention_layer: mask is {mask.dtype}; it is bool, True keeps a key.")
+    if mask.dim() == 2:
+        return mask[None, None]
+    return mask.unsqueeze(1) if mask.dim() == 3 else mask
+
+
+def _one_mask(
+    x: torch.Tensor, mask: torch.Tensor | None, key_padding: torch.Tensor | None
+) -> tuple[torch.Tensor | None, bool]:
+    """Both masks as one of four dimensions, and whether True of it hides a key."""
+    if key_padding is not None and (key_padding.dtype != torch.bool or key_padding.shape != x.shape[:2]):
+        raise InputError(
+            f"self_attention_layer: key_padding is {key_padding.dtype} of shape {list(key_padding.shape)}; "
+            f"it is bool, [B, S] = {list(x.shape[:2])}."
+        )
+    if key_padding is None:
+        return (None, False) if mask is None else (_four_dimensions(mask), False)
+    padding = key_padding[:, None, None, :]
+    return (padding, True) if mask is None else (_four_dimensions(mask) & ~padding, False)
+
+
+def _visible(
+    x: torch.Tensor, mask: torch.Tensor | None, key_padding: torch.Tensor | None, causal: bool
+) -> torch.Tensor | None:
+    """All that hides keys as one bool mask, True keeps; None if nothing does."""
+    keep, hides = _one_mask(x, mask, key_padding)
+    if keep is not None and hides:
+        keep = ~keep
+    if not causal:
+        return keep
+    lower = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+    return lower if keep is None else keep & lower
+
+
+def _is_small(
+    x: torch.Tensor, qkv_weight: torch.Tensor, out_weight: torch.Tensor, head_dim: int, own_keys: bool
+) -> bool:
+    """Whether the kernels take this layer, and are expected to be faster than the composition."""
+    if x.dim() != 3 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    B, S, E = x.shape
+    unit = 8 if x.dtype is torch.float32 else 16
+    fits = 0 < S <= LONGEST and 0 < head_dim <= WIDEST_HEAD and head_dim % unit == 0
+    fits = fits and E % 8 == 0 and out_weight.shape[0] % 8 == 0 and 0 < B * S * E <= MOST_WORK
+    if x.dtype is torch.float32 and S > 64 and head_dim > 64:
+        return False
+    wants_grad = torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad)
+    return fits and (own_keys or not wants_grad) and _has_clusters(x.get_device())
+
+
+@functools.cache
+def _has_clusters(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_has_clusters._dynamo_marked_constant = True  # type: ignore[attr-defined]
