@@ -15,6 +15,7 @@ from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
 from fuseline.ops.linear_cross_entropy import linear_cross_entropy
 from fuseline.ops.op import Case, Op, get, registered
+from fuseline.ops.quant_linear import quant_linear
 from fuseline.ops.rms_norm import rms_norm
 from fuseline.ops.rope import rope
 from fuseline.ops.self_attention_layer import self_attention_layer
@@ -37,6 +38,7 @@ __all__ = [
     "get",
     "layer_norm",
     "linear_cross_entropy",
+    "quant_linear",
     "registered",
     "rms_norm",
     "rope",

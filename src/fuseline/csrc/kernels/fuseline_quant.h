@@ -1,0 +1,54 @@
+/* Linear layers for few rows of activations: y = x W^T + bias with quantized or 16-bit weights, each weight read once.
+ *
+ * Layouts. Weights of 4 and 8 bits stand in tiles of 16 rows (output features) by 64 columns (inputs), tiles of one
+ * row of tiles one after the other; both sizes are rounded up, and what is added must be finite (zero, say). A tile
+ * is what the 32 lanes of a warp hand to the tensor cores as they read it: lane 4 g + q holds rows g and g + 8, and of
+ * each half h of the columns the eight that start at c = 32 h + 8 q.
+ *   int8, 2 x 32 x 16 bytes [h][lane]: W[g][c], W[g + 8][c], W[g][c + 1], W[g + 8][c + 1], ..; two's complement.
+ *   int4, 32 x 16 bytes [lane]: word 2 h + j is of columns c = 32 h + 8 q + 4 j ..; its eight nibbles, low ones first,
+ *     are W[g][c], W[g + 8][c], W[g][c + 2], W[g + 8][c + 2], W[g][c + 1], W[g + 8][c + 1], W[g][c + 3], W[g + 8][c + 3].
+ * Scales of int8 are fp32, one a row. Scales of int4 are bf16, one a row and group of columns, [tile][group][8][2]: rows
+ * g and g + 8 beside each other; its zero points are bytes in the same order, and 8 where there are none.
+ * A weight is scale * q (int8), scale * (q - zero) (int4). */
+#ifndef FUSELINE_QUANT_H
+#define FUSELINE_QUANT_H
+
+#include "fuseline_kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+  FUSELINE_WEIGHT_16 = 0, /* of x's dtype, [n, k] rows as torch.nn.Linear keeps them */
+  FUSELINE_WEIGHT_INT8 = 1,
+  FUSELINE_WEIGHT_INT4 = 2
+} fuseline_weight_format;
+
+typedef struct {
+  int format; /* a fuseline_weight_format */
+  int dtype;  /* of x, y, bias: fp16 or bf16 */
+  const void* x;      /* [m, k], rows x_stride elements apart */
+  const void* weight; /* starts at a multiple of 16 bytes */
+  const void* scales; /* null for 16 bits */
+  const void* zeros;  /* int4 only; may be null */
+  const void* bias;   /* [n]; may be null */
+  void* y;            /* [m, n] */
+  int64_t m, n, k;
+  int64_t x_stride;
+  int64_t weight_stride; /* 16 bits: elements between rows, a multiple of 8, and k one too */
+  int64_t group_size;    /* int4: 32 or more, a power of two */
+  int row_warps;         /* for measuring; 0 takes the plan: warps of a block (1, 2, 4 or 8 of its 8) with rows apart */
+  int splits;            /* and blocks (1, 2, 4 or 8) that share the columns of a row */
+} fuseline_linear;
+
+FUSELINE_API int fuseline_quant_linear(const fuseline_linear* call, void* stream);
+
+/* The weights as [n, k] rows of `dtype` (fp32, fp16, bf16), from the same fields of a call; y is where they go. */
+FUSELINE_API int fuseline_dequantize(const fuseline_linear* call, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,142 @@
+// The C API of linear layers for few rows: what it refuses, and weights as rows again, for many rows and for gradients.
+//
+// Dequantizing reads each byte of W once and writes n k elements; 16 bytes of W a thread, whose eight columns of a row go
+// out as one access, or two in fp32.
+
+#include "device/quant_linear.cuh"
+
+namespace fuseline {
+namespace {
+
+template <class T>
+__device__ __forceinline__ void write_eight(const LinearArguments& a, int row, int column, const float (&values)[8]) {
+  if (row >= a.n) return;
+  T* const to = reinterpret_cast<T*>(a.y) + int64_t(row) * a.k + column;
+  if (a.x_vectors && column + 8 <= a.k) {
+#pragma unroll
+    for (int i = 0; i < 8; i += kVector<T>) {
+      float few[kVector<T>];
+#pragma unroll
+      for (int e = 0; e < kVector<T>; ++e) few[e] = values[i + e];
+      *reinterpret_cast<uint4*>(to + i) = pack<T>(few);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (column + i < a.k) to[i] = from_float<T>(values[i]);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kLinearThreads) dequantize_int8_kernel(const LinearArguments a) {
+  const int64_t vector = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
+  const int lane = int(vector % kWarp);
+  const int64_t half = vector / kWarp;
+  const int tile = int(half / (2 * a.chunks)), column = int(half % (2 * a.chunks)) * 32 + lane % 4 * 8;
+  if (tile >= a.tiles) return;
+  const int row = tile * kTileRows + lane / 4;
+  const uint4 raw = load_once(a.weight + vector * 16);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    if (row + 8 * below >= a.n) break;
+    const float scale = __ldg(static_cast<const float*>(a.scales) + row + 8 * below);
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = scale * float(int8_t(words[i / 2] >> (i % 2 * 16 + below * 8)));
+    write_eight<T>(a, row + 8 * below, column, values);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kLinearThreads) dequantize_int4_kernel(const LinearArguments a) {
+  const int64_t vector = int64_t(blockIdx.x) * kLinearThreads + threadIdx.x;
+  const int lane = int(vector % kWarp);
+  const int64_t chunk = vector / kWarp;
+  const int tile = int(chunk / a.chunks), first = int(chunk % a.chunks) * kTileColumns;
+  if (tile >= a.tiles) return;
+  const int row = tile * kTileRows + lane / 4;
+  const uint4 raw = load_once(a.weight + vector * 16);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int of = min((first / 32 + half) >> a.group_shift, a.groups - 1);
+    const int64_t place = (int64_t(tile) * a.groups + of) * 8 + lane / 4;
+    const float2 scales = unpack_pair<__nv_bfloat16>(__ldg(static_cast<const uint32_t*>(a.scales) + place));
+    const uint32_t zeros = a.zeros ? uint32_t(__ldg(a.zeros + place)) : 0x0808u;
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const float scale = below ? scales.y : scales.x;
+      const int zero = int(below ? zeros >> 8 : zeros & 0xffu);
+      float values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // column i of four is nibble 0, 4, 2, 6 of its word
+        const int nibble = i % 2 * 4 + i % 4 / 2 * 2 + below;
+        values[i] = scale * float(int(words[2 * half + i / 4] >> (4 * nibble) & 0xfu) - zero);
+      }
+      write_eight<T>(a, row + 8 * below, first + half * 32 + lane % 4 * 8, values);
+    }
+  }
+}
+
+bool power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
+// Answers 0, or why the call cannot be.
+int read_call(const fuseline_linear& call, LinearArguments& a) {
+  const bool int4 = call.format == FUSELINE_WEIGHT_INT4;
+  if (call.format < FUSELINE_WEIGHT_16 || call.format > FUSELINE_WEIGHT_INT4) return FUSELINE_UNSUPPORTED;
+  if (call.m < 0 || call.n < 0 || call.k < 0) return FUSELINE_BAD_SIZE;
+  if (call.m > 0x3fffffff || call.n > 0x3fffffff || call.k > 0x3fffffff) return FUSELINE_UNSUPPORTED;
+  if (int4 && (call.group_size < 32 || !power_of_two(call.group_size))) return FUSELINE_UNSUPPORTED;
+  if (offset_in_vector(call.weight)) return FUSELINE_UNSUPPORTED;
+  a.x = static_cast<const char*>(call.x), a.weight = static_cast<const char*>(call.weight);
+  a.scales = call.scales, a.zeros = static_cast<const uint16_t*>(call.zeros);
+  a.bias = static_cast<const char*>(call.bias), a.y = static_cast<char*>(call.y);
+  a.x_stride = 2 * call.x_stride, a.weight_stride = 2 * call.weight_stride;
+  a.m = int(call.m), a.n = int(call.n), a.k = int(call.k);
+  a.tiles = int(divide_up(call.n, kTileRows)), a.chunks = int(divide_up(call.k, kTileColumns));
+  a.groups = int4 ? int(divide_up(call.k, call.group_size)) : 1;
+  a.group_shift = 0;
+  while (int4 && (int64_t(32) << a.group_shift) < call.group_size) ++a.group_shift;
+  return 0;
+}
+
+}  // namespace
+}  // namespace fuseline
+
+using namespace fuseline;
+
+int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
+  LinearArguments a{};
+  const int refused = read_call(*call, a);
+  if (refused) return refused;
+  if (call->dtype != FUSELINE_FLOAT16 && call->dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
+  if (call->m == 0 || call->n == 0) return 0;
+  a.x_vectors = call->k % 8 == 0 && call->x_stride % 8 == 0 && offset_in_vector(call->x) == 0;
+  switch (call->format) {
+    case FUSELINE_WEIGHT_INT8:
+      return launch_linear_int8(a, *call, stream);
+    case FUSELINE_WEIGHT_INT4:
+      return launch_linear_int4(a, *call, stream);
+    default:
+      if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
+      return launch_linear_16(a, *call, stream);
+  }
+}
+
+int fuseline_dequantize(const fuseline_linear* call, void* stream) {
+  LinearArguments a{};
+  const int refused = read_call(*call, a);
+  if (refused) return refused;
+  if (call->format == FUSELINE_WEIGHT_16) return FUSELINE_UNSUPPORTED;
+  if (call->n == 0 || call->k == 0) return 0;
+  return with_dtype(call->dtype, [&](auto element) -> int {
+    using T = decltype(element);
+    a.x_vectors = call->k % kVector<T> == 0 && offset_in_vector(call->y) == 0;
+    const bool int8 = call->format == FUSELINE_WEIGHT_INT8;
+    const int64_t vectors = int64_t(a.tiles) * a.chunks * kWarp * (int8 ? 2 : 1);
+    return launch(int8 ? dequantize_int8_kernel<T> : dequantize_int4_kernel<T>, a, divide_up(vectors, kLinearThreads),
+                  dim3(kLinearThreads), 0, 1, stream);
+  });
+}

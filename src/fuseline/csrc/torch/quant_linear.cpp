@@ -1,0 +1,383 @@
+// Linear layers with quantized weights, or plain ones read at full bandwidth for few rows, and the gradient to x.
+//
+// Formats: "int8" and "int4" in the kernels' layout (kernels/fuseline_quant.h), and "plain", the [N, K] weight of
+// torch.nn.Linear in x's dtype. The kernels take up to `kernel_rows` rows of activations; more rows, float32 activations
+// on CUDA, and the backward go over the dequantized weight and torch's matrix product.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "cpu/quant_linear.h"
+#include "fuseline_quant.h"
+#include "fuseline_torch.h"
+
+namespace fuseline {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kName = "quant_linear";
+
+// Beyond it the weight is dequantized once for all rows.
+constexpr int64_t cpu_kernel_rows = 16;
+
+// The weight: all arguments but x and bias.
+struct Weight {
+    const Tensor& weight;
+    const OptionalTensor& scales;
+    const OptionalTensor& zeros;
+    int64_t out_features;
+    c10::string_view format;
+    int64_t group_size;
+
+    bool plain() const { return format == "plain"; }
+    bool int4() const { return format == "int4"; }
+    int code() const { return plain() ? FUSELINE_WEIGHT_16 : int4() ? FUSELINE_WEIGHT_INT4 : FUSELINE_WEIGHT_INT8; }
+};
+
+#define FUSELINE_WEIGHT_PARAMETERS \
+    const Tensor &weight, const OptionalTensor &scales, const OptionalTensor &zeros
+#define FUSELINE_FORMAT_PARAMETERS int64_t out_features, c10::string_view format, int64_t group_size
+#define FUSELINE_WEIGHT \
+    Weight { weight, scales, zeros, out_features, format, group_size }
+
+Tensor forward_op(const Tensor& x, const Weight& w, const OptionalTensor& bias) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+               int64_t, c10::string_view, int64_t)>();
+    return op.call(x, w.weight, w.scales, w.zeros, bias, w.out_features, w.format, w.group_size);
+}
+
+Tensor backward_op(const Tensor& grad_out, const Weight& w, c10::SymInt in_features) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear_backward", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, int64_t,
+               c10::string_view, int64_t)>();
+    return op.call(grad_out, w.weight, w.scales, w.zeros, in_features, w.out_features, w.format, w.group_size);
+}
+
+// Inside a kernel dtypes are what they are, whatever autocast says.
+struct NoAutocast {
+    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+c10::SymInt rounded(const c10::SymInt& value, int64_t by) { return (value + (by - 1)) / by; }
+
+void check_on(const Tensor& given, const char* name, const Tensor& x) {
+    TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ",
+                      x.device(), ".");
+}
+
+void check_groups(const Weight& w, const c10::SymInt& K) {
+    const int64_t g = w.group_size;
+    TORCH_CHECK_VALUE(g >= 32 && (g & (g - 1)) == 0, kName, ": group_size is ", g,
+                      "; groups are 32, 64, 128 or another power of two.");
+    const auto fits = [&](const Tensor& t) {
+        return t.dim() == 4 && t.sym_size(0) == (w.out_features + 15) / 16 && t.sym_size(1) == rounded(K, g) &&
+               t.sym_size(2) == 8 && t.sym_size(3) == 2;
+    };
+    TORCH_CHECK_VALUE(fits(*w.scales), kName, ": scales have shape ", w.scales->sym_sizes(), " for ", w.out_features,
+                      " features and ", K, " inputs in groups of ", g, "; they are [tiles, groups, 8, 2].");
+    if (!w.zeros.has_value()) return;
+    TORCH_CHECK_TYPE(w.zeros->scalar_type() == at::kByte, kName, ": zeros are ", w.zeros->scalar_type(),
+                     "; they are uint8.");
+    TORCH_CHECK_VALUE(fits(*w.zeros), kName, ": zeros have shape ", w.zeros->sym_sizes(), " and scales ",
+                      w.scales->sym_sizes(), "; they are alike.");
+}
+
+void check_weight(const Tensor& x, const c10::SymInt& K, const Weight& w) {
+    TORCH_CHECK_VALUE(w.plain() || w.int4() || w.format == "int8", kName, ": format is '", w.format,
+                      "'; it is 'int8', 'int4' or 'plain'.");
+    TORCH_CHECK_VALUE(w.out_features >= 0, kName, ": out_features is ", w.out_features, ".");
+    check_on(w.weight, "weight", x);
+    if (w.plain()) {
+        TORCH_CHECK_VALUE(w.weight.dim() == 2 && w.weight.sym_size(0) == w.out_features && w.weight.sym_size(1) == K,
+                          kName, ": weight has shape ", w.weight.sym_sizes(), " for ", w.out_features,
+                          " features and x with ", K, " inputs; it is [out_features, inputs].");
+        TORCH_CHECK_TYPE(w.weight.scalar_type() == x.scalar_type(), kName, ": weight is ", w.weight.scalar_type(),
+                         " and x ", x.scalar_type(), "; a plain weight has x's dtype.");
+        return;
+    }
+    TORCH_CHECK_TYPE(w.weight.scalar_type() == at::kByte, kName, ": weight is ", w.weight.scalar_type(),
+                     "; a packed one is uint8.");
+    const int64_t tile_bytes = w.int4() ? 512 : 1024;
+    TORCH_CHECK_VALUE(w.weight.dim() == 3 && w.weight.sym_size(0) == (w.out_features + 15) / 16 &&
+                          w.weight.sym_size(1) == rounded(K, 64) && w.weight.sym_size(2) == tile_bytes,
+                      kName, ": weight has shape ", w.weight.sym_sizes(), " for ", w.out_features, " features and x with ",
+                      K, " inputs; ", w.format, " is packed to [features / 16, inputs / 64, ", tile_bytes,
+                      "], rounded up.");
+    TORCH_CHECK_VALUE(w.scales.has_value(), kName, ": ", w.format, " has scales, and none are given.");
+    check_on(*w.scales, "scales", x);
+    TORCH_CHECK_TYPE(w.scales->is_floating_point(), kName, ": scales are ", w.scales->scalar_type(), ".");
+    TORCH_CHECK_VALUE(w.int4() || !w.zeros.has_value(), kName, ": zero points go with int4, not with ", w.format, ".");
+    if (w.zeros.has_value()) check_on(*w.zeros, "zeros", x);
+    if (w.int4()) return check_groups(w, K);
+    TORCH_CHECK_VALUE(w.scales->dim() == 1 && w.scales->sym_size(0) == w.out_features, kName, ": scales have shape ",
+                      w.scales->sym_sizes(), " for ", w.out_features, " features; int8 has one for each.");
+}
+
+void check(const Tensor& x, const Weight& w, const OptionalTensor& bias) {
+    cpu_type(x, kName);
+    TORCH_CHECK_VALUE(x.dim() >= 1, kName, ": x has no dimensions; it is [.., inputs].");
+    check_weight(x, x.sym_size(-1), w);
+    if (!bias.has_value()) return;
+    check_on(*bias, "bias", x);
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == w.out_features, kName, ": bias has shape ",
+                      bias->sym_sizes(), " for ", w.out_features, " features.");
+    TORCH_CHECK_TYPE(bias->scalar_type() == x.scalar_type(), kName, ": bias is ", bias->scalar_type(), " and x ",
+                     x.scalar_type(), "; they are of one dtype.");
+}
+
+c10::SymDimVector output_sizes(const Tensor& x, const c10::SymInt& last) {
+    c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+    sizes.back() = last;
+    return sizes;
+}
+
+int64_t count_rows(const Tensor& x) {
+    int64_t rows = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+    return rows;
+}
+
+// ---- CPU ----
+
+// The weight with scales in float, held while a task reads it.
+struct WeightOnCpu {
+    Tensor weight, scales;
+    OptionalTensor zeros;
+    cpu::QuantWeights task;
+
+    WeightOnCpu(const Weight& w, int64_t K)
+        : weight(w.weight.contiguous()), scales(w.scales->to(at::kFloat).contiguous()), zeros(contiguous(w.zeros)) {
+        task = {weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
+                static_cast<const uint8_t*>(data_or_null(zeros)), w.out_features, K, w.int4() ? w.group_size : 0,
+                w.int4()};
+    }
+    int64_t tiles() const { return (task.n + cpu::tile_rows - 1) / cpu::tile_rows; }
+};
+
+Tensor dequantize_cpu(const Weight& w, int64_t K, at::ScalarType type) {
+    if (w.plain()) return w.weight;
+    static const auto dequantize = FUSELINE_PICK(cpu::dequantize);
+    const WeightOnCpu on(w, K);
+    const bool is_double = type == at::kDouble;
+    const Tensor to = at::empty({w.out_features, K}, on.scales.options().dtype(is_double ? at::kDouble : at::kFloat));
+    const cpu::Dequantize task{on.task, to.data_ptr(), is_double};
+    at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows),
+                     [&](int64_t begin, int64_t end) { dequantize(task, begin, end); });
+    return to.to(type);
+}
+
+Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
+                        FUSELINE_FORMAT_PARAMETERS) {
+    const NoAutocast exact;
+    const Weight w = FUSELINE_WEIGHT;
+    check(x, w, bias);
+    const int64_t K = x.size(-1), M = count_rows(x);
+    if (w.plain() || M > cpu_kernel_rows || x.scalar_type() == at::kDouble) {
+        const auto wide = w.plain() ? x.scalar_type() : accumulator_type(x.scalar_type());
+        const auto shift = bias.has_value() ? OptionalTensor(bias->to(wide)) : std::nullopt;
+        return at::linear(x.to(wide), dequantize_cpu(w, K, wide), shift).to(x.scalar_type());
+    }
+    static const auto rows = FUSELINE_PICK(cpu::quant_linear);
+    const WeightOnCpu on(w, K);
+    const Tensor wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
+    wide.narrow(1, 0, K).copy_(x.reshape({M, K}));
+    Tensor y = at::empty({M, out_features}, on.scales.options());
+    const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), y.data_ptr<float>(), M};
+    at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows), [&](int64_t begin, int64_t end) {
+        const std::unique_ptr<float[]> scratch(new float[task.scratch()]);
+        rows(task, begin, end, scratch.get());
+    });
+    if (bias.has_value()) y.add_(bias->to(at::kFloat));
+    return y.to(x.scalar_type()).view_symint(output_sizes(x, out_features));
+}
+
+Tensor backward_cpu(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
+                    FUSELINE_FORMAT_PARAMETERS) {
+    const NoAutocast exact;
+    const Weight w = FUSELINE_WEIGHT;
+    check_weight(grad_out, in_features, w);
+    const int64_t K = in_features.expect_int();
+    const auto wide = w.plain() ? grad_out.scalar_type() : accumulator_type(grad_out.scalar_type());
+    return at::matmul(grad_out.to(wide), dequantize_cpu(w, K, wide)).to(grad_out.scalar_type());
+}
+
+// ---- CUDA ----
+
+// A contiguous tensor that starts at a multiple of 16 bytes.
+Tensor aligned(const Tensor& x) {
+    const Tensor flat = x.contiguous();
+    return reinterpret_cast<uintptr_t>(flat.const_data_ptr()) % 16 == 0 ? flat : flat.clone();
+}
+
+// The weight as a kernel takes it, held while it is queued.
+struct WeightOnCuda {
+    Tensor weight;
+    OptionalTensor scales, zeros;
+
+    explicit WeightOnCuda(const Weight& w) : weight(aligned(w.weight)) {
+        if (!w.plain()) scales = aligned(w.scales->to(w.int4() ? at::kBFloat16 : at::kFloat));
+        if (w.zeros.has_value()) zeros = aligned(*w.zeros);
+    }
+    fuseline_linear call(const Weight& w, int64_t K, int dtype) const {
+        fuseline_linear call{};
+        call.format = w.code(), call.dtype = dtype;
+        call.weight = weight.const_data_ptr(), call.scales = data_or_null(scales), call.zeros = data_or_null(zeros);
+        call.n = w.out_features, call.k = K, call.weight_stride = K, call.group_size = w.group_size;
+        return call;
+    }
+};
+
+Tensor dequantize_cuda(const Weight& w, int64_t K, const Tensor& like) {
+    if (w.plain()) return w.weight;
+    const WeightOnCuda on(w);
+    Tensor to = at::empty({w.out_features, K}, like.options());
+    fuseline_linear call = on.call(w, K, kernel_dtype(like, kName));
+    call.y = to.data_ptr();
+    static const auto launch = FUSELINE_KERNEL(fuseline_dequantize);
+    check_launch(launch(&call, current_stream(like)), kName);
+    return to;
+}
+
+// Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster.
+int64_t kernel_rows(const Weight& w) { return w.plain() ? 32 : 128; }
+
+Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
+                         FUSELINE_FORMAT_PARAMETERS) {
+    const NoAutocast exact;
+    const Weight w = FUSELINE_WEIGHT;
+    check(given, w, bias);
+    const c10::DeviceGuard guard(given.device());
+    const int64_t K = given.size(-1), M = count_rows(given);
+    const bool half = given.scalar_type() == at::kHalf || given.scalar_type() == at::kBFloat16;
+    if (!half || M > kernel_rows(w) || (w.plain() && K % 8 != 0)) {
+        return at::linear(given, dequantize_cuda(w, K, given), bias);
+    }
+    Tensor y = at::empty_symint(output_sizes(given, out_features), given.options());
+    if (y.numel() == 0) return y;
+    // Rows with unit stride at one distance: a slice of a batch needs no copy.
+    const Tensor x = given.dim() == 2 && given.stride(1) == 1 ? given : given.reshape({M, K}).contiguous();
+    const OptionalTensor shift = contiguous(bias);
+    const WeightOnCuda on(w);
+    fuseline_linear call = on.call(w, K, kernel_dtype(x, kName));
+    call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
+    call.m = M, call.x_stride = x.stride(0);
+    static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
+    check_launch(launch(&call, current_stream(x)), kName);
+    return y;
+}
+
+Tensor backward_cuda(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
+                     FUSELINE_FORMAT_PARAMETERS) {
+    const NoAutocast exact;
+    const Weight w = FUSELINE_WEIGHT;
+    check_weight(grad_out, in_features, w);
+    const c10::DeviceGuard guard(grad_out.device());
+    return at::matmul(grad_out, dequantize_cuda(w, in_features.expect_int(), grad_out));
+}
+
+// ---- Meta and Autograd ----
+
+Tensor quant_linear_meta(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
+                         FUSELINE_FORMAT_PARAMETERS) {
+    check(x, FUSELINE_WEIGHT, bias);
+    return at::empty_symint(output_sizes(x, out_features), x.options());
+}
+
+Tensor backward_meta(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
+                     FUSELINE_FORMAT_PARAMETERS) {
+    check_weight(grad_out, in_features, FUSELINE_WEIGHT);
+    return at::empty_symint(output_sizes(grad_out, in_features), grad_out.options());
+}
+
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+struct QuantLinear : torch::autograd::Function<QuantLinear> {
+    static constexpr bool is_traceable = true;
+
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Weight& w, const OptionalTensor& bias) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        ctx->saved_data["in_features"] = x.sym_size(-1);
+        ctx->saved_data["out_features"] = w.out_features;
+        ctx->saved_data["format"] = std::string(w.format);
+        ctx->saved_data["group_size"] = w.group_size;
+        ctx->save_for_backward({w.weight, w.scales.value_or(Tensor()), w.zeros.value_or(Tensor())});
+        return forward_op(x, w, bias);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const OptionalTensor scales = optional(saved[1]), zeros = optional(saved[2]);
+        const std::string format = ctx->saved_data["format"].toStringRef();
+        const Weight w{saved[0], scales, zeros, ctx->saved_data["out_features"].toInt(), format,
+                       ctx->saved_data["group_size"].toInt()};
+        return {backward_op(grads[0], w, ctx->saved_data["in_features"].toSymInt()), Tensor(), Tensor()};
+    }
+};
+
+Tensor quant_linear_autograd(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
+                             FUSELINE_FORMAT_PARAMETERS) {
+    const Weight w = FUSELINE_WEIGHT;
+    if (at::GradMode::is_enabled()) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(weight) && !wants_grad(scales) && !wants_grad(bias), kName,
+                                    ": the weight, its scales and the bias are frozen here, and one of them requires a "
+                                    "gradient. Detach it, or use torch.nn.functional.linear.");
+        if (wants_grad(x)) {
+            check(x, w, bias);
+            return QuantLinear::apply(x, w, bias);
+        }
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_op(x, w, bias);
+}
+
+Tensor backward_autograd(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
+                         FUSELINE_FORMAT_PARAMETERS) {
+    const Tensor result = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, FUSELINE_WEIGHT, in_features);
+    }();
+    const bool tracked = at::GradMode::is_enabled() && wants_grad(grad_out);
+    return tracked ? NoSecondDerivative::apply(result, grad_out, grad_out, std::string(kName)) : result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("quant_linear(Tensor x, Tensor weight, Tensor? scales=None, Tensor? zeros=None, Tensor? bias=None, *, "
+          "int out_features, str format=\"int8\", int group_size=0) -> Tensor",
+          {at::Tag::pt2_compliant_tag});
+    m.def("quant_linear_backward(Tensor grad_out, Tensor weight, Tensor? scales, Tensor? zeros, *, SymInt in_features, "
+          "int out_features, str format, int group_size) -> Tensor",
+          {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("quant_linear", quant_linear_cpu);
+    m.impl("quant_linear_backward", backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("quant_linear", quant_linear_cuda);
+    m.impl("quant_linear_backward", backward_cuda);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("quant_linear", quant_linear_meta);
+    m.impl("quant_linear_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("quant_linear", quant_linear_autograd);
+    m.impl("quant_linear_backward", backward_autograd);
+}
+
+}  // namespace fuseline
