@@ -1,0 +1,73 @@
+"""q, k, v and masks in the form that torch's fused kernels take."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from fuseline.ops.attention.call import Call
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its rows do not begin at multiples of 16 bytes: kernels load whole pieces."""
+    piece = 16 // x.element_size()
+    is_aligned = (
+        x.stride(-1) == 1
+        and x.storage_offset() % piece == 0
+        and all(x.stride(i) % piece == 0 for i in range(x.dim() - 1) if x.shape[i] != 1)
+    )
+    return x if is_aligned else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+
+
+def with_all_heads(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v with a head for each of q's: repeated in memory, but where there is one, which is expanded."""
+    B, H, _, D = call.q.shape
+    H_kv, S = call.k.shape[1:3]
+    if H_kv == H:
+        return call.k, call.v
+    if H_kv == 1:
+        return call.k.expand(B, H, S, D), call.v.expand(B, H, S, D)
+    return call.k.repeat_interleave(H // H_kv, 1), call.v.repeat_interleave(H // H_kv, 1)
+
+
+def bias(call: Call, *, with_limits: bool, lowest: float = -math.inf) -> torch.Tensor | None:
+    """What is added to the scores, in q's dtype and 4 dimensions: the mask, and with `with_limits` what
+    causality, windows and packing hide. Hidden keys get `lowest`."""
+    limits = call.limits() if with_limits else None
+    mask = call.mask
+    if mask is None and limits is None:
+        return None
+    if mask is None or mask.dtype == torch.bool:
+        seen = limits if mask is None else mask if limits is None else mask & limits
+        if seen is None:
+            return None
+        if seen.dim() == 2:
+            seen = seen[None, None]
+        return torch.zeros((), dtype=call.q.dtype, device=seen.device).masked_fill(~seen, lowest)
+    mask = mask.to(call.q.dtype)
+    if lowest != -math.inf:
+        mask = mask.clamp(min=lowest)
+    return mask if limits is None else mask.masked_fill(~limits, lowest)
+
+
+def in_pieces(bias_BHTS: torch.Tensor, S: int) -> torch.Tensor:
+    """A bias whose rows are S long and begin at multiples of 16 bytes."""
+    rows = bias_BHTS.expand(*bias_BHTS.shape[:3], S)
+    piece = 16 // rows.element_size()
+    if rows.stride(-1) == 1 and rows.storage_offset() % piece == 0:
+        strides = [rows.stride(i) for i in range(3) if rows.shape[i] != 1]
+        if all(stride % piece == 0 for stride in strides) and S % piece == 0:
+            return rows
+    return F.pad(rows, (0, -S % 16))[..., :S] if S % 16 else rows.contiguous().clone()
+
+
+def unseeing(call: Call) -> torch.Tensor | None:
+    """[.., .., T, 1], True for rows that see nothing; None where every row is known to see something."""
+    limits = call.limits()
+    mask = call.mask
+    if mask is None:
+        return None if limits is None else ~limits.any(-1, keepdim=True)
+    seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    return ~(seen if limits is None else seen & limits).any(-1, keepdim=True)

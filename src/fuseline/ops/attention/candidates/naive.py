@@ -1,0 +1,60 @@
+"""The formula as it is taught: scores and weights in memory. Where the climb begins; never picked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from fuseline.ops.attention.call import Call
+from fuseline.ops.attention.candidate import Attended, Candidate, refuse_dtype, refuse_extras
+from fuseline.ops.attention.candidates.arguments import with_all_heads
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.softmax import softmax
+
+
+def _supports(problem: Problem) -> str | None:
+    return refuse_dtype(problem) or refuse_extras(problem, "soft_cap", "sinks", "seed", "lse")
+
+
+def _naive(call: Call) -> Attended:
+    """As the paper writes it: scale after the product, a mask filled in, torch's softmax. Rows that see
+    nothing are NaN, as there."""
+    k, v = with_all_heads(call)
+    scores = (call.q @ k.transpose(-2, -1)) * call.softmax_scale
+    if call.mask is not None:
+        scores = (
+            scores.masked_fill(~call.mask, -math.inf)
+            if call.mask.dtype == torch.bool
+            else scores + call.mask.to(scores.dtype)
+        )
+    limits = call.limits()
+    if limits is not None:
+        scores = scores.masked_fill(~limits, -math.inf)
+    weights = F.dropout(torch.softmax(scores, dim=-1), call.dropout_p)
+    return weights @ v, None
+
+
+def _naive_fused(call: Call) -> Attended:
+    """The same with scale, mask and softmax in one pass over the scores."""
+    k, v = with_all_heads(call)
+    scores = call.q @ k.transpose(-2, -1)
+    mask = call.mask
+    is_causal = call.causal == "bottom_right" and call.cu_seqlens_q is None and call.window_left < 0
+    limits = None if is_causal else call.limits()
+    if limits is not None:
+        if mask is None:
+            mask = limits
+        else:
+            mask = mask & limits if mask.dtype == torch.bool else mask.masked_fill(~limits, -math.inf)
+    weights = softmax(scores, scale=call.softmax_scale, causal=is_causal, mask=mask)
+    return F.dropout(weights, call.dropout_p) @ v, None
+
+
+NAIVE = Candidate(
+    "naive", "the formula in torch's operators", _supports, _naive, is_offered=False, is_linear=False
+)
+NAIVE_FUSED = Candidate(
+    "naive_fused", "the formula over ops.softmax", _supports, _naive_fused, is_offered=False, is_linear=False
+)

@@ -1,0 +1,239 @@
+"""The choice of a candidate for a call: what was asked for, what was measured, what neighbours say, a rule.
+
+In this order: a name given to the call; `picker.use`; the environment's FUSELINE_ATTENTION; the fastest as
+measured on this machine, then in the package's table; the one that did best on the nearest measured problems;
+`rule.py`. Under torch.compile the choice is made while tracing: from static shapes as in eager mode, from
+shapes that vary by the rule.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.ops.attention import kept, rule
+from fuseline.ops.attention.call import Call
+from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tables import Entry, slowdowns
+
+PICK = "pick"
+VARIABLE = "FUSELINE_ATTENTION"
+_UNKNOWN_LENGTH = 1024
+_UNKNOWN_BATCH = 8
+_UNKNOWN_HEADS = 8
+_UNKNOWN_DROPOUT = 0.1
+_MOST_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen and why. `refused` has a reason for every candidate that was not free to be chosen,
+    `times_us` what was measured of this very problem, `slowdowns` what neighbours say: times over the
+    fastest."""
+
+    problem: Problem
+    name: str
+    why: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+    times_us: Mapping[str, float] = field(default_factory=dict)
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Settings:
+    """What `picker.use` and `picker.forbid` set, for the whole process."""
+
+    used: tuple[str, ...] = ()
+    forbidden: tuple[str, ...] = ()
+
+
+SETTINGS = Settings()
+_remembered: dict[tuple[Any, ...], str] = {}
+
+
+def names() -> tuple[str, ...]:
+    """What `backend=` takes."""
+    return (PICK, *CANDIDATES)
+
+
+def choose(call: Call, backend: str) -> str:
+    """The candidate that runs the call."""
+    if backend != PICK and backend not in CANDIDATES:
+        raise unknown_name("attention backend", backend, names())
+    used, forbidden = SETTINGS.used, SETTINGS.forbidden
+    if torch.compiler.is_compiling():
+        parts, is_dynamic = _with_stand_ins(call.parts())
+        return _choose_traced(*parts, backend, used, forbidden, is_dynamic)
+    problem = call.problem()
+    key = (problem, backend, used, forbidden, os.environ.get(VARIABLE))
+    found = _remembered.get(key)
+    if found is None:
+        found = decide(problem, backend, used, forbidden).name
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = found
+    return found
+
+
+def forget() -> None:
+    """Choose anew: what was measured has changed."""
+    _remembered.clear()
+    kept.forget()
+
+
+def decide(
+    problem: Problem,
+    backend: str = PICK,
+    used: Sequence[str] = (),
+    forbidden: Sequence[str] = (),
+    is_dynamic: bool = False,
+    is_traced: bool = False,
+) -> Decision:
+    """The choice and its reasons.
+
+    Raises InputError if what was asked for does not do the problem, or nothing does.
+    """
+    refused = {name: reason for name, c in CANDIDATES.items() if (reason := c.refuses(problem))}
+    if is_traced:
+        refused.update({n: "torch.compile cannot trace it" for n, c in CANDIDATES.items() if not c.traces})
+    if backend != PICK:
+        if backend in refused:
+            raise InputError(
+                f"attention: {backend} does not run here: {refused[backend]}. {_others(refused)}"
+            )
+        return Decision(problem, backend, "the call names it", refused)
+    wished, banned, source = _wishes(used, forbidden)
+    banned_by = dict.fromkeys(banned, f"{source} forbids it")
+    if wished:
+        able = [name for name in wished if name not in refused and name not in banned_by]
+        if not able:
+            reasons = "; ".join(f"{n}: {refused.get(n) or banned_by[n]}" for n in wished)
+            raise InputError(f"attention: of what {source} asks for, nothing runs here ({reasons}).")
+        others = {n: f"{source} asks for {', '.join(wished)}" for n in CANDIDATES if n not in wished}
+        if len(able) == 1:
+            return Decision(problem, able[0], f"{source} asks for it", {**others, **refused})
+        return _best(problem, able, {**others, **banned_by, **refused}, is_dynamic)
+    free = {name: "it runs on request" for name, c in CANDIDATES.items() if not c.is_offered}
+    reasons_all = {**free, **banned_by, **refused}
+    able = [name for name in CANDIDATES if name not in reasons_all]
+    if not able:
+        raise InputError(f"attention: nothing runs {problem}: {_said(reasons_all)}.")
+    return _best(problem, able, reasons_all, is_dynamic)
+
+
+def _best(problem: Problem, able: Sequence[str], refused: Mapping[str, str], is_dynamic: bool) -> Decision:
+    """The fastest known of `able`."""
+    if not is_dynamic:
+        gpu = kept.gpu_name(problem.device)
+        tables = ((kept.kept(gpu), "measured on this machine"), (kept.shipped(gpu), "in the package's table"))
+        for table, where in tables:
+            entry = table.find(problem)
+            known = {} if entry is None else {n: t for n, t in entry.times_us.items() if n in able}
+            if known:
+                name = min(known, key=lambda n: known[n])
+                return Decision(problem, name, f"the fastest {where}", refused, known)
+        # What compiles for seconds is taken for this very problem only.
+        calm = [name for name in able if not CANDIDATES[name].compiles]
+        for table, where in tables:
+            near = table.neighbours(problem, calm)
+            judged = slowdowns(near, calm)
+            if judged:
+                name = min(judged, key=lambda n: judged[n])
+                why = f"the fastest on the {len(near)} nearest problems {where}"
+                return Decision(problem, name, f"{why} ({_nearest(near)})", refused, slowdowns=judged)
+    preferred, why = rule.order(problem, is_dynamic)
+    name = next((n for n in preferred if n in able), able[0])
+    return Decision(problem, name, f"by rule, nothing near was measured: {why}", refused)
+
+
+def _nearest(near: Sequence[tuple[float, Entry]]) -> str:
+    apart, entry = near[0]
+    return f"the nearest {apart:.1f} doublings away: {entry.problem}"
+
+
+def _wishes(used: Sequence[str], forbidden: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """What is asked for and what forbidden, and by whom: the context manager before the environment."""
+    asked, banned = parse(os.environ.get(VARIABLE, ""))
+    if used:
+        return tuple(used), tuple(forbidden), "fuseline.picker"
+    return asked, (*banned, *forbidden), VARIABLE if asked or banned else "fuseline.picker"
+
+
+def parse(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names asked for and names forbidden of `flash,cudnn` or `-cudnn`."""
+    words = [word.strip() for word in text.split(",") if word.strip() and word.strip() != PICK]
+    for word in words:
+        check_name(word.removeprefix("-"))
+    asked = tuple(word for word in words if not word.startswith("-"))
+    return asked, tuple(word[1:] for word in words if word.startswith("-"))
+
+
+def check_name(name: str) -> None:
+    if name not in CANDIDATES:
+        raise unknown_name("attention candidate", name, CANDIDATES)
+
+
+def _others(refused: Mapping[str, str]) -> str:
+    able = [name for name, c in CANDIDATES.items() if c.is_offered and name not in refused]
+    return f"Take {PICK!r}" + (f", or one of {', '.join(able)}." if able else ".")
+
+
+def _said(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+def _choose_traced(*constants: Any) -> str:
+    *fields, backend, used, forbidden, is_dynamic = constants
+    return decide(Problem(*fields), backend, used, forbidden, is_dynamic, is_traced=True).name
+
+
+# Evaluated while torch.compile traces, with constants: what torch.compiler.assume_constant_result does,
+# without importing the compiler.
+_choose_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _branched(condition: bool) -> bool:
+    """The condition as a constant: traced, a comparison of sizes stays symbolic until something branches."""
+    if condition:  # noqa: SIM103
+        return True
+    return False
+
+
+def _with_stand_ins(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """A problem's parts with stand-ins for sizes that vary while tracing, and whether there are any."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    before, (batch, heads, kv_heads, T, S, D), after = parts[:2], parts[2:8], parts[8:]
+    direction_to_mask, (sequences, longest_q, longest_k) = after[:6], after[6:9]
+    (soft_cap, sinks, dropout_p), rest = after[9:12], after[12:]
+    is_dynamic = False
+    if not has_static_value(batch):
+        batch, is_dynamic = _UNKNOWN_BATCH, True
+    if not (has_static_value(T) and has_static_value(S)):
+        is_dynamic = True
+        if T == S:
+            T = S = _UNKNOWN_LENGTH
+        elif T < S:
+            T, S = T if has_static_value(T) else _UNKNOWN_LENGTH // 2, _UNKNOWN_LENGTH
+        else:
+            T, S = _UNKNOWN_LENGTH, S if has_static_value(S) else _UNKNOWN_LENGTH // 2
+    if sequences != 0:
+        known = [has_static_value(size) for size in (sequences, longest_q, longest_k)]
+        if not all(known):
+            sequences, longest_q, longest_k = _UNKNOWN_BATCH, _UNKNOWN_LENGTH, _UNKNOWN_LENGTH
+            is_dynamic = True
+    if not (has_static_value(heads) and has_static_value(kv_heads)):
+        heads, kv_heads = _UNKNOWN_HEADS, _UNKNOWN_HEADS if heads == kv_heads else _UNKNOWN_HEADS // 2
+    if not has_static_value(D):
+        D = (64 if D <= 128 else 256 if D <= 256 else 512) + (0 if D % 8 == 0 else 1)
+    if not has_static_value(dropout_p):
+        dropout_p = _UNKNOWN_DROPOUT if dropout_p > 0 else 0.0
+    sizes, packing = (batch, heads, kv_heads, T, S, D), (sequences, longest_q, longest_k)
+    numbers = (_branched(soft_cap), sinks, dropout_p)
+    return (*before, *sizes, *direction_to_mask, *packing, *numbers, *rest), is_dynamic

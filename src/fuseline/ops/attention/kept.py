@@ -1,0 +1,89 @@
+"""Where tables lie: those that ship with the package, by GPU, and what was measured on this machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import filelock
+import torch
+
+from fuseline import native
+from fuseline.errors import InputError
+from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
+from fuseline.version import __version__
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """The GPU's name as it stands in file names; None without one."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+@functools.cache
+def shipped(gpu: str | None) -> Table:
+    """The package's table for that GPU; an empty one where there is none."""
+    return Table() if gpu is None else Table.of(read_entries(SHIPPED / f"{gpu}.json"))
+
+
+def kept_file(gpu: str) -> Path:
+    """What was measured here with this GPU, torch and library: a change of any begins anew."""
+    versions = f"torch-{torch.__version__.split('+')[0]}-fuseline-{__version__}"
+    return native.cache_dir() / "attention" / f"{gpu}-{versions}.json"
+
+
+@functools.cache
+def kept(gpu: str | None) -> Table:
+    """What was measured on this machine; read once."""
+    if gpu is None:
+        return Table()
+    file = kept_file(gpu)
+    try:
+        return Table.of(read_entries(file))
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file} is not a table of attention times ({error}). Remove it; `fuseline tune` makes it again."
+        ) from error
+
+
+def keep(gpu: str, entries: Iterable[Entry]) -> Path:
+    """Add entries to what is kept, under a lock, and put the file in place whole."""
+    file = kept_file(gpu)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(file.with_name(file.name + ".lock")):
+            table = Table.of([*read_entries(file), *entries])
+            write(
+                file,
+                table.entries.values(),
+                {"gpu": gpu, "torch": torch.__version__, "fuseline": __version__},
+            )
+    except OSError as error:
+        raise InputError(
+            f"The measured times cannot be kept in {file} ({error.strerror or error}). "
+            "Name another folder in $FUSELINE_CACHE."
+        ) from error
+    forget()
+    return file
+
+
+def write(file: Path, entries: Iterable[Entry], about: dict[str, str]) -> None:
+    """Write a table; a reader sees the old file or the new one."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    with os.fdopen(descriptor, "w") as open_file:
+        open_file.write(as_text(entries, about))
+    os.replace(name, file)
+
+
+def forget() -> None:
+    """Read tables again when they are next asked for."""
+    shipped.cache_clear()
+    kept.cache_clear()
