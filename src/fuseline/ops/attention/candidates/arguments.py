@@ -13,12 +13,12 @@ from fuseline.ops.attention.call import Call
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its rows do not begin at multiples of 16 bytes: kernels load whole pieces."""
     piece = 16 // x.element_size()
-    is_aligned = (
-        x.stride(-1) == 1
-        and x.storage_offset() % piece == 0
-        and all(x.stride(i) % piece == 0 for i in range(x.dim() - 1) if x.shape[i] != 1)
-    )
-    return x if is_aligned else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+    if x.stride(-1) != 1 or any(x.stride(i) % piece for i in range(x.dim() - 1) if x.shape[i] != 1):
+        return x.contiguous()
+    # A trace does not know where a tensor begins; inductor aligns what it hands over.
+    if not torch.compiler.is_compiling() and x.storage_offset() % piece:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def with_all_heads(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +56,9 @@ def in_pieces(bias_BHTS: torch.Tensor, S: int) -> torch.Tensor:
     """A bias whose rows are S long and begin at multiples of 16 bytes."""
     rows = bias_BHTS.expand(*bias_BHTS.shape[:3], S)
     piece = 16 // rows.element_size()
-    if rows.stride(-1) == 1 and rows.storage_offset() % piece == 0:
-        strides = [rows.stride(i) for i in range(3) if rows.shape[i] != 1]
-        if all(stride % piece == 0 for stride in strides) and S % piece == 0:
-            return rows
-    return F.pad(rows, (0, -S % 16))[..., :S] if S % 16 else rows.contiguous().clone()
+    if S % piece:
+        return F.pad(rows, (0, -S % 16))[..., :S]
+    return aligned(rows)
 
 
 def unseeing(call: Call) -> torch.Tensor | None:
