@@ -4,7 +4,8 @@
 // read once for each table, in the order of the ids, and the gradient written. Limit: HBM bandwidth, for few tokens
 // the launches.
 //
-// Threads: forward as in elementwise.cuh, a row being a token. Backward sorts the ids (radix_sort.cuh, stable), so that
+// Threads: forward as in elementwise.cuh, a row being a token; of a table larger than the L2 keeps, a slice of the columns
+// is gathered for all tokens before the next. Backward sorts the ids (radix_sort.cuh, stable), so that
 // what goes to one row of the table stands together; a thread then adds up the columns of one access over kWindow
 // items in a row, in fp32, and writes each sum that begins and ends there. Sums that cross windows are left as fp32
 // rows, and a second kernel adds those up in order. No atomics on floats: the same bits each run, however often an id
@@ -12,6 +13,8 @@
 
 #include "device/philox.cuh"
 #include "device/radix_sort.cuh"
+
+#include <limits>
 
 namespace fuseline {
 namespace {
@@ -46,7 +49,8 @@ struct EmbeddingForward {
   int64_t rows, position_rows, n;
   Divisor period;
   Dropout dropout;
-  Walk walk;
+  Divisor slice;               // accesses of a row that a block reaches; the grid's y goes over the slices
+  int64_t items, row_factor, row_step;  // a thread's items are row_step apart
 };
 
 constexpr int kForwardRows = 4;
@@ -70,18 +74,18 @@ __device__ __forceinline__ Raw<T, kWide> gather(const void* table, int64_t row, 
 }
 
 template <class T, int kWide, bool kPositions>
-__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 3 : 4) embedding_forward(const EmbeddingForward a) {
+__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : 6) embedding_forward(const EmbeddingForward a) {
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
-  const uint32_t group = a.walk.positions.divide(thread);
-  const int64_t first = int64_t(thread - group * a.walk.positions.value) * kWide;
-  const int64_t item = int64_t(group) * a.walk.row_factor;
-  const int64_t items = a.walk.elements / a.walk.row_elements;
+  const uint32_t group = a.slice.divide(thread);
+  const int64_t first = (int64_t(blockIdx.y) * a.slice.value + thread - group * a.slice.value) * kWide;
+  if (first >= a.n) return;
+  const int64_t item = int64_t(group) * a.row_factor;
   const uint64_t seed = seed_of(a.dropout);
   int64_t tokens[kForwardRows], positions[kForwardRows];
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
-    const int64_t at = item + u * a.walk.row_step;
-    if (at >= items) continue;
+    const int64_t at = item + u * a.row_step;
+    if (at >= a.items) continue;
     tokens[u] = __ldg(a.tokens + at);
     if constexpr (kPositions) {
       const uint32_t within = uint32_t(at) - a.period.divide(uint32_t(at)) * a.period.value;
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 3 : 4) embeddi
   Raw<T, kWide> raw[kForwardRows], raw_position[kForwardRows];
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
-    if (item + u * a.walk.row_step >= items) continue;
+    if (item + u * a.row_step >= a.items) continue;
     raw[u] = gather<T, kWide>(a.table, tokens[u], a.rows, a.n, first);
     if constexpr (kPositions) {
       raw_position[u] = gather<T, kWide>(a.position_table, positions[u], a.position_rows, a.n, first);
@@ -99,8 +103,8 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 3 : 4) embeddi
   }
 #pragma unroll
   for (int u = 0; u < kForwardRows; ++u) {
-    const int64_t at = item + u * a.walk.row_step;
-    if (at >= items) continue;
+    const int64_t at = item + u * a.row_step;
+    if (at >= a.items) continue;
     float sum[kWide], multiplier[kWide];
     widen<T, kWide>(raw[u], sum);
     if constexpr (kPositions) {
@@ -286,6 +290,16 @@ int with_width(int64_t n, std::initializer_list<const void*> pointers, Run&& run
   return vectors ? run(std::integral_constant<int, kVector<T>>{}) : run(std::integral_constant<int, 1>{});
 }
 
+// Accesses of a row that are taken for all items before the next ones: so many that this part of the table stays in the
+// L2, and HBM is read once. 128 bytes at least.
+int64_t accesses_of_slice(int64_t rows, int64_t access_bytes) {
+  constexpr int64_t kResident = 16 << 20, kLeast = 128;
+  if (access_bytes < 16) return std::numeric_limits<int64_t>::max();
+  int64_t bytes = kLeast;
+  while (2 * bytes * rows <= kResident && bytes < (1 << 20)) bytes *= 2;
+  return bytes / access_bytes;
+}
+
 int zero(void* at, int64_t elements, int dtype, void* stream) {
   const size_t bytes = size_t(elements) * (dtype == FUSELINE_FLOAT32 ? 4 : 2);
   return int(cudaMemsetAsync(at, 0, bytes, static_cast<cudaStream_t>(stream)));
@@ -318,9 +332,14 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
     using T = decltype(type);
     return with_width<T>(n, {table, position_table, y}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
-      a.walk = plan_walk(items * n, n, kWide, kForwardRows, device);
+      const Walk walk = plan_walk(items * n, n, kWide, kForwardRows, device);
+      a.items = items, a.row_factor = walk.row_factor, a.row_step = walk.row_step;
+      const int64_t accesses = n / kWide, slice = std::min(accesses, accesses_of_slice(rows, kWide * sizeof(T)));
+      a.slice = Divisor(uint32_t(slice));
+      const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)), unsigned(divide_up(accesses, slice)));
       const auto kernel = position_table ? embedding_forward<T, kWide, true> : embedding_forward<T, kWide, false>;
-      return launch(kernel, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream);
+      kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
+      return int(cudaGetLastError());
     });
   });
 }
