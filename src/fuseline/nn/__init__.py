@@ -5,8 +5,10 @@ from fuseline.nn.branch import branch
 from fuseline.nn.embedding import Embedding
 from fuseline.nn.layer_norm import LayerNorm
 from fuseline.nn.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+from fuseline.nn.multihead_attention import MultiheadAttention
 from fuseline.nn.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, RMSNorm
 from fuseline.nn.rotary import RotaryEmbedding
+from fuseline.nn.self_attention import SelfAttention
 
 __all__ = [
     "GELU",
@@ -17,8 +19,10 @@ __all__ = [
     "GeGLU",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "MultiheadAttention",
     "RMSNorm",
     "RotaryEmbedding",
+    "SelfAttention",
     "SwiGLU",
     "branch",
 ]
