@@ -1,15 +1,15 @@
 """Multi-head self-attention whose heads share one projection, in three implementations behind one interface.
 
 Each head projects its own D = embed_dim / num_heads elements of a token to q, k and v, all heads with the
-same [D, D] weights and no bias. Scores are divided by the square root of the embedding size, not of the head's.
-The output projection has a bias:
+same [D, D] weights and no bias. Scores are divided by the square root of the embedding size, not of the
+head's. The output projection has a bias:
 
     q_h, k_h, v_h = x_h W_q^T, x_h W_k^T, x_h W_v^T
     out = concat_h(softmax(q_h k_h^T / sqrt(embed_dim), masked) v_h) W_out^T + b_out
 
 `python` is the formula in PyTorch's operators, `aten` the same as one op in C++ with its gradient derived by
-hand (docs/attention_backward.md), `fused` the kernels of `fuseline.ops.self_attention_layer` where they fit, and
-else `aten`.
+hand (docs/attention_backward.md), `fused` the kernels of `fuseline.ops.self_attention_layer` where they fit,
+and else `aten`.
 """
 
 from __future__ import annotations
