@@ -17,13 +17,15 @@ MODELS = ("llama", "windowed", "gpt", "torch-gpt")
 def made(name: str, **changes: Any) -> GPT | Llama:
     torch.manual_seed(0)
     model: GPT | Llama
-    if name == "llama":
+    if name == "wide":  # heads that the kernels know
+        model = Llama(preset("llama-tiny", head_dim=64, qk_norm=True, **changes))
+    elif name == "llama":
         model = Llama(preset("llama-tiny", **changes))
     elif name == "windowed":
         model = Llama(preset("llama-tiny", window=6, qk_norm=True, qkv_bias=True, tied=True, **changes))
     else:
-        norm = "fuseline" if name == "gpt" else "torch"
-        model = GPT(GPTConfig(256, 512, 2, 4, 64, vocab_multiple=96, norm=norm, **changes))
+        norm, width = "torch" if name == "torch-gpt" else "fuseline", 256 if name == "wide-gpt" else 64
+        model = GPT(GPTConfig(256, 512, 2, 4, width, vocab_multiple=96, norm=norm, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)

@@ -12,12 +12,13 @@ from fuseline.errors import InputError
 from fuseline.generation.choice import Sampling
 from fuseline.generation.decoder import Decoder
 from fuseline.generation.generate import generate, stream
-from fuseline.generation.static_cache import CacheShape, StaticCache, quantized
+from fuseline.generation.static_cache import CacheShape, StaticCache
 from fuseline.models.gpt import GPT
 from fuseline.models.llama import Llama
 from fuseline.models.llama_hugging_face import save_llama
+from fuseline.ops.decode_attention import quantized
 
-from .conftest import PROMPTS, made, recomputed
+from .conftest import MODELS, PROMPTS, made, recomputed
 
 SAMPLING = Sampling(0.8, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 
@@ -115,7 +116,7 @@ def test_small_caches_err_little(storage: str, bound: float) -> None:
 
 def test_the_cache_counts_its_bytes() -> None:
     for storage in ("model", "int8", "fp8"):
-        shape = CacheShape(2, 3, 4, 50, 16, torch.bfloat16, storage)
+        shape = CacheShape(2, 3, 8, 4, 50, 16, torch.bfloat16, storage)
         cache = StaticCache(shape, torch.device("cpu"))
         held = [cache.k, cache.v, cache.k_scales, cache.v_scales]
         assert shape.bytes == sum(t.nbytes for t in held if t is not None)
@@ -154,8 +155,9 @@ def test_decoders_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_recorded_steps_are_the_eager_ones_token_for_token(model: GPT | Llama) -> None:
-    model.cuda()
+@pytest.mark.parametrize("name", [*MODELS, "wide", "wide-gpt"])
+def test_recorded_steps_are_the_eager_ones_token_for_token(name: str) -> None:
+    model = made(name).cuda()
     expected = [recomputed(model, prompt, 140) for prompt in PROMPTS]
     for graphs in (False, True):
         assert generate(model, PROMPTS, 140, graphs=graphs) == expected
@@ -169,3 +171,5 @@ def test_small_caches_on_the_gpu(storage: str) -> None:
     model = made("llama")
     expected = generate(model, PROMPTS, 4, storage=storage)
     assert generate(model.cuda(), PROMPTS, 4, storage=storage) == expected
+    model = made("wide").to("cuda", torch.bfloat16)
+    assert len(generate(model, PROMPTS, 40, storage=storage)[2]) == 40

@@ -37,6 +37,8 @@ class Shape(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def num_heads(self) -> int: ...
+    @property
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
@@ -98,6 +100,7 @@ class Decoder:
         shape = CacheShape(
             config.num_layers,
             batch,
+            config.num_heads,
             config.num_kv_heads,
             capacity,
             config.head_dim,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.heads import Heads, causal, merged, scaled_dot_product
+from fuseline.ops import LayerCache, decode_attention
+from fuseline.ops.decode_attention import quantized
 
 STORAGES = ("model", "int8", "fp8")
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class CacheShape:
 
     num_layers: int
     batch: int
+    num_heads: int
     num_kv_heads: int
     capacity: int
     head_dim: int
@@ -64,7 +66,20 @@ class StaticCache:
         self.k_scales = torch.zeros(sizes, device=device) if quantized else None
         self.v_scales = torch.zeros(sizes, device=device) if quantized else None
         self.lengths_B = torch.zeros(shape.batch, dtype=torch.int64, device=device)
+        # Where blocks of a kernel that share a row's positions count themselves; zero between launches.
+        self._arrivals = torch.zeros(shape.batch * shape.num_heads, dtype=torch.int32, device=device)
         self.rows_B1 = torch.arange(shape.batch, device=device).unsqueeze(1)
+
+    def layer(self, layer: int) -> LayerCache:
+        """One layer's part, views all."""
+        return LayerCache(
+            self.k[layer],
+            self.v[layer],
+            self.lengths_B,
+            None if self.k_scales is None else self.k_scales[layer],
+            None if self.v_scales is None else self.v_scales[layer],
+            self._arrivals,
+        )
 
     def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, positions_BT: Tensor) -> None:
         """Keep those of T positions of each row; nothing may lie past the capacity."""
@@ -110,15 +125,6 @@ class StaticCache:
         held_BKSD.transpose(1, 2)[self.rows_B1, positions_BT] = new_BKTD.transpose(1, 2)
 
 
-def quantized(x_BKTD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in 8 bits, and the scales [B, K, T] that give it back: each head's largest takes the whole range."""
-    largest = _LARGEST[dtype]
-    wide = x_BKTD.float()
-    scales_BKT = wide.abs().amax(-1) / largest
-    scaled = wide / scales_BKT.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales_BKT
-
-
 class Beginning:
     """The `Attend` of prompts, which begin at position 0: rows `first_row` and on of the cache are filled."""
 
@@ -143,6 +149,20 @@ class Continuation:
         self._keep: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
+        if heads.fused and qkv_BTN.shape[1] == 1:
+            y_BC = decode_attention(
+                qkv_BTN[:, 0],
+                self._cache.layer(layer),
+                heads=heads.num_heads,
+                count=self._count,
+                cos=heads.cos,
+                sin=heads.sin,
+                q_norm=heads.q_norm,
+                k_norm=heads.k_norm,
+                eps=heads.eps,
+                window=heads.window,
+            )
+            return y_BC.unsqueeze(1)
         q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN, self.positions_BT)
         self._cache.write(layer, k_BHTD, v_BHTD, self.positions_BT)
         k_BKSD, v_BKSD = self._cache.read(layer, self._count)

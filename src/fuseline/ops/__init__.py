@@ -8,6 +8,7 @@ from fuseline.ops.add_norm import add_layer_norm, add_rms_norm
 from fuseline.ops.attention import backends as attention_backends
 from fuseline.ops.attention.attention import attention
 from fuseline.ops.cross_entropy import cross_entropy
+from fuseline.ops.decode_attention import LayerCache, decode_attention
 from fuseline.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
@@ -24,12 +25,14 @@ from fuseline.ops.swiglu import swiglu
 
 __all__ = [
     "Case",
+    "LayerCache",
     "Op",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
     "attention_backends",
     "cross_entropy",
+    "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embedding",
