@@ -1,0 +1,213 @@
+"""The device times of all candidates on one problem.
+
+Each candidate runs inside a CUDA graph, so that times are the device's and not the host's, after the L2 was
+overwritten; the candidates take turns. One that is far behind after its first run is timed no further. On a
+CPU calls are timed as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.draw import Drawn, draw
+from fuseline.ops.attention.problem import Problem
+from fuseline.timing import summarize
+
+FLUSH_BYTES = 96 * 2**20  # more than any L2
+BEHIND = 3.0
+MOST_SCORES = 2**28  # of what holds [B, H, T, S]; more is neither fast nor does it fit
+LONGEST_ROUND_US = 2e4
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds by candidate of one problem; `failed` has the reason of each that did not run."""
+
+    problem: Problem
+    times_us: Mapping[str, float] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def contenders(problem: Problem, with_compiled: bool) -> dict[str, str | None]:
+    """The candidates that the picker may choose, each with its reason not to be measured or None."""
+    found: dict[str, str | None] = {}
+    for name, candidate in CANDIDATES.items():
+        if not candidate.is_offered:
+            continue
+        reason = candidate.refuses(problem)
+        scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+        if reason is None and not candidate.is_linear and scores > MOST_SCORES:
+            reason = f"{scores:.2g} scores would be in memory"
+        if reason is None and candidate.compiles and not with_compiled:
+            reason = "it compiles for each shape, and is measured on request"
+        found[name] = reason
+    return found
+
+
+def measure(
+    problem: Problem,
+    *,
+    with_compiled: bool = False,
+    rounds: int = 3,
+    repeats: int = 5,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
+) -> Times:
+    """Times of all that can run it (or of `names`)."""
+    drawn = draw(problem, seed)
+    first: dict[str, float] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    failed: dict[str, str] = {}
+    for name, reason in contenders(problem, with_compiled).items():
+        if names is not None and name not in names:
+            continue
+        if reason is not None:
+            failed[name] = reason
+            continue
+        try:
+            call = whole_call(drawn, name)
+            call()
+            first[name] = _clock(call, problem.device, 1)
+            calls[name] = call
+        except Exception as error:  # a kernel may raise anything, and the others still count
+            failed[name] = _reason(error)
+            _check_device(problem.device, name, error)
+    if not first:
+        return Times(problem, {}, failed)
+    best = min(first.values())
+    near = {name: call for name, call in calls.items() if first[name] <= BEHIND * best + 200.0}
+    samples: dict[str, list[float]] = {}
+    clocks: dict[str, Callable[[int], float]] = {}
+    for name, call in near.items():
+        try:
+            clocks[name] = _captured_clock(call, problem.device)
+        except Exception as error:
+            failed[name] = f"inside a CUDA graph: {_reason(error)}"
+            first.pop(name)
+            _check_device(problem.device, name, error)
+    few = max(2, min(repeats, int(LONGEST_ROUND_US / max(best, 1.0))))
+    for number in range(rounds):
+        for name in clocks if number % 2 == 0 else reversed(list(clocks)):
+            samples.setdefault(name, []).append(clocks[name](few))
+    times = {name: summarize(samples[name]).median if name in samples else first[name] for name in first}
+    return Times(problem, times, failed)
+
+
+def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
+    """The forward, or forward and backward with the gradients that are wanted, as one call."""
+    if not drawn.wanted:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return drawn.run(backend)
+
+        return forward
+    grad_out = torch.randn_like(drawn.q)
+
+    def forward_and_backward() -> object:
+        out = drawn.run(backend)
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad(out, drawn.wanted, grad_out)
+
+    return forward_and_backward
+
+
+def _captured_clock(call: Callable[[], object], device: torch.device) -> Callable[[int], float]:
+    """A function that gives the median microseconds of so many runs."""
+    if device.type != "cuda":
+        return lambda repeats: _clock(call, device, repeats)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return lambda repeats: _clock(graph.replay, device, repeats)
+
+
+def _clock(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    if device.type != "cuda":
+        samples = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            samples.append(1e6 * (time.perf_counter() - begin))
+        return summarize(samples).median
+    scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        scratch.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return summarize([1e3 * start.elapsed_time(end) for start, end in events]).median
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+def _check_device(device: torch.device, name: str, error: Exception) -> None:
+    """Raise if the failure left the device unusable: nothing that follows would be a measurement."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as broken:
+        raise RuntimeError(f"{name} left the GPU unusable: {_reason(error)}") from broken
+
+
+def flops(problem: Problem) -> float:
+    """What the two products forward take, or with the five backward: 4 B H T S D, 3.5 times that. Only what
+    causality and windows leave is counted, a packed sequence with itself alone."""
+    T, S = float(problem.seqlen_q), float(problem.seqlen_k)
+    count = problem.batch * problem.heads
+    if problem.sequences:
+        T, S = T / problem.sequences, S / problem.sequences
+        count *= problem.sequences
+    seen = _seen(problem, T, S)
+    return 4.0 * count * seen * problem.head_dim * (3.5 if problem.wants_grad else 1.0)
+
+
+def _seen(problem: Problem, T: float, S: float) -> float:
+    """How many of T x S scores count."""
+    shift = S - T if problem.causal == "bottom_right" else 0.0
+    right = 0.0 if problem.causal != "none" else problem.window_right
+    left = problem.window_left
+    if right < 0 and left < 0:
+        return T * S
+    rows = max(1, min(int(T), 256))
+    total = 0.0
+    for i in range(rows):
+        diagonal = (i + 0.5) * T / rows - 0.5 + shift
+        last = S - 1 if right < 0 else min(S - 1, diagonal + right)
+        start = 0.0 if left < 0 else max(0.0, diagonal - left)
+        total += max(0.0, last - start + 1)
+    return total * T / rows
+
+
+def bytes_moved(problem: Problem) -> float:
+    """Each input read once and each output written once; backward: those again, their gradients, out and its
+    gradient."""
+    itemsize = problem.dtype.itemsize
+    q = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim * itemsize
+    kv = 2 * problem.batch * problem.kv_heads * problem.seqlen_k * problem.head_dim * itemsize
+    mask = 0
+    if problem.mask != "none":
+        full = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        sizes = [size for name, size in zip("bhts", full, strict=True) if name in problem.mask_dims]
+        mask = math.prod(sizes) * (1 if problem.mask == "bool" else itemsize)
+    forward = 2 * q + kv + mask
+    if not problem.wants_grad:
+        return forward
+    trained = mask if problem.mask == "float_grad" else 0
+    return forward + (q + kv + mask) + 2 * q + (q + kv + trained)
