@@ -34,7 +34,7 @@ def measure_all(
     compiled: Sequence[Problem] = (),
     observe: Observer = lambda now, done, total: None,
 ) -> Measured:
-    """Measure the `problems` that `file` does not hold; those in `compiled` with what compiles for a shape."""
+    """Measure the `problems` that `file` lacks; those in `compiled` also with what compiles for a shape."""
     known = {times.problem: times for times in read(file)}
     begin = time.monotonic()
     outcome = Measured()
