@@ -1,0 +1,79 @@
+// The gradient of an additive mask: device/attention_grad_mask.cuh, how its work is cut, and the sums over the pieces.
+
+#include "device/attention_grad_mask.cuh"
+#include "device/attention_grad_mask.h"
+
+namespace fuseline {
+namespace {
+
+constexpr int kSumThreads = 256;
+
+__global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, int count, int64_t size, float* to) {
+  const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (at >= size) return;
+  float sum = 0.f;
+  for (int piece = 0; piece < count; ++piece) sum += pieces[piece * size + at];
+  to[at] = sum;
+}
+
+// Everything but pointers. `tile`: rows and keys of a block.
+AttentionGradMask lay_out(const fuseline_attention_gradients& gradients, int tile) {
+  const fuseline_attention& c = gradients.call;
+  const bool packed = c.cu_seqlens_q != nullptr;
+  AttentionGradMask of{};
+  for (int i = 0; i < 4; ++i) of.strides[i] = gradients.grad_mask_strides[i];
+  const int64_t sizes[4] = {c.batch, c.heads, c.seqlen_q, c.seqlen_k};
+  of.size = 1;
+  for (int i = 0; i < 4; ++i) of.size *= of.strides[i] != 0 ? sizes[i] : 1;
+  const bool one_row = of.strides[2] == 0, one_key = of.strides[3] == 0;
+  const auto part = [](bool apart, int64_t count, int& places, int& over) {
+    places = int(apart ? count : 1), over = int(apart ? 1 : count);
+  };
+  part(packed ? !one_row || !one_key : of.strides[0] != 0, packed ? c.sequences : c.batch, of.batches, of.over_batches);
+  part(of.strides[1] != 0, c.heads, of.heads, of.over_heads);
+  part(!one_row, divide_up(packed ? c.max_seqlen_q : c.seqlen_q, tile), of.row_tiles, of.over_rows);
+  part(!one_key, divide_up(packed ? c.max_seqlen_k : c.seqlen_k, tile), of.key_tiles, of.over_keys);
+  // Blocks for a large device, as long as each has some way to go and the pieces' memory stays small.
+  constexpr int64_t kBlocks = 528, kMostPieces = 64, kMostBytes = int64_t(64) << 20;
+  const int64_t places = int64_t(of.batches) * of.heads * of.row_tiles * of.key_tiles;
+  const int64_t way = int64_t(of.over_batches) * of.over_heads * of.over_rows * of.over_keys;
+  const int64_t pieces = std::min({divide_up(kBlocks, std::max<int64_t>(1, places)), way, kMostPieces,
+                                   kMostBytes / std::max<int64_t>(4, of.size * 4)});
+  of.pieces = int(std::max<int64_t>(1, pieces));
+  return of;
+}
+
+int tile_of(const fuseline_attention& c) { return c.dtype == FUSELINE_FLOAT32 && c.head_dim > 128 ? 32 : 64; }
+
+}  // namespace
+
+size_t grad_mask_workspace(const fuseline_attention_gradients& gradients) {
+  if (gradients.grad_mask == nullptr) return 0;
+  const AttentionGradMask of = lay_out(gradients, tile_of(gradients.call));
+  return of.pieces > 1 ? size_t(of.pieces) * of.size * sizeof(float) : 0;
+}
+
+int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradients& gradients, void* workspace,
+                     void* stream) {
+  const fuseline_attention& c = gradients.call;
+  AttentionGradMask of = lay_out(gradients, tile_of(c));
+  of.g = g;
+  of.to = of.pieces > 1 ? static_cast<float*>(workspace) : gradients.grad_mask;
+  if (of.size == 0) return 0;
+  const int64_t blocks = int64_t(of.batches) * of.heads * of.row_tiles * of.key_tiles * of.pieces;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (c.cu_seqlens_q != nullptr || blocks == 0) {  // no block writes what lies between sequences
+    const cudaError_t error = cudaMemsetAsync(of.to, 0, of.pieces * of.size * sizeof(float), on);
+    if (error != cudaSuccess) return int(error);
+  }
+  int code = 0;
+  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_tiles<__half>(of, blocks, stream);
+  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_tiles<__nv_bfloat16>(of, blocks, stream);
+  else code = launch_grad_mask_tiles<float>(of, blocks, stream);
+  if (code != 0 || of.pieces == 1) return code;
+  sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(of.to, of.pieces, of.size,
+                                                                               gradients.grad_mask);
+  return int(cudaGetLastError());
+}
+
+}  // namespace fuseline

@@ -1,0 +1,345 @@
+// Attention backward: probabilities are computed again from lse; with dp[t, s] = dot(grad_out[t], v[s]) * dropout[t, s],
+//   delta[t] = dot(out[t], grad_out[t]) - grad_lse[t],   dy[t, s] = p[t, s] * (dp[t, s] - delta[t])  (the mask's gradient)
+//   grad_v[s] = sum_t p[t, s] * dropout[t, s] * grad_out[t],  grad_q[t] = scale * sum_s dx[t, s] * k[s],
+//   grad_k[s] = scale * sum_t dx[t, s] * q[t],  dx = dy * (1 - tanh^2) where scores are capped, else dy.
+//
+// One kernel goes through the query rows of a tile of keys, one through the keys of a tile of rows: scores are computed
+// twice, no two blocks add to the same place, and every sum has one order. 14 * T * S * D operations a head in place of
+// 10. Limit: tensor cores and the shared memory that feeds them; FMA units for fp32.
+//
+// In the kernel of keys the product's rows are keys (kTurned): its probabilities are then the left operands of the sums
+// over query rows as they lie.
+#pragma once
+
+#include "attention_launch.cuh"
+#include "attention_scores.cuh"
+#include "attention_tiles.cuh"
+
+namespace fuseline {
+
+// Tiles of the two kernels: kM times 16 rows of each of kWarps warps hold still, kStep rows pass by.
+template <class T, int kD>
+struct BackwardTiles {
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  static constexpr int kM = kD <= 64 ? 2 : 1;
+  static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kHeld = 16 * kM * kWarps;
+  static constexpr int kStep = kExact ? 16 : kD == 128 ? 64 : 32;
+  static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
+  static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
+};
+
+// lse times log2(e) such that no power of two of a score relative to it is infinite: a row that sees nothing has -inf.
+__device__ __forceinline__ float statistic_of_row(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
+
+// Scores (dot products) become p * dropout, and dots of grad_out and v become dx (dy if not kSlopes). lse(m, n, e) and
+// delta(m, n, e) are those of an element's row, lse as above; `whole`: bounds hide nothing.
+template <class T, bool kPlain, bool kTurned, bool kSlopes, int kM, int kN, class Lse, class Delta>
+__device__ __forceinline__ void differentiate(const Attention& a, const Place& place, bool whole, uint64_t seed,
+                                              float (&scores)[kM][kN][4], float (&dots)[kM][kN][4], Lse&& lse,
+                                              Delta&& delta) {
+  uint32_t kept[(kM * kN + 7) / 8] = {};
+  const bool drops = !kPlain && a.dropout.seed != nullptr;
+  if (drops) {
+    const bool together = drops_together(a, place);
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        float multipliers[4];
+        dropout_of_four<kTurned>(a, place, seed, together, m, n, multipliers);
+        const int bit = (m * kN + n) % 8 * 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          dots[m][n][e] *= multipliers[e];
+          kept[(m * kN + n) / 8] |= (multipliers[e] != 0.f ? 1u : 0u) << (bit + e);
+        }
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dots[m][n][e] -= delta(m, n, e);
+  if (!kPlain) finish_scores<T, kTurned, kSlopes>(a, place, scores, dots);
+  if (!whole) hide_bounds<kTurned>(a, place, scores);
+  const float unit = kPlain ? a.scale_log2 : 1.f;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float p = power_of_two(fmaf(scores[m][n][e], unit, -lse(m, n, e)));
+        dots[m][n][e] *= p;
+        if (drops) p = kept[(m * kN + n) / 8] >> ((m * kN + n) % 8 * 4 + e) & 1 ? p * a.dropout.scale : 0.f;
+        scores[m][n][e] = p;
+      }
+}
+
+// Zeros in the rows of a gradient behind the last packed sequence.
+template <class T, int kThreads>
+__device__ __forceinline__ void store_zeros_behind(T* to, const int64_t (&strides)[3], int head, int64_t from, int64_t to_row,
+                                                   int tile, int tiles, int rows_a_tile, int head_dim) {
+  for (int64_t row = from + int64_t(tile) * rows_a_tile; row < to_row; row += int64_t(tiles) * rows_a_tile) {
+    store_zeros<T, kThreads>(to + head * strides[1] + row * strides[2], strides[2],
+                             int(min(int64_t(rows_a_tile), to_row - row)), head_dim);
+  }
+}
+
+template <class T, int kD, bool kPlain, bool kWantKeys, bool kWantValues>
+__global__ void __launch_bounds__(BackwardTiles<T, kD>::kThreads, 2)
+    attention_backward_keys(const __grid_constant__ AttentionBackward g, int tiles) {
+  using Of = BackwardTiles<T, kD>;
+  constexpr int kM = Of::kM, kN = Of::kStep / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const k_tile = reinterpret_cast<T*>(shared);
+  T* const v_tile = k_tile + Of::kHeldTile;
+  T* const steps = v_tile + Of::kHeldTile;                                        // two stages of q and grad_out
+  float* const statistics = reinterpret_cast<float*>(steps + 4 * Of::kStepTile);  // two of lse and delta
+
+  const Attention& a = g.a;
+  const fuseline_attention& c = a.call;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  const Task task(tiles, int(c.kv_heads), false);
+  T* const grad_k = static_cast<T*>(g.grad_k);
+  T* const grad_v = static_cast<T*>(g.grad_v);
+  if (c.cu_seqlens_k != nullptr && task.sequence == c.sequences) {
+    const int64_t from = c.cu_seqlens_k[task.sequence];
+    if (kWantKeys && grad_k != nullptr) {
+      store_zeros_behind<T, Of::kThreads>(grad_k, g.grad_k_strides, task.head, from, c.seqlen_k, task.tile, tiles,
+                                          Of::kHeld, head_dim);
+    }
+    if (kWantValues && grad_v != nullptr) {
+      store_zeros_behind<T, Of::kThreads>(grad_v, g.grad_v_strides, task.head, from, c.seqlen_k, task.tile, tiles,
+                                          Of::kHeld, head_dim);
+    }
+    return;
+  }
+  const Sequence sequence(c, task.sequence);
+  const int first = task.tile * Of::kHeld, last = min(first + Of::kHeld, sequence.keys) - 1;
+  if (first > last) return;
+
+  copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+      k_tile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, task.head, first), c.k_strides[2],
+      sequence.keys - first, head_dim);
+  if (kWantKeys) {
+    copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+        v_tile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, task.head, first), c.v_strides[2],
+        sequence.keys - first, head_dim);
+  }
+  const int rows_from = sequence.rows_from(a, first) / Of::kStep * Of::kStep, rows_to = sequence.rows_to(a, last);
+  const int first_head = task.head * a.group, last_head = first_head + a.group - 1;
+  const auto copy_step = [&](int head, int row, int stage) {
+    T* const tile = steps + stage * 2 * Of::kStepTile;
+    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+        tile, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, head, row), c.q_strides[2],
+        sequence.rows - row, head_dim);
+    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+        tile + Of::kStepTile, static_cast<const T*>(g.grad_out) + sequence.row_offset(g.grad_out_strides, head, row),
+        g.grad_out_strides[2], sequence.rows - row, head_dim);
+    if (int(threadIdx.x) < Of::kStep) {
+      const bool there = row + int(threadIdx.x) < sequence.rows;
+      const int64_t at = sequence.statistic(c, head, row) + threadIdx.x;
+      float* const to = statistics + stage * 2 * Of::kStep + threadIdx.x;
+      to[0] = there ? statistic_of_row(c.lse[at]) : kInfinity;
+      to[Of::kStep] = there ? g.delta[at] : 0.f;
+    }
+    end_copies();
+  };
+
+  uint64_t seed = 0;
+  if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
+  float k_sums[kM][kWantKeys ? kD / 8 : 1][4], v_sums[kM][kWantValues ? kD / 8 : 1][4];
+  set_zero(k_sums);
+  set_zero(v_sums);
+  const T* const k_warp = k_tile + warp * 16 * kM * kPitch<T, kD>;
+  const T* const v_warp = v_tile + warp * 16 * kM * kPitch<T, kD>;
+  int stage = 0;
+  if (rows_from < rows_to) copy_step(first_head, rows_from, 0);
+  for (int head = first_head; head <= last_head; ++head) {
+    for (int row = rows_from; row < rows_to; row += Of::kStep) {
+      wait_copies<0>();
+      __syncthreads();
+      if (row + Of::kStep < rows_to) {
+        copy_step(head, row + Of::kStep, stage ^ 1);
+      } else if (head < last_head) {
+        copy_step(head + 1, rows_from, stage ^ 1);
+      }
+      const T* const q_tile = steps + stage * 2 * Of::kStepTile;
+      const T* const grad_tile = q_tile + Of::kStepTile;
+      const float* const row_statistics = statistics + stage * 2 * Of::kStep + 2 * (lane % 4);
+      stage ^= 1;
+
+      float scores[kM][kN][4], dots[kM][kN][4];
+      multiply_rows<T, kD>(scores, k_warp, q_tile);
+      if (kWantKeys) multiply_rows<T, kD>(dots, v_warp, grad_tile);
+      else set_zero(dots);
+      const Place place{sequence, head, row, first + warp * 16 * kM};
+      const bool whole = row + Of::kStep <= sequence.rows && row >= sequence.rows_from(a, first + Of::kHeld - 1) &&
+                         row + Of::kStep <= sequence.rows_to(a, first);
+      differentiate<T, kPlain, true, true>(
+          a, place, whole, seed, scores, dots, [&](int, int n, int e) { return row_statistics[8 * n + e % 2]; },
+          [&](int, int n, int e) { return row_statistics[Of::kStep + 8 * n + e % 2]; });
+      if constexpr (kWantValues) multiply_columns<T, kD>(v_sums, scores, grad_tile);
+      if constexpr (kWantKeys) multiply_columns<T, kD>(k_sums, dots, q_tile);
+    }
+  }
+  if (rows_from >= rows_to) {
+    wait_copies<0>();
+    __syncthreads();
+  }
+  const int warp_first = first + warp * 16 * kM;
+  float factor[kM][2];
+  if constexpr (kWantKeys) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = a.scale;
+    if (grad_k != nullptr) {
+      store_rows<T, kD, kM>(k_sums, factor, const_cast<T*>(k_warp),
+                            grad_k + sequence.key_offset(g.grad_k_strides, task.head, warp_first), g.grad_k_strides[2],
+                            sequence.keys - warp_first, head_dim);
+    }
+  }
+  if constexpr (kWantValues) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = 1.f;
+    if (grad_v != nullptr) {
+      store_rows<T, kD, kM>(v_sums, factor, const_cast<T*>(v_warp),
+                            grad_v + sequence.key_offset(g.grad_v_strides, task.head, warp_first), g.grad_v_strides[2],
+                            sequence.keys - warp_first, head_dim);
+    }
+  }
+}
+
+template <class T, int kD, bool kPlain>
+struct BackwardRowTiles {
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  static constexpr int kM = kD <= 64 || (kD == 128 && !kExact) ? 2 : 1;
+  static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kHeld = 16 * kM * kWarps;
+  static constexpr int kStep = kExact && kD > 64 ? 16 : 32;
+  static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
+  static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T));
+};
+
+template <class T, int kD, bool kPlain>
+__global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
+    attention_backward_rows(const __grid_constant__ AttentionBackward g, int tiles) {
+  using Of = BackwardRowTiles<T, kD, kPlain>;
+  constexpr int kM = Of::kM, kN = Of::kStep / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const q_tile = reinterpret_cast<T*>(shared);
+  T* const grad_tile = q_tile + Of::kHeldTile;
+  T* const steps = grad_tile + Of::kHeldTile;  // two stages of k and v
+
+  const Attention& a = g.a;
+  const fuseline_attention& c = a.call;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  const Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
+  T* const grad_q = static_cast<T*>(g.grad_q);
+  if (c.cu_seqlens_q != nullptr && task.sequence == c.sequences) {
+    store_zeros_behind<T, Of::kThreads>(grad_q, g.grad_q_strides, task.head, c.cu_seqlens_q[task.sequence], c.seqlen_q,
+                                        task.tile, tiles, Of::kHeld, head_dim);
+    return;
+  }
+  const Sequence sequence(c, task.sequence);
+  const int first = task.tile * Of::kHeld, last = min(first + Of::kHeld, sequence.rows) - 1;
+  if (first > last) return;
+  const int warp_first = first + warp * 16 * kM, kv_head = task.head / a.group;
+  copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+      q_tile, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, task.head, first), c.q_strides[2],
+      sequence.rows - first, head_dim);
+  copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+      grad_tile, static_cast<const T*>(g.grad_out) + sequence.row_offset(g.grad_out_strides, task.head, first),
+      g.grad_out_strides[2], sequence.rows - first, head_dim);
+  const auto copy_keys = [&](int key) {
+    T* const tile = steps + key / Of::kStep % 2 * 2 * Of::kStepTile;
+    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+        tile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key), c.k_strides[2],
+        sequence.keys - key, head_dim);
+    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+        tile + Of::kStepTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
+        c.v_strides[2], sequence.keys - key, head_dim);
+    end_copies();
+  };
+  const int keys_from = sequence.keys_from(a, first) / Of::kStep * Of::kStep, keys_to = sequence.keys_to(a, last);
+  const int whole_from = sequence.keys_from(a, first + Of::kHeld - 1), whole_to = sequence.keys_to(a, first);
+  if (keys_from < keys_to) copy_keys(keys_from);
+
+  float lse[kM][2], delta[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_first + 16 * m + 8 * half + lane / 4;
+      const bool there = row < sequence.rows;
+      const int64_t at = sequence.statistic(c, task.head, there ? row : first);
+      lse[m][half] = there ? statistic_of_row(c.lse[at]) : kInfinity;
+      delta[m][half] = there ? g.delta[at] : 0.f;
+    }
+  uint64_t seed = 0;
+  if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
+  float sums[kM][kD / 8][4];
+  set_zero(sums);
+  const T* const q_warp = q_tile + warp * 16 * kM * kPitch<T, kD>;
+  const T* const grad_warp = grad_tile + warp * 16 * kM * kPitch<T, kD>;
+  for (int key = keys_from; key < keys_to; key += Of::kStep) {
+    wait_copies<0>();
+    __syncthreads();
+    if (key + Of::kStep < keys_to) copy_keys(key + Of::kStep);
+    const T* const k_tile = steps + key / Of::kStep % 2 * 2 * Of::kStepTile;
+
+    float scores[kM][kN][4], dots[kM][kN][4];
+    multiply_rows<T, kD>(scores, q_warp, k_tile);
+    multiply_rows<T, kD>(dots, grad_warp, k_tile + Of::kStepTile);
+    const Place place{sequence, task.head, warp_first, key};
+    const bool whole = key >= whole_from && key + Of::kStep <= whole_to;
+    differentiate<T, kPlain, false, true>(
+        a, place, whole, seed, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
+        [&](int m, int, int e) { return delta[m][e / 2]; });
+    multiply_columns<T, kD>(sums, dots, k_tile);
+  }
+  if (keys_from >= keys_to) {
+    wait_copies<0>();
+    __syncthreads();
+  }
+  float factor[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = a.scale;
+  store_rows<T, kD, kM>(sums, factor, const_cast<T*>(q_warp),
+                        grad_q + sequence.row_offset(g.grad_q_strides, task.head, warp_first), g.grad_q_strides[2],
+                        sequence.rows - warp_first, head_dim);
+}
+
+template <class T, int kD, bool kPlain>
+int launch_backward_tiles(const AttentionBackward& g, void* stream) {
+  const fuseline_attention& c = g.a.call;
+  using Keys = BackwardTiles<T, kD>;
+  const AttentionGrid keys(c, c.kv_heads, true, Keys::kHeld);
+  int code = 0;
+  const auto launch_keys = [&](auto* kernel) {
+    if (code == 0) code = launch_attention(kernel, g, keys, Keys::kThreads, Keys::kShared, stream);
+  };
+  if constexpr (kD <= 128) {
+    if (g.grad_k != nullptr || g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, true>);
+  } else {  // registers hold one of the two sums
+    if (g.grad_k != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, false>);
+    if (g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, false, true>);
+  }
+  if (code != 0 || g.grad_q == nullptr) return code;
+  using Rows = BackwardRowTiles<T, kD, kPlain>;
+  const AttentionGrid rows(c, c.heads, false, Rows::kHeld);
+  return launch_attention(attention_backward_rows<T, kD, kPlain>, g, rows, Rows::kThreads, Rows::kShared, stream);
+}
+
+template <class T, bool kPlain>
+int launch_backward(const AttentionBackward& g, void* stream) {
+  return with_head_dim<kPlain>(g.a.call.head_dim, [&](auto dim) {
+    return launch_backward_tiles<T, decltype(dim)::value, kPlain>(g, stream);
+  });
+}
+
+}  // namespace fuseline

@@ -1,0 +1,153 @@
+// The gradient of an additive mask: dy (attention_backward.cuh), summed over the dimensions that the mask is broadcast over.
+//
+// A block has a tile of 64 rows and 64 keys of one head of the gradient and goes through all scores that were added to
+// it, in one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them. Where
+// that leaves too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations a
+// head. Limit: tensor cores, fed from shared memory without copies ahead.
+#pragma once
+
+#include "attention_backward.cuh"
+
+namespace fuseline {
+
+template <class T, int kD>
+struct GradMaskTiles {
+  static constexpr int kRows = std::is_same_v<T, float> && kD == 256 ? 32 : 64;  // and keys
+  static constexpr int kThreads = 2 * kRows;                                     // 16 rows a warp
+  static constexpr int kTile = kRows * kPitch<T, kD>;
+  static constexpr int kShared = 4 * kTile * int(sizeof(T));
+};
+
+struct AttentionGradMask {
+  AttentionBackward g;
+  float* to;              // the gradient, or `pieces` of them
+  int64_t strides[4], size;
+  int batches, heads, row_tiles, key_tiles;              // of the gradient
+  int over_batches, over_heads, over_rows, over_keys;    // summed for one tile of it
+  int pieces;
+};
+
+template <class T, int kD>
+__global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
+    attention_grad_mask(const __grid_constant__ AttentionGradMask of, int) {
+  using Of = GradMaskTiles<T, kD>;
+  constexpr int kMaskTile = Of::kRows, kThreads = Of::kThreads, kTile = Of::kTile, kN = kMaskTile / 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const tiles = reinterpret_cast<T*>(shared);  // q, grad_out, k, v
+  const Attention& a = of.g.a;
+  const fuseline_attention& c = a.call;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  unsigned block = blockIdx.x;
+  const auto next = [&](int count) {
+    const int index = int(block % unsigned(count));
+    block /= unsigned(count);
+    return index;
+  };
+  const int key_tile = next(of.key_tiles), row_tile = next(of.row_tiles), head0 = next(of.heads),
+            batch0 = next(of.batches), piece = int(block);
+  const int64_t count = int64_t(of.over_batches) * of.over_heads * of.over_rows * of.over_keys;
+  const int64_t from = count * piece / of.pieces, to = count * (piece + 1) / of.pieces;
+  uint64_t seed = 0;
+  if (a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
+
+  float sums[1][kN][4];
+  set_zero(sums);
+  for (int64_t i = from; i < to; ++i) {
+    int64_t rest = i;
+    const int key = (key_tile + int(rest % of.over_keys)) * kMaskTile;
+    rest /= of.over_keys;
+    const int row = (row_tile + int(rest % of.over_rows)) * kMaskTile;
+    rest /= of.over_rows;
+    const int head = head0 + int(rest % of.over_heads), index = batch0 + int(rest / of.over_heads);
+    const Sequence sequence(c, index);
+    const int last = min(row + kMaskTile, sequence.rows) - 1;
+    if (row > last || key >= sequence.keys_to(a, last) || key + kMaskTile <= sequence.keys_from(a, row)) continue;
+    const int kv_head = head / a.group;
+    __syncthreads();
+    copy_tile<T, kMaskTile, kD, kThreads>(tiles,
+                                     static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, head, row),
+                                     c.q_strides[2], sequence.rows - row, head_dim);
+    copy_tile<T, kMaskTile, kD, kThreads>(
+        tiles + kTile, static_cast<const T*>(of.g.grad_out) + sequence.row_offset(of.g.grad_out_strides, head, row),
+        of.g.grad_out_strides[2], sequence.rows - row, head_dim);
+    copy_tile<T, kMaskTile, kD, kThreads>(tiles + 2 * kTile,
+                                     static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key),
+                                     c.k_strides[2], sequence.keys - key, head_dim);
+    copy_tile<T, kMaskTile, kD, kThreads>(tiles + 3 * kTile,
+                                     static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
+                                     c.v_strides[2], sequence.keys - key, head_dim);
+    end_copies();
+    float lse[2], delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = row + warp * 16 + 8 * half + lane / 4;
+      const int64_t statistic = sequence.statistic(c, head, at < sequence.rows ? at : row);
+      lse[half] = at < sequence.rows ? statistic_of_row(c.lse[statistic]) : kInfinity;
+      delta[half] = at < sequence.rows ? of.g.delta[statistic] : 0.f;
+    }
+    wait_copies<0>();
+    __syncthreads();
+    float scores[1][kN][4], dots[1][kN][4];
+    multiply_rows<T, kD>(scores, tiles + warp * 16 * kPitch<T, kD>, tiles + 2 * kTile);
+    multiply_rows<T, kD>(dots, tiles + kTile + warp * 16 * kPitch<T, kD>, tiles + 3 * kTile);
+    const Place place{sequence, head, row + warp * 16, key};
+    differentiate<T, false, false, false>(
+        a, place, false, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
+        [&](int, int, int e) { return delta[e / 2]; });
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[0][n][e] += dots[0][n][e];
+  }
+
+  // Through shared memory: sums over rows and keys, where the mask has one entry for all of them, and whole lines to write.
+  constexpr int kLine = kMaskTile + 1;
+  float* const tile = reinterpret_cast<float*>(shared);
+  static_assert(kMaskTile * kLine * 4 <= 4 * kTile * int(sizeof(T)));
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      tile[(warp * 16 + lane / 4 + 8 * (e / 2)) * kLine + 8 * n + 2 * (lane % 4) + e % 2] = sums[0][n][e];
+    }
+  __syncthreads();
+  const bool one_row = of.strides[2] == 0, one_key = of.strides[3] == 0;
+  if (one_row && threadIdx.x < kMaskTile) {
+    float sum = 0.f;
+    for (int row = 0; row < kMaskTile; ++row) sum += tile[row * kLine + threadIdx.x];
+    tile[threadIdx.x] = sum;
+  }
+  if (one_row) __syncthreads();
+  const int rows = one_row ? 1 : kMaskTile;
+  if (one_key && int(threadIdx.x) < rows) {
+    float sum = 0.f;
+    for (int key = 0; key < kMaskTile; ++key) sum += tile[threadIdx.x * kLine + key];
+    tile[threadIdx.x * kLine] = sum;
+  }
+  if (one_key) __syncthreads();
+  const int keys = one_key ? 1 : kMaskTile;
+  const Sequence sequence(c, batch0);
+  const int first_row = one_row ? 0 : sequence.first_row, first_key = one_key ? 0 : sequence.first_key;
+  float* const out = of.to + piece * of.size + sequence.batch * of.strides[0] + head0 * of.strides[1];
+  for (int at = threadIdx.x; at < rows * keys; at += kThreads) {
+    const int row = at / keys, key = at % keys;
+    const int64_t y = int64_t(row_tile) * kMaskTile + row, x = int64_t(key_tile) * kMaskTile + key;
+    if ((one_row || y < sequence.rows) && (one_key || x < sequence.keys)) {
+      out[(first_row + y) * of.strides[2] + (first_key + x) * of.strides[3]] = tile[row * kLine + key];
+    }
+  }
+}
+
+template <class T>
+int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* stream) {
+  return with_head_dim<false>(of.g.a.call.head_dim, [&](auto dim) {
+    constexpr int kD = decltype(dim)::value;
+    using Of = GradMaskTiles<T, kD>;
+    AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
+    grid.blocks = blocks;
+    return launch_attention(attention_grad_mask<T, kD>, of, grid, Of::kThreads, Of::kShared, stream);
+  });
+}
+
+}  // namespace fuseline

@@ -1,0 +1,51 @@
+// The host's half of the attention kernels: the tile width for a head dim, the grid, the launch.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_call.cuh"
+#include "launch.cuh"
+
+namespace fuseline {
+
+// Calls run with the tile width that holds a head; 32 is among them only where it is asked for.
+template <bool kNarrow, class Run>
+int with_head_dim(int64_t head_dim, Run&& run) {
+  if constexpr (kNarrow) {
+    if (head_dim <= 32) return run(std::integral_constant<int, 32>{});
+  }
+  if (head_dim <= 64) return run(std::integral_constant<int, 64>{});
+  if (head_dim <= 128) return run(std::integral_constant<int, 128>{});
+  return run(std::integral_constant<int, 256>{});
+}
+
+// A block for every tile, head and sequence: of keys or of query rows.
+struct AttentionGrid {
+  int tiles;
+  int64_t blocks;
+  AttentionGrid(const fuseline_attention& c, int64_t heads, bool of_keys, int rows_a_tile) {
+    const bool packed = c.cu_seqlens_q != nullptr;
+    const int64_t length = of_keys ? (packed ? c.max_seqlen_k : c.seqlen_k) : packed ? c.max_seqlen_q : c.seqlen_q;
+    const int64_t sequences = packed ? c.sequences + 1 : c.batch;  // the last for what is behind the others
+    tiles = int(packed ? std::max<int64_t>(1, divide_up(length, rows_a_tile)) : divide_up(length, rows_a_tile));
+    blocks = tiles * heads * sequences;
+  }
+};
+
+// Launches a kernel of (arguments, tiles) with `shared` bytes of dynamic shared memory.
+template <class Arguments>
+int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionGrid& grid, int threads,
+                     int shared, void* stream) {
+  if (grid.blocks == 0) return 0;
+  if (grid.blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
+  Device device;
+  cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
+  if (shared > 48 * 1024) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return int(error);
+  kernel<<<unsigned(grid.blocks), threads, size_t(shared), static_cast<cudaStream_t>(stream)>>>(arguments, grid.tiles);
+  return int(cudaGetLastError());
+}
+
+}  // namespace fuseline

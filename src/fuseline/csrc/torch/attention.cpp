@@ -1,0 +1,426 @@
+// Attention and its gradients: schema, checks, the GPU's call record, Meta and autograd. What is computed stands in
+// fuseline_attention.h; attention_cpu.cpp has the CPU, attention_launch.cpp the choice among kernels.
+//
+// q, k and v are read through their strides, so that [B, T, H, D] layouts and slices of a packed QKV come as transposed
+// views; what the kernels do not read as it lies (a last dimension with strides, rows at odd addresses) is written out
+// first. out lies in memory in the order q does, gradients in that of their inputs.
+
+#include "attention.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "attention_launch.h"
+
+namespace fuseline {
+
+Tensor empty_as_heads_lie(const Tensor& x) {
+    if (!(x.sym_stride(1) < x.sym_stride(2))) return at::empty_symint(x.sym_sizes(), x.options());
+    const auto& sizes = x.sym_sizes();
+    const std::array<c10::SymInt, 4> strides = {sizes[1] * sizes[2] * sizes[3], sizes[3], sizes[1] * sizes[3], 1};
+    return at::empty_strided_symint(sizes, strides, x.options());
+}
+
+namespace {
+
+constexpr const char* kName = "attention";
+
+#define FUSELINE_ATTENTION_TYPES                                                                                   \
+    const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, \
+        const OptionalTensor&, const OptionalTensor&, c10::SymInt, c10::SymInt, int64_t, int64_t, int64_t, double,    \
+        double, double
+#define FUSELINE_ATTENTION_PARAMETERS(Size)                                                                        \
+    const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &mask, const OptionalTensor &sinks,    \
+        const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k, const OptionalTensor &seed,        \
+        Size max_seqlen_q, Size max_seqlen_k, int64_t causal, int64_t window_left, int64_t window_right,           \
+        double softmax_scale, double soft_cap, double dropout_p
+#define FUSELINE_ATTENTION_ARGUMENTS                                                                               \
+    q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, causal, window_left,       \
+        window_right, softmax_scale, soft_cap, dropout_p
+
+AttentionOut forward_op(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fuseline::attention", "")
+                               .typed<AttentionOut(FUSELINE_ATTENTION_TYPES)>();
+    return op.call(FUSELINE_ATTENTION_ARGUMENTS);
+}
+
+AttentionGradients backward_op(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                               const Tensor& lse, const Wanted& wanted, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("fuseline::attention_backward", "")
+            .typed<AttentionGradients(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, Wanted,
+                                      FUSELINE_ATTENTION_TYPES)>();
+    return op.call(grad_out, grad_lse, out, lse, wanted, FUSELINE_ATTENTION_ARGUMENTS);
+}
+
+void check_packing(const Tensor& q, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), kName,
+                      ": cu_seqlens_q and cu_seqlens_k are given both or not at all.");
+    if (!cu_seqlens_q.has_value()) return;
+    TORCH_CHECK_VALUE(q.sym_size(0) == 1, kName, ": q has a batch of ", q.sym_size(0),
+                      "; packed sequences come as [1, H, rows, D].");
+    for (const Tensor& starts : {*cu_seqlens_q, *cu_seqlens_k}) {
+        TORCH_CHECK_VALUE(starts.dim() == 1 && starts.sym_size(0) >= 2, kName, ": cu_seqlens have shape ",
+                          starts.sym_sizes(), "; they are [sequences + 1].");
+        TORCH_CHECK_TYPE(starts.scalar_type() == at::kInt, kName, ": cu_seqlens are ", starts.scalar_type(),
+                         "; they are int32.");
+        TORCH_CHECK_VALUE(starts.device() == q.device(), kName, ": cu_seqlens are on ", starts.device(), " and q on ",
+                          q.device(), ".");
+    }
+    TORCH_CHECK_VALUE(cu_seqlens_q->sym_size(0) == cu_seqlens_k->sym_size(0), kName, ": cu_seqlens_q count ",
+                      cu_seqlens_q->sym_size(0) - 1, " sequences and cu_seqlens_k ", cu_seqlens_k->sym_size(0) - 1,
+                      ".");
+}
+
+void check_mask(const Tensor& q, const Tensor& k, const Tensor& mask) {
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || mask.is_floating_point(), kName, ": mask is ",
+                     mask.scalar_type(), "; it is boolean (True is seen) or floating (added to the scores).");
+    TORCH_CHECK_VALUE(mask.device() == q.device(), kName, ": mask is on ", mask.device(), " and q on ", q.device(),
+                      ".");
+    TORCH_CHECK_VALUE(mask.dim() == 4, kName, ": mask has shape ", mask.sym_sizes(), "; it has 4 dimensions.");
+    const std::array<c10::SymInt, 4> full = {q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
+    for (int64_t i = 0; i < 4; ++i) {
+        TORCH_CHECK_VALUE(mask.sym_size(i) == 1 || mask.sym_size(i) == full[i], kName, ": mask has shape ",
+                          mask.sym_sizes(), ", which does not broadcast to [B, H, T, S] = [", full[0], ", ", full[1],
+                          ", ", full[2], ", ", full[3], "].");
+    }
+}
+
+template <typename Size>
+void check(FUSELINE_ATTENTION_PARAMETERS(const Size&)) {
+    cpu_type(q, kName);
+    TORCH_CHECK_TYPE(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), kName, ": q is ",
+                     q.scalar_type(), ", k ", k.scalar_type(), " and v ", v.scalar_type(), "; they share one dtype.");
+    TORCH_CHECK_VALUE(q.device() == k.device() && q.device() == v.device(), kName, ": q is on ", q.device(), ", k on ",
+                      k.device(), " and v on ", v.device(), ".");
+    const bool fit = q.dim() == 4 && k.dim() == 4 && k.sym_sizes() == v.sym_sizes() &&
+                     q.sym_size(0) == k.sym_size(0) && q.sym_size(3) == k.sym_size(3);
+    TORCH_CHECK_VALUE(fit, kName, ": q has shape ", q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes(),
+                      "; they are [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, D].");
+    const bool shared = q.sym_size(1) == k.sym_size(1) || (k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0);
+    TORCH_CHECK_VALUE(shared, kName, ": ", q.sym_size(1), " query heads do not divide among ", k.sym_size(1),
+                      " key heads.");
+    TORCH_CHECK_VALUE(causal >= FUSELINE_CAUSAL_NONE && causal <= FUSELINE_CAUSAL_BOTTOM_RIGHT, kName, ": causal is ",
+                      causal, "; it is 0 (none), 1 (top left) or 2 (bottom right).");
+    TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, kName, ": the window is (", window_left, ", ",
+                      window_right, "); -1 means no end.");
+    TORCH_CHECK_VALUE(soft_cap >= 0, kName, ": soft_cap is ", soft_cap, "; it is 0 (none) or a bound on scores.");
+    TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, kName, ": dropout probability p=", dropout_p,
+                      " is not between 0 and 1.");
+    if (dropout_p > 0) {
+        TORCH_CHECK_VALUE(seed.has_value() && seed->scalar_type() == at::kLong && seed->sym_numel() == 1 &&
+                              seed->device() == q.device(),
+                          kName, ": dropout with p=", dropout_p, " wants a seed: one int64 on q's device.");
+    }
+    if (sinks.has_value()) {
+        TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), kName, ": sinks have shape ",
+                          sinks->sym_sizes(), "; they are one a head, [", q.sym_size(1), "].");
+        TORCH_CHECK_TYPE(sinks->is_floating_point(), kName, ": sinks are ", sinks->scalar_type(), "; give float32.");
+        TORCH_CHECK_VALUE(sinks->device() == q.device(), kName, ": sinks are on ", sinks->device(), " and q on ",
+                          q.device(), ".");
+    }
+    check_packing(q, cu_seqlens_q, cu_seqlens_k);
+    if (mask.has_value()) check_mask(q, k, *mask);
+}
+
+void check_gradient(const Tensor& grad_out, const Tensor& out) {
+    TORCH_CHECK_VALUE(grad_out.sym_sizes() == out.sym_sizes(), kName, ": the gradient of out has shape ",
+                      grad_out.sym_sizes(), " and out ", out.sym_sizes(), "; they are the same.");
+}
+
+// ---- the GPU ----
+
+// x as the kernels read it: 16-byte vectors of a row side by side, rows at multiples of 16 bytes.
+Tensor readable(const Tensor& x) {
+    const int64_t vector = 16 / x.element_size();
+    bool fits = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+    for (int64_t i = 0; i < 3; ++i) fits = fits && (x.size(i) == 1 || x.stride(i) % vector == 0);
+    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+template <size_t N>
+void set_strides(int64_t (&to)[N], const Tensor& x) {
+    for (size_t i = 0; i < N; ++i) to[i] = x.size(i) == 1 ? 0 : x.stride(i);
+}
+
+// The record of a call, and the tensors that it points into.
+struct Record {
+    AttentionCall call;
+    fuseline_attention record{};
+
+    explicit Record(const AttentionCall& given) : call(given) {
+        call.q = readable(call.q), call.k = readable(call.k), call.v = readable(call.v);
+        const int64_t D = call.q.size(3);
+        TORCH_CHECK_VALUE(D % 8 == 0 && D >= 8 && D <= 256, kName, " on CUDA: q has ", D,
+                          " elements a head; the kernels take multiples of 8 up to 256. The reference takes any.");
+        record.dtype = kernel_dtype(call.q, kName);
+        record.causal = static_cast<int>(call.causal);
+        record.batch = call.q.size(0), record.heads = call.q.size(1), record.kv_heads = call.k.size(1);
+        record.seqlen_q = call.q.size(2), record.seqlen_k = call.k.size(2), record.head_dim = D;
+        record.q = call.q.const_data_ptr(), record.k = call.k.const_data_ptr(), record.v = call.v.const_data_ptr();
+        set_strides(record.q_strides, call.q);
+        set_strides(record.k_strides, call.k);
+        set_strides(record.v_strides, call.v);
+        record.window_left = call.window_left, record.window_right = call.window_right;
+        record.softmax_scale = call.softmax_scale, record.soft_cap = call.soft_cap;
+        record.dropout = call.dropout_p;
+        if (call.drops()) record.seed = call.seed->const_data_ptr<int64_t>();
+        if (call.mask.has_value()) set_mask();
+        if (call.sinks.has_value()) {
+            call.sinks = call.sinks->to(at::kFloat).contiguous();
+            record.sinks = call.sinks->const_data_ptr<float>();
+        }
+        if (call.packed()) {
+            call.cu_seqlens_q = call.cu_seqlens_q->contiguous(), call.cu_seqlens_k = call.cu_seqlens_k->contiguous();
+            record.cu_seqlens_q = call.cu_seqlens_q->const_data_ptr<int32_t>();
+            record.cu_seqlens_k = call.cu_seqlens_k->const_data_ptr<int32_t>();
+            record.sequences = call.cu_seqlens_q->size(0) - 1;
+        }
+        record.max_seqlen_q = std::min(call.max_seqlen_q, record.seqlen_q);
+        record.max_seqlen_k = std::min(call.max_seqlen_k, record.seqlen_k);
+    }
+
+    // Out and lse, to be written or read.
+    void set_results(const Tensor& out, const Tensor& lse) {
+        record.out = const_cast<void*>(out.const_data_ptr());
+        set_strides(record.out_strides, out);
+        record.lse = const_cast<float*>(lse.const_data_ptr<float>());
+    }
+
+    bool empty() const { return record.batch == 0 || record.heads == 0; }
+
+   private:
+    void set_mask() {
+        const auto type = call.mask->scalar_type();
+        const bool taken = type == at::kBool || type == at::kFloat || type == call.q.scalar_type();
+        if (!taken) call.mask = call.mask->to(at::kFloat);
+        record.mask_kind = type == at::kBool                      ? FUSELINE_MASK_BOOL
+                           : taken && type == call.q.scalar_type() ? FUSELINE_MASK_ADD
+                                                                   : FUSELINE_MASK_ADD_FP32;
+        record.mask = call.mask->const_data_ptr();
+        set_strides(record.mask_strides, *call.mask);
+    }
+};
+
+Tensor workspace(size_t bytes, const Tensor& like) {
+    return at::empty({static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte));
+}
+
+AttentionOut attention_cuda(FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+    check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    const c10::DeviceGuard guard(q.device());
+    Record of({FUSELINE_ATTENTION_ARGUMENTS});
+    Tensor out = empty_as_heads_lie(q);
+    Tensor lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+    if (out.numel() == 0) return {out, lse};
+    of.set_results(out, lse);
+    Tensor scratch;
+    if (const size_t bytes = attention_forward_workspace(of.record)) {
+        scratch = workspace(bytes, q);
+        of.record.workspace = scratch.mutable_data_ptr();
+    }
+    check_launch(launch_attention_forward(of.record, current_stream(q)), kName);
+    return {out, lse};
+}
+
+// Undefined gradients come back empty.
+AttentionGradients attention_backward_cuda(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                                           const Tensor& lse, Wanted wanted, FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+    check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    check_gradient(grad_out, out);
+    const c10::DeviceGuard guard(q.device());
+    Record of({FUSELINE_ATTENTION_ARGUMENTS});
+    const auto floats = q.options().dtype(at::kFloat);
+    const auto nothing = [&] { return at::empty({0}, q.options()); };
+    Tensor grad_q = wanted[0] ? empty_as_heads_lie(q) : nothing();
+    Tensor grad_k = wanted[1] ? empty_as_heads_lie(k) : nothing();
+    Tensor grad_v = wanted[2] ? empty_as_heads_lie(v) : nothing();
+    Tensor grad_mask = wanted[3] ? at::empty(mask->sizes(), floats) : nothing();
+    Tensor grad_sinks = wanted[4] ? at::empty(sinks->sizes(), floats) : nothing();
+    if (of.empty()) {
+        for (Tensor* grad : {&grad_q, &grad_k, &grad_v, &grad_mask, &grad_sinks}) grad->zero_();
+    } else {
+        const Tensor g = readable(grad_out), result = readable(out);
+        const OptionalTensor g_lse =
+            grad_lse.has_value() ? OptionalTensor(grad_lse->to(at::kFloat).contiguous()) : std::nullopt;
+        of.set_results(result, lse);
+        fuseline_attention_gradients record{};
+        record.call = of.record;
+        record.grad_out = g.const_data_ptr();
+        record.grad_lse = static_cast<const float*>(data_or_null(g_lse));
+        set_strides(record.grad_out_strides, g);
+        const auto set = [](bool is_wanted, const Tensor& grad, void*& pointer, int64_t(&strides)[3]) {
+            if (!is_wanted) return;
+            pointer = grad.mutable_data_ptr();
+            set_strides(strides, grad);
+        };
+        set(wanted[0], grad_q, record.grad_q, record.grad_q_strides);
+        set(wanted[1], grad_k, record.grad_k, record.grad_k_strides);
+        set(wanted[2], grad_v, record.grad_v, record.grad_v_strides);
+        if (wanted[3]) {
+            record.grad_mask = grad_mask.mutable_data_ptr<float>();
+            set_strides(record.grad_mask_strides, grad_mask);
+        }
+        if (wanted[4]) record.grad_sinks = grad_sinks.mutable_data_ptr<float>();
+        const Tensor scratch = workspace(attention_backward_workspace(record), q);
+        record.workspace = scratch.mutable_data_ptr();
+        check_launch(launch_attention_backward(record, current_stream(q)), kName);
+    }
+    return {grad_q, grad_k, grad_v, wanted[3] ? grad_mask.to(mask->scalar_type()) : grad_mask,
+            wanted[4] ? grad_sinks.to(sinks->scalar_type()) : grad_sinks};
+}
+
+// ---- the CPU, and shapes alone ----
+
+AttentionOut attention_cpu(FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+    check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    return attention_on_cpu({FUSELINE_ATTENTION_ARGUMENTS});
+}
+
+AttentionGradients attention_backward_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                                          const Tensor& lse, Wanted wanted, FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+    check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    check_gradient(grad_out, out);
+    return attention_backward_on_cpu(grad_out, grad_lse, {FUSELINE_ATTENTION_ARGUMENTS}, out, lse, wanted);
+}
+
+AttentionOut attention_meta(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
+    return {empty_as_heads_lie(q), at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)},
+                                                    q.options().dtype(accumulator_type(q.scalar_type())))};
+}
+
+AttentionGradients attention_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tensor& out,
+                                           const Tensor&, Wanted wanted, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
+    check_gradient(grad_out, out);
+    const auto nothing = [&] { return at::empty({0}, q.options()); };
+    const auto like = [&](bool is_wanted, const OptionalTensor& x) {
+        return is_wanted ? at::empty_symint(x->sym_sizes(), x->options()) : nothing();
+    };
+    return {wanted[0] ? empty_as_heads_lie(q) : nothing(), wanted[1] ? empty_as_heads_lie(k) : nothing(),
+            wanted[2] ? empty_as_heads_lie(v) : nothing(), like(wanted[3], mask), like(wanted[4], sinks)};
+}
+
+// ---- autograd ----
+
+struct Attend : torch::autograd::Function<Attend> {
+    static constexpr bool is_traceable = true;
+
+    static variable_list forward(AutogradContext* ctx, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        const auto [out, lse] = forward_op(FUSELINE_ATTENTION_ARGUMENTS);
+        ctx->set_materialize_grads(false);
+        ctx->saved_data["wanted"] =
+            c10::List<bool>({wants_grad(q), wants_grad(k), wants_grad(v), wants_grad(mask), wants_grad(sinks)});
+        ctx->saved_data["max_seqlen_q"] = max_seqlen_q;
+        ctx->saved_data["max_seqlen_k"] = max_seqlen_k;
+        ctx->saved_data["causal"] = causal;
+        ctx->saved_data["window_left"] = window_left;
+        ctx->saved_data["window_right"] = window_right;
+        ctx->saved_data["softmax_scale"] = softmax_scale;
+        ctx->saved_data["soft_cap"] = soft_cap;
+        ctx->saved_data["dropout_p"] = dropout_p;
+        const auto kept = [](const OptionalTensor& x) { return x.value_or(Tensor()); };
+        ctx->save_for_backward(
+            {q, k, v, kept(mask), kept(sinks), kept(cu_seqlens_q), kept(cu_seqlens_k), kept(seed), out, lse});
+        return {out, lse};
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        variable_list result(16);
+        if (!grads[0].defined() && !grads[1].defined()) return result;
+        const auto saved = ctx->get_saved_variables();
+        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+        const Tensor &out = saved[8], &lse = saved[9];
+        const c10::List<bool> flags = ctx->saved_data["wanted"].toBoolList();
+        Wanted wanted;
+        size_t edge = 0;  // absent tensors have none
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            wanted[i] = flags[i] && ctx->needs_input_grad(edge);
+            edge += saved[i].defined();
+        }
+        const Tensor grad_out =
+            grads[0].defined() ? grads[0] : at::zeros_symint(out.sym_sizes(), out.options());
+        const auto made = backward_op(
+            grad_out, optional(grads[1]), out, lse, wanted, saved[0], saved[1], saved[2], optional(saved[3]),
+            optional(saved[4]), optional(saved[5]), optional(saved[6]), optional(saved[7]),
+            ctx->saved_data["max_seqlen_q"].toSymInt(), ctx->saved_data["max_seqlen_k"].toSymInt(),
+            ctx->saved_data["causal"].toInt(), ctx->saved_data["window_left"].toInt(),
+            ctx->saved_data["window_right"].toInt(), ctx->saved_data["softmax_scale"].toDouble(),
+            ctx->saved_data["soft_cap"].toDouble(), ctx->saved_data["dropout_p"].toDouble());
+        if (wanted[0]) result[0] = std::get<0>(made);
+        if (wanted[1]) result[1] = std::get<1>(made);
+        if (wanted[2]) result[2] = std::get<2>(made);
+        if (wanted[3]) result[3] = std::get<3>(made);
+        if (wanted[4]) result[4] = std::get<4>(made);
+        return result;
+    }
+};
+
+AttentionOut attention_autograd(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    const bool tracked = wants_grad(q) || wants_grad(k) || wants_grad(v) || wants_grad(mask) || wants_grad(sinks);
+    if (at::GradMode::is_enabled() && tracked) {
+        check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
+        const auto made = Attend::apply(FUSELINE_ATTENTION_ARGUMENTS);
+        return {made[0], made[1]};
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_op(FUSELINE_ATTENTION_ARGUMENTS);
+}
+
+AttentionGradients attention_backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_lse,
+                                               const Tensor& out, const Tensor& lse, Wanted wanted,
+                                               FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    AttentionGradients made = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, grad_lse, out, lse, wanted, FUSELINE_ATTENTION_ARGUMENTS);
+    }();
+    const bool tracked = wants_grad(grad_out) || wants_grad(grad_lse) || wants_grad(q) || wants_grad(k) || wants_grad(v);
+    if (!at::GradMode::is_enabled() || !tracked) return made;
+    const auto refuse = [&](const Tensor& x) { return NoSecondDerivative::apply(x, grad_out, q, std::string(kName)); };
+    return {refuse(std::get<0>(made)), refuse(std::get<1>(made)), refuse(std::get<2>(made)), refuse(std::get<3>(made)),
+            refuse(std::get<4>(made))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    const std::string tensors =
+        "Tensor q, Tensor k, Tensor v, *, Tensor? mask=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_k=None, Tensor? seed=None, SymInt max_seqlen_q, SymInt max_seqlen_k, int causal=0, "
+        "int window_left=-1, int window_right=-1, float softmax_scale, float soft_cap=0.0, float dropout_p=0.0";
+    const std::string forward = "attention(" + tensors + ") -> (Tensor out, Tensor lse)";
+    const std::string backward =
+        "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] wanted, " + tensors +
+        ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks)";
+    m.def(forward.c_str(), {at::Tag::pt2_compliant_tag});
+    m.def(backward.c_str(), {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("attention", attention_cpu);
+    m.impl("attention_backward", attention_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("attention", attention_cuda);
+    m.impl("attention_backward", attention_backward_cuda);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("attention", attention_meta);
+    m.impl("attention_backward", attention_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("attention", attention_autograd);
+    m.impl("attention_backward", attention_backward_autograd);
+}
+
+}  // namespace fuseline
