@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD>::kThreads, 2)
     }
   }
   if (rows_from >= rows_to) {
+    end_copies();
     wait_copies<0>();
     __syncthreads();
   }
@@ -303,6 +304,7 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     multiply_columns<T, kD>(sums, dots, k_tile);
   }
   if (keys_from >= keys_to) {
+    end_copies();
     wait_copies<0>();
     __syncthreads();
   }

@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     multiply_columns<T, kD>(sums, scores, k_tile + Of::kTile);
   }
   if (keys_from >= keys_to) {
+    end_copies();
     wait_copies<0>();
     __syncthreads();
   }

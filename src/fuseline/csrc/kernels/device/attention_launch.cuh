@@ -32,6 +32,26 @@ struct AttentionGrid {
   }
 };
 
+// Kernels that may have more than 48 KB of shared memory on a device, the last of this thread: each asks for one size.
+struct Granted {
+  const void* kernel;
+  int device;
+};
+constexpr int kGranted = 32;
+inline Granted* granted() {
+  static thread_local Granted kept[kGranted] = {};
+  return kept;
+}
+inline bool is_granted(const void* kernel, int device) {
+  return std::any_of(granted(), granted() + kGranted,
+                     [&](const Granted& one) { return one.kernel == kernel && one.device == device; });
+}
+inline void grant(const void* kernel, int device) {
+  static thread_local int next = 0;
+  granted()[next] = {kernel, device};
+  next = (next + 1) % kGranted;
+}
+
 // Launches a kernel of (arguments, tiles) with `shared` bytes of dynamic shared memory.
 template <class Arguments>
 int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionGrid& grid, int threads,
@@ -42,8 +62,11 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
   if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
-  if (shared > 48 * 1024) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return int(error);
+  if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index)) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return int(error);
+    grant(reinterpret_cast<const void*>(kernel), device.index);
+  }
   kernel<<<unsigned(grid.blocks), threads, size_t(shared), static_cast<cudaStream_t>(stream)>>>(arguments, grid.tiles);
   return int(cudaGetLastError());
 }
