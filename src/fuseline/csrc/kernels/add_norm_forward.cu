@@ -1,10 +1,14 @@
-// The forward of a norm of residual + dropout(x + x_bias): the kernels of device/norm_forward.cuh with a sum.
+// The forward of a norm of residual + dropout(x + x_bias): the kernels of device/norm_forward_rows.cuh and
+// norm_forward_long.cuh with a sum.
 #include "device/norm_forward_launch.cuh"
 
 namespace fuseline {
 
 int add_norm_forward(const NormForward& a, int dtype, const Device& device, void* stream) {
-  return with_dtype(dtype, [&](auto type) { return run_forward<decltype(type), true>(a, device, stream); });
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return run_forward<T, T, true>(a, device, stream);
+  });
 }
 
 }  // namespace fuseline

@@ -24,9 +24,7 @@ struct NormForward {
   Dropout dropout;
   bool centred;       // the mean is taken out: a layer norm
   bool fp32_weights;  // weight, bias, x_bias
-  bool y_vectors;     // y stands in its 16-byte vectors as x does
   int cluster;
-  int stages;
 };
 
 struct NormBackward {

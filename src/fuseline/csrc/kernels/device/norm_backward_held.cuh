@@ -101,7 +101,7 @@ template <class Kind>
 __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const NormBackward a) {
   using X = typename Kind::X;
   using Y = typename Kind::Y;
-  constexpr int kSize = Slot<X, Y>::kSize, kSlots = Kind::kSlots, kRows = Kind::kRows, kSums = Kind::kSums;
+  constexpr int kSize = kVector<Y>, kSlots = Kind::kSlots, kRows = Kind::kRows, kSums = Kind::kSums;
   constexpr bool kOneWarp = Kind::kOneWarp, kShifted = Kind::kShifted, kAdded = Kind::kAdded;
   constexpr bool kCentred = Kind::kCentred;
   constexpr int kValues = 2 * kRows;

@@ -38,7 +38,7 @@ template <class X, class Y, int kSums, bool kCentred>
 struct HeldFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
-  static constexpr int kSize = Slot<X, Y>::kSize;
+  static constexpr int kSize = kVector<Y>;
 
   static constexpr int rows_a_turn(int slots, bool shifted) {
     return shifted ? (kWide ? 1 : 2) : (kWide ? 2 : 4) / slots;

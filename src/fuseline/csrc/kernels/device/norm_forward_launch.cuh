@@ -2,116 +2,128 @@
 #pragma once
 
 #include "choice.h"
-#include "norm_forward.cuh"
-#include "resident.cuh"
+#include "norm_forward_long.cuh"
+#include "norm_forward_rows.cuh"
 
 namespace fuseline {
 
-// Most vectors a thread of a block that ends with its row holds: 32 values, or 16 of x and 16 of the residual, leave
-// room for 1024 threads a multiprocessor. / 2 and / 4 of it are there for short rows.
-template <class T, bool kAdded>
-constexpr int kMostHeld = (kAdded ? 16 : 32) / kVector<T>;
+// Most slots that a thread of a block that ends with its row holds: registers for them leave room for 1024 threads a
+// multiprocessor. / 2 and / 4 of it are there for short rows, / 4 for few.
+template <class X, class Y, bool kAdded>
+constexpr int kMostHeld = (sizeof(Y) == 4 ? 8 : 4) / (kAdded ? 2 : 1);
+template <class X, class Y, bool kAdded>
+constexpr int kLeastHeld = kMostHeld<X, Y, kAdded> < 4 ? 1 : kMostHeld<X, Y, kAdded> / 4;
+
+enum class ForwardWay { rows, waiting, streamed };
 
 struct ForwardPlan {
-  bool ring = false;
-  bool streamed = false;
-  int held = 0;           // vectors a thread has
+  ForwardWay way = ForwardWay::rows;
+  int held = 0;           // slots a thread has
   bool one_warp = false;  // has the whole row
   int threads = 0;        // share a row, in one block
   int rows = 1;           // a block has at a time
   int cluster = 1;        // blocks share a row
-  int stages = 0;
+  size_t shared = 0;
 };
 
-// Threads of a row read side by side before one holds more than one vector.
+// Threads of a row read side by side before one holds more than one slot.
 constexpr int kNeighbours = 8;
 
-template <class T, bool kAdded>
+// Bytes of rows that are longer than what registers hold well: they wait in shared memory.
+constexpr int64_t kLongRow = 32768;
+
+template <class X, class Y, bool kAdded>
 ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& device) {
   ForwardPlan plan;
-  constexpr int kMost = kMostHeld<T, kAdded>;
-  const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), n);
-  const bool chosen = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  const int64_t vectors = aligned ? n / kVector<T> : divide_up(n + kVector<T> - 1, kVector<T>);
-  const bool one_warp = vectors <= kWarp * kMost;
-  const bool fits_a_block = vectors <= int64_t(kMostThreads) * kMost;
-  const bool wants_ring = !fits_a_block || (choice && choice->stages > 0);
-  if (aligned && !one_warp && wants_ring && device.shared_a_block >= 2 * kRingStage<kAdded> + int(sizeof(RingRoom))) {
-    plan.ring = true;
-    plan.stages = choice && choice->stages > 0 ? choice->stages : kMostStages;
-    const int64_t threads = divide_up(vectors, kRingHeld<kAdded>);
-    // Several rows to a block: one is worked on while others meet, and all read the same weights.
-    const int most = chosen ? choice->block : kRingBlock / 4;
-    plan.cluster = chosen ? choice->cluster : 1;
-    while (!chosen && device.clusters && plan.cluster < kMaxCluster && threads > int64_t(plan.cluster) * most) {
-      plan.cluster *= 2;
-    }
-    plan.threads = int(divide_up(divide_up(threads, plan.cluster), kWarp)) * kWarp;
-    if (plan.threads <= kRingBlock) {
-      const int64_t spread = divide_up(rows, std::max(1, device.processors / plan.cluster));
-      plan.rows = int(std::min<int64_t>(kRingBlock / plan.threads, spread));
+  constexpr int kSize = kVector<Y>, kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
+  const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
+  const int64_t slots = aligned ? n / kSize : divide_up(n + kSize - 1, kSize);
+  const bool one_warp = slots <= kWarp * kMost;
+  const bool wants_waiting = measured.given ? measured.choice.stages > 0 : n * int64_t(sizeof(X)) > kLongRow;
+  if (slots > int64_t(kMostThreads) * kMost || (wants_waiting && !one_warp)) {
+    constexpr int kBytes = kWaitingBytes<X, Y, kAdded>, kParts = kVector<X>;
+    const int64_t parts = divide_up(n + kParts - 1, kParts);
+    const Waiting waiting = plan_waiting<X>(divide_up(parts * kBytes, 16) * kParts, sizeof(Moments) * 2 * kMaxStates + 64,
+                                            device);
+    if (n <= (int64_t(1) << 30) && waiting.threads > 0) {
+      plan.way = ForwardWay::waiting;
+      plan.threads = waiting.threads, plan.cluster = waiting.cluster;
+      const auto each = [&] { return divide_up(parts, plan.cluster); };
+      if (rows < device.processors) {  // few rows: more blocks for each, and more threads
+        while (device.clusters && plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
+               each() >= 2 * kMostThreads) {
+          plan.cluster *= 2;
+        }
+        plan.threads = int(std::min<int64_t>(kMostThreads, divide_up(each(), kWarp) * kWarp));
+      }
+      plan.shared = size_t(each()) * kBytes;
       return plan;
     }
-    plan.ring = false;
-  }
-  if (!fits_a_block) {
-    plan.streamed = true;
-    plan.threads = 512;
-    while (device.clusters && plan.cluster < kMaxCluster && vectors > int64_t(plan.cluster) * 512 * kPiece) {
+    plan.way = ForwardWay::streamed;
+    plan.threads = kMostThreads;
+    while (device.clusters && plan.cluster < kMaxCluster && parts > int64_t(plan.cluster) * kMostThreads * kPiece) {
       plan.cluster *= 2;
     }
     return plan;
   }
-  plan.one_warp = one_warp;
+  // Few rows: each is spread over more threads, so that all multiprocessors have some.
+  const bool few = rows * slots <= int64_t(device.processors) * 2048 * kLeast;
+  plan.one_warp = one_warp && !(few && aligned && slots > kWarp * kLeast);
   plan.held = kMost;
-  if (one_warp) {
+  if (plan.one_warp) {
     if (aligned) {
-      plan.held = std::max(1, kMost / 4);
-      while (plan.held < kMost && plan.held * kNeighbours < vectors) plan.held *= 2;
+      plan.held = kLeast;
+      while (!few && plan.held < kMost && plan.held * kNeighbours < slots) plan.held *= 2;
     } else {
-      plan.held = vectors <= kWarp ? 1 : kMost;
+      plan.held = slots <= kWarp ? 1 : kMost;
     }
-    plan.threads = power_of_two_from(divide_up(vectors, plan.held));
-    plan.rows = kShortRowBlock / plan.threads;
+    plan.threads = power_of_two_from(divide_up(slots, plan.held));
+    const int beside = kWarp / plan.threads;  // whole warps
+    const int64_t spread = divide_up(divide_up(rows, device.processors), beside) * beside;
+    plan.rows = int(std::min<int64_t>(kShortRowBlock / plan.threads, spread));
     return plan;
   }
-  plan.threads = int(divide_up(divide_up(vectors, kMost), kWarp)) * kWarp;
+  if (few && aligned && slots <= int64_t(kMostThreads) * kLeast) plan.held = kLeast;
+  plan.threads = int(divide_up(divide_up(slots, plan.held), kWarp)) * kWarp;
   return plan;
 }
 
-template <class T, bool kAdded>
+template <class X, class Y, bool kAdded>
 auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForward) {
-  constexpr int kMost = kMostHeld<T, kAdded>, kHalf = kMost / 2, kQuarter = kMost < 4 ? 1 : kMost / 4;
-  if (plan.streamed) return norm_forward_streamed<T, kAdded>;
-  if (!aligned && plan.held == 1) return norm_forward_rows<T, kAdded, 1, false, true>;
-  if (!aligned) return norm_forward_rows<T, kAdded, kMost, false, false>;
-  if (!plan.one_warp) return norm_forward_rows<T, kAdded, kMost, true, false>;
-  if (plan.held == kMost) return norm_forward_rows<T, kAdded, kMost, true, true>;
-  if (plan.held == kHalf) return norm_forward_rows<T, kAdded, kHalf, true, true>;
-  return norm_forward_rows<T, kAdded, kQuarter, true, true>;
+  constexpr int kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
+  constexpr int kHalf = kMost / 2;
+  if (plan.way == ForwardWay::waiting) return norm_forward_waiting<X, Y, kAdded>;
+  if (plan.way == ForwardWay::streamed) return norm_forward_streamed<X, Y, kAdded>;
+  if (!aligned && plan.held == 1) return norm_forward_rows<X, Y, kAdded, 1, false, true>;
+  if (!aligned) return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
+  if (!plan.one_warp) {
+    return plan.held == kMost ? norm_forward_rows<X, Y, kAdded, kMost, true, false>
+                              : norm_forward_rows<X, Y, kAdded, kLeast, true, false>;
+  }
+  if (plan.held == kMost) return norm_forward_rows<X, Y, kAdded, kMost, true, true>;
+  if (plan.held == kHalf) return norm_forward_rows<X, Y, kAdded, kHalf, true, true>;
+  return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
 }
 
-template <class T, bool kAdded>
+template <class X, class Y, bool kAdded>
 int run_forward(NormForward a, const Device& device, void* stream) {
-  bool aligned = a.n % kVector<T> == 0;
+  bool aligned = a.n % kVector<Y> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
     aligned = aligned && offset_in_vector(tensor) == 0;
   }
-  a.y_vectors = offset_in_vector(a.x) == offset_in_vector(a.y);
-  const ForwardPlan plan = plan_forward<T, kAdded>(a.rows, a.n, aligned, device);
+  const ForwardPlan plan = plan_forward<X, Y, kAdded>(a.rows, a.n, aligned, device);
   a.cluster = plan.cluster;
-  const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
-  if (!plan.ring) {
-    const int64_t grid = divide_up(a.rows, plan.rows) * plan.cluster;
-    return launch(forward_kernel<T, kAdded>(plan, aligned), a, grid, block, 0, plan.cluster, stream);
+  const auto kernel = forward_kernel<X, Y, kAdded>(plan, aligned);
+  if (plan.way == ForwardWay::waiting) {
+    int count = 0;
+    const cudaError_t error = resident_clusters(kernel, device, plan.threads, plan.shared, plan.cluster, count);
+    if (error != cudaSuccess) return int(error);
+    if (count == 0) return FUSELINE_UNSUPPORTED;
   }
-  const int most_shared = device.shared_a_block - int(sizeof(RingRoom)) - 64;
-  a.stages = std::max(2, std::min(plan.stages, most_shared / kRingStage<kAdded>));
-  int blocks = int(std::min<int64_t>(std::max(1, device.processors / plan.cluster), divide_up(a.rows, plan.rows)));
-  const size_t shared = size_t(a.stages) * kRingStage<kAdded>;
-  return launch_resident<norm_forward_ring<T, kAdded>>(a, blocks, block, plan.cluster, shared, most_shared, device,
-                                                       stream);
+  const int64_t grid = divide_up(a.rows, plan.rows) * plan.cluster;
+  const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
+  return launch(kernel, a, grid, block, plan.shared, plan.cluster, stream);
 }
 
 }  // namespace fuseline

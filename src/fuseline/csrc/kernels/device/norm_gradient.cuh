@@ -12,24 +12,6 @@
 
 namespace fuseline {
 
-// Elements that a thread takes at a time, a slot: 16 bytes of grad_y. Those of x may be twice as wide.
-template <class X, class Y>
-struct Slot {
-  static_assert(sizeof(X) >= sizeof(Y));
-  static constexpr int kSize = kVector<Y>;
-  static constexpr int kVectors = kSize / kVector<X>;  // that x has in it
-
-  static __device__ __forceinline__ void unpack_x(const uint4* raw, float (&values)[kSize]) {
-    float part[kVector<X>];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      unpack<X>(raw[v], part);
-#pragma unroll
-      for (int i = 0; i < kVector<X>; ++i) values[v * kVector<X> + i] = part[i];
-    }
-  }
-};
-
 // What a row's gradient is made of besides its elements.
 struct RowTerms {
   float mean, rstd;

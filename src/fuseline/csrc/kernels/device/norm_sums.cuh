@@ -12,9 +12,8 @@ constexpr int kLongBlock = 512;
 
 template <class T>
 __device__ __forceinline__ float weight_at(const NormBackward& a, int64_t c) {
-  float weight[1] = {1.f};
-  if (a.weight) load_weights<T, false>(a.weight, a.fp32_weights, c, a.n, weight);
-  return weight[0];
+  if (!a.weight) return 1.f;
+  return a.fp32_weights ? static_cast<const float*>(a.weight)[c] : to_float(static_cast<const T*>(a.weight)[c]);
 }
 
 // Gradients of rows that are too long for the ring.

@@ -7,16 +7,17 @@
 
 namespace fuseline {
 
-// Copies kBytes (4 or 16, both sides multiples of it), or writes zeros if not `wanted`.
+// Copies kBytes (4, 8 or 16, both sides multiples of it), or writes zeros if not `wanted`.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool wanted) {
-  static_assert(kBytes == 4 || kBytes == 16);
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
   const int bytes = wanted ? kBytes : 0;
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes), "r"(bytes)
+                 : "memory");
   }
 }
 

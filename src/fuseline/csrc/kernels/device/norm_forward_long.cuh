@@ -1,0 +1,223 @@
+// The norms' forward for rows that are longer than registers: the same results as in norm_forward_rows.cuh, in parts of
+// kVector<X> elements, 16 bytes of what is normalized.
+//
+// Moves: as there; limit: HBM bandwidth. Threads: rows wait in shared memory (waiting.cuh), each in that of a block or of
+// a cluster, until their moments have met; two blocks or more share a multiprocessor, and one computes while another's
+// row is on its way. Rows longer than a cluster can hold are read twice.
+#pragma once
+
+#include "norm_elements.cuh"
+#include "waiting.cuh"
+
+namespace fuseline {
+
+// The moments of one thread's elements, added piece by piece.
+template <int kSize, class Index>
+__device__ __forceinline__ void add_moments(const float (&values)[kPiece][kSize], Index from, Index step, Index end,
+                                            bool centred, Moments& mine) {
+  float total = 0.f, count = 0.f;
+#pragma unroll
+  for (int k = 0; k < kPiece; ++k) {
+    each_inside<kSize>(Index(from + k * step), end, [&](int i) { total += values[k][i]; });
+    count += float(count_inside<kSize>(Index(from + k * step), end));
+  }
+  const float mean = centred ? total / count : 0.f;
+  float squares = 0.f;
+#pragma unroll
+  for (int k = 0; k < kPiece; ++k) {
+    each_inside<kSize>(Index(from + k * step), end, [&](int i) {
+      const float apart = values[k][i] - mean;
+      squares += apart * apart;
+    });
+  }
+  const float apart = mean - mine.mean;
+  const float together = mine.count + count;
+  mine.squares += squares + apart * apart * (mine.count * count / together);
+  mine.mean += apart * (count / together);
+  mine.count = together;
+}
+
+// The moments of the row from those of its threads.
+__device__ __forceinline__ Moments meet(const Moments& mine, float n, bool centred, Group<Moments>& group) {
+  const float count = group.warp_sum(mine.count);
+  const float mean = count > 0.f ? group.warp_sum(mine.count * mine.mean) / count : 0.f;
+  const float apart = mine.mean - mean;
+  const float distances = group.warp_sum(mine.count * apart);
+  const float squares = group.warp_sum(mine.squares + mine.count * apart * apart);
+  const Moments warp = centred ? corrected(mean, distances, squares, count) : Moments{0.f, squares, count, 0.f};
+  return combine(group.publish(warp), group.states, n, centred);
+}
+
+// The rows of a long norm, of which a thread's parts start at multiples of their bytes where the flags say so.
+template <class X, class Y, bool kAdded>
+struct LongRow {
+  static constexpr int kSize = kVector<X>;
+  const X* normalized;  // x, or the residual
+  const Y* branch;
+  X* sum;
+  Y* y;
+  int head;  // elements of the first vector of `normalized` that are before the row
+  bool branch_vectors, sum_vectors, y_vectors;
+
+  __device__ __forceinline__ LongRow(const NormForward& a, int64_t row)
+      : normalized(static_cast<const X*>(kAdded ? a.residual : a.x) + row * a.n),
+        branch(kAdded ? static_cast<const Y*>(a.x) + row * a.n : nullptr),
+        sum(kAdded ? static_cast<X*>(a.sum) + row * a.n : nullptr),
+        y(static_cast<Y*>(a.y) + row * a.n),
+        head(elements_into_vector(normalized)),
+        branch_vectors(kAdded && Part<Y, kSize>::in_place(branch, head)),
+        sum_vectors(kAdded && Part<X, kSize>::in_place(sum, head)),
+        y_vectors(Part<Y, kSize>::in_place(y, head)) {}
+};
+
+// Copies a part of a row that will be read by this thread alone; nothing where it is outside of the row.
+template <class T, int kSize>
+__device__ __forceinline__ void fetch_part(void* to, const T* row, int first, int n, bool vectors) {
+  constexpr int kBytes = Part<T, kSize>::kBytes;
+  if (vectors && first >= 0 && first + kSize <= n) {
+    copy_async<kBytes>(to, row + first, true);
+  } else if (first < n && first + kSize > 0) {
+    Part<T, kSize> part;
+    part.load(row, first, n, false);
+    part.put(to);
+  }
+}
+
+// Bytes of shared memory for each part of a row.
+template <class X, class Y, bool kAdded>
+constexpr int kWaitingBytes = 16 + (kAdded ? Part<Y, kVector<X>>::kBytes : 0);
+
+template <class X, class Y, bool kAdded>
+__global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const NormForward a) {
+  constexpr int kSize = kVector<X>;
+  extern __shared__ uint4 slots[];
+  __shared__ Moments shared[2 * kMaxStates];
+  Group<Moments> group(shared, a.cluster);
+  const int n = int(a.n), threads = group.threads, step = threads * kSize;
+  const int64_t row = group.first;
+  const LongRow<X, Y, kAdded> of(a, row);
+  int begin, end;
+  divide_row(of.normalized, n, group.rank, a.cluster, group.lane, begin, end);
+  uint4* const held = slots + group.lane;
+  using Branch = Part<Y, kSize>;
+  // The parts of the branch stand after those of the residual.
+  const int each = ((n + of.head + kSize - 1) / kSize + a.cluster - 1) / a.cluster;
+  char* const branches = reinterpret_cast<char*>(slots + each) + group.lane * Branch::kBytes;
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int first = begin + piece * kPiece * step;
+    if (first < end) {
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        const int from = first + k * step, place = (piece * kPiece + k) * threads;
+        if (from >= end) break;
+        fetch_part<X, kSize>(held + place, of.normalized, from, n, true);
+        if constexpr (kAdded) {
+          fetch_part<Y, kSize>(branches + place * Branch::kBytes, of.branch, from, n, of.branch_vectors);
+        }
+      }
+    }
+    commit_copies();
+  }
+  Moments mine{0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int first = begin, place = 0; first < end; first += kPiece * step, place += kPiece * threads) {
+    uint4 raw[kPiece];
+    wait_for_piece(held + place, threads, first, end, step, raw);
+    if constexpr (kAdded) {  // the sum takes the residual's place
+#pragma unroll 1
+      for (int k = 0; k < kPiece && first + k * step < end; ++k) {
+        const int from = first + k * step, at = place + k * threads;
+        float residual[kSize], values[kSize];
+        unpack<X>(held[at], residual);
+        Branch branch;
+        branch.take(branches + at * Branch::kBytes);
+        branch.values(values);
+        add_residual<Y, false>(a, row, from, n, residual, values);
+        Part<X, kSize> sum;
+        sum.set(values);
+        sum.put(held + at);
+        sum.store(of.sum, from, n, of.sum_vectors);
+      }
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        raw[k] = first + k * step < end ? held[place + k * threads] : make_uint4(0, 0, 0, 0);
+      }
+    }
+    float values[kPiece][kSize];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) unpack<X>(raw[k], values[k]);
+    add_moments<kSize>(values, first, step, end, a.centred, mine);
+  }
+  const Moments whole = meet(mine, float(a.n), a.centred, group);
+  const float rstd = rstd_of(a, whole);
+  if (group.lane == 0 && group.rank == 0) keep_statistics(a, row, whole.mean, rstd);
+  int place = 0;
+#pragma unroll 2
+  for (int first = begin; first < end; first += step, place += threads) {
+    float values[kSize];
+    unpack<X>(held[place], values);
+    normalize<Y, false>(a, first, n, whole.mean, rstd, values);
+    Part<Y, kSize> y;
+    y.set(values);
+    y.store(of.y, first, n, of.y_vectors);
+  }
+}
+
+template <class X, class Y, bool kAdded>
+__global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const NormForward a) {
+  constexpr int kSize = kVector<X>;
+  __shared__ Moments shared[2 * kMaxStates];
+  Group<Moments> group(shared, a.cluster);
+  const int64_t step = int64_t(group.threads) * kSize;
+  const int64_t row = group.first;
+  const LongRow<X, Y, kAdded> of(a, row);
+  const int64_t vectors = (a.n + of.head + kSize - 1) / kSize;
+  const int64_t each = (vectors + group.blocks - 1) / group.blocks;
+  const int64_t begin = (each * group.rank + group.lane) * kSize - of.head;
+  const int64_t end = min(each * (group.rank + 1) * kSize - of.head, a.n);
+  Moments mine{0.f, 0.f, 0.f, 0.f};
+  for (int64_t from = begin; from < end; from += kPiece * step) {
+    float values[kPiece][kSize];
+    Part<X, kSize> raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) raw[k].load(of.normalized, from + k * step, end, true);
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      raw[k].values(values[k]);
+      if constexpr (kAdded) {
+        const int64_t first = from + k * step;
+        if (first >= end) continue;
+        float residual[kSize];
+        Part<Y, kSize> branch;
+        branch.load(of.branch, first, end, of.branch_vectors);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) residual[i] = values[k][i];
+        branch.values(values[k]);
+        add_residual<Y, false>(a, row, first, a.n, residual, values[k]);
+        raw[k].set(values[k]);
+        raw[k].values(values[k]);
+        raw[k].store(of.sum, first, end, of.sum_vectors);
+      }
+    }
+    add_moments<kSize>(values, from, step, end, a.centred, mine);
+  }
+  const Moments whole = meet(mine, float(a.n), a.centred, group);
+  const float rstd = rstd_of(a, whole);
+  if (group.lane == 0 && group.rank == 0) keep_statistics(a, row, whole.mean, rstd);
+  // A thread reads again what it read, or wrote, before.
+  const X* const again = kAdded ? of.sum : of.normalized;
+  const bool again_vectors = !kAdded || of.sum_vectors;
+  for (int64_t from = begin; from < end; from += step) {
+    float values[kSize];
+    Part<X, kSize> part;
+    part.load(again, from, end, again_vectors);
+    part.values(values);
+    normalize<Y, false>(a, from, a.n, whole.mean, rstd, values);
+    Part<Y, kSize> y;
+    y.set(values);
+    y.store(of.y, from, end, of.y_vectors);
+  }
+}
+
+}  // namespace fuseline
