@@ -49,11 +49,13 @@ struct EmbeddingForward {
   int64_t rows, position_rows, n;
   Divisor period;
   Dropout dropout;
-  Divisor slice;               // accesses of a row that a block reaches; the grid's y goes over the slices
+  Divisor slice;  // accesses of a row that a block reaches; the grid's y goes over the slices
   int64_t items, row_factor, row_step;  // a thread's items are row_step apart
+  bool streams;                // y is more than the L2 keeps for its reader: leave the room to the table
 };
 
 constexpr int kForwardRows = 4;
+constexpr int64_t kResident = 16 << 20;  // bytes that stay in the L2 beside what passes through: measured on an H100
 
 // The 16 bytes (or one element) of a table's row from column `first`; NaN if there is no such row.
 template <class T, int kWide>
@@ -116,7 +118,14 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : 6) embeddi
     multipliers(a.dropout, seed, at * a.n + first, multiplier);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) sum[i] *= multiplier[i];
-    store_wide<T, kWide>(static_cast<T*>(a.y) + at * a.n + first, sum);
+    T* const to = static_cast<T*>(a.y) + at * a.n + first;
+    if constexpr (kWide > 1) {
+      if (a.streams) {
+        __stcs(reinterpret_cast<uint4*>(to), pack<T>(sum));
+        continue;
+      }
+    }
+    store_wide<T, kWide>(to, sum);
   }
 }
 
@@ -293,7 +302,7 @@ int with_width(int64_t n, std::initializer_list<const void*> pointers, Run&& run
 // Accesses of a row that are taken for all items before the next ones: so many that this part of the table stays in the
 // L2, and HBM is read once. 128 bytes at least.
 int64_t accesses_of_slice(int64_t rows, int64_t access_bytes) {
-  constexpr int64_t kResident = 16 << 20, kLeast = 128;
+  constexpr int64_t kLeast = 128;
   if (access_bytes < 16) return std::numeric_limits<int64_t>::max();
   int64_t bytes = kLeast;
   while (2 * bytes * rows <= kResident && bytes < (1 << 20)) bytes *= 2;
@@ -326,6 +335,7 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
   EmbeddingForward a{};
   a.tokens = tokens, a.table = table, a.positions = positions, a.position_table = position_table, a.y = y;
   a.rows = rows, a.position_rows = position_rows, a.n = n;
+  a.streams = items * n * (dtype == FUSELINE_FLOAT32 ? 4 : 2) > kResident;
   a.period = Divisor(uint32_t(std::max<int64_t>(1, std::min(period, items))));
   a.dropout = dropout_of(seed, p);
   return with_dtype(dtype, [&](auto type) {

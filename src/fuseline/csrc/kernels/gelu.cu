@@ -6,12 +6,15 @@
 //
 // Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 16-byte steps, are taken several at a
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
-// has 32 neighbouring positions and each of its warps every so-manieth row of them; the sums stay in registers, meet
-// in shared memory at the end, and a second kernel adds up what the blocks found, in a fixed order.
+// has up to 256 neighbouring positions, and its threads every so-manieth row of them; the next rows are on their way
+// while these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up
+// what the blocks found, in a fixed order.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
 #include "device/partials.cuh"
+
+#include <limits>
 
 namespace fuseline {
 namespace {
@@ -46,19 +49,21 @@ struct BiasGradients {
   bool fold;          // a row is one block's: add its repetitions up at once
 };
 
-constexpr int kBiasWarps = 8;
+constexpr int kBiasThreads = 256;
 constexpr int kBiasRows = 4;    // of a thread in flight
-constexpr int kBiasBlocks = 3;  // a multiprocessor holds at once
+constexpr int kBiasBlocks = 2;  // a multiprocessor holds at once
+constexpr int kBiasTurns = 16;  // in which a block takes its rows, where there are more than the device holds at once
+constexpr int kBiasRounds = 16; // of the device's blocks at most: each block leaves partial sums behind
 
 // ---- kernels ----
 
 template <class Activation, class T, int kWide>
-__global__ void __launch_bounds__(kWarp* kBiasWarps, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
-  __shared__ float shared[kBiasWarps][kWarp * kWide];
+__global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
+  __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][blockDim.x * kWide]
   const T* grad_out = static_cast<const T*>(a.grad_out);
   const T* x = static_cast<const T*>(a.x);
   T* grad_x = static_cast<T*>(a.grad_x);
-  const int64_t first = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kWide;
+  const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWide;
   const bool mine = first < a.row_elements;
   float bias[kWide], sums[kWide] = {};
   load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
@@ -71,16 +76,25 @@ __global__ void __launch_bounds__(kWarp* kBiasWarps, kBiasBlocks) gelu_bias_grad
     }
   };
 
-  const int64_t step = int64_t(gridDim.y) * kBiasWarps * kBiasRows;
-  for (int64_t row = (int64_t(blockIdx.y) * kBiasWarps + threadIdx.y) * kBiasRows; row < a.rows; row += step) {
-    Raw<T, kWide> raw[kBiasRows][2];
+  Raw<T, kWide> next[kBiasRows][2];
+  const auto load = [&](int64_t row) {
     const int64_t at = row * a.row_elements + first;
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
       if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
-      raw[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
-      raw[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
+      next[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
+      next[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
     }
+  };
+  const int64_t step = int64_t(gridDim.y) * blockDim.y * kBiasRows;
+  int64_t row = (int64_t(blockIdx.y) * blockDim.y + threadIdx.y) * kBiasRows;
+  load(row);
+  for (; row < a.rows; row += step) {
+    Raw<T, kWide> raw[kBiasRows][2];
+#pragma unroll
+    for (int u = 0; u < kBiasRows; ++u) raw[u][0] = next[u][0], raw[u][1] = next[u][1];
+    load(row + step);
+    const int64_t at = row * a.row_elements + first;
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
       if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
@@ -104,23 +118,26 @@ __global__ void __launch_bounds__(kWarp* kBiasWarps, kBiasBlocks) gelu_bias_grad
     }
   }
 
+  const int width = blockDim.x * kWide;
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) shared[threadIdx.y][threadIdx.x * kWide + i] = sums[i];
+  for (int i = 0; i < kWide; ++i) shared[threadIdx.y * width + threadIdx.x * kWide + i] = sums[i];
   __syncthreads();
-  const int column = threadIdx.y * kWarp + threadIdx.x;
-  const int64_t of_row = int64_t(blockIdx.x) * kWarp * kWide + column;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   if (a.fold) {
-    for (int64_t c = column; c < a.n; c += kWarp * kBiasWarps) {
+    for (int64_t c = thread; c < a.n; c += kBiasThreads) {
       float sum = 0.f;
       for (int64_t repeat = c; repeat < a.row_elements; repeat += a.n) {
-        for (int warp = 0; warp < kBiasWarps; ++warp) sum += shared[warp][repeat];
+        for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + repeat];
       }
       a.partials[int64_t(blockIdx.y) * a.n + c] = sum;
     }
-  } else if (column < kWarp * kWide && of_row < a.row_elements) {
+    return;
+  }
+  for (int column = thread; column < width; column += kBiasThreads) {
+    const int64_t of_row = int64_t(blockIdx.x) * width + column;
+    if (of_row >= a.row_elements) return;
     float sum = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < kBiasWarps; ++warp) sum += shared[warp][column];
+    for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + column];
     a.partials[int64_t(blockIdx.y) * a.row_elements + of_row] = sum;
   }
 }
@@ -139,8 +156,9 @@ int64_t joined(int64_t n, int wide) {
 // The grid of the kernel with the bias's gradient, and what it leaves behind.
 struct BiasPlan {
   int64_t row_elements = 0, rows = 0;
-  int64_t columns = 0;  // blocks along a row
-  int64_t blocks = 0;   // over the rows, each with partial sums of its own
+  int64_t across = kWarp;  // threads of a block along a row
+  int64_t columns = 0;     // blocks along a row
+  int64_t blocks = 0;      // over the rows, each with partial sums of its own
   bool fold = false;
   int64_t partial_rows(int64_t n) const { return fold ? blocks : blocks * (row_elements / n); }
 };
@@ -150,21 +168,19 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   BiasPlan plan;
   plan.row_elements = n * joined<T>(n, wide);
   plan.rows = divide_up(rows * n, plan.row_elements);
-  plan.columns = divide_up(plan.row_elements, kWarp * wide);
-  plan.fold = plan.columns == 1;
-  const int64_t most = divide_up(plan.rows, kBiasWarps * kBiasRows);
-  const int64_t at_once = int64_t(device.processors) * kBiasBlocks;
-  plan.blocks = std::max<int64_t>(1, std::min(most, at_once / plan.columns));
-  // Where few rows of blocks fit the device, take the fewest that fill whole rounds of it well.
-  constexpr int64_t kMany = 8, kRounds = 4;
-  if (at_once / plan.columns >= kMany) return plan;
-  double best = 0;
-  for (int64_t blocks = plan.blocks; blocks <= most; ++blocks) {
-    const int64_t rounds = divide_up(blocks * plan.columns, at_once);
-    if (rounds > kRounds) break;
-    const double filled = double(blocks * plan.columns) / double(rounds * at_once) - 0.02 * double(rounds - 1);
-    if (filled > best) best = filled, plan.blocks = blocks;
+  // The widest blocks that leave few threads without a position: they read the longest runs of memory.
+  const int64_t positions = divide_up(plan.row_elements, wide);
+  int64_t fewest = std::numeric_limits<int64_t>::max();
+  for (int64_t across = kBiasThreads; across >= kWarp; across /= 2) {
+    const int64_t laid = divide_up(positions, across) * across;
+    if (laid + positions / 16 < fewest) fewest = laid, plan.across = across;
   }
+  plan.columns = divide_up(positions, plan.across);
+  plan.fold = plan.columns == 1;
+  const int64_t turn = kBiasThreads / plan.across * kBiasRows;
+  const int64_t most = divide_up(plan.rows, turn);
+  const int64_t at_once = std::max<int64_t>(1, int64_t(device.processors) * kBiasBlocks / plan.columns);
+  plan.blocks = std::min(most, std::max(at_once, std::min(most / kBiasTurns, at_once * kBiasRounds)));
   return plan;
 }
 
@@ -204,7 +220,8 @@ int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Dev
   const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
   a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
   a.bias_vectors = plan.row_elements == a.n && whole_vectors(a.bias, a.fp32_bias, a.n, wide);
-  const dim3 grid(unsigned(plan.columns), unsigned(plan.blocks)), block(kWarp, kBiasWarps);
+  const dim3 grid(unsigned(plan.columns), unsigned(plan.blocks));
+  const dim3 block(unsigned(plan.across), unsigned(kBiasThreads / plan.across));
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   if (vectors) {
     gelu_bias_gradients<Activation, T, kSize><<<grid, block, 0, on>>>(a);
