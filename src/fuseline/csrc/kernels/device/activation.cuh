@@ -36,12 +36,12 @@ __device__ __forceinline__ float clamp(float x, float most) {
 // x * sigmoid(x), the sigmoid being 1 / (1 + e^-x).
 template <class T>
 struct Silu {
-  static constexpr float kFew = 2.3283064365386963e-10f;  // 2^-32: 1 / (1 + e^-x) would be too small to be a number
 
   static __device__ __forceinline__ float power(float x) { return fast_exp2(x * -1.4426950408889634f); }
   static __device__ __forceinline__ float value(float x) {
-    const float few = fast_exp2(fmaf(x, -1.4426950408889634f, -32.f));
-    return x * kFew * fast_reciprocal(kFew + few);
+    // By a quarter: 1 / (1 + e^-x) itself can be too small to be a number where the result is not.
+    const float quarter = fast_exp2(fmaf(x, -1.4426950408889634f, -2.f));
+    return 0.25f * x * fast_reciprocal(0.25f + quarter);
   }
   static __device__ __forceinline__ float2 both(float x) {
     const float e = power(clamp(x, 80.f));  // e^-x would be infinite at less
