@@ -7,6 +7,7 @@ from fuseline.nn.layer_norm import LayerNorm
 from fuseline.nn.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 from fuseline.nn.multihead_attention import MultiheadAttention
 from fuseline.nn.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, RMSNorm
+from fuseline.nn.quant_linear import QuantLinear
 from fuseline.nn.rotary import RotaryEmbedding
 from fuseline.nn.self_attention import SelfAttention
 
@@ -20,6 +21,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "MultiheadAttention",
+    "QuantLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "SelfAttention",

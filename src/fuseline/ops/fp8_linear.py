@@ -1,0 +1,62 @@
+"""Linear layer in fp8: weights and activations of e4m3, each row with its own scale, sums in fp32.
+
+    y[m, n] = scale_x[m] * scale_w[n] * sum over k of x8[m, k] * w8[n, k] + bias[n],  scale_x[m] = max |x[m]|
+    / 448
+
+Not an operator of ours: torch's scaled matrix product does it (`torch._scaled_mm`, compute capability 8.9 and
+later, K and N multiples of 16), and elsewhere the same numbers come from a product of the values that fp8
+stands for.
+Source: Micikevicius et al., FP8 formats for deep learning, 2022.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+E4M3_MAX = 448.0
+SMALLEST = 1e-12  # of a row's scale: a row of zeros divides by no zero
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x8, scales): [M, K] as e4m3, and the float32 scale of each row, [M, 1]."""
+    scales = (x.detach().abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
+    return (x / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T + bias.
+
+    Args:
+        x: [.., K] in float32, float16 or bfloat16.
+        weight: [N, K] of float8_e4m3fn.
+        scales: [N], float32.
+        bias: [N] of x's dtype.
+
+    Returns [.., N] in x's dtype. Its gradient is not computed.
+    """
+    n, k = weight.shape
+    rows, scale_x = quantize_rows(x.reshape(-1, k))
+    if runs_in_fp8(x.device, k, n):
+        y = torch._scaled_mm(
+            rows,
+            weight.t(),
+            scale_a=scale_x,
+            scale_b=scales[None],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        ).to(x.dtype)
+        y = y if bias is None else y + bias
+    else:
+        wide = F.linear(rows.float() * scale_x, weight.float() * scales[:, None])
+        y = (wide if bias is None else wide + bias).to(x.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+def runs_in_fp8(device: torch.device, k: int, n: int) -> bool:
+    """Whether torch's scaled product takes a layer of these sizes on `device`."""
+    if device.type != "cuda" or k % 16 or n % 16:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,23 @@
+"""Quantization: formats and their grids, GPTQ, the walk over a model, files."""
+
+from fuseline.ops.quant_bits import add_uint4, pack_uint4, unpack_uint4
+from fuseline.quant.formats import Format, Quantized, round_to_nearest
+from fuseline.quant.gptq import gptq
+from fuseline.quant.quantize import LayerReport, Quantization, quantize, quantize_linear
+from fuseline.quant.storage import load_quantized, save_quantized
+
+__all__ = [
+    "Format",
+    "LayerReport",
+    "Quantization",
+    "Quantized",
+    "add_uint4",
+    "gptq",
+    "load_quantized",
+    "pack_uint4",
+    "quantize",
+    "quantize_linear",
+    "round_to_nearest",
+    "save_quantized",
+    "unpack_uint4",
+]

@@ -1,0 +1,289 @@
+"""`fuseline.quantize`: a model's linear layers quantized in place, an account of each, and a way back."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.nn.quant_linear import QuantLinear
+from fuseline.quant.formats import Format, Quantized, fill_fp8, round_to_nearest
+from fuseline.quant.gptq import gptq
+from fuseline.quant.hessians import gather_hessians
+from fuseline.quant.speed import layer_time_us
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HESSIAN_BYTES = 8 * 2**30
+"""Of Hessians at a time; a model with more is calibrated in several runs, the first layers first."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    `format` is what its weight is in now ("int8", .., or its dtype where it was left), `reason` why it was
+    left. `weight_error` is |W - Q| / |W|; `output_error` |(W - Q) X| / |W X| on the calibration's inputs, if
+    there were any, and `nearest_error` the same had each weight been rounded to the nearest.
+    """
+
+    name: str
+    format: str
+    in_features: int
+    out_features: int
+    bytes_before: int
+    bytes_after: int
+    reason: str | None = None
+    weight_error: float | None = None
+    output_error: float | None = None
+    nearest_error: float | None = None
+
+
+@dataclass
+class Quantization:
+    """What `quantize` did: the model (changed in place), a report for each linear layer, the way back."""
+
+    model: torch.nn.Module
+    layers: tuple[LayerReport, ...]
+    _originals: dict[str, torch.nn.Module] = field(default_factory=dict, repr=False)
+
+    @property
+    def quantized(self) -> tuple[LayerReport, ...]:
+        return tuple(layer for layer in self.layers if layer.reason is None)
+
+    @property
+    def left(self) -> tuple[LayerReport, ...]:
+        """Layers that stayed as they were; each says why."""
+        return tuple(layer for layer in self.layers if layer.reason is not None)
+
+    def restore(self) -> torch.nn.Module:
+        """Put the original layers back. Raises `InputError` unless they were kept (`keep_original=True`)."""
+        if self.quantized and len(self._originals) < len(self.quantized):
+            raise InputError(
+                "The original layers were not kept; quantize with keep_original=True to go back."
+            )
+        for name, module in self._originals.items():
+            replace(self.model, name, module)
+        self._originals.clear()
+        return self.model
+
+    def table(self) -> str:
+        """A line a layer: what it became, its size and its errors; then the sums."""
+        lines = []
+        for layer in self.layers:
+            size = f"{layer.in_features} x {layer.out_features}"
+            if layer.reason is not None:
+                lines.append(f"{layer.name}  {size}  {layer.format}: {layer.reason}")
+                continue
+            errors = f"weight error {layer.weight_error:.4f}"
+            if layer.output_error is not None and layer.nearest_error is not None:
+                errors += (
+                    f", output error {layer.output_error:.4f} (to the nearest: {layer.nearest_error:.4f})"
+                )
+            lines.append(f"{layer.name}  {size}  {layer.format}  {errors}")
+        before = sum(layer.bytes_before for layer in self.layers)
+        after = sum(layer.bytes_after for layer in self.layers)
+        sizes = f"{before / 2**20:.1f} to {after / 2**20:.1f} MiB"
+        lines.append(f"{len(self.quantized)} of {len(self.layers)} layers, {sizes}")
+        return "\n".join(lines)
+
+
+def quantize(
+    model: torch.nn.Module,
+    format: str,
+    *,
+    group_size: int = 128,
+    zero_points: bool = False,
+    skip: Sequence[str] = (),
+    calibrate: Iterable[Any] | None = None,
+    max_rows: int | None = None,
+    keep_original: bool = False,
+) -> Quantization:
+    """Replace the `torch.nn.Linear` layers of `model` by quantized ones, in place.
+
+    Args:
+        model: any module; its dtype is that of the activations. Embeddings are not touched, and a head that
+            shares its weight with one is left.
+        format: "int8" (a scale for each output channel), "int4" (for each group of columns), "fp8" (weights
+            and activations in e4m3, a scale a row) or "plain" (the weight as it is, read by our kernels for
+            few rows).
+        group_size: of int4: 32, 64 or 128.
+        zero_points: of int4: grids that need not be centred at zero.
+        skip: names of modules, or patterns ("*.head"), whose linears are left; a module's name takes all
+            within.
+        calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on:
+            weights are then rounded by GPTQ (`fuseline.quant.gptq`), int8 and int4, instead of to the
+            nearest.
+        max_rows: the most rows of activations a call will have (batch times tokens). On a GPU each size of
+            layer is timed with that many against the layer it replaces, and left if it is slower.
+        keep_original: hold on to the original layers, so that `restore()` can put them back.
+
+    Returns a `Quantization`. Raises `InputError` for a format, group size or name that does not exist, for
+    batches that reach no layer, and for a model without linear layers.
+    """
+    chosen = Format(format, group_size if format == "int4" else 0, zero_points)
+    if max_rows is not None and max_rows < 1:
+        raise InputError(f"max_rows is {max_rows}; it is the number of rows a call has at most, 1 or more.")
+    linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    if not linears:
+        raise InputError("This model has no torch.nn.Linear layers that are not quantized already.")
+    _check_names(model, skip)
+    reports: dict[str, LayerReport] = {}
+    timed: dict[tuple[int, int, bool], str | None] = {}
+    wanted: dict[str, torch.nn.Linear] = {}
+    for name, linear in linears.items():
+        reason = _why_left(model, name, linear, skip) or _too_slow(linear, chosen, max_rows, timed)
+        if reason is None:
+            wanted[name] = linear
+        else:
+            reports[name] = _left(name, linear, reason)
+    originals: dict[str, torch.nn.Module] = {}
+    batches = None if calibrate is None else list(calibrate)
+    calibrated = batches is not None and chosen.name in ("int8", "int4")
+    for part in _parts(wanted) if calibrated else (wanted,):
+        hessians = gather_hessians(model, part, batches or ()) if calibrated else {}
+        for name, linear in part.items():
+            layer, report = quantize_linear(linear, chosen, hessians.pop(name, None))
+            reports[name] = LayerReport(**{**vars(report), "name": name})
+            replace(model, name, layer)
+            if keep_original:
+                originals[name] = linear
+    return Quantization(model, tuple(reports[name] for name in linears), originals)
+
+
+@torch.no_grad()
+def quantize_linear(
+    linear: torch.nn.Linear, format: Format, hessian: torch.Tensor | None = None
+) -> tuple[QuantLinear, LayerReport]:
+    """One layer, by GPTQ if the Hessian of its inputs is given, else to the nearest."""
+    weight = linear.weight
+    layer = QuantLinear(
+        linear.in_features,
+        linear.out_features,
+        format.name,
+        group_size=format.group_size,
+        zero_points=format.zero_points,
+        bias=linear.bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    layer.train(linear.training)
+    if linear.bias is not None:
+        layer.bias = linear.bias.detach().clone()
+    nearest: Quantized | None = None
+    if format.name == "plain":
+        layer.weight = weight.detach()
+    elif format.name == "fp8":
+        fill_fp8(layer, weight)
+    else:
+        nearest = round_to_nearest(weight, format)
+        (nearest if hessian is None else gptq(weight, hessian, format)).fill(layer)
+    wide = weight.float()
+    difference = layer.dequantized() - wide
+    output_error = nearest_error = None
+    if hessian is not None and nearest is not None:
+        output_error = _output_error(difference, wide, hessian)
+        size = format.columns(linear.in_features)
+        scales, zeros = (
+            t.repeat_interleave(size, 1)[:, : linear.in_features] for t in (nearest.scales, nearest.zeros)
+        )
+        nearest_error = _output_error((nearest.integers - zeros) * scales - wide, wide, hessian)
+    report = LayerReport(
+        name="",
+        format=format.name,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        bytes_before=weight.nbytes,
+        bytes_after=layer.weight_bytes,
+        weight_error=float(difference.norm() / wide.norm().clamp(min=1e-30)),
+        output_error=output_error,
+        nearest_error=nearest_error,
+    )
+    return layer, report
+
+
+def replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    """Put `module` where `name` ("blocks.0.out") stands in `model`."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _output_error(difference: torch.Tensor, weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    """|D X| / |W X|, from X X^T."""
+
+    def energy(matrix: torch.Tensor) -> float:
+        return float(((matrix @ hessian) * matrix).sum().clamp(min=0))
+
+    return (energy(difference) / max(energy(weight), 1e-30)) ** 0.5
+
+
+def _check_names(model: torch.nn.Module, skip: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise unknown_name("module to skip", pattern, names[1:])
+
+
+def _why_left(model: torch.nn.Module, name: str, linear: torch.nn.Linear, skip: Sequence[str]) -> str | None:
+    path = name.split(".")
+    within = [".".join(path[: i + 1]) for i in range(len(path))]
+    for pattern in skip:
+        if any(fnmatch.fnmatchcase(part, pattern) for part in within):
+            return f"left out by skip={pattern!r}"
+    if linear.weight.dtype not in DTYPES:
+        return f"its weight is {linear.weight.dtype}"
+    if linear.weight.is_meta:
+        return "its weight is on the meta device, and has no numbers"
+    shared = [
+        other
+        for other, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is linear.weight and other != f"{name}.weight"
+    ]
+    return f"its weight is also {shared[0]}" if shared else None
+
+
+def _too_slow(
+    linear: torch.nn.Linear,
+    format: Format,
+    max_rows: int | None,
+    timed: dict[tuple[int, int, bool], str | None],
+) -> str | None:
+    """Why the layer would not pay, by a measurement that layers of one size share."""
+    weight = linear.weight
+    if max_rows is None or weight.device.type != "cuda" or weight.dtype is torch.float32:
+        return None
+    size = linear.in_features, linear.out_features, linear.bias is not None
+    if size not in timed:
+        layer, _ = quantize_linear(linear, format)
+        x = torch.randn((max_rows, linear.in_features), device=weight.device).to(weight.dtype)
+        ours, theirs = layer_time_us(layer, x), layer_time_us(linear, x)
+        timed[size] = None
+        if ours > theirs:
+            rows = "row" if max_rows == 1 else "rows"
+            timed[size] = (
+                f"{format.name} takes {ours:.1f} us for {max_rows} {rows}, the layer itself {theirs:.1f}"
+            )
+    return timed[size]
+
+
+def _left(name: str, linear: torch.nn.Linear, reason: str) -> LayerReport:
+    dtype = str(linear.weight.dtype).removeprefix("torch.")
+    size = linear.weight.nbytes
+    return LayerReport(name, dtype, linear.in_features, linear.out_features, size, size, reason)
+
+
+def _parts(layers: Mapping[str, torch.nn.Linear]) -> list[dict[str, torch.nn.Linear]]:
+    """Layers in the model's order, as many at a time as Hessians may take."""
+    parts: list[dict[str, torch.nn.Linear]] = []
+    room = 0
+    for name, linear in layers.items():
+        needed = 4 * linear.in_features**2
+        if needed > room or not parts:
+            parts.append({})
+            room = HESSIAN_BYTES
+        parts[-1][name] = linear
+        room -= needed
+    return parts

@@ -1,0 +1,310 @@
+"""Formats, GPTQ, the walk over a model and back, and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fuseline
+from fuseline.errors import InputError
+from fuseline.nn import QuantLinear
+from fuseline.quant import (
+    Format,
+    gptq,
+    load_quantized,
+    quantize_linear,
+    round_to_nearest,
+    save_quantized,
+)
+
+ALL = (
+    Format("int8"),
+    Format("int4", 128),
+    Format("int4", 64),
+    Format("int4", 32, zero_points=True),
+    Format("fp8"),
+    Format("plain"),
+)
+
+
+class Small(nn.Module):
+    """An embedding, two layers and a head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 96)
+        self.up = nn.Linear(96, 200)
+        self.down = nn.Linear(200, 96, bias=False)
+        self.norm = nn.LayerNorm(96)
+        self.head = nn.Linear(96, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.down(self.up(x).relu())))
+
+
+@pytest.fixture
+def model() -> Small:
+    torch.manual_seed(0)
+    return Small().eval()
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+def skewed(rows: int, k: int, seed: int = 2) -> torch.Tensor:
+    """Inputs whose columns hang together and differ in size, as activations do."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randn((rows, k // 4), generator=generator) @ torch.randn((k // 4, k), generator=generator)
+    sizes = torch.rand(k, generator=generator) ** 4 * 3
+    return few * sizes + 0.1 * torch.randn((rows, k), generator=generator)
+
+
+@pytest.mark.parametrize(
+    "format, bound",
+    list(zip(ALL, (0.01, 0.12, 0.11, 0.09, 0.04, 0.0), strict=True)),
+    ids=lambda f: str(f),
+)
+def test_each_format_is_as_near_as_its_bits(format: Format, bound: float) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(300, 130)
+    layer, report = quantize_linear(linear, format)
+    assert report.weight_error == pytest.approx(
+        float((layer.dequantized() - linear.weight.detach()).norm() / linear.weight.detach().norm()), abs=1e-6
+    )
+    assert report.weight_error <= bound
+    assert report.weight_error >= bound / 3
+    x = torch.randn(5, 300)
+    wanted = nn.functional.linear(x, layer.dequantized(), linear.bias)
+    tolerance = 0.05 if format.name == "fp8" else 1e-5  # fp8 rounds x, too
+    assert (layer(x) - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("format", ALL[:4], ids=lambda f: str(f))
+def test_grids_hold_what_lies_on_them(format: Format) -> None:
+    """Rows of zeros and single columns; the extremes are kept; and a second quantization changes nothing."""
+    weight = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    weight[4, 1:] = 0
+    linear = nn.Linear(100, 20, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    once = quantize_linear(linear, format)[0].dequantized()
+    assert torch.equal(once[3], torch.zeros(100))
+    assert once.isfinite().all()
+    with torch.no_grad():
+        linear.weight.copy_(once)
+    again = quantize_linear(linear, format)[0].dequantized()
+    assert (again - once).norm() <= 0.01 * once.norm()
+
+
+def test_gptq_changes_outputs_less_than_rounding() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 64, bias=False)
+    x, unseen = skewed(2500, 256).split([2000, 500])
+    hessian = x.T @ x / 2000
+    wanted = linear(unseen)
+    for format in (Format("int8"), Format("int4", 64), Format("int4", 64, zero_points=True)):
+        nearest, _ = quantize_linear(linear, format)
+        layer, report = quantize_linear(linear, format, hessian)
+        assert report.output_error is not None
+        assert report.nearest_error is not None
+        assert report.output_error < 0.5 * report.nearest_error
+        assert (layer(unseen) - wanted).norm() < 0.6 * (nearest(unseen) - wanted).norm()
+
+
+def test_gptq_over_unrelated_inputs_is_rounding_on_fitted_grids() -> None:
+    """A Hessian without correlations leaves nothing to make good."""
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    quantized = gptq(weight, torch.eye(128), Format("int8"))
+    values = quantized.integers * quantized.scales
+    assert torch.equal(quantized.integers, (weight / quantized.scales).round().clamp(-127, 127))
+    nearest = round_to_nearest(weight, Format("int8"))
+    assert (values - weight).norm() <= (nearest.integers * nearest.scales - weight).norm()
+
+
+def test_gptq_survives_inputs_that_are_always_zero() -> None:
+    x = skewed(300, 64)
+    x[:, 10:20] = 0
+    layer, report = quantize_linear(nn.Linear(64, 32), Format("int4", 32), x.T @ x)
+    assert layer.dequantized().isfinite().all()
+    assert report.output_error is not None
+    assert report.output_error < 0.1
+    with pytest.raises(InputError, match="not finite"):
+        gptq(torch.randn(4, 64), torch.full((64, 64), float("nan")), Format("int8"))
+
+
+def test_walks_a_model_and_back(model: Small, tokens: torch.Tensor) -> None:
+    before = model(tokens)
+    originals = (model.up, model.down)
+    done = fuseline.quantize(model, "int8", keep_original=True)
+    assert [layer.name for layer in done.quantized] == ["up", "down"]
+    assert done.left[0].name == "head"
+    assert done.left[0].reason == "its weight is also embedding.weight"
+    assert isinstance(model.up, QuantLinear)
+    assert not model.up.training
+    after = model(tokens)
+    assert (after - before).norm() < 0.02 * before.norm()
+    assert not torch.equal(after, before)
+    assert "2 of 3 layers" in done.table()
+    assert "head  96 x 50  float32: its weight is also embedding.weight" in done.table()
+    assert done.restore() is model
+    assert (model.up, model.down) == originals
+    assert torch.equal(model(tokens), before)
+
+
+def test_originals_are_not_kept_unless_asked(model: Small) -> None:
+    done = fuseline.quantize(model, "int4", group_size=32)
+    with pytest.raises(InputError, match="keep_original=True"):
+        done.restore()
+    with pytest.raises(InputError, match=r"no torch\.nn\.Linear layers"):
+        fuseline.quantize(nn.Sequential(model.up), "int8")
+
+
+def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
+    done = fuseline.quantize(model, "int4", group_size=32, calibrate=[tokens, (tokens,), {"tokens": tokens}])
+    for layer in done.quantized:
+        assert layer.output_error is not None
+        assert layer.nearest_error is not None
+        assert layer.output_error < layer.nearest_error
+    assert "to the nearest" in done.table()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"format": "int3"}, "no format named 'int3'"),
+        ({"format": "int4", "group_size": 48}, "32, 64 or 128 columns, not 48"),
+        ({"format": "int8", "zero_points": True}, "go with int4"),
+        ({"format": "int8", "skip": ["haed"]}, "no module to skip named 'haed'"),
+        ({"format": "int8", "calibrate": []}, "no batches"),
+        ({"format": "int8", "calibrate": [3]}, "a tensor, or a tuple or a mapping"),
+        ({"format": "int8", "max_rows": 0}, "max_rows is 0"),
+    ],
+)
+def test_refuses(model: Small, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fuseline.quantize(model, **arguments)  # type: ignore[arg-type]
+    assert isinstance(model.up, nn.Linear)
+
+
+def test_refuses_batches_that_miss_a_layer(model: Small, tokens: torch.Tensor) -> None:
+    holder = nn.ModuleDict({"used": model, "unused": nn.Linear(3, 3)})
+    holder.forward = model.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"never reach unused"):
+        fuseline.quantize(holder, "int8", calibrate=[tokens])
+    assert [
+        r.name for r in fuseline.quantize(holder, "int8", skip=["unused"], calibrate=[tokens]).quantized
+    ] == [
+        "used.up",
+        "used.down",
+    ]
+
+
+def test_a_dtype_reaches_the_bias_and_not_the_scales() -> None:
+    for format in ALL[:5]:
+        layer, _ = quantize_linear(nn.Linear(64, 32), format)
+        before = layer.dequantized()
+        layer.to(torch.bfloat16)
+        assert torch.equal(layer.dequantized(), before)
+        assert layer(torch.randn(2, 64).bfloat16()).dtype is torch.bfloat16
+
+
+def test_autocast_casts_what_a_linear_casts() -> None:
+    layer, _ = quantize_linear(nn.Linear(64, 32), Format("int8"))
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), layer(x.bfloat16()))
+        assert layer(x).dtype is torch.bfloat16
+
+
+def test_compiles_without_a_break(model: Small, tokens: torch.Tensor) -> None:
+    fuseline.quantize(model, "int4", group_size=32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "plain"])
+def test_files_give_back_the_same_bits(
+    model: Small, tokens: torch.Tensor, format: str, tmp_path: Path
+) -> None:
+    fuseline.quantize(model, format, group_size=32, zero_points=format == "int4")
+    path = tmp_path / "model.safetensors"
+    save_quantized(model, path)
+    torch.manual_seed(7)
+    fresh = load_quantized(Small().eval(), path)
+    assert torch.equal(fresh(tokens), model(tokens))
+    assert fresh.head.weight is fresh.embedding.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
+    assert not list(tmp_path.glob(".*"))
+    load_quantized(fresh, path)  # also over a model that is quantized already
+
+
+def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(InputError, match="No layer of this model is quantized"):
+        save_quantized(model, path)
+    with pytest.raises(InputError, match="There is no file"):
+        load_quantized(model, path)
+    fuseline.quantize(model, "int8")
+    save_quantized(model, path)
+    whole = path.read_bytes()
+    other = Small()
+    other.up = nn.Linear(96, 201)
+    kept = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(InputError, match=r"another model: up has inputs, outputs and bias \(96, 200, True\)"):
+        load_quantized(other, path)
+    other.up = nn.Identity()
+    with pytest.raises(InputError, match="it has a linear layer up, and this one has not"):
+        load_quantized(other, path)
+    for length in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(InputError, match="not a whole safetensors file"):
+            load_quantized(Small(), path)
+    save_file({"up.weight": torch.ones(3)}, path)
+    with pytest.raises(InputError, match="not written by fuseline"):
+        load_quantized(Small(), path)
+    kind = "fuseline quantized model"
+    for said, message in (
+        ({"kind": kind, "version": 2}, "version 2"),
+        ({"kind": kind, "version": 1, "layers": {"up": {}}, "shared": {}}, "description of the layers"),
+        ({"kind": kind, "version": 1, "layers": {}, "shared": {}}, "it has no embedding.weight"),
+    ):
+        save_file({"up.weight": torch.ones(3)}, path, {"fuseline": json.dumps(said)})
+        fresh = Small()
+        with pytest.raises(InputError, match=message):
+            load_quantized(fresh, path)
+        assert isinstance(fresh.up, nn.Linear)
+    assert kept.keys() == Small().state_dict().keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "plain"])
+def test_quantizes_on_a_gpu(format: str) -> None:
+    """Calibrated there; layers too small to gain are left, and say with what times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 8192), nn.ReLU(), nn.Linear(8192, 32)).cuda().bfloat16()
+    x = skewed(600, 4096).cuda().bfloat16()
+    wanted = model(x)
+    done = fuseline.quantize(model, format, calibrate=[x], max_rows=1)
+    for layer in done.left:
+        assert layer.reason is not None
+        assert "us for 1 row" in layer.reason
+    if format in ("int8", "int4"):
+        assert done.quantized[0].name == "0"
+    error = (model(x[:3]) - wanted[:3]).norm() / wanted[:3].norm()
+    assert error < {"int8": 0.02, "int4": 0.2, "fp8": 0.1, "plain": 0.01}[format]
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured), torch.no_grad():
+        y = model(x[:3])
+    captured.replay()
+    assert torch.equal(y, model(x[:3]))
