@@ -13,7 +13,14 @@ from fuseline.native.compilers import find_nvcc
 KERNELS = Path(__file__).parents[2] / "src" / "fuseline" / "csrc" / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90")
 # The C API's own code, with no kernel in it.
-HOST_ONLY = ("attention_forward.cu", "errors.cu", "norms.cu", "small_layer.cu", "tuning.cu")
+HOST_ONLY = (
+    "attention_forward.cu",
+    "attention_short.cu",
+    "errors.cu",
+    "norms.cu",
+    "small_layer.cu",
+    "tuning.cu",
+)
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -1,0 +1,108 @@
+// The C functions of attention over short sequences: they say which calls the kernels take, and start them.
+#include "fuseline_attention_short.h"
+
+#include <cstdlib>
+
+#include "device/attention_short.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int kLongest = 128, kWidest = 128;
+constexpr int64_t kMostMaskStep = 1 << 20;  // elements from key to key
+constexpr int64_t kMostProblems = int64_t(1) << 30;
+
+bool fits(const fuseline_attention& call, bool backward) {
+  const int64_t heads = call.heads, kv_heads = call.kv_heads;
+  const bool lengths = call.seqlen_q >= 1 && call.seqlen_q <= kLongest && call.seqlen_k >= 1 && call.seqlen_k <= kLongest;
+  const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
+  const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
+                        call.batch <= kMostProblems / heads;
+  const bool dtype = call.dtype == FUSELINE_FLOAT16 || call.dtype == FUSELINE_BFLOAT16;
+  const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
+                    (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
+  const bool plain = call.soft_cap == 0 && !call.sinks && !call.cu_seqlens_q && !call.cu_seqlens_k;
+  return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
+         (!backward || heads == kv_heads);
+}
+
+// Whether a tensor's rows start at multiples of 16 bytes.
+bool aligned(const void* at, const int64_t (&strides)[3]) {
+  return offset_in_vector(at) == 0 && strides[0] % 8 == 0 && strides[1] % 8 == 0 && strides[2] % 8 == 0;
+}
+
+ShortTensor tensor(const void* at, const int64_t (&strides)[3]) {
+  return {const_cast<void*>(at), strides[0], strides[1], strides[2]};
+}
+
+ShortAttention arguments(const fuseline_attention& call) {
+  ShortAttention a{};
+  a.q = tensor(call.q, call.q_strides);
+  a.k = tensor(call.k, call.k_strides);
+  a.v = tensor(call.v, call.v_strides);
+  a.problems = int(call.batch * call.heads);
+  a.heads = divisor_of(unsigned(call.heads)), a.group = divisor_of(unsigned(call.heads / call.kv_heads));
+  a.seqlen_q = int(call.seqlen_q), a.seqlen_k = int(call.seqlen_k), a.head_dim = int(call.head_dim);
+  a.scale = float(call.softmax_scale);
+  a.dropout = dropout_of(call.seed, call.dropout);
+  a.mask = call.mask, a.mask_kind = call.mask_kind;
+  std::copy(call.mask_strides, call.mask_strides + 3, a.mask_strides);
+  a.mask_step = int(call.mask_strides[3]);
+  const int64_t shift = call.causal == FUSELINE_CAUSAL_BOTTOM_RIGHT ? call.seqlen_k - call.seqlen_q : 0;
+  const int64_t right = call.causal == FUSELINE_CAUSAL_NONE ? call.window_right : 0;
+  const auto reach = [](int64_t window) { return std::min<int64_t>(window < 0 ? 4 * kLongest : window, 4 * kLongest); };
+  a.first = int(shift - reach(call.window_left)), a.last = int(shift + reach(right));
+  a.bounded = call.window_left >= 0 || right >= 0;
+  return a;
+}
+
+int forward(const fuseline_attention& call, void* stream) {
+  if (!fits(call, false) || !aligned(call.q, call.q_strides) || !aligned(call.k, call.k_strides) ||
+      !aligned(call.v, call.v_strides) || !aligned(call.out, call.out_strides)) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  ShortAttention a = arguments(call);
+  a.out = tensor(call.out, call.out_strides);
+  a.lse = call.lse;
+  return attention_short_forward(a, call.dtype, device, stream);
+}
+
+int backward(const fuseline_attention_gradients& gradients, void* stream) {
+  const fuseline_attention& call = gradients.call;
+  if (!fits(call, true) || gradients.grad_mask || gradients.grad_sinks || !aligned(call.q, call.q_strides) ||
+      !aligned(call.k, call.k_strides) || !aligned(call.v, call.v_strides) ||
+      !aligned(gradients.grad_out, gradients.grad_out_strides) || !aligned(gradients.grad_q, gradients.grad_q_strides) ||
+      !aligned(gradients.grad_k, gradients.grad_k_strides) || !aligned(gradients.grad_v, gradients.grad_v_strides)) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  if (!gradients.grad_q && !gradients.grad_k && !gradients.grad_v) return 0;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  ShortAttention a = arguments(call);
+  a.grad_out = tensor(gradients.grad_out, gradients.grad_out_strides);
+  a.grad_q = tensor(gradients.grad_q, gradients.grad_q_strides);
+  a.grad_k = tensor(gradients.grad_k, gradients.grad_k_strides);
+  a.grad_v = tensor(gradients.grad_v, gradients.grad_v_strides);
+  a.grad_lse = gradients.grad_lse;
+  return call.dtype == FUSELINE_FLOAT16 ? attention_short_backward_fp16(a, device, stream)
+                                        : attention_short_backward_bf16(a, device, stream);
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_attention_short_fits(const fuseline_attention* call, int backward) {
+  return fuseline::fits(*call, backward != 0);
+}
+
+int fuseline_attention_short_forward(const fuseline_attention* call, void* stream) {
+  return fuseline::forward(*call, stream);
+}
+
+int fuseline_attention_short_backward(const fuseline_attention_gradients* gradients, void* stream) {
+  return fuseline::backward(*gradients, stream);
+}

@@ -1,0 +1,120 @@
+// out = softmax(scale * q k^T + mask) v of short sequences, and the logarithms of the softmax's sums.
+//
+// Moves: q, k, v read once, out written once. Does: 4 T S D operations a problem on tensor cores, which at 128 x 128 x 64
+// is half the time of the bytes. Limit: HBM bandwidth.
+//
+// Threads: a warp has 16 queries. Its scores and probabilities stay in registers, in which the product with the keys
+// leaves them as the product with the values wants them. While a block multiplies by the values, the queries and keys of
+// its next problem are on their way, and its next values while it stores.
+
+#include "device/attention_short.cuh"
+
+namespace fuseline {
+namespace {
+
+template <int kS, int kD>
+constexpr int kForwardBytes = 3 * kS * kD * 2;
+
+// Blocks that a multiprocessor has registers for.
+template <int kS, int kD>
+constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);
+
+// Probabilities as the left side of a product; what dropout drops is zero.
+template <class T, int kS>
+__device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t (&packed)[kS / 16][4],
+                                          const ShortAttention& a, int problem, const Place& place) {
+#pragma unroll
+  for (int i = 0; i < kS / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      packed[i / 2][i % 2 * 2 + half] = pack_pair<T>(p[i][2 * half], p[i][2 * half + 1]);
+    }
+  }
+  if (!a.dropout.seed) return;
+  uint32_t kept[2];
+  kept_by_dropout<kS>(kept, a, problem, place);
+#pragma unroll
+  for (int i = 0; i < kS / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      packed[i / 2][i % 2 * 2 + half] &=
+          (has_bit(kept[half], i, 0) ? 0x0000ffffu : 0u) | (has_bit(kept[half], i, 1) ? 0xffff0000u : 0u);
+    }
+  }
+}
+
+// ---- kernel ----
+
+template <class T, int kS, int kD>
+__global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
+    short_forward(const ShortAttention a) {
+  extern __shared__ uint4 memory[];
+  constexpr int kTile = kS * kD * 2;
+  unsigned char* const base = reinterpret_cast<unsigned char*>(memory);
+  const Tile<kD> q{base}, k{base + kTile}, v{base + 2 * kTile};
+  const auto keys_of = [&](int problem) {
+    const Head head = head_of(a, problem);
+    return Head{head.batch, a.group.divide(head.head)};
+  };
+  const auto fetch_scores = [&](int problem) {
+    if (problem < a.problems) {
+      fetch<T, kS>(q, a.q, head_of(a, problem), a.seqlen_q, a.head_dim);
+      fetch<T, kS>(k, a.k, keys_of(problem), a.seqlen_k, a.head_dim);
+    }
+    commit_copies();
+  };
+  const auto fetch_values = [&](int problem) {
+    if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(problem), a.seqlen_k, a.head_dim);
+    commit_copies();
+  };
+  fetch_scores(blockIdx.x);
+  fetch_values(blockIdx.x);
+  for (int problem = blockIdx.x; problem < a.problems; problem += gridDim.x) {
+    wait_for_oldest(2);
+    meet<kS>();
+    uint32_t packed[kS / 16][4];
+    RowSums sums;
+    {
+      float p[kS / 8][4];
+      multiply_rows<T, kD, kS>(p, q, k, Place::here());
+      sums = exponentials<T, kS>(p, a, problem, Place::here());
+      pack_kept<T, kS>(p, packed, a, problem, Place::here());
+    }
+    wait_for_all();
+    meet<kS>();
+    fetch_scores(problem + gridDim.x);
+    float out[kD / 8][4];
+    multiply_held<T, kS, kD>(out, packed, v, Place::here());
+    meet<kS>();
+    fetch_values(problem + gridDim.x);
+    const Place place = Place::here();
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row + place.group + 8 * half;
+      factor[half] = sums.sum[half] == 0.f ? 0.f : (a.dropout.seed ? a.dropout.scale : 1.f) * fast_reciprocal(sums.sum[half]);
+      if (a.lse && place.quad == 0 && row < a.seqlen_q) {
+        a.lse[int64_t(problem) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
+      }
+    }
+    store_rows<T, kD>(out, factor[0], factor[1], a.out, a, problem, a.seqlen_q, Place::here());
+  }
+}
+
+// ---- launcher ----
+
+template <class T>
+int run(const ShortAttention& a, const Device& device, void* stream) {
+  return with_tiles(a, [&](auto length, auto head_dim) {
+    constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
+    return launch_problems(short_forward<T, kS, kD>, a, 2 * kS, kForwardBytes<kS, kD>, device, stream);
+  });
+}
+
+}  // namespace
+
+int attention_short_forward(const ShortAttention& a, int dtype, const Device& device, void* stream) {
+  return dtype == FUSELINE_FLOAT16 ? run<__half>(a, device, stream) : run<__nv_bfloat16>(a, device, stream);
+}
+
+}  // namespace fuseline

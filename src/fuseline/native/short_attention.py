@@ -1,0 +1,146 @@
+"""The C records of attention (csrc/kernels/fuseline_attention.h) and its short kernels, through ctypes.
+
+For measuring and testing the kernels alone, as `kernels.py` is. Tensors are [B, H, T, D] views with unit
+stride in the last dimension; they are only memory here, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from fuseline.native.kernels import DTYPES, MASK_ADD, MASK_ADD_FP32, MASK_BOOL, MASK_NONE, open_kernels
+
+_POINTER, _INT, _SIZE, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_THREE, _FOUR = _SIZE * 3, _SIZE * 4
+
+CAUSAL = ("none", "top_left", "bottom_right")
+
+
+class Record(ctypes.Structure):
+    """`fuseline_attention`."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("dtype", "causal")),
+        *((name, _SIZE) for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim")),
+        *((name, _POINTER) for name in ("q", "k", "v", "out", "lse")),
+        *((name, _THREE) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),
+        *((name, _SIZE) for name in ("window_left", "window_right")),
+        *((name, _DOUBLE) for name in ("softmax_scale", "soft_cap", "dropout")),
+        ("seed", _POINTER),
+        ("mask_kind", _INT),
+        ("mask", _POINTER),
+        ("mask_strides", _FOUR),
+        *((name, _POINTER) for name in ("sinks", "cu_seqlens_q", "cu_seqlens_k")),
+        *((name, _SIZE) for name in ("sequences", "max_seqlen_q", "max_seqlen_k")),
+        ("workspace", _POINTER),
+    ]
+
+
+class GradientsRecord(ctypes.Structure):
+    """`fuseline_attention_gradients`."""
+
+    _fields_ = [
+        ("call", Record),
+        *((name, _POINTER) for name in ("grad_out", "grad_lse", "grad_q", "grad_k", "grad_v")),
+        *(
+            (name, _THREE)
+            for name in ("grad_out_strides", "grad_q_strides", "grad_k_strides", "grad_v_strides")
+        ),
+        ("grad_mask", _POINTER),
+        ("grad_mask_strides", _FOUR),
+        *((name, _POINTER) for name in ("grad_sinks", "workspace")),
+    ]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call says beside its tensors. `mask` broadcasts to [B, H, T, S]."""
+
+    causal: str = "none"
+    window_left: int = -1
+    window_right: int = -1
+    softmax_scale: float = 1.0
+    mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: torch.Tensor | None = None
+
+
+def record(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Record:
+    call = Record()
+    call.dtype, call.causal = DTYPES[q.dtype], CAUSAL.index(options.causal)
+    call.batch, call.heads, call.seqlen_q, call.head_dim = q.shape
+    call.kv_heads, call.seqlen_k = k.shape[1:3]
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if tensor is not None:
+            setattr(call, name, tensor.data_ptr())
+            setattr(call, f"{name}_strides", _THREE(*tensor.stride()[:3]))
+    call.lse = None if lse is None else lse.data_ptr()
+    call.window_left, call.window_right = options.window_left, options.window_right
+    call.softmax_scale, call.dropout = options.softmax_scale, options.dropout_p
+    call.seed = None if options.seed is None else options.seed.data_ptr()
+    call.mask_kind = MASK_NONE
+    if options.mask is not None:
+        same = options.mask.dtype == q.dtype
+        call.mask_kind = (
+            MASK_BOOL if options.mask.dtype == torch.bool else MASK_ADD if same else MASK_ADD_FP32
+        )
+        mask = options.mask.expand(*q.shape[:3], k.shape[2])
+        call.mask, call.mask_strides = mask.data_ptr(), _FOUR(*mask.stride())
+    return call
+
+
+def gradients_record(
+    call: Record,
+    grad_out: torch.Tensor,
+    grad_q: torch.Tensor | None,
+    grad_k: torch.Tensor | None,
+    grad_v: torch.Tensor | None,
+    grad_lse: torch.Tensor | None = None,
+) -> GradientsRecord:
+    gradients = GradientsRecord()
+    gradients.call = call
+    tensors = (("grad_out", grad_out), ("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v))
+    for name, tensor in tensors:
+        if tensor is not None:
+            setattr(gradients, name, tensor.data_ptr())
+            setattr(gradients, f"{name}_strides", _THREE(*tensor.stride()[:3]))
+    gradients.grad_lse = None if grad_lse is None else grad_lse.data_ptr()
+    return gradients
+
+
+@dataclass(frozen=True)
+class ShortAttention:
+    """The kernels of short sequences. Each answers 0, or what it could not do."""
+
+    library: ctypes.CDLL
+
+    def fits(self, call: Record, backward: bool) -> bool:
+        return bool(self.library.fuseline_attention_short_fits(ctypes.byref(call), int(backward)))
+
+    def forward(self, call: Record) -> int:
+        return self.library.fuseline_attention_short_forward(ctypes.byref(call), _stream())
+
+    def backward(self, gradients: GradientsRecord) -> int:
+        return self.library.fuseline_attention_short_backward(ctypes.byref(gradients), _stream())
+
+
+def open_short_attention() -> ShortAttention:
+    library = open_kernels().library
+    library.fuseline_attention_short_fits.argtypes = [_POINTER, _INT]
+    library.fuseline_attention_short_forward.argtypes = [_POINTER, _POINTER]
+    library.fuseline_attention_short_backward.argtypes = [_POINTER, _POINTER]
+    return ShortAttention(library)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
