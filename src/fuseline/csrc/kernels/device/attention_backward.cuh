@@ -17,15 +17,16 @@
 
 namespace fuseline {
 
-// Tiles of the two kernels: kM times 16 rows of each of kWarps warps hold still, kStep rows pass by.
-template <class T, int kD>
+// Tiles of the two kernels: kM times 16 rows of each of kWarps warps hold still, kStep rows pass by. As many as registers
+// hold with the scores and their gradients, and with what a general call does to these.
+template <class T, int kD, bool kPlain>
 struct BackwardTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kD <= 64 ? 2 : 1;
+  static constexpr int kM = kD <= 64 && (kPlain || kExact) ? 2 : 1;
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact ? 16 : kD == 128 ? 64 : 32;
+  static constexpr int kStep = kExact ? 16 : kPlain && kD == 128 ? 64 : 32;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
 };
@@ -90,9 +91,9 @@ __device__ __forceinline__ void store_zeros_behind(T* to, const int64_t (&stride
 }
 
 template <class T, int kD, bool kPlain, bool kWantKeys, bool kWantValues>
-__global__ void __launch_bounds__(BackwardTiles<T, kD>::kThreads, 2)
+__global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
     attention_backward_keys(const __grid_constant__ AttentionBackward g, int tiles) {
-  using Of = BackwardTiles<T, kD>;
+  using Of = BackwardTiles<T, kD, kPlain>;
   constexpr int kM = Of::kM, kN = Of::kStep / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   T* const k_tile = reinterpret_cast<T*>(shared);
@@ -217,11 +218,11 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD>::kThreads, 2)
 template <class T, int kD, bool kPlain>
 struct BackwardRowTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kD <= 64 || (kD == 128 && !kExact) ? 2 : 1;
+  static constexpr int kM = kExact ? (kD == 64 ? 2 : 1) : kPlain && kD <= 128 ? 2 : 1;
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact && kD > 64 ? 16 : 32;
+  static constexpr int kStep = kExact ? 16 : !kPlain && kD == 64 ? 64 : 32;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T));
 };
@@ -319,7 +320,7 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
 template <class T, int kD, bool kPlain>
 int launch_backward_tiles(const AttentionBackward& g, void* stream) {
   const fuseline_attention& c = g.a.call;
-  using Keys = BackwardTiles<T, kD>;
+  using Keys = BackwardTiles<T, kD, kPlain>;
   const AttentionGrid keys(c, c.kv_heads, true, Keys::kHeld);
   int code = 0;
   const auto launch_keys = [&](auto* kernel) {
