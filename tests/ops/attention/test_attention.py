@@ -99,7 +99,9 @@ def test_traces_into_one_graph(backend: str, device: str) -> None:
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for T in (8, 12, 24):
         q, k, v = draw(device, dtype, T, T)
-        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+        # flex runs its formula here, and its kernel there
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if backend == "flex" else {}
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v), **tolerance)
     assert counter.frame_count == 1
 
 

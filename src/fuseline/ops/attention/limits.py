@@ -3,7 +3,7 @@
     query t sees keys from t + S - T - left to t + S - T + right
 
 A limit that stands at the top left moves by S - T; where it would begin left of the first key for every row,
-keys behind the last one that is seen are left out instead.
+keys behind the last one that is seen are left out instead. A right end of S and more is taken for none there.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ def refuse_limits(problem: Problem) -> str | None:
         return None
     if problem.sequences:
         return "in packed sequences it counts limits from the bottom right"
-    left = problem.window_left
-    if left >= 0 and left + problem.seqlen_k - problem.seqlen_q < 0:
+    T, S, left = problem.seqlen_q, problem.seqlen_k, problem.window_left
+    right = 0 if problem.causal != "none" else problem.window_right
+    if left >= 0 and left + S - T < 0:
         return "its windows are counted from the bottom right, where some rows would see nothing"
+    if 0 <= right < S - 1 and 2 * S - right <= T:
+        return "its windows are counted from the bottom right, and end with the keys"
     return None
 
 
@@ -44,9 +47,11 @@ def end_windows(call: Call) -> EndWindows:
     k, v, left, right = call.k, call.v, call.window_left, call.reach_right
     if call.causal == "bottom_right":
         return EndWindows(k, v, True, left, 0)
+    T, S = call.q.shape[2], k.shape[2]
+    if right >= S - 1:
+        right = -1
     if left < 0 and right < 0:
         return EndWindows(k, v, False, -1, -1)
-    T, S = call.q.shape[2], k.shape[2]
     if right >= 0 and T + right < S:
         S = T + right
         k, v = k[:, :, :S], v[:, :, :S]

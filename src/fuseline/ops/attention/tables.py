@@ -47,20 +47,23 @@ class Entry:
         return min(self.times_us, key=lambda name: self.times_us[name])
 
     def to_json(self) -> dict[str, Any]:
-        """Fields that are not the default, and the times."""
+        """Fields that are not the default (the device: a GPU), and the times."""
         found: dict[str, Any] = {}
         for entry in fields(Problem):
             value = getattr(self.problem, entry.name)
             if entry.name in ("device", "deterministic") or value == entry.default:
                 continue
             found[entry.name] = _name(value) if isinstance(value, torch.dtype) else value
+        if self.problem.device.type != "cuda":
+            found["device"] = self.problem.device.type
         return {**found, "times_us": {name: round(time, 3) for name, time in self.times_us.items()}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
         found = {name: value for name, value in data.items() if name != "times_us"}
         found["dtype"] = getattr(torch, found["dtype"])
-        return cls(Problem(device=torch.device("cuda"), **found), dict(data["times_us"]))
+        device = torch.device(found.pop("device", "cuda"))
+        return cls(Problem(device=device, **found), dict(data["times_us"]))
 
 
 @dataclass(frozen=True)

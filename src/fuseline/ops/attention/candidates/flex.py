@@ -21,6 +21,7 @@ from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_c
 from fuseline.ops.attention.problem import Problem
 
 _BLOCK = 128
+_DECODED_ROWS = 16  # with more, its kernel for decoding may find no configuration
 _Limits = tuple[int, int, int, int, int]  # T, S, shift, window_left, reach_right
 
 
@@ -102,6 +103,7 @@ def _flex(
             score = torch.where(at, score, -math.inf) if mask.dtype == torch.bool else score + at
         return score
 
+    groups = q.shape[1] // k.shape[1]
     out, aux = flex_attention(
         q,
         k,
@@ -110,6 +112,7 @@ def _flex(
         block_mask=blocks,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] * groups > _DECODED_ROWS else None,
         return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse  # type: ignore[return-value]  # it was asked for

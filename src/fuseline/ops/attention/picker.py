@@ -1,0 +1,180 @@
+"""Which kernel computes attention, why, and how to have another: `fuseline.picker`.
+
+    print(fuseline.picker.explain(q, k, v, causal=True))
+    with fuseline.picker.use("flash"): ...
+    with fuseline.picker.forbid("cudnn"): ...
+    FUSELINE_ATTENTION=flash python train.py        (or -cudnn to forbid it)
+    fuseline tune --preset gpt2                      (measures, and keeps what it measured)
+
+`use` and `forbid` hold for the whole process while they are open, also for what torch.compile traces
+meanwhile: what it traced before is traced again when they change. The environment is read when a call is
+traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fuseline.errors import InputError
+from fuseline.ops.attention import choice, kept
+from fuseline.ops.attention.call import make_call
+from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.choice import PICK, SETTINGS, decide
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tables import Entry
+
+Observer = Callable[[str, int, int], None]
+"""Called with what is measured now, how many problems are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Considered:
+    """One candidate for one call: `reason` says why it was not free to be picked (None: it was), `time_us`
+    what it took where this very problem was measured, `slowdown` its time over the fastest's as the nearest
+    measured problems have it."""
+
+    name: str
+    summary: str
+    reason: str | None
+    time_us: float | None
+    slowdown: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was picked for a call and why, and what became of the others. Printing it gives a table."""
+
+    problem: Problem
+    picked: str
+    why: str
+    considered: tuple[Considered, ...]
+
+    def __str__(self) -> str:
+        lines = [str(self.problem), f"picked: {self.picked} ({self.why})"]
+        for one in self.considered:
+            mark = "*" if one.name == self.picked else " "
+            known = []
+            if one.time_us is not None:
+                known.append(f"{one.time_us:.1f} us")
+            if one.slowdown is not None:
+                known.append(f"about {one.slowdown:.2f} of the fastest's time")
+            if one.reason is not None:
+                known.append(one.reason)
+            lines.append(f" {mark} {one.name:<12}{'; '.join(known) or 'it can, and was not measured'}")
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str = PICK, **options: Any
+) -> Explanation:
+    """What `ops.attention` with the same arguments would run, and why. Nothing is computed.
+
+    Raises InputError as `ops.attention` does.
+    """
+    if backend not in choice.names():
+        choice.check_name(backend)
+    problem = make_call(q, k, v, **options).problem()
+    return explain_problem(problem, backend)
+
+
+def explain_problem(problem: Problem, backend: str = PICK) -> Explanation:
+    """The same for a problem without tensors."""
+    decision = decide(problem, backend, SETTINGS.used, SETTINGS.forbidden)
+    times = {**_known(problem), **decision.times_us}
+    considered = tuple(
+        Considered(
+            name,
+            candidate.summary,
+            None if name == decision.name else decision.refused.get(name),
+            times.get(name),
+            decision.slowdowns.get(name),
+        )
+        for name, candidate in CANDIDATES.items()
+    )
+    return Explanation(problem, decision.name, decision.why, considered)
+
+
+def _known(problem: Problem) -> dict[str, float]:
+    """Times of this very problem: the package's, and over them those of this machine."""
+    gpu = kept.gpu_name(problem.device)
+    found: dict[str, float] = {}
+    for table in (kept.shipped(gpu), kept.kept(gpu)):
+        entry = table.find(problem)
+        found.update({} if entry is None else entry.times_us)
+    return found
+
+
+class use:  # noqa: N801
+    """Have attention computed by one of `names` alone while the context is open: the fastest of them."""
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise InputError("picker.use wants the names of candidates.")
+        for name in names:
+            choice.check_name(name)
+        self._names = names
+
+    def __enter__(self) -> None:
+        self._before = SETTINGS.used
+        SETTINGS.used = self._names
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SETTINGS.used = self._before
+
+
+class forbid:  # noqa: N801
+    """Have attention computed by none of `names` while the context is open."""
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            choice.check_name(name)
+        self._names = names
+
+    def __enter__(self) -> None:
+        self._before = SETTINGS.forbidden
+        SETTINGS.forbidden = (*self._before, *self._names)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SETTINGS.forbidden = self._before
+
+
+def tune(
+    problems: Iterable[Problem],
+    *,
+    with_compiled: bool = False,
+    observe: Observer = lambda now, done, total: None,
+) -> list[Entry]:
+    """Measure all candidates on `problems` and keep the times on this machine: they are used from now on.
+
+    with_compiled: also FlexAttention and others that compile for each shape, for seconds.
+    Raises InputError without a GPU.
+    """
+    # Imported here: measuring draws tensors and calls `attention`, which imports what this file explains.
+    from fuseline.ops.attention.measure import measure
+
+    wanted = list(dict.fromkeys(problems))
+    found = []
+    for number, problem in enumerate(wanted):
+        gpu = kept.gpu_name(problem.device)
+        if gpu is None:
+            raise InputError(
+                f"Times are kept by GPU, and {problem.device} is none. On a CPU the picker follows its rule."
+            )
+        observe(str(problem), number, len(wanted))
+        times = measure(problem, with_compiled=with_compiled)
+        entry = Entry(problem, times.times_us)
+        if times.times_us:
+            kept.keep(gpu, [entry])
+            choice.forget()
+        found.append(entry)
+    observe("done", len(wanted), len(wanted))
+    return found

@@ -1,0 +1,303 @@
+"""What is picked and why: by name, by wish, by measurement, by neighbours, by rule; eager and traced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import fuseline
+from fuseline.errors import InputError
+from fuseline.ops import attention
+from fuseline.ops.attention import choice, kept
+from fuseline.ops.attention.choice import Decision, decide
+from fuseline.ops.attention.measure import Times, bytes_moved, flops, measure
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tables import Entry, Table
+
+CPU = torch.device("cpu")
+BASE = Problem(CPU, torch.float32, 2, 4, 4, 64, 64, 32)
+picker = fuseline.picker
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice.forget()
+    yield
+    choice.forget()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
+    """Tables of a made-up GPU, which the test fills."""
+    tables: dict[str, list[Entry]] = {"kept": [], "shipped": []}
+    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(kept, "kept", lambda gpu: Table.of(tables["kept"]))
+    monkeypatch.setattr(kept, "shipped", lambda gpu: Table.of(tables["shipped"]))
+    monkeypatch.setattr(kept, "forget", lambda: None)
+    return tables
+
+
+def qkv(T: int = 64, S: int = 64, H: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(2, H, T, 32), torch.randn(2, H, S, 32), torch.randn(2, H, S, 32)
+
+
+def test_by_rule_where_nothing_was_measured() -> None:
+    decision = decide(BASE)
+    assert decision.name == "flash"
+    assert decision.why.startswith("by rule, nothing near was measured: on a CPU")
+    assert decide(replace(BASE, sinks=True)).name == "math"
+
+
+def test_the_fastest_measured_of_those_that_can(measured: dict[str, list[Entry]]) -> None:
+    measured["shipped"].append(Entry(BASE, {"flash": 3.0, "math": 5.0, "cudnn": 1.0}))
+    decision = decide(BASE)
+    assert (decision.name, decision.why) == ("flash", "the fastest in the package's table")
+    assert decision.times_us == {"flash": 3.0, "math": 5.0}
+    assert decision.refused["cudnn"] == "it is a CUDA kernel; the device is cpu"
+    measured["kept"].append(Entry(BASE, {"flash": 3.0, "math": 2.0}))
+    decision = decide(BASE)
+    assert (decision.name, decision.why) == ("math", "the fastest measured on this machine")
+
+
+def test_neighbours_judge_what_was_not_measured(measured: dict[str, list[Entry]]) -> None:
+    measured["shipped"] += [
+        Entry(replace(BASE, seqlen_q=n, seqlen_k=n), {"flash": flash, "math": 10.0})
+        for n, flash in ((32, 20.0), (512, 2.0), (1024, 2.0))
+    ]
+    assert decide(replace(BASE, seqlen_q=40, seqlen_k=40)).name == "math"
+    decision = decide(replace(BASE, seqlen_q=700, seqlen_k=700))
+    assert decision.name == "flash"
+    assert decision.slowdowns["math"] > 2
+    assert "nearest problems in the package's table" in decision.why
+    assert decide(replace(BASE, dtype=torch.float64)).why.startswith("by rule"), "another size of numbers"
+
+
+def test_what_compiles_is_picked_for_what_was_measured_alone(
+    measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = replace(choice.CANDIDATES["flash"], compiles=True)
+    monkeypatch.setitem(choice.CANDIDATES, "flash", flash)
+    measured["kept"].append(Entry(BASE, {"flash": 1.0, "math": 10.0}))
+    assert decide(BASE).name == "flash"
+    assert decide(replace(BASE, batch=3)).name == "math"
+
+
+def test_determinism_drops_what_varies(
+    measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = replace(choice.CANDIDATES["flash"], varies=lambda problem: "it varies")
+    monkeypatch.setitem(choice.CANDIDATES, "flash", flash)
+    measured["kept"].append(Entry(BASE, {"flash": 1.0, "math": 10.0}))
+    assert decide(BASE).name == "flash"
+    decision = decide(replace(BASE, deterministic=True))
+    assert decision.name == "math"
+    assert decision.refused["flash"] == "it varies"
+
+
+def test_use_and_forbid() -> None:
+    q, k, v = qkv()
+    assert picker.explain(q, k, v).picked == "flash"
+    with picker.use("math"):
+        explained = picker.explain(q, k, v)
+        assert (explained.picked, explained.why) == ("math", "fuseline.picker asks for it")
+        with picker.use("naive", "cudnn"):
+            assert picker.explain(q, k, v).picked == "naive", "also what is not offered, and what can"
+        assert picker.explain(q, k, v).picked == "math"
+    with picker.forbid("flash"):
+        explained = picker.explain(q, k, v)
+        assert explained.picked == "math"
+        with (
+            picker.forbid("math"),
+            picker.forbid("fuseline"),
+            pytest.raises(InputError, match="nothing runs"),
+        ):
+            attention(q, k, v)
+    assert picker.explain(q, k, v).picked == "flash"
+    with (
+        picker.use("cudnn"),
+        pytest.raises(InputError, match=r"nothing runs here \(cudnn: it is a CUDA kernel"),
+    ):
+        attention(q, k, v)
+    with pytest.raises(InputError, match=r"no attention candidate named 'flsh'\. Did you mean 'flash'"):
+        picker.use("flsh")
+
+
+def test_the_environment_asks_and_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    monkeypatch.setenv(choice.VARIABLE, "math, naive")
+    explained = picker.explain(q, k, v)
+    assert explained.picked == "math"
+    with picker.use("flash"):
+        assert picker.explain(q, k, v).picked == "flash", "the context comes before the environment"
+    monkeypatch.setenv(choice.VARIABLE, "-flash")
+    explained = picker.explain(q, k, v)
+    assert explained.picked == "math"
+    reasons = {one.name: one.reason for one in explained.considered}
+    assert reasons["flash"] == "FUSELINE_ATTENTION forbids it"
+    monkeypatch.setenv(choice.VARIABLE, "pick")
+    assert picker.explain(q, k, v).picked == "flash"
+    monkeypatch.setenv(choice.VARIABLE, "fast")
+    with pytest.raises(InputError, match="no attention candidate named 'fast'"):
+        attention(q, k, v)
+
+
+def test_what_is_picked_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("math", "flash"):
+        candidate = choice.CANDIDATES[name]
+        spied = replace(candidate, run=lambda call, n=name, c=candidate: (ran.append(n), c.run(call))[1])
+        monkeypatch.setitem(choice.CANDIDATES, name, spied)
+    q, k, v = qkv()
+    attention(q, k, v)
+    with picker.use("math"):
+        attention(q, k, v)
+    attention(q, k, v, backend="math")
+    monkeypatch.setenv(choice.VARIABLE, "math")
+    attention(q, k, v)
+    assert ran == ["flash", "math", "math", "math"]
+
+
+def test_explains_in_words(measured: dict[str, list[Entry]]) -> None:
+    measured["shipped"].append(Entry(replace(BASE, causal="bottom_right"), {"flash": 3.0, "math": 5.0}))
+    q, k, v = qkv()
+    text = str(picker.explain(q, k, v, causal=True))
+    assert text.splitlines()[:2] == [
+        "B=2 H=4 T=64 S=64 D=32 float32 fw on cpu, causal (bottom right)",
+        "picked: flash (the fastest in the package's table)",
+    ]
+    assert " * flash       3.0 us\n" in text
+    assert "   math        5.0 us\n" in text
+    assert "   cudnn       it is a CUDA kernel; the device is cpu\n" in text
+    assert "   naive       it runs on request\n" in text
+    explained = picker.explain(q, k, v, causal=True, backend="math")
+    assert (explained.picked, explained.why) == ("math", "the call names it")
+
+
+def test_traced_the_pick_is_that_of_static_shapes(measured: dict[str, list[Entry]]) -> None:
+    measured["shipped"].append(Entry(BASE, {"flash": 9.0, "math": 1.0}))
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "attention" in str(node.target))
+        return graph.forward
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=False, backend=backend)
+    q, k, v = qkv()
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    assert seen == ["aten._scaled_dot_product_attention_math"]
+    q, k, v = qkv(T=48)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
+def test_traced_again_when_another_is_asked_for() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    q, k, v = qkv()
+    compiled(q, k, v)
+    compiled(q, k, v)
+    assert counter.frame_count == 1
+    with picker.use("math"):
+        compiled(q, k, v)
+        compiled(q, k, v)
+    assert counter.frame_count == 2
+    compiled(q, k, v)
+    assert counter.frame_count == 2, "the first trace serves again"
+
+
+def test_a_context_inside_of_what_is_traced() -> None:
+    torch._dynamo.reset()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with picker.use("math"):
+            return attention(q, k, v)
+
+    q, k, v = qkv()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, backend="math"), rtol=0, atol=0)
+    assert choice.SETTINGS.used == ()
+
+
+def test_lengths_that_vary_take_one_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
+    for T, S in ((8, 24), (12, 32), (16, 65)):
+        q, k, v = qkv(T, S)
+        torch.testing.assert_close(
+            compiled(q, k, v, causal=True), attention(q, k, v, causal=True), rtol=1e-5, atol=1e-5
+        )
+    assert counter.frame_count == 1
+
+
+def test_autocast_picks_for_what_it_casts_to() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert picker.explain(q, k, v).problem.dtype == torch.bfloat16
+        assert attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_tuning_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    small = replace(BASE, seqlen_q=8, seqlen_k=8)
+    seen: list[tuple[int, int]] = []
+    (entry,) = picker.tune([small, small], observe=lambda now, done, total: seen.append((done, total)))
+    assert set(entry.times_us) >= {"flash", "math"}
+    assert seen == [(0, 1), (1, 1)]
+    decision = decide(small)
+    assert decision.why == "the fastest measured on this machine"
+    assert decision.name == entry.fastest
+    assert decide(replace(small, batch=3)).why.startswith("the fastest on the 1 nearest problems measured")
+
+
+def test_tuning_wants_a_gpu() -> None:
+    with pytest.raises(InputError, match="Times are kept by GPU, and cpu is none"):
+        picker.tune([BASE])
+
+
+def test_measuring_says_why_others_were_not() -> None:
+    times = measure(replace(BASE, direction="fwbw", seqlen_q=8, seqlen_k=8), rounds=1, repeats=1)
+    assert isinstance(times, Times)
+    assert times.failed["cudnn"] == "it is a CUDA kernel; the device is cpu"
+    assert min(times.times_us.values()) > 0
+
+
+def test_flops_and_bytes_count_what_must_be_done() -> None:
+    assert flops(BASE) == 4 * 2 * 4 * 64 * 64 * 32
+    causal = replace(BASE, causal="bottom_right")
+    assert flops(causal) == pytest.approx(4 * 2 * 4 * (64 * 65 / 2) * 32)
+    assert flops(replace(causal, direction="fwbw")) == pytest.approx(3.5 * flops(causal))
+    windowed = replace(causal, window_left=15)
+    assert flops(windowed) == pytest.approx(4 * 2 * 4 * (64 * 16 - 15 * 16 / 2) * 32)
+    one = 2 * 4 * 64 * 32 * 4
+    assert bytes_moved(BASE) == 4 * one
+    assert bytes_moved(replace(BASE, direction="fwbw")) == 12 * one
+    padded = replace(BASE, mask="bool", mask_dims="bs", kv_heads=1)
+    assert bytes_moved(padded) == 2 * one + 2 * one / 4 + 2 * 64
+
+
+def test_the_package_knows_its_picker_without_being_asked_twice() -> None:
+    code = (
+        "import fuseline; fuseline.picker.use('flash'); fuseline.picker.use('math'); print(fuseline.picker)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "fuseline.picker" in done.stdout
+    code = "import fuseline, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False", "the command line answers without torch"
+
+
+def test_a_decision_says_what_was_refused() -> None:
+    decision = decide(BASE, "math")
+    assert isinstance(decision, Decision)
+    assert decision.refused["fa2"] == "flash-attn is not installed"

@@ -1,0 +1,104 @@
+"""Tables: what is written is read, neighbours are near, and what is kept survives the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline.errors import InputError
+from fuseline.ops.attention import kept
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tables import Entry, Table, as_text, distance, read_entries, slowdowns
+
+GPU = torch.device("cuda")
+BASE = Problem(GPU, torch.bfloat16, 4, 8, 8, 512, 512, 64, direction="fwbw", causal="bottom_right")
+
+
+def test_an_entry_is_read_as_it_was_written() -> None:
+    problem = replace(BASE, mask="bool", mask_dims="bs", dropout_p=0.1, kv_heads=2, lse=True)
+    entry = Entry(problem, {"flash": 12.3456, "cudnn": 10.0})
+    data = json.loads(json.dumps(entry.to_json()))
+    assert data["times_us"] == {"flash": 12.346, "cudnn": 10.0}
+    assert "window_left" not in data, "what is not there is not written"
+    assert Entry.from_json(data) == Entry(problem, {"flash": 12.346, "cudnn": 10.0})
+    assert entry.fastest == "cudnn"
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    entries = [Entry(replace(BASE, batch=b), {"flash": float(b)}) for b in (1, 2, 3)]
+    file = tmp_path / "table.json"
+    file.write_text(as_text(entries, {"gpu": "x"}))
+    assert read_entries(file) == entries
+    assert json.loads(file.read_text())["about"] == {"gpu": "x"}
+    assert read_entries(tmp_path / "none.json") == []
+
+
+def test_a_problem_is_found_whatever_the_number_of_its_gpu() -> None:
+    table = Table.of([Entry(BASE, {"flash": 2.0}), Entry(BASE, {"cudnn": 1.0, "flash": 3.0})])
+    found = table.find(replace(BASE, device=torch.device("cuda", 1), deterministic=True))
+    assert found is not None
+    assert found.times_us == {"flash": 3.0, "cudnn": 1.0}, "later entries complete and replace"
+    assert table.find(replace(BASE, seqlen_q=513)) is None
+
+
+def test_distance_counts_doublings() -> None:
+    assert distance(BASE, BASE) == 0
+    assert distance(BASE, replace(BASE, head_dim=128)) == pytest.approx(1.5)
+    assert distance(BASE, replace(BASE, batch=8)) == pytest.approx(0.7)
+    assert distance(BASE, replace(BASE, direction="fw")) == pytest.approx(4.0)
+    assert distance(BASE, replace(BASE, dtype=torch.float16)) == 0, "16 bits are alike"
+    assert distance(BASE, replace(BASE, dtype=torch.float32)) == float("inf")
+    assert distance(BASE, replace(BASE, causal="top_left")) == 0, "over as many keys as queries both are one"
+
+
+def test_neighbours_that_know_a_candidate_judge_it() -> None:
+    table = Table.of(
+        [
+            Entry(replace(BASE, seqlen_q=480, seqlen_k=480), {"flash": 10.0, "cudnn": 8.0, "math": 80.0}),
+            Entry(replace(BASE, seqlen_q=4096, seqlen_k=4096), {"flash": 10.0, "cudnn": 20.0}),
+            Entry(replace(BASE, dtype=torch.float32), {"efficient": 1.0}),
+        ]
+    )
+    near = table.neighbours(BASE, ("flash", "cudnn"))
+    assert [round(apart, 1) for apart, _ in near] == [0.1, 4.5]
+    judged = slowdowns(near, ("flash", "cudnn"))
+    assert judged["cudnn"] == pytest.approx(1.0, abs=0.02)
+    assert judged["flash"] == pytest.approx(1.25, abs=0.02)
+    assert table.neighbours(replace(BASE, seqlen_q=16, seqlen_k=65536), ("flash",)) == []
+
+
+def test_what_is_kept_is_there_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    kept.forget()
+    assert kept.kept("some-gpu").entries == {}
+    kept.keep("some-gpu", [Entry(BASE, {"flash": 5.0})])
+    file = kept.keep("some-gpu", [Entry(replace(BASE, batch=9), {"math": 7.0})])
+    assert torch.__version__.split("+")[0] in file.name, "another torch begins anew"
+    assert [p.name for p in file.parent.iterdir() if not p.name.endswith(".lock")] == [file.name]
+    code = (
+        "from fuseline.ops.attention import kept\n"
+        "print(sorted(e.problem.batch for e in kept.kept('some-gpu').entries.values()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "[4, 9]"
+    file.write_text("{")
+    kept.forget()
+    with pytest.raises(InputError, match="is not a table of attention times"):
+        kept.kept("some-gpu")
+    kept.forget()
+
+
+def test_shipped_tables_are_tables() -> None:
+    for file in kept.SHIPPED.glob("*.json"):
+        entries = read_entries(file)
+        assert len(entries) > 100
+        assert all(entry.times_us and min(entry.times_us.values()) > 0 for entry in entries)
