@@ -1,13 +1,25 @@
-"""A linear layer with what stands around it: the norm before, the activation and the sum after."""
+"""A linear layer with what stands around it: the norm before, the activation and the sum after.
+
+For a few rows on a GPU, as a generation has them, all of it is one launch over the weight as it is stored.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from fuseline import native
 from fuseline.ops import gelu, swiglu
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
+HALF = (torch.float16, torch.bfloat16)
+
+# Rows up to which the kernel reads a 16-bit weight no slower than torch's product does, and a quantized one.
+FEW_ROWS = {"plain": 8, "int8": 32, "int4": 32}
+# A norm is computed by every block of the kernel, which holds the normed rows: so many elements.
+NORMED = 16384
 
 
 def branch(
@@ -29,6 +41,10 @@ def branch(
         activation: "gelu", "gelu_tanh", "swiglu" (halves the result: gate, then up), or None.
         fused: through Fuseline's ops; else through torch's.
     """
+    if fused:
+        weight = _weight(linear, x)
+        if weight is not None:
+            return _launched(weight, x, norm, residual, activation)
     y = linear(x if norm is None else norm(x))
     if activation == "swiglu":
         if fused:
@@ -40,3 +56,96 @@ def branch(
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         y = gelu(y, approximate=approximate) if fused else F.gelu(y, approximate=approximate)
     return y if residual is None else residual + y
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A layer's weight as the kernel takes it."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+    out_features: int
+    format: str
+    group_size: int
+
+
+def _weight(linear: torch.nn.Module, x: torch.Tensor) -> _Weight | None:
+    """None where the kernel does not take this layer, or this many rows."""
+    if x.device.type != "cuda" or x.dtype not in HALF or torch.is_grad_enabled() or not native.ready("cuda"):
+        return None
+    rows = x.numel() // max(1, x.shape[-1])
+    format = getattr(linear, "format", "plain" if type(linear) is torch.nn.Linear else "")
+    if not 0 < rows <= FEW_ROWS.get(format, 0) or torch.is_autocast_enabled("cuda"):
+        return None
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, torch.Tensor)
+    if not weight.is_contiguous() or (format == "plain" and (weight.dtype is not x.dtype or x.shape[-1] % 8)):
+        return None
+    if isinstance(bias, torch.Tensor) and bias.dtype is not x.dtype:
+        return None
+    return _Weight(
+        weight,
+        getattr(linear, "scales", None),
+        getattr(linear, "zeros", None),
+        bias if isinstance(bias, torch.Tensor) else None,
+        int(linear.out_features),  # type: ignore[arg-type]
+        format,
+        int(getattr(linear, "group_size", 0)),
+    )
+
+
+def _launched(
+    w: _Weight,
+    x: torch.Tensor,
+    norm: torch.nn.Module | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    C = x.shape[-1]
+    rows = x.reshape(-1, C)
+    kind, norm_weight, norm_bias, eps = "none", None, None, 0.0
+    if norm is not None:
+        if _norm_fits(norm, rows):
+            kind = "rms" if isinstance(norm, torch.nn.RMSNorm) else "layer"
+            norm_weight, norm_bias = norm.weight, getattr(norm, "bias", None)
+            eps = torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)  # type: ignore[arg-type]
+        else:
+            rows = norm(rows)
+    halved = activation == "swiglu" and w.out_features % 32 == 0
+    within = activation if activation != "swiglu" or halved else None
+    y = torch.ops.fuseline.fused_linear.default(
+        rows,
+        w.weight,
+        w.scales,
+        w.zeros,
+        w.bias,
+        norm_weight,
+        norm_bias,
+        None if residual is None or activation != within else residual.reshape(len(rows), -1).contiguous(),
+        w.out_features,
+        w.format,
+        w.group_size,
+        kind,
+        eps,
+        within or "none",
+    )
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    if activation == within:
+        return y
+    return swiglu(y) if residual is None else residual + swiglu(y)
+
+
+def _norm_fits(norm: torch.nn.Module, x: torch.Tensor) -> bool:
+    weight = norm.weight
+    return (
+        isinstance(norm, (torch.nn.RMSNorm, torch.nn.LayerNorm))
+        and isinstance(weight, torch.Tensor)
+        and weight.shape == x.shape[-1:]
+        and weight.dtype is x.dtype
+        and x.shape[-1] % 8 == 0
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and len(x) * -(-x.shape[-1] // 512) * 512 <= NORMED
+    )

@@ -25,6 +25,15 @@ typedef enum {
   FUSELINE_WEIGHT_INT4 = 2
 } fuseline_weight_format;
 
+typedef enum { FUSELINE_NORM_NONE = 0, FUSELINE_NORM_RMS = 1, FUSELINE_NORM_LAYER = 2 } fuseline_linear_norm;
+
+typedef enum {
+  FUSELINE_ACTIVATION_NONE = 0,
+  FUSELINE_ACTIVATION_GELU = 1, /* by the error function */
+  FUSELINE_ACTIVATION_GELU_TANH = 2,
+  FUSELINE_ACTIVATION_SWIGLU = 3 /* silu of the first n / 2 features times the others; n a multiple of 32 */
+} fuseline_linear_activation;
+
 typedef struct {
   int format; /* a fuseline_weight_format */
   int dtype;  /* of x, y, bias: fp16 or bf16 */
@@ -40,6 +49,15 @@ typedef struct {
   int64_t group_size;    /* int4: 32 or more, a power of two */
   int row_warps;         /* for measuring; 0 takes the plan: warps of a block (1, 2, 4 or 8 of its 8) with rows apart */
   int splits;            /* and blocks (1, 2, 4 or 8) that share the columns of a row */
+  /* y = residual + activation(norm(x) W^T + bias), each part optional (0, null). A norm wants rows of x at multiples of
+   * 16 bytes, of k a multiple of 8, and as many as fit: m * k rounded up to 512 at most 16,384. */
+  int norm;                /* over k, a fuseline_linear_norm; the normed x is rounded to x's dtype */
+  const void* norm_weight; /* [k] of x's dtype, at a multiple of 16 bytes */
+  const void* norm_bias;   /* [k] likewise; may be null */
+  double eps;
+  int activation;          /* a fuseline_linear_activation */
+  const void* residual;    /* of y's shape and dtype */
+  int overlap;             /* the weight was not written by the launch before this: it may be read while that ends */
 } fuseline_linear;
 
 FUSELINE_API int fuseline_quant_linear(const fuseline_linear* call, void* stream);

@@ -114,6 +114,16 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   if (call->dtype != FUSELINE_FLOAT16 && call->dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
   if (call->m == 0 || call->n == 0) return 0;
   a.x_vectors = call->k % 8 == 0 && call->x_stride % 8 == 0 && offset_in_vector(call->x) == 0;
+  a.norm = call->norm, a.eps = float(call->eps);
+  a.norm_weight = static_cast<const char*>(call->norm_weight), a.norm_bias = static_cast<const char*>(call->norm_bias);
+  a.activation = call->activation, a.residual = static_cast<const char*>(call->residual);
+  if (a.norm && (!a.norm_weight || !a.x_vectors || offset_in_vector(a.norm_weight) || offset_in_vector(a.norm_bias))) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
+    if (call->n % (2 * kTileRows)) return FUSELINE_UNSUPPORTED;
+    a.halves = a.tiles / 2;
+  }
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:
       return launch_linear_int8(a, *call, stream);

@@ -15,9 +15,16 @@
 // steps along a warp's columns, then the warps, then the blocks.
 //
 // Weights enter the products as integers, which fp16 and bf16 hold exactly; a group's scale multiplies its sum.
+//
+// What stands around the layer costs next to nothing here and a launch elsewhere. A norm over k is computed by every
+// block anew, while the first weights are on their way; x is read from L2. An activation and a residual are applied to
+// the sums. For SwiGLU tiles of the gate and of what it multiplies lie next to each other in a block. The launch
+// overlaps the end of the one before (overlap.cuh): weights are asked for before its results are waited for.
 #pragma once
 
+#include "activation.cuh"
 #include "launch.cuh"
+#include "overlap.cuh"
 #include "quant_copies.cuh"
 #include "quant_weights.cuh"
 
@@ -44,7 +51,19 @@ struct LinearArguments {
   int buffers;                // of x: one if there is one pass
   int ring_bytes, pass_bytes;
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
+  int norm;        // a fuseline_linear_norm
+  const char* norm_weight;
+  const char* norm_bias;
+  float eps;
+  int activation;  // a fuseline_linear_activation
+  int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
+  const char* residual;
 };
+
+// The tile of W that stands at `place` among those of all blocks: gates and what they multiply take turns.
+__device__ __forceinline__ int tile_at(const LinearArguments& a, int place) {
+  return a.halves ? place / 2 + place % 2 * a.halves : place;
+}
 
 // How much a block of one kind holds.
 template <class Weights, int kColumnBlocks>
@@ -75,6 +94,8 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
   constexpr bool kPlain = Weights::kFormat == FUSELINE_WEIGHT_16;
   constexpr int kSlot = kLinearThreads * 16;
   extern __shared__ __align__(16) char shared[];
+  __shared__ float warp_sums[kLinearWarps];
+  __shared__ float2 mean_rstd[8 * kColumnBlocks];
 
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = lane / 4, quad = lane % 4;
@@ -94,14 +115,14 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
   int64_t next_tile = 0, below = 0;  // to the next row of tiles, and to row g + 8
   static_assert(kTiles == 1 || (kTiles == 2 && !kPlain));
   if constexpr (kPlain) {
-    const int row = min(first_tile * kTileRows + group, a.n - 1);  // what is past the end is read for nothing
+    const int row = min(tile_at(a, first_tile) * kTileRows + group, a.n - 1);  // what is past the end is read for nothing
     from = a.weight + row * a.weight_stride + int64_t(begin + depth_warp) * kTileColumns * 2 + quad * 16;
     below = (min(row + 8, a.n - 1) - row) * a.weight_stride;
   } else {
     const int64_t row_bytes = int64_t(a.chunks) * (kVectors * kWarp * 16);
-    const int tile = min(first_tile, a.tiles - 1);
+    const int tile = tile_at(a, min(first_tile, a.tiles - 1));
     from = a.weight + tile * row_bytes + (begin + depth_warp) * (kVectors * kWarp * 16) + lane * 16;
-    next_tile = tile < a.tiles - 1 ? row_bytes : 0;
+    next_tile = a.halves ? a.halves * row_bytes : tile < a.tiles - 1 ? row_bytes : 0;
   }
   const int step_bytes = depth_warps * (kPlain ? kTileColumns * 2 : kVectors * kWarp * 16);
 
@@ -130,7 +151,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
   int to_fetch = 0, fetch_step = 0, fetch_pass = 0, fetch_slot = 0;
   const auto fetch = [&] {
     if (to_fetch < a.stages) {
-      if (fetch_step == 0) fetch_x(fetch_pass);
+      if (fetch_step == 0 && fetch_pass > 0) fetch_x(fetch_pass);
       const int chunk = begin + to_fetch * depth_warps + depth_warp;
       if (chunk < end) {
         const uint32_t to = ring + (fetch_slot * Shape::kStageVectors * kLinearThreads + thread) * 16;
@@ -160,7 +181,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
     if (chunk >= end) return;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const int tile = min(first_tile + t, a.tiles - 1);
+      const int tile = tile_at(a, min(first_tile + t, a.tiles - 1));
       const int last = a.groups - 1, one = min(2 * chunk >> a.group_shift, last);
       const int64_t place = (int64_t(tile) * a.groups + one) * 8 + group;
       const uint32_t* const from_scales = static_cast<const uint32_t*>(a.scales) + place;
@@ -181,6 +202,93 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
   if constexpr (Weights::kGrouped) load_scales(next, begin + depth_warp);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch();
+
+  wait_for_earlier();
+  let_next_start();
+  if (a.norm == FUSELINE_NORM_NONE) {
+    // The first pass of x goes through registers: the copies under way are weights.
+    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - begin) * columns * 4;
+    constexpr int kTogether = 4;
+    for (int first = thread; first < vectors; first += kTogether * kLinearThreads) {
+      uint4 raw[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int i = first + u * kLinearThreads, row = (i / 4) % columns;
+        const int column = begin * kTileColumns + i / 4 / columns * 32 + (i % 4) * 8;
+        raw[u] = make_uint4(0, 0, 0, 0);
+        if (i >= vectors || column >= a.k) continue;
+        const char* const at = x + row * a.x_stride + int64_t(column) * 2;
+        if (a.x_vectors) {
+          raw[u] = *reinterpret_cast<const uint4*>(at);
+        } else {
+          uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            if (column + e < a.k) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
+          }
+          raw[u] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int i = first + u * kLinearThreads;
+        if (i < vectors) store_shared(passes + i * 16, raw[u]);
+      }
+    }
+  } else {
+    const auto sum_of_block = [&](float value) {
+#pragma unroll
+      for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+      __syncthreads();
+      if (lane == 0) warp_sums[warp] = value;
+      __syncthreads();
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kLinearWarps; ++w) sum += warp_sums[w];
+      return sum;
+    };
+    for (int row = 0; row < columns; ++row) {
+      const char* const at = x + row * a.x_stride;
+      float mean = 0.f;
+      if (a.norm == FUSELINE_NORM_LAYER) {
+        float sum = 0.f;
+        for (int i = thread; i < a.k / 8; i += kLinearThreads) {
+          float values[8];
+          unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) sum += values[e];
+        }
+        mean = sum_of_block(sum) / a.k;
+      }
+      float squares = 0.f;
+      for (int i = thread; i < a.k / 8; i += kLinearThreads) {
+        float values[8];
+        unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) squares = fmaf(values[e] - mean, values[e] - mean, squares);
+      }
+      squares = sum_of_block(squares);
+      if (thread == 0) mean_rstd[row] = make_float2(mean, rsqrtf(squares / a.k + a.eps));
+    }
+    __syncthreads();
+    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - begin) * columns * 4;
+    for (int i = thread; i < vectors; i += kLinearThreads) {
+      const int row = (i / 4) % columns;
+      const int column = begin * kTileColumns + i / 4 / columns * 32 + (i % 4) * 8;
+      uint4 raw = make_uint4(0, 0, 0, 0);
+      if (column < a.k) {
+        float values[8], weight[8], shift[8] = {};
+        unpack<T>(*reinterpret_cast<const uint4*>(x + row * a.x_stride + int64_t(column) * 2), values);
+        unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(column) * 2)), weight);
+        if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(column) * 2)), shift);
+        const float2 of = mean_rstd[row];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - of.x) * of.y, weight[e], shift[e]);
+        raw = pack<T>(values);
+      }
+      store_shared(passes + i * 16, raw);
+    }
+  }
 
   int step = 0, pass = 0, slot = 0;
   for (int stage = 0; stage < a.stages; ++stage) {
@@ -291,18 +399,32 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
     cluster_wait();
   }
   for (int i = split * kLinearThreads + thread; i < count; i += a.splits * kLinearThreads) {
-    const int column = i >> row_bits, row = i & (rows - 1), feature = row_block * rows + row;
-    if (feature >= a.n) continue;
+    const int column = i >> row_bits, row = i & (rows - 1);
+    const int tile = row_block * (rows / kTileRows) + row / kTileRows;
+    const int feature = tile_at(a, tile) * kTileRows + row % kTileRows;
+    if (feature >= a.n || tile >= a.tiles || (a.halves && tile % 2)) continue;
+    const auto sum_at = [&](int place, int of) {
+      float sum = 0;
+      if (a.splits > 1) {
+        for (int s = 0; s < a.splits; ++s) sum += load_in_cluster(planes + place, s);
+      } else {
+        for (int d = 0; d < depth_warps; ++d) sum += planes[d * plane + place];
+      }
+      if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) sum *= __ldg(static_cast<const float*>(a.scales) + of);
+      return a.bias ? sum + to_float(reinterpret_cast<const T*>(a.bias)[of]) : sum;
+    };
     const int place = column * pitch + row;
-    float sum = 0;
-    if (a.splits > 1) {
-      for (int s = 0; s < a.splits; ++s) sum += load_in_cluster(planes + place, s);
-    } else {
-      for (int d = 0; d < depth_warps; ++d) sum += planes[d * plane + place];
+    float sum = sum_at(place, feature);
+    if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
+      sum = Silu<T>::value(sum) * sum_at(place + kTileRows, feature + a.halves * kTileRows);
+    } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
+      sum = GeluErf<T>::value(sum);
+    } else if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) {
+      sum = GeluTanh<T>::value(sum);
     }
-    if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) sum *= __ldg(static_cast<const float*>(a.scales) + feature);
-    if (a.bias) sum += to_float(reinterpret_cast<const T*>(a.bias)[feature]);
-    reinterpret_cast<T*>(a.y)[int64_t(first_column + column) * a.n + feature] = from_float<T>(sum);
+    const int64_t to = int64_t(first_column + column) * (a.halves ? a.n / 2 : a.n) + feature;
+    if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
+    reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
   }
   if (a.splits > 1) {  // nobody leaves while others read here
     cluster_arrive();
@@ -345,12 +467,14 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
   int best_row_warps = 0, best_splits = 0;
   for (int row_warps = 1; row_warps <= kLinearWarps; row_warps *= 2) {
     if (call.row_warps && call.row_warps != row_warps) continue;
+    if (a.halves && row_warps * Shape::kTiles % 2) continue;  // a block has both of a pair
     for (int splits = 1; splits <= (device.clusters ? kMostSplits : 1); splits *= 2) {
       if (call.splits && call.splits != splits) continue;
       const int64_t a_split = divide_up(a.chunks, splits), rows = row_warps * Shape::kTiles * kTileRows;
       if (splits > 1 && a_split * (splits - 1) >= a.chunks) continue;  // a block would have nothing
       const int shared = lay_out_linear<Weights, kColumnBlocks>(a, row_warps, splits);
       if (shared > device.shared_a_block) continue;
+      if (a.norm && a.buffers > 1) continue;  // x is normed once, before the products
       const int64_t blocks = divide_up(a.tiles, row_warps * Shape::kTiles) * splits * over_m;
       const int64_t weights = int64_t(a.stages) * Shape::kStageVectors * kLinearThreads * 16;
       const int64_t x = a_split * columns * kTileColumns * 2, sums = columns * rows * 4 * (splits > 1 ? 2 : 1);
@@ -378,17 +502,22 @@ int launch_linear(LinearArguments a, const fuseline_linear& call, const Device& 
   const int64_t blocks = divide_up(a.tiles, a.row_warps * Shape::kTiles) * a.splits;
   const int64_t over_m = divide_up(a.m, 8 * kColumnBlocks);
   if (blocks > 0x7fffffff || over_m > 0xffff) return int(cudaErrorInvalidConfiguration);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(a.splits);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (call.overlap && device.clusters) attributes[count++] = overlapping();
+  if (a.splits > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = unsigned(a.splits);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks), unsigned(over_m));
   config.blockDim = dim3(kLinearThreads);
   config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = a.splits > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = unsigned(count);
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
