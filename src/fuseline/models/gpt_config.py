@@ -18,8 +18,8 @@ class GPTConfig:
 
     `vocab_multiple` pads the rows of the embedding and of the head to its next multiple: matrix products like
     sizes divisible by 64. The padding is never sampled and never learned, and the loss does not see it.
-    `attention` names the backend of `fuseline.ops.attention`, `norm` who computes LayerNorm. OpenAI's GPT-2
-    weights want `activation="gelu_tanh"`; nanoGPT trains with the exact `gelu`.
+    `attention` names the backend of `fuseline.ops.attention` ("pick": the fastest known), `norm` who computes
+    LayerNorm. OpenAI's GPT-2 weights want `activation="gelu_tanh"`; nanoGPT trains with the exact `gelu`.
 
     `loss` says how the cross-entropy is computed while training. "float32" is torch's, on widened logits.
     "logits" is torch's in the dtype of the logits, which under autocast to 16 bits is what nanoGPT's eager
@@ -39,7 +39,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True
     vocab_multiple: int = 1
-    attention: str = "auto"
+    attention: str = "pick"
     norm: str = "torch"
     activation: str = "gelu"
     loss: str = "float32"

@@ -36,7 +36,7 @@ class TrainConfig:
     dropout: float = described(0.0, "dropout everywhere the model has one")
     bias: bool = described(False, "biases in linear layers and norms")
     vocab_multiple: int = described(1, "pad the embedding's rows to a multiple of this")
-    attention: str = described("auto", "attention backend")
+    attention: str = described("pick", "attention backend; pick: the fastest known")
     norm: str = described("torch", "who computes LayerNorm: torch or fuseline")
     activation: str = described("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
 

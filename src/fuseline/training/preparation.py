@@ -40,7 +40,9 @@ def settled(
     saved = None
     if resume:
         saved = load_checkpoint(folder / LATEST)
-        given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
+        given = {
+            name: value for name, value in as_dict(config).items() if value not in (None, "auto", "pick")
+        }
         config = continued(TrainConfig(**saved.config), given)
     else:
         check_vacant(folder)
@@ -108,7 +110,7 @@ def check_machine(config: TrainConfig, group: Group) -> None:
         config.attention, group.device, compute_dtype(config.precision), head_dim, config.dropout
     )
     if reason is not None:
-        raise InputError(f"Attention {config.attention!r} does not run here: {reason}. Take 'auto'.")
+        raise InputError(f"Attention {config.attention!r} does not run here: {reason}. Take 'pick'.")
     if config.accumulation % group.world_size:
         raise InputError(
             f"accumulation {config.accumulation} cannot be shared out among {group.world_size} processes: it "

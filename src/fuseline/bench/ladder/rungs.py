@@ -155,6 +155,18 @@ RUNGS: tuple[Rung, ...] = (
     Rung("flash", "attention", "fuse", "SDPA's FlashAttention", {"attention": "flash"}, _attention),
     Rung("cudnn", "attention", "fuse", "SDPA's cuDNN kernel", {"attention": "cudnn"}, _attention),
     Rung("auto", "attention", "fuse", "SDPA as torch picks", {"attention": "auto"}, _attention),
+    Rung("flex", "attention", "fuse", "FlexAttention, compiled", {"attention": "flex"}, _attention),
+    Rung("fa2", "attention", "fuse", "the flash-attn package", {"attention": "fa2"}, _attention),
+    Rung("fa4", "attention", "fuse", "the flash-attn-4 package", {"attention": "fa4"}, _attention),
+    Rung(
+        "fuseline-attention",
+        "attention",
+        "custom kernels",
+        "Fuseline's own attention kernels",
+        {"attention": "fuseline"},
+        _attention,
+    ),
+    Rung("pick", "attention", "fuse", "the fastest as measured", {"attention": "pick"}, _attention),
     Rung(
         "exact-vocabulary",
         "vocabulary",

@@ -96,6 +96,6 @@ class Text:
 def trained_model(base: RunSpec, state: TrainingState, device: torch.device) -> GPT:
     """The ladder's model with the weights it ends with, to be asked things eagerly in fp32."""
     with device:
-        model = GPT(base.with_({"attention": "auto"}).config)
+        model = GPT(base.with_({"attention": "pick"}).config)
     state.fill(model)
     return model.eval()
