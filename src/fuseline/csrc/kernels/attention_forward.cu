@@ -1,6 +1,7 @@
 // The C API of attention forward: which kernel takes a call.
 
 #include "device/attention_launch.cuh"
+#include "device/attention_split.h"
 
 namespace fuseline {
 
@@ -11,7 +12,7 @@ int launch_forward(const Attention& a, void* stream);
 
 using namespace fuseline;
 
-size_t fuseline_attention_forward_workspace(const fuseline_attention*) { return 0; }
+size_t fuseline_attention_forward_workspace(const fuseline_attention* call) { return split_workspace(*call); }
 
 int fuseline_attention_forward(const fuseline_attention* call, void* stream) {
   const fuseline_attention& c = *call;
@@ -23,6 +24,7 @@ int fuseline_attention_forward(const fuseline_attention* call, void* stream) {
     return FUSELINE_UNSUPPORTED;
   }
   const Attention a = attention_of(c);
+  if (split_workspace(c) != 0) return launch_split(a, stream);
   const bool plain = plain_scores(a);
   switch (c.dtype) {
     case FUSELINE_FLOAT16:

@@ -25,13 +25,14 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Begins to copy kRows rows; zeros stand where there are none, and behind head_dim.
+// Begins to copy kRows rows, a share of each of kThreads neighbours; zeros stand where there are none, and behind head_dim.
 template <class T, int kRows, int kD, int kThreads>
 __device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride, int rows, int head_dim) {
   constexpr int kWide = 16 / int(sizeof(T)), kVectors = kD / kWide, kStep = kThreads / kVectors;
   static_assert(kThreads % kVectors == 0 && kRows % kStep == 0);
   unsigned thread;  // asked for anew, so that what follows from it holds no registers between copies
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  thread %= kThreads;
   const int first = int(thread / kVectors), column = int(thread % kVectors) * kWide;
   rows = column < head_dim ? rows : 0;
   from += first * stride + column;
