@@ -28,9 +28,12 @@ template <class T, int kD, int kRowWarps>
 struct SplitTiles {
   static constexpr int kWarps = 4, kGroups = kWarps / kRowWarps;
   static constexpr int kKeys = kD == 256 && kRowWarps == 4 ? 32 : 16 * kRowWarps, kRound = kKeys * kGroups;
-  static constexpr int kStages = kD <= 64 ? 4 : kD == 128 ? 3 : kRowWarps == 4 ? 4 : 2;
+  static constexpr bool kHoldsQ = kD <= 128 || kRowWarps == 1;  // in registers; else it has a tile of its own
+  static constexpr int kStages = kD <= 64 ? 4 : kD == 128 || kRowWarps == 4 ? 3 : 2;
   static constexpr int kTile = kKeys * kPitch<T, kD>;
-  static constexpr int kShared = kGroups * kStages * 2 * kTile * int(sizeof(T));
+  static constexpr int kQTile = 16 * kRowWarps * kPitch<T, kD>;
+  static constexpr int kShared = (kGroups * kStages * 2 * kTile + (kHoldsQ ? 0 : kQTile)) * int(sizeof(T));
+  static_assert(!kHoldsQ || kQTile <= 2 * kTile);
 };
 
 template <class T, int kD, int kRowWarps>
@@ -80,9 +83,10 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
 #pragma unroll
   for (int stage = 0; stage + 1 < Of::kStages; ++stage) copy_round(round_from + stage);
 
-  // Row r of a key head is row r % T of its query head r / T. Queries come through the stage that no copy fills yet.
+  // Row r of a key head is row r % T of its query head r / T. Queries come through the stage that no copy fills yet, or
+  // stay behind the stages.
   const int first_row = (chunk * kRowWarps + warp % kRowWarps) * 16, all_rows = a.group * sequence.rows;
-  T* const q_tile = tiles + (Of::kStages - 1) * 2 * Of::kTile + warp % kRowWarps * 16 * kPitch<T, kD>;
+  T* const q_tile = tiles + (Of::kStages - (Of::kHoldsQ ? 1 : 0)) * 2 * Of::kTile + warp % kRowWarps * 16 * kPitch<T, kD>;
   for (int at = lane; at < 16 * (kD / kWide); at += 32) {
     const int row = at / (kD / kWide), column = at % (kD / kWide) * kWide, r = first_row + row;
     uint4 vector = make_uint4(0, 0, 0, 0);
@@ -94,9 +98,11 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
     *reinterpret_cast<uint4*>(q_tile + row * kPitch<T, kD> + column) = vector;
   }
   __syncwarp();
-  uint32_t q[kD / 16][4];
+  uint32_t q[Of::kHoldsQ ? kD / 16 : 1][4];
+  if constexpr (Of::kHoldsQ) {
 #pragma unroll
-  for (int i = 0; i < kD / 16; ++i) load_a<T, kD>(q[i], q_tile, 0, 16 * i);
+    for (int i = 0; i < kD / 16; ++i) load_a<T, kD>(q[i], q_tile, 0, 16 * i);
+  }
 
   int from[2], to[2];
   int64_t mask_row[2];
@@ -120,16 +126,20 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
     const int key = first_key(round) + 2 * (lane % 4);
 
     float scores[1][kN][4];
-    set_zero(scores);
+    if constexpr (Of::kHoldsQ) {
+      set_zero(scores);
 #pragma unroll
-    for (int i = 0; i < kD / 16; ++i)
+      for (int i = 0; i < kD / 16; ++i)
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t right[4];
-        load_b_rows<T, kD>(right, k_tile, 8 * n, 16 * i);
-        mma_16816<T>(scores[0][n], q[i], right[0], right[1]);
-        mma_16816<T>(scores[0][n + 1], q[i], right[2], right[3]);
-      }
+        for (int n = 0; n < kN; n += 2) {
+          uint32_t right[4];
+          load_b_rows<T, kD>(right, k_tile, 8 * n, 16 * i);
+          mma_16816<T>(scores[0][n], q[i], right[0], right[1]);
+          mma_16816<T>(scores[0][n + 1], q[i], right[2], right[3]);
+        }
+    } else {
+      multiply_rows<T, kD>(scores, q_tile, k_tile);
+    }
     const auto each = [&](auto&& change) {
 #pragma unroll
       for (int n = 0; n < kN; ++n)
