@@ -52,8 +52,6 @@ struct BiasGradients {
 constexpr int kBiasThreads = 256;
 constexpr int kBiasRows = 4;    // of a thread in flight
 constexpr int kBiasBlocks = 2;  // a multiprocessor holds at once
-constexpr int kBiasTurns = 16;  // in which a block takes its rows, where there are more than the device holds at once
-constexpr int kBiasRounds = 16; // of the device's blocks at most: each block leaves partial sums behind
 
 // ---- kernels ----
 
@@ -177,10 +175,8 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   }
   plan.columns = divide_up(positions, plan.across);
   plan.fold = plan.columns == 1;
-  const int64_t turn = kBiasThreads / plan.across * kBiasRows;
-  const int64_t most = divide_up(plan.rows, turn);
-  const int64_t at_once = std::max<int64_t>(1, int64_t(device.processors) * kBiasBlocks / plan.columns);
-  plan.blocks = std::min(most, std::max(at_once, std::min(most / kBiasTurns, at_once * kBiasRounds)));
+  const int64_t most = divide_up(plan.rows, kBiasThreads / plan.across * kBiasRows);
+  plan.blocks = std::min(most, std::max<int64_t>(1, int64_t(device.processors) * kBiasBlocks / plan.columns));
   return plan;
 }
 
