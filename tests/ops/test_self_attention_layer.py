@@ -66,7 +66,7 @@ def test_is_the_definition(heads: str, mask: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "dropout"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_composition_is_the_definition(heads: str, mask: str) -> None:
     tensors, options = layer(heads)
     options |= MASKS[mask]

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.ops.attention.attention import attention
 from fuseline.ops.philox import check_probability, draw_seed, multipliers
 
 IMPLEMENTATIONS = ("auto", "aten", "fused", "composed")
@@ -118,7 +119,7 @@ def self_attention_layer(
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
         seed: of the dropout, one int64 on x's device; drawn from torch's generator if None.
         implementation: `auto`; or `fused` (in one launch where it fits, else as `aten`), `aten` (ATen's
-            operators in C++), `composed` (torch's functions).
+            operators in C++), `composed` (torch's products and `fuseline.ops.attention`).
 
     Returns [B, S, out].
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
@@ -171,10 +172,10 @@ def self_attention_layer(
         "key_padding": key_padding,
         "dropout_p": dropout_p,
         "softmax_scale": scale,
+        "seed": seed,
     }
-    if implementation == "composed":
-        return _composed(x, qkv_weight, qkv_bias, out_weight, out_bias, **options)
-    return reference(x, qkv_weight, qkv_bias, out_weight, out_bias, seed=seed, **options)
+    run = _composed if implementation == "composed" else reference
+    return run(x, qkv_weight, qkv_bias, out_weight, out_bias, **options)
 
 
 def _composed(
@@ -191,8 +192,9 @@ def _composed(
     key_padding: torch.Tensor | None,
     dropout_p: float,
     softmax_scale: float,
+    seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Products by torch's libraries and attention by torch's choice of kernel."""
+    """Products by torch's libraries, and attention by the kernel that is known to be fastest."""
     B, S, E = x.shape
     if qkv_weight.shape[1] != E:
         packed = F.linear(x.view(B, S, num_heads, -1), qkv_weight, qkv_bias)
@@ -201,19 +203,16 @@ def _composed(
         groups = num_heads + 2 * num_kv_heads
         packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, groups, -1).transpose(1, 2)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    keep = _visible(x, mask, key_padding, causal and (mask is not None or key_padding is not None))
-    attended = F.scaled_dot_product_attention(
+    attended = attention(
         q,
         k,
         v,
-        attn_mask=keep,
+        causal="top_left" if causal else False,
+        mask=_visible(x, mask, key_padding, False),
+        softmax_scale=softmax_scale,
         dropout_p=dropout_p,
-        is_causal=causal and keep is None,
-        scale=softmax_scale,
-        enable_gqa=num_heads != num_kv_heads,
+        seed=seed,
     )
-    if keep is not None:  # a query without keys gets what torch's kernel of the day makes of it
-        attended = attended.masked_fill(~keep.any(dim=-1, keepdim=True), 0.0)
     return F.linear(attended.transpose(1, 2).reshape(B, S, -1), out_weight, out_bias)
 
 
