@@ -165,7 +165,9 @@ def test_runs_in_one_launch_and_two() -> None:
     tensors, options = draw((8, 16, 8, 8, 64, 512, 512), torch.bfloat16)
     grad = torch.randn_like(tensors[0])
     all_of(fused, tensors, options)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         out = fused(*tensors, **options)
         torch.autograd.grad(out, tensors, grad)
         torch.cuda.synchronize()

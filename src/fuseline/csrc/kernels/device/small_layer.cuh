@@ -20,8 +20,7 @@ struct SmallLayer {
   int batch, seqlen, embed_dim, heads, kv_heads, head_dim, out_dim;
   int projected;   // columns of qkv: (heads + 2 kv_heads) head_dim
   int heads_each;  // heads that a block has at a time
-  int workers;     // blocks of a cluster that share the heads; times `tiles` they are the cluster
-  int tiles;       // blocks that share the rows of a sequence
+  int workers;     // blocks of a cluster, which share the heads
   bool mask_hides, causal, shared;
 
   // Row of qkv_weight, and column of qkv, of column n of the heads that begin at `head`: theirs of q, of k, of v.
@@ -57,7 +56,7 @@ SmallLayer<E> small_layer_of(const fuseline_small_layer& layer) {
   a.heads = int(layer.num_heads), a.kv_heads = int(layer.num_kv_heads), a.head_dim = int(layer.head_dim);
   a.out_dim = int(layer.out_dim);
   a.projected = (a.heads + 2 * a.kv_heads) * a.head_dim;
-  a.heads_each = 1, a.workers = 1, a.tiles = 1;
+  a.heads_each = 1, a.workers = 1;
   a.mask_hides = layer.mask_hides != 0, a.causal = layer.causal != 0, a.shared = layer.shared_projection != 0;
   return a;
 }
@@ -78,25 +77,39 @@ __device__ __forceinline__ float over_quad(float value, bool largest) {
   return value;
 }
 
+// What of 16 queries' scores is seen: bit 4 t + w is place w of key tile t. The loop is not unrolled, here and below: a
+// kernel that runs for microseconds waits for each instruction that it executes once.
+template <class E, int kTiles>
+__device__ __forceinline__ uint64_t visible(const SmallLayer<E>& a, int batch, int head, int query) {
+  static_assert(kTiles <= 16);
+  const int lane = threadIdx.x % kWarp, row = query + lane / 4;
+  const unsigned char* const mask = a.mask ? a.mask + batch * a.mask_strides[0] + head * a.mask_strides[1] : nullptr;
+  uint64_t bits = 0;
+#pragma unroll 1
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int at = row + w / 2 * 8, key = 8 * t + lane % 4 * 2 + w % 2;
+      bool seen = key < a.seqlen && at < a.seqlen && (!a.causal || key <= at);
+      if (mask && seen) seen = (mask[at * a.mask_strides[2] + key * a.mask_strides[3]] != 0) != a.mask_hides;
+      bits |= uint64_t(seen) << (4 * t + w);
+    }
+  }
+  return bits;
+}
+
 // Scores to e^(scaled score - its row's maximum), 0 where a key is hidden; `inverse` gets 1 / their sum for rows
 // lane / 4 and lane / 4 + 8, or 0 where all is hidden. `query` is that of the warp's first row.
 template <class E, int kTiles>
 __device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, int head, int query,
                                              float (&scores)[kTiles][4], float (&inverse)[2]) {
-  const int lane = threadIdx.x % kWarp, quad = lane % 4;
-  query += lane / 4;
-  const unsigned char* const mask = a.mask ? a.mask + batch * a.mask_strides[0] + head * a.mask_strides[1] : nullptr;
+  const uint64_t bits = visible<E, kTiles>(a, batch, head, query);
   float largest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int row = query + w / 2 * 8, key = 8 * t + 2 * quad + w % 2;
-      bool visible = key < a.seqlen && (!a.causal || key <= row);
-      if (mask && visible && row < a.seqlen) {
-        visible = (mask[row * a.mask_strides[2] + key * a.mask_strides[3]] != 0) != a.mask_hides;
-      }
-      scores[t][w] = visible ? scores[t][w] * a.scale : -kInfinity;
+      scores[t][w] = bits >> (4 * t + w) & 1 ? scores[t][w] * a.scale : -kInfinity;
       largest[w / 2] = fmaxf(largest[w / 2], scores[t][w]);
     }
   }
@@ -121,8 +134,7 @@ __device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, 
   }
 }
 
-// Which of 16 queries' probabilities dropout keeps: bit 4 t + w is place w of key tile t. A loop that is not unrolled, since the
-// bits of one element are 60 instructions.
+// Which of 16 queries' probabilities dropout keeps, bits as above.
 template <class E, int kTiles>
 __device__ __forceinline__ uint64_t kept(const SmallLayer<E>& a, uint64_t seed, int batch, int head, int query) {
   static_assert(kTiles <= 16);

@@ -19,7 +19,7 @@ constexpr int kHeadColumns = 64;  // of a head that a block multiplies at a time
 
 template <class Math, int kRows>
 using HeadProduct = TileProduct<Math, Order::rows, Order::across, kRows, kHeadColumns, kRows >= 64 ? 2 : 1,
-                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4>;
+                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4, kRows == 16 ? 8 : 4>;
 
 // Shared memory: q, k, v and grad of attended, kRows lines each; then the ring, whose place kRows x kRows probabilities, and
 // after them the gradients of the scores, take.
@@ -64,13 +64,19 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   E* const scratch = grad + kRows * pitch;  // the ring, then scores
   constexpr int kScoresPitch = Layout::kScoresPitch;
   const int warp = threadIdx.x / kWarp;
+  // Of qkv and its gradient: where this head's part begins in the first row, and how far k's is from q's and v's from k's.
+  const int64_t origin = first * a.projected + (a.shared ? 3 * head * D : head * D);
+  const int step = a.shared ? D : a.heads * D;
 
   const int pieces = D / kSize;
-  for (int piece = threadIdx.x; piece < kRows * 3 * pieces; piece += kTileThreads) {
-    const int row = piece / (3 * pieces), part = piece / pieces % 3, at = piece % pieces * kSize;
+  for (int piece = threadIdx.x; piece < kRows * pieces; piece += kTileThreads) {
+    const int row = piece / pieces, at = (piece - row * pieces) * kSize;
     const bool wanted = row < S;
-    const E* const from = a.qkv + a.qkv_row(wanted ? first + row : first, head) + a.weight_row(head, part * D + at);
-    copy_async<16>(q + (part * kRows + row) * pitch + at, from, wanted);
+    const E* const from = a.qkv + origin + (wanted ? int64_t(row) * a.projected : 0) + at;
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+      copy_async<16>(q + (part * kRows + row) * pitch + at, from + part * step, wanted);
+    }
   }
   commit_copies();
 
@@ -132,8 +138,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const auto put = [&](const float (&sums)[kTall][kWide][4], int part, int column, float by) {
     each_pair(sums, Product::row(), column + Product::column(), [&](int row, int d, float left, float right) {
       if (row >= S || d >= D) return;
-      E* const at = of.grad_qkv + a.qkv_row(first + row, head) + a.weight_row(head, part * D + d);
-      store_pair(at, left * by, right * by);
+      store_pair(of.grad_qkv + origin + int64_t(row) * a.projected + part * step + d, left * by, right * by);
     });
   };
   for (int column = 0; column < D; column += kHeadColumns) {
@@ -189,6 +194,7 @@ struct SmallLayerRemaining {
 };
 
 constexpr int kSide = 64;         // of a tile
+constexpr int kRemainingStages = 6;
 constexpr int kSumColumns = 16;   // that a block sums
 constexpr int kSumParts = kTileThreads / kSumColumns;
 
@@ -196,7 +202,7 @@ template <class Math, Order kA>
 __device__ __forceinline__ void remaining_tile(const Remaining<typename Math::Element>& p, int tile,
                                                typename Math::Element* ring) {
   using E = typename Math::Element;
-  using Product = TileProduct<Math, kA, Order::across, kSide, kSide, 2, 2>;
+  using Product = TileProduct<Math, kA, Order::across, kSide, kSide, 2, 2, kRemainingStages>;
   const int across = (p.columns + kSide - 1) / kSide;
   const int row = tile / across * kSide, column = tile % across * kSide;
   typename Product::FeedA from_a;
@@ -216,7 +222,7 @@ __device__ __forceinline__ void remaining_tile(const Remaining<typename Math::El
 
 template <class Math>
 constexpr int kRemainingBytes =
-    TileProduct<Math, Order::rows, Order::across, kSide, kSide, 2, 2>::kBytes;
+    TileProduct<Math, Order::rows, Order::across, kSide, kSide, 2, 2, kRemainingStages>::kBytes;
 
 template <class Math>
 __global__ void __launch_bounds__(kTileThreads)

@@ -33,7 +33,6 @@ constexpr bool kSixteen = sizeof(typename Math::Element) == 2;
 enum class Order { rows, across };
 
 constexpr int kTileThreads = 256;
-constexpr int kTileStages = 4;
 constexpr int kStepBytes = 64;  // of k that a stage holds
 
 // Elements from line to line in shared memory, of lines of a multiple of 32 bytes: such that what eight lines have at the same
@@ -57,9 +56,30 @@ __device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&words)[4
                : "memory");
 }
 
+// Waits until all but the last kGroups committed groups of this thread have arrived.
+template <int kGroups>
+__device__ __forceinline__ void wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 template <Order kOrder>
 __device__ __forceinline__ float element(const float* at, int pitch, int row, int k) {
   return kOrder == Order::rows ? at[row * pitch + k] : at[k * pitch + row];
+}
+
+// Elements k .. k + 7 of a row; k is a multiple of 8.
+template <Order kOrder>
+__device__ __forceinline__ void eight(const float* at, int pitch, int row, int k, float (&values)[8]) {
+#pragma unroll
+  for (int t = 0; t < 8; t += 4) {
+    if constexpr (kOrder == Order::rows) {
+      const float4 four = *reinterpret_cast<const float4*>(at + row * pitch + k + t);
+      values[t] = four.x, values[t + 1] = four.y, values[t + 2] = four.z, values[t + 3] = four.w;
+    } else {
+#pragma unroll
+      for (int u = t; u < t + 4; ++u) values[u] = at[(k + u) * pitch + row];
+    }
+  }
 }
 
 // sums[i][j] += A (16 rows from 16 i) * B (8 rows from 8 j) over `units` of k; a and b point at the warp's first rows.
@@ -70,6 +90,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kTall][kWide][4], const t
   if constexpr (kSixteen<Math>) {
     using T = typename Math::Element;
     const int low = lane % 8, middle = lane / 8 % 2 * 8, high = lane / 16 * 8;
+#pragma unroll 2
     for (int u = 0; u < units; ++u, a += kA == Order::rows ? 16 : 16 * a_pitch, b += kB == Order::rows ? 16 : 16 * b_pitch) {
       uint32_t left[kTall][4];
 #pragma unroll
@@ -103,6 +124,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kTall][kWide][4], const t
     }
   } else if constexpr (std::is_same_v<Math, Tf32>) {
     const int group = lane / 4, quad = lane % 4;
+#pragma unroll 2
     for (int u = 0; u < units; ++u) {
       const int k = 8 * u + quad;
       uint32_t left[kTall][4];
@@ -122,46 +144,37 @@ __device__ __forceinline__ void multiply(float (&sums)[kTall][kWide][4], const t
       }
     }
   } else {
+    // Eight products are added up before they meet the sum: its rounding errors are fewer.
     const int group = lane / 4, quad = lane % 4;
-    for (int k = 0; k < 8 * units; k += 4) {
-      float left[kTall][2][4];
+#pragma unroll 1
+    for (int k = 0; k < 8 * units; k += 8) {
+      float left[kTall][2][8];
 #pragma unroll
       for (int i = 0; i < kTall; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = 16 * i + group + 8 * half;
-          if constexpr (kA == Order::rows) {
-            const float4 four = *reinterpret_cast<const float4*>(a + row * a_pitch + k);
-            left[i][half][0] = four.x, left[i][half][1] = four.y, left[i][half][2] = four.z, left[i][half][3] = four.w;
-          } else {
-#pragma unroll
-            for (int t = 0; t < 4; ++t) left[i][half][t] = a[(k + t) * a_pitch + row];
-          }
-        }
+        for (int half = 0; half < 2; ++half) eight<kA>(a, a_pitch, 16 * i + group + 8 * half, k, left[i][half]);
       }
 #pragma unroll
       for (int j = 0; j < kWide; ++j) {
-        const int row = 8 * j + 2 * quad;
-        float right[2][4];
+        float right[2][8];
         if constexpr (kB == Order::rows) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float4 four = *reinterpret_cast<const float4*>(b + (row + half) * b_pitch + k);
-            right[half][0] = four.x, right[half][1] = four.y, right[half][2] = four.z, right[half][3] = four.w;
-          }
+          for (int half = 0; half < 2; ++half) eight<kB>(b, b_pitch, 8 * j + 2 * quad + half, k, right[half]);
         } else {
 #pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const float2 two = *reinterpret_cast<const float2*>(b + (k + t) * b_pitch + row);
+          for (int t = 0; t < 8; ++t) {
+            const float2 two = *reinterpret_cast<const float2*>(b + (k + t) * b_pitch + 8 * j + 2 * quad);
             right[0][t] = two.x, right[1][t] = two.y;
           }
         }
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int i = 0; i < kTall; ++i) {
 #pragma unroll
-          for (int i = 0; i < kTall; ++i) {
+          for (int w = 0; w < 4; ++w) {
+            float sum = left[i][w / 2][0] * right[w % 2][0];
 #pragma unroll
-            for (int w = 0; w < 4; ++w) sums[i][j][w] = fmaf(left[i][w / 2][t], right[w % 2][t], sums[i][j][w]);
+            for (int t = 1; t < 8; ++t) sum = fmaf(left[i][w / 2][t], right[w % 2][t], sum);
+            sums[i][j][w] += sum;
           }
         }
       }
@@ -281,7 +294,7 @@ struct Feed {
 
 // sums += A (kRowsA rows) * B (kRowsB rows) over `length` of k, both coming through the ring. A warp has 16 * kTall rows
 // of A and 8 * kWide of B.
-template <class Math, Order kA, Order kB, int kRowsA, int kRowsB, int kTall, int kWide>
+template <class Math, Order kA, Order kB, int kRowsA, int kRowsB, int kTall, int kWide, int kStages>
 struct TileProduct {
   using E = typename Math::Element;
   using FeedA = Feed<E, kA, kRowsA>;
@@ -289,7 +302,7 @@ struct TileProduct {
   static constexpr int kWarpsDown = kRowsA / (16 * kTall), kWarpsAcross = kRowsB / (8 * kWide);
   static_assert(kWarpsDown * kWarpsAcross == kTileThreads / kWarp);
   static constexpr int kStage = FeedA::kElements + FeedB::kElements;
-  static constexpr int kBytes = kTileStages * kStage * int(sizeof(E));
+  static constexpr int kBytes = kStages * kStage * int(sizeof(E));
 
   static __device__ __forceinline__ int row() { return int(threadIdx.x) / kWarp / kWarpsAcross * 16 * kTall; }
   static __device__ __forceinline__ int column() { return int(threadIdx.x) / kWarp % kWarpsAcross * 8 * kWide; }
@@ -298,21 +311,21 @@ struct TileProduct {
   static __device__ __forceinline__ void run(float (&sums)[kTall][kWide][4], FeedA& a, FeedB& b, E* ring, int length) {
     constexpr int kStep = FeedA::kStep;
     const int steps = (length + kStep - 1) / kStep;
-#pragma unroll
-    for (int s = 0; s < kTileStages - 1; ++s) {
+#pragma unroll 1
+    for (int s = 0; s < kStages - 1; ++s) {
       if (s < steps) {
         a.copy(ring + s * kStage, s * kStep, length);
         b.copy(ring + s * kStage + FeedA::kElements, s * kStep, length);
       }
       commit_copies();
     }
-    int stage = 0, next = kTileStages - 1;
+    int stage = 0, next = kStages - 1;
     for (int s = 0; s < steps; ++s) {
-      wait_for_oldest(kTileStages - 1);
+      wait_but<kStages - 2>();
       __syncthreads();
-      if (s + kTileStages - 1 < steps) {
-        a.copy(ring + next * kStage, (s + kTileStages - 1) * kStep, length);
-        b.copy(ring + next * kStage + FeedA::kElements, (s + kTileStages - 1) * kStep, length);
+      if (s + kStages - 1 < steps) {
+        a.copy(ring + next * kStage, (s + kStages - 1) * kStep, length);
+        b.copy(ring + next * kStage + FeedA::kElements, (s + kStages - 1) * kStep, length);
       }
       commit_copies();
       const E* const from_a = ring + stage * kStage;
@@ -320,8 +333,8 @@ struct TileProduct {
       multiply<Math, kA, kB>(sums, kA == Order::rows ? from_a + row() * FeedA::kPitch : from_a + row(), FeedA::kPitch,
                              kB == Order::rows ? from_b + column() * FeedB::kPitch : from_b + column(), FeedB::kPitch,
                              kStep / Math::kUnit);
-      stage = stage + 1 == kTileStages ? 0 : stage + 1;
-      next = next + 1 == kTileStages ? 0 : next + 1;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      next = next + 1 == kStages ? 0 : next + 1;
     }
     wait_for_all();
     __syncthreads();
