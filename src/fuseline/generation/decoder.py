@@ -114,6 +114,7 @@ class Decoder:
         self.seen_BV: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(batch, config.vocab_size, dtype=torch.bool, device=self.device)
+        self.companions: tuple[Tensor, ...] = ()  # what else a recorded step changes
         self._graphs = self.device.type == "cuda" if graphs is None else graphs
         self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
         self._longest = 0
@@ -158,6 +159,10 @@ class Decoder:
             )
         self._longest += new
 
+    def settle(self, longest: int) -> None:
+        """The longest row holds `longest` positions: fewer than were reserved."""
+        self._longest = longest
+
     def bucket(self, positions: int) -> int:
         """The power of two over `positions`, or the capacity."""
         size = SMALLEST_BUCKET
@@ -189,7 +194,7 @@ class Decoder:
 
     def states(self) -> tuple[Tensor, ...]:
         """What a step changes beside the cache."""
-        kept = (self.tokens_B, self.cache.lengths_B)
+        kept = (self.tokens_B, self.cache.lengths_B, *self.companions)
         return kept if self.seen_BV is None else (*kept, self.seen_BV)
 
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fuseline.errors import InputError
 from fuseline.generation.choice import GREEDY, Sampling
 from fuseline.generation.decoder import CausalModel, Decoder, check_prompt
+from fuseline.generation.speculation import Speculator, speculate
 
 AHEAD = 2  # steps that the device may be ahead of the host
 
@@ -60,41 +62,55 @@ def generate(
     seed: int | None = None,
     stop_ids: Sequence[int] = (),
     stopped: Callable[[int, Sequence[int]], bool] | None = None,
+    draft: CausalModel | None = None,
+    ahead: int = 4,
     storage: str = "model",
     graphs: bool | None = None,
 ) -> list[list[int]]:
     """What the model writes after each prompt: up to `max_new_tokens` tokens, ended by an id of `stop_ids`
     (which is left out), or where `stopped(row, tokens so far)` says so.
 
-    Prompts may have different lengths; each row is what it would be alone, to rounding. See `Decoder` for the
-    other arguments. Raises `InputError` for prompts that are empty, foreign, or too long for the context.
+    Prompts may have different lengths; each row is what it would be alone, to rounding. With a `draft`
+    `ahead` tokens are drafted at a time (`generation/speculation.py`). See `Decoder` for the other arguments.
+    Raises `InputError` for prompts that are empty, foreign, or too long for the context.
     """
     check_room(model, prompts, max_new_tokens)
     if max_new_tokens < 1:
         return [[] for _ in prompts]
-    decoder = Decoder(
-        model,
-        batch=len(prompts),
-        capacity=max(map(len, prompts)) + max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        storage=storage,
-        graphs=graphs,
-    )
+    sizes: dict[str, Any] = {"batch": len(prompts), "capacity": max(map(len, prompts)) + max_new_tokens}
+    options: dict[str, Any] = {"sampling": sampling, "seed": seed, "storage": storage, "graphs": graphs}
+    source: Decoder | Speculator
+    if draft is None:
+        source = Decoder(model, **sizes, **options)
+    else:
+        source = Speculator(model, draft, **sizes, **options, ahead=ahead)
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
-    for tokens in stream(decoder, prompts, max_new_tokens):
+    for step in steps(source, prompts, max_new_tokens):
         for row in tuple(open_rows):
-            if tokens[row] in stop_ids:
-                open_rows.discard(row)
-                continue
-            found[row].append(tokens[row])
-            if stopped is not None and stopped(row, found[row]):
-                open_rows.discard(row)
+            for token in step[row]:
+                if token in stop_ids:
+                    open_rows.discard(row)
+                    break
+                found[row].append(token)
+                if stopped is not None and stopped(row, found[row]):
+                    open_rows.discard(row)
+                    break
         if not open_rows:
             break
-    decoder.close()
+    source.close()
     return found
+
+
+def steps(
+    source: Decoder | Speculator, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Iterator[Sequence[Sequence[int]]]:
+    """The tokens of each step or round, some for each row, whoever writes them."""
+    if isinstance(source, Speculator):
+        yield from speculate(source, prompts, max_new_tokens)
+        return
+    for tokens in stream(source, prompts, max_new_tokens):
+        yield [(token,) for token in tokens]
 
 
 def check_room(model: CausalModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
