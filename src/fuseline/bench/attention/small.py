@@ -1,0 +1,228 @@
+"""Suite `small`: whole layers of self-attention over short sequences, where launches count.
+
+For each length and embedding every peer is timed forward, backward and both. As a user calls it (`captured`
+is false): the host's time, or the device's where that is longer, all peers in turns, so that the machine's
+moods meet them alike. And on a GPU inside a CUDA graph. Peak memory is that of a forward and a backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fuseline import native
+from fuseline.bench.attention.small_layers import PEERS, build
+from fuseline.bench.failure import describe_failure
+from fuseline.bench.ops.captured import capture
+from fuseline.errors import unknown_name
+from fuseline.records import Environment, Record, append, describe
+from fuseline.records.record import Scalar
+from fuseline.timing import (
+    Ratio,
+    Summary,
+    paired_ratio,
+    peak_memory_gib,
+    reset_peak_memory,
+    summarize,
+    synchronize,
+)
+
+SUITE, SECTION = "attention", "small"
+DIRECTIONS = ("fw", "bw", "fwbw")
+BASELINE = "python"
+LENGTHS = (10, 15, 20, 25, 30, 64, 128)
+"""10 to 30 are the seed's."""
+
+EMBED_DIMS = (64, 128, 256, 512, 1024)
+SAMPLE_SECONDS = 2e-3
+CAPTURED_CALLS = 16
+CAPTURED_RUNS = 15
+
+Call = Callable[[], object]
+Observer = Callable[[str, int, int], None]
+"""Called with what is measured now, cases done, and cases in all."""
+
+
+@dataclass(frozen=True)
+class SmallBench:
+    """The sweep. `rounds` is how often every peer is timed in turn."""
+
+    device: torch.device
+    batch: int = 16
+    heads: int = 8
+    lengths: tuple[int, ...] = LENGTHS
+    embed_dims: tuple[int, ...] = EMBED_DIMS
+    forms: tuple[str, ...] = tuple(PEERS)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    rounds: int = 7
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        for form in self.forms:
+            if form not in PEERS:
+                raise unknown_name("form of the layer", form, PEERS)
+
+    def cases(self) -> list[tuple[str, torch.dtype, int, int]]:
+        """Form, dtype, length and embedding of each case."""
+        return [
+            (form, dtype, length, embed_dim)
+            for form in self.forms
+            for dtype in self.dtypes
+            for embed_dim in self.embed_dims
+            for length in self.lengths
+        ]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A peer with its calls, one for each direction. `renew` makes the backward begin from a new forward."""
+
+    peer: str
+    calls: dict[str, Call]
+    renew: Call
+
+
+def run_small(bench: SmallBench, out: Path, observe: Observer) -> list[Record]:
+    """Measure the sweep; records are appended to `<out>/attention.jsonl` case by case."""
+    native.ready(bench.device.type)
+    environment = describe(bench.device)
+    records: list[Record] = []
+    cases = bench.cases()
+    for number, (form, dtype, length, embed_dim) in enumerate(cases):
+        observe(f"{form}, S={length}, E={embed_dim}", number, len(cases))
+        case: dict[str, Scalar] = {
+            "section": SECTION,
+            "op": "self_attention",
+            "form": form,
+            "dtype": str(dtype).removeprefix("torch."),
+            "batch": bench.batch,
+            "heads": bench.heads,
+            "seqlen_q": length,
+            "embed_dim": embed_dim,
+        }
+        new = list(_measure(bench, case, form, dtype, length, embed_dim, environment))
+        append(out / f"{SUITE}.jsonl", new)
+        records += new
+    observe("done", len(cases), len(cases))
+    return records
+
+
+def _measure(
+    bench: SmallBench,
+    case: dict[str, Scalar],
+    form: str,
+    dtype: torch.dtype,
+    length: int,
+    embed_dim: int,
+    environment: Environment,
+) -> Iterator[Record]:
+    def record(
+        metric: str,
+        value: float | None,
+        told: dict[str, Scalar],
+        peer: str,
+        spread: Summary | Ratio | None = None,
+    ) -> Record:
+        low, high, n = (spread.low, spread.high, spread.n) if spread else (None, None, 1)
+        return Record.of(
+            SUITE, {**case, **told}, metric, value, environment, peer=peer, low=low, high=high, n=n
+        )
+
+    contenders = []
+    for peer in PEERS[form]:
+        try:
+            contender = _prepare(bench, form, peer, dtype, length, embed_dim)
+            if bench.device.type == "cuda":
+                yield record("peak_memory_gib", _peak(contender.calls["fwbw"], bench.device), {}, peer)
+            contenders.append(contender)
+        except RuntimeError as error:
+            yield record("skipped", None, {"reason": describe_failure(error)}, peer)
+    for direction in DIRECTIONS:
+        told: dict[str, Scalar] = {"direction": direction, "captured": False}
+        calls = {c.peer: c.calls[direction] for c in contenders}
+        samples = _in_turns(calls, bench.device, bench.rounds)
+        for peer, times in samples.items():
+            spread = summarize(times)
+            yield record("time_us", spread.median, told, peer, spread)
+            if peer != BASELINE and BASELINE in samples:
+                ratio = paired_ratio(samples[BASELINE], times)
+                yield record("paired_speedup", ratio.value, {**told, "baseline": BASELINE}, peer, ratio)
+        if bench.device.type == "cuda":
+            for contender in contenders:
+                spread = _captured(contender, direction, bench.device)
+                yield record("time_us", spread.median, {**told, "captured": True}, contender.peer, spread)
+
+
+def _prepare(
+    bench: SmallBench, form: str, peer: str, dtype: torch.dtype, length: int, embed_dim: int
+) -> Contender:
+    layer = build(form, peer, embed_dim, bench.heads, bench.device, dtype, bench.seed)
+    generator = torch.Generator(bench.device).manual_seed(bench.seed)
+    shape = (bench.batch, length, embed_dim)
+    x, grad = (torch.randn(shape, generator=generator, device=bench.device).to(dtype) for _ in range(2))
+    tracked = x.clone().requires_grad_()
+    leaves = (tracked, *layer.leaves)
+    kept: list[torch.Tensor] = []
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return layer.run(x)
+
+    def backward() -> object:
+        if not kept:  # on the stream of this call: a backward runs on the stream of its forward
+            kept.append(layer.run(tracked))
+        return torch.autograd.grad(kept[0], leaves, grad, retain_graph=True)
+
+    def both() -> object:
+        return torch.autograd.grad(layer.run(tracked), leaves, grad)
+
+    return Contender(peer, {"fw": forward, "bw": backward, "fwbw": both}, kept.clear)
+
+
+def _in_turns(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call of each, `rounds` samples; the order turns round with each round."""
+    counts = {name: _calls_a_sample(call, device) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in list(calls) if turn % 2 == 0 else list(reversed(calls)):
+            samples[name].append(_wall_us(calls[name], counts[name], device))
+    return samples
+
+
+def _captured(contender: Contender, direction: str, device: torch.device) -> Summary:
+    """Microseconds of one of `CAPTURED_CALLS` calls inside a graph."""
+
+    def prepare() -> list[Call]:
+        contender.renew()
+        return [contender.calls[direction]] * CAPTURED_CALLS
+
+    return capture(prepare, device).time(CAPTURED_RUNS)
+
+
+def _calls_a_sample(call: Call, device: torch.device) -> int:
+    """Enough of them for `SAMPLE_SECONDS`; this warms up, too."""
+    _wall_us(call, 2, device)
+    return max(1, min(200, int(SAMPLE_SECONDS * 1e6 / max(1e-3, _wall_us(call, 3, device)))))
+
+
+def _wall_us(call: Call, count: int, device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+def _peak(call: Call, device: torch.device) -> float:
+    """GiB allocated at most during a call."""
+    call()
+    synchronize(device)
+    reset_peak_memory(device)
+    call()
+    synchronize(device)
+    return peak_memory_gib(device) or 0.0

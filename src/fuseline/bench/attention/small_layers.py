@@ -1,0 +1,92 @@
+"""The layers that `bench attention --suite small` compares, each over the same weights.
+
+Two forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`), and
+`full`, with rows of the projection for each head, as `torch.nn.MultiheadAttention` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fuseline.nn import SelfAttention
+from fuseline.ops import self_attention_layer
+
+PEERS = {
+    "shared": ("python", "aten", "fuseline", "sdpa"),
+    "full": ("python", "aten", "fuseline", "sdpa", "mha"),
+}
+"""The peers of each form. `sdpa`: the module over torch's attention; `mha`: torch's MultiheadAttention."""
+
+IMPLEMENTATIONS = {"python": "python", "aten": "aten", "fuseline": "fused"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as it is called, and the weights that it has gradients for."""
+
+    run: Callable[[torch.Tensor], torch.Tensor]
+    leaves: tuple[torch.Tensor, ...]
+
+
+def build(
+    form: str, peer: str, embed_dim: int, heads: int, device: torch.device, dtype: torch.dtype, seed: int
+) -> Layer:
+    """`peer`'s layer of that form; the same weights for the same seed."""
+    if form == "shared":
+        return _shared(peer, embed_dim, heads, device, dtype, seed)
+    torch.manual_seed(seed)
+    theirs = torch.nn.MultiheadAttention(embed_dim, heads, batch_first=True, device=device, dtype=dtype)
+    if peer == "mha":
+        return Layer(lambda x: theirs(x, x, x, need_weights=False)[0], tuple(theirs.parameters()))
+    qkv_weight, qkv_bias = theirs.in_proj_weight, theirs.in_proj_bias
+    last = theirs.out_proj.weight, theirs.out_proj.bias
+    if peer in ("aten", "fuseline"):
+        implementation = IMPLEMENTATIONS[peer]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self_attention_layer(
+                x, qkv_weight, qkv_bias, *last, num_heads=heads, implementation=implementation
+            )
+    else:
+        attend = _sdpa if peer == "sdpa" else _formula
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            B, S, E = x.shape
+            packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, 3, heads, E // heads)
+            q, k, v = packed.permute(2, 0, 3, 1, 4)
+            attended = attend(q, k, v, 1.0 / math.sqrt(E // heads))
+            return F.linear(attended.transpose(1, 2).reshape(B, S, E), *last)
+
+    return Layer(run, (qkv_weight, qkv_bias, *last))
+
+
+def _shared(
+    peer: str, embed_dim: int, heads: int, device: torch.device, dtype: torch.dtype, seed: int
+) -> Layer:
+    torch.manual_seed(seed)
+    implementation = IMPLEMENTATIONS.get(peer, "python")
+    module = SelfAttention(embed_dim, heads, implementation=implementation, device=device, dtype=dtype)
+    if peer != "sdpa":
+        return Layer(module, tuple(module.parameters()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        B, S, E = x.shape
+        packed = F.linear(x.view(B, S, heads, E // heads), module.qkv_weight)
+        q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
+        attended = _sdpa(q, k, v, 1.0 / math.sqrt(E))
+        return F.linear(attended.transpose(1, 2).reshape(B, S, E), module.out_weight, module.out_bias)
+
+    return Layer(run, tuple(module.parameters()))
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def _formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1) @ v

@@ -1,0 +1,54 @@
+"""The small suite on a CPU: what is recorded, and that the peers compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline.bench.attention import small
+from fuseline.bench.attention.small_layers import PEERS, build
+from fuseline.records import read
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("form", PEERS)
+def test_peers_are_one_layer(form: str) -> None:
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    layers = [build(form, peer, 16, 4, CPU, torch.float64, seed=3) for peer in PEERS[form]]
+    first = layers[0].run(x)
+    assert first.std() > 0.01
+    for layer in layers[1:]:
+        torch.testing.assert_close(layer.run(x), first)
+        assert [p.shape for p in layer.leaves] == [p.shape for p in layers[0].leaves]
+
+
+def test_records_every_peer_and_direction(tmp_path: Path) -> None:
+    bench = small.SmallBench(CPU, batch=2, heads=2, lengths=(3, 4), embed_dims=(16,), rounds=2)
+    seen: list[tuple[int, int]] = []
+    records = small.run_small(bench, tmp_path, lambda now, done, total: seen.append((done, total)))
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert read(tmp_path / "attention.jsonl") == records
+    times = {
+        (r.case["form"], r.case["seqlen_q"], r.peer, r.case["direction"])
+        for r in records
+        if r.metric == "time_us" and r.value is not None and r.value > 0
+    }
+    assert times == {
+        (form, length, peer, direction)
+        for form, peers in PEERS.items()
+        for length in (3, 4)
+        for peer in peers
+        for direction in small.DIRECTIONS
+    }
+    ratios = [r for r in records if r.metric == "paired_speedup"]
+    assert {r.peer for r in ratios} == {"aten", "fuseline", "sdpa", "mha"}
+    assert all(r.case["baseline"] == "python" for r in ratios)
+    assert not [r for r in records if r.metric == "skipped"]
+
+
+def test_names_an_unknown_form() -> None:
+    with pytest.raises(ValueError, match="shared"):
+        small.SmallBench(CPU, forms=("share",))
