@@ -204,6 +204,53 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
+def test_blocks_take_unit_after_unit(name: str) -> None:
+    """More rows of W than all blocks hold at once: with x resident, in passes, over several blocks of x."""
+    for rows, k, n in (
+        (1, 320, 70000),
+        (7, 2048, 20000),
+        (8, 9000, 9000),
+        (20, 1024, 40000),
+        (50, 640, 40000),
+    ):
+        arguments = draw(rows, k, n, FORMATS[name], torch.bfloat16)
+        assert_exact(quant_linear(**arguments), exact(arguments), f"{rows} x {k} x {n}")
+        again = quant_linear(**arguments)
+        assert torch.equal(quant_linear(**arguments), again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_layers_one_after_another_wait_for_each_other(name: str, rows: int) -> None:
+    """A kernel begins before the one before has ended: what it reads is there all the same, also in a graph."""
+    layers = [draw(rows, 512, 512, FORMATS[name], torch.bfloat16) for _ in range(4)]
+    start = layers[0]["x"]
+
+    def chain(synchronize: bool) -> torch.Tensor:
+        x = start
+        for i in range(24):
+            x = quant_linear(**{**layers[i % 4], "x": x})
+            if i % 5 == 0:
+                x = x * 0.5
+            if synchronize:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = chain(True)
+    assert wanted.isfinite().all()
+    assert torch.equal(chain(False), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(False)
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
 def test_kernel_takes_rows_apart_and_at_odd_addresses(name: str) -> None:
     arguments = draw(6, 256, 64, FORMATS[name], torch.bfloat16)
     x, wanted = arguments["x"], quant_linear(**arguments)

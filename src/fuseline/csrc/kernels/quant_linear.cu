@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kLinearThreads) dequantize_int8_kernel(const L
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
     if (row + 8 * below >= a.n) break;
-    const float scale = __ldg(static_cast<const float*>(a.scales) + row + 8 * below);
+    const float scale = __uint_as_float(__ldg(a.scales + row + 8 * below));
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = scale * float(int8_t(words[i / 2] >> (i % 2 * 16 + below * 8)));
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kLinearThreads) dequantize_int4_kernel(const L
   for (int half = 0; half < 2; ++half) {
     const int of = min((first / 32 + half) >> a.group_shift, a.groups - 1);
     const int64_t place = (int64_t(tile) * a.groups + of) * 8 + lane / 4;
-    const float2 scales = unpack_pair<__nv_bfloat16>(__ldg(static_cast<const uint32_t*>(a.scales) + place));
-    const uint32_t zeros = a.zeros ? uint32_t(__ldg(a.zeros + place)) : 0x0808u;
+    const float2 scales = unpack_pair<__nv_bfloat16>(__ldg(a.scales + place));
+    const uint32_t zeros = a.zeros ? __ldg(a.zeros + place / 2) >> (place % 2 * 16) & 0xffffu : 0x0808u;
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       const float scale = below ? scales.y : scales.x;
@@ -91,7 +91,7 @@ int read_call(const fuseline_linear& call, LinearArguments& a) {
   if (int4 && (call.group_size < 32 || !power_of_two(call.group_size))) return FUSELINE_UNSUPPORTED;
   if (offset_in_vector(call.weight)) return FUSELINE_UNSUPPORTED;
   a.x = static_cast<const char*>(call.x), a.weight = static_cast<const char*>(call.weight);
-  a.scales = call.scales, a.zeros = static_cast<const uint16_t*>(call.zeros);
+  a.scales = static_cast<const uint32_t*>(call.scales), a.zeros = static_cast<const uint32_t*>(call.zeros);
   a.bias = static_cast<const char*>(call.bias), a.y = static_cast<char*>(call.y);
   a.x_stride = 2 * call.x_stride, a.weight_stride = 2 * call.weight_stride;
   a.m = int(call.m), a.n = int(call.n), a.k = int(call.k);
@@ -114,6 +114,7 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   if (call->dtype != FUSELINE_FLOAT16 && call->dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
   if (call->m == 0 || call->n == 0) return 0;
   a.x_vectors = call->k % 8 == 0 && call->x_stride % 8 == 0 && offset_in_vector(call->x) == 0;
+  a.overlap = call->overlap;
   a.norm = call->norm, a.eps = float(call->eps);
   a.norm_weight = static_cast<const char*>(call->norm_weight), a.norm_bias = static_cast<const char*>(call->norm_bias);
   a.activation = call->activation, a.residual = static_cast<const char*>(call->residual);

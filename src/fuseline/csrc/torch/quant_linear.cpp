@@ -259,7 +259,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     const int64_t K = given.size(-1), M = count_rows(given);
     const bool half = given.scalar_type() == at::kHalf || given.scalar_type() == at::kBFloat16;
     if (!half || M > kernel_rows(w) || (w.plain() && K % 8 != 0)) {
-        return at::linear(given, dequantize_cuda(w, K, given), bias);
+        return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
     }
     Tensor y = at::empty_symint(output_sizes(given, out_features), given.options());
     if (y.numel() == 0) return y;

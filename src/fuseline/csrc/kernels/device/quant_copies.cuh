@@ -15,6 +15,11 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* from, in
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
 }
 
+// A word, at multiples of 4 bytes.
+__device__ __forceinline__ void copy_word_async(uint32_t shared, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(from) : "memory");
+}
+
 // Closes the group of the copies since the last one; a group may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -36,6 +41,13 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
 __device__ __forceinline__ void store_shared(uint32_t at, const uint4& raw) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
                : "memory");
+}
+
+// Asks the L2 for `bytes`, a multiple of 16, without reading them.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 // A float of the shared memory of block `rank` of the cluster, where this block has `here`.

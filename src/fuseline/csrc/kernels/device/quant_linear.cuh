@@ -7,19 +7,23 @@
 // cycles, where the tensor cores do one in 1.6: m up to 32 is free, at 64 int4 is bound by them.
 //
 // Weights are the A of the products, in tiles of 16 rows by 64 columns; activations are B, 8 rows of x to a block of
-// columns of the product. A block of 8 warps takes some tiles of rows and a stretch of columns: `row_warps` of its
-// warps have rows apart, the others share rows and take turns along the columns. Every lane copies the very bytes it
-// will multiply into a ring in shared memory of its own, several tiles ahead, so that weights need no barrier at all.
-// x comes through shared memory in passes that the block shares, one barrier a pass.
+// columns of the product. A unit is some tiles of rows (and up to 64 rows of x) along a stretch of columns. Blocks of 8
+// warps stay, as many as fit, and take unit after unit: `row_warps` of their warps have rows apart, the others share
+// rows and take turns along the columns. Every lane copies the very bytes it will multiply into a ring in shared memory
+// of its own, several tiles ahead and across units, so that weights need no barrier at all and HBM no pause.
+// x stays in shared memory where it fits, and otherwise comes in passes that the block shares, one barrier a pass.
 // Where n is small the blocks of a cluster (sm_90) share the columns of a row. Sums are added up in a fixed order:
 // steps along a warp's columns, then the warps, then the blocks.
+//
+// A linear layer of a token takes a few microseconds, and starting a kernel costs two: the launch overlaps the end of the
+// one before (overlap.cuh). Its first weights are asked for then, into the L2, or into the ring where the caller knows
+// that the launch before did not write them.
 //
 // Weights enter the products as integers, which fp16 and bf16 hold exactly; a group's scale multiplies its sum.
 //
 // What stands around the layer costs next to nothing here and a launch elsewhere. A norm over k is computed by every
 // block anew, while the first weights are on their way; x is read from L2. An activation and a residual are applied to
-// the sums. For SwiGLU tiles of the gate and of what it multiplies lie next to each other in a block. The launch
-// overlaps the end of the one before (overlap.cuh): weights are asked for before its results are waited for.
+// the sums. For SwiGLU tiles of the gate and of what it multiplies lie next to each other in a block.
 #pragma once
 
 #include "activation.cuh"
@@ -37,20 +41,22 @@ constexpr int kMostSplits = kMaxCluster;
 struct LinearArguments {
   const char* x;
   const char* weight;
-  const void* scales;
-  const uint16_t* zeros;  // of rows g and g + 8
+  const uint32_t* scales;  // int4: rows g and g + 8; else of one row
+  const uint32_t* zeros;   // rows g, g + 8, g + 1, g + 9
   const char* bias;
   char* y;
   int64_t x_stride, weight_stride;  // bytes
   int m, n, k;
-  int tiles, chunks;  // of n by 16 and of k by 64, rounded up
+  int tiles, chunks;        // of n by 16 and of k by 64, rounded up
   int groups, group_shift;  // a group is 32 << group_shift columns
+  int over_m, units;        // blocks of rows of x, and these times blocks of rows of W
   int row_warps, splits;
   int chunks_a_split;
-  int stages_a_pass, stages;  // turns that a warp takes
-  int buffers;                // of x: one if there is one pass
-  int ring_bytes, pass_bytes;
+  int stages_a_pass, stages;  // turns that a warp takes: for a pass of x, for a unit
+  bool x_stays;
+  int ring_bytes, pass_bytes, x_bytes;
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
+  bool overlap;    // weights may be read before earlier launches have ended
   int norm;        // a fuseline_linear_norm
   const char* norm_weight;
   const char* norm_bias;
@@ -69,22 +75,105 @@ __device__ __forceinline__ int tile_at(const LinearArguments& a, int place) {
 template <class Weights, int kColumnBlocks>
 struct LinearShape {
   // 16 rows more a warp halve what it reads of x, and cost registers.
-  static constexpr int kTiles = (Weights::kFormat == FUSELINE_WEIGHT_INT4 && kColumnBlocks >= 4) ||
-                                        (Weights::kFormat == FUSELINE_WEIGHT_INT8 && kColumnBlocks >= 8)
-                                    ? 2
-                                    : 1;
-  static constexpr int kStageVectors = kTiles * Weights::kVectors;
-  // Tiles under way: 128 to 256 bytes a thread.
-  static constexpr int kStages = kStageVectors == 4 ? 4 : kStageVectors == 2 && kTiles == 1 ? 6 : 8;
-  static constexpr int kBlocks = kColumnBlocks == 1 ? 3 : kTiles == 1 && kColumnBlocks <= 4 ? 2 : 1;  // a multiprocessor holds
+  static constexpr int kTiles = kColumnBlocks >= 4 && Weights::kFormat != FUSELINE_WEIGHT_16 ? 2 : 1;
+  static constexpr int kStageVectors = kTiles * (Weights::kVectors + Weights::kGrouped);  // of 16 bytes a lane
+  // Tiles under way: 128 to 256 bytes of weights a thread.
+  static constexpr int kStages = kStageVectors == 4 ? (Weights::kGrouped && kColumnBlocks == 4 ? 6 : 4)
+                                                    : (Weights::kGrouped ? 8 : 6);
+  // A multiprocessor holds.
+  static constexpr int kBlocks =
+      kColumnBlocks == 1 ? 3 : kColumnBlocks == 2 || (kColumnBlocks == 4 && !Weights::kGrouped) ? 2 : 1;
 };
 
-// Of a chunk: the scales of rows g and g + 8 for each half, and the four zero points.
-template <int kTiles>
-struct GroupScales {
-  uint32_t scale[kTiles][2];
-  uint32_t zeros[kTiles];
-};
+// Eight elements of 16 bits, of which `there` are, and zeros.
+__device__ __forceinline__ uint4 load_eight(const char* at, int there) {
+  uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < there) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The first pass of x, from column `first` of k on, goes through registers: the copies under way are weights.
+__device__ __forceinline__ void first_pass_of_x(const LinearArguments& a, const char* x, uint32_t to, int first,
+                                                int columns, int vectors) {
+  constexpr int kTogether = 4;
+  for (int begin = threadIdx.x; begin < vectors; begin += kTogether * kLinearThreads) {
+    uint4 raw[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = begin + u * kLinearThreads, column = first + i / 4 / columns * 32 + i % 4 * 8;
+      raw[u] = make_uint4(0, 0, 0, 0);
+      if (i >= vectors || column >= a.k) continue;
+      const char* const at = x + (i / 4) % columns * a.x_stride + int64_t(column) * 2;
+      raw[u] = a.x_vectors ? *reinterpret_cast<const uint4*>(at) : load_eight(at, a.k - column);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = begin + u * kLinearThreads;
+      if (i < vectors) store_shared(to + i * 16, raw[u]);
+    }
+  }
+}
+
+// The same, normed over all of k. `room` holds a float for each warp and two for each row of x.
+template <class T>
+__device__ __forceinline__ void norm_x(const LinearArguments& a, const char* x, uint32_t to, float* room, int first,
+                                       int columns, int vectors) {
+  const int thread = threadIdx.x;
+  float2* const mean_rstd = reinterpret_cast<float2*>(room + kLinearWarps);
+  const auto sum_of_block = [&](float value) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    __syncthreads();
+    if (thread % kWarp == 0) room[thread / kWarp] = value;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kLinearWarps; ++w) sum += room[w];
+    return sum;
+  };
+  for (int row = 0; row < columns; ++row) {
+    const char* const at = x + row * a.x_stride;
+    float mean = 0.f;
+    if (a.norm == FUSELINE_NORM_LAYER) {
+      float sum = 0.f;
+      for (int i = thread; i < a.k / 8; i += kLinearThreads) {
+        float values[8];
+        unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum += values[e];
+      }
+      mean = sum_of_block(sum) / a.k;
+    }
+    float squares = 0.f;
+    for (int i = thread; i < a.k / 8; i += kLinearThreads) {
+      float values[8];
+      unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) squares = fmaf(values[e] - mean, values[e] - mean, squares);
+    }
+    squares = sum_of_block(squares);
+    if (thread == 0) mean_rstd[row] = make_float2(mean, rsqrtf(squares / a.k + a.eps));
+  }
+  __syncthreads();
+  for (int i = thread; i < vectors; i += kLinearThreads) {
+    const int row = (i / 4) % columns, column = first + i / 4 / columns * 32 + i % 4 * 8;
+    uint4 raw = make_uint4(0, 0, 0, 0);
+    if (column < a.k) {
+      float values[8], weight[8], shift[8] = {};
+      unpack<T>(*reinterpret_cast<const uint4*>(x + row * a.x_stride + int64_t(column) * 2), values);
+      unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(column) * 2)), weight);
+      if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(column) * 2)), shift);
+      const float2 of = mean_rstd[row];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - of.x) * of.y, weight[e], shift[e]);
+      raw = pack<T>(values);
+    }
+    store_shared(to + i * 16, raw);
+  }
+}
 
 template <class T, class Weights, int kColumnBlocks>
 __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBlocks>::kBlocks)
@@ -93,66 +182,76 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
   constexpr int kTiles = Shape::kTiles, kVectors = Weights::kVectors, kStages = Shape::kStages;
   constexpr bool kPlain = Weights::kFormat == FUSELINE_WEIGHT_16;
   constexpr int kSlot = kLinearThreads * 16;
+  constexpr int kChunkBytes = kVectors * kWarp * 16;  // of a packed tile
   extern __shared__ __align__(16) char shared[];
-  __shared__ float warp_sums[kLinearWarps];
-  __shared__ float2 mean_rstd[8 * kColumnBlocks];
 
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = lane / 4, quad = lane % 4;
   const int row_warp = warp % a.row_warps, depth_warp = warp / a.row_warps, depth_warps = kLinearWarps / a.row_warps;
-  const int row_block = int(blockIdx.x) / a.splits, split = int(blockIdx.x) % a.splits;
-  const int first_column = int(blockIdx.y) * 8 * kColumnBlocks;
-  const int columns = min(a.m - first_column, 8 * kColumnBlocks);
-  const int first_tile = (row_block * a.row_warps + row_warp) * kTiles;
+  const int split = int(blockIdx.x) % a.splits;
+  const int first_unit = int(blockIdx.x) / a.splits, unit_step = int(gridDim.x) / a.splits;
   const int begin = split * a.chunks_a_split, end = min(begin + a.chunks_a_split, a.chunks);
+  const int rows = a.row_warps * kTiles * kTileRows, row_bits = 31 - __clz(rows);
 
   const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
-  const uint32_t passes = ring + a.ring_bytes;
-  const char* const x = a.x + first_column * a.x_stride;
+  const uint32_t x_shared = ring + a.ring_bytes;
+  float* const planes = reinterpret_cast<float*>(shared + a.ring_bytes + a.x_bytes);
 
-  // Weights: where this lane's next chunk stands, for each tile.
-  const char* from;
-  int64_t next_tile = 0, below = 0;  // to the next row of tiles, and to row g + 8
+  // Where this lane's chunks of a unit stand: the first, and from there to the next tile's rows, and to row g + 8.
+  const char* from = nullptr;
+  int64_t next_tile = 0, below = 0;
+  int tile = 0, tile_step = 0;
   static_assert(kTiles == 1 || (kTiles == 2 && !kPlain));
-  if constexpr (kPlain) {
-    const int row = min(tile_at(a, first_tile) * kTileRows + group, a.n - 1);  // what is past the end is read for nothing
-    from = a.weight + row * a.weight_stride + int64_t(begin + depth_warp) * kTileColumns * 2 + quad * 16;
-    below = (min(row + 8, a.n - 1) - row) * a.weight_stride;
-  } else {
-    const int64_t row_bytes = int64_t(a.chunks) * (kVectors * kWarp * 16);
-    const int tile = tile_at(a, min(first_tile, a.tiles - 1));
-    from = a.weight + tile * row_bytes + (begin + depth_warp) * (kVectors * kWarp * 16) + lane * 16;
-    next_tile = a.halves ? a.halves * row_bytes : tile < a.tiles - 1 ? row_bytes : 0;
-  }
-  const int step_bytes = depth_warps * (kPlain ? kTileColumns * 2 : kVectors * kWarp * 16);
+  const int step_bytes = depth_warps * (kPlain ? kTileColumns * 2 : kChunkBytes);
+  const auto begin_unit = [&](int unit) {  // what is past the last row is read for nothing
+    const int place = ((unit / a.over_m) * a.row_warps + row_warp) * kTiles;
+    tile = tile_at(a, min(place, a.tiles - (a.halves ? kTiles : 1)));
+    tile_step = a.halves ? a.halves : min(1, a.tiles - 1 - tile);
+    if constexpr (kPlain) {
+      const int row = min(tile * kTileRows + group, a.n - 1);
+      from = a.weight + row * a.weight_stride + int64_t(begin + depth_warp) * kTileColumns * 2 + quad * 16;
+      below = (min(row + 8, a.n - 1) - row) * a.weight_stride;
+    } else {
+      const int64_t row_bytes = int64_t(a.chunks) * kChunkBytes;
+      from = a.weight + tile * row_bytes + int64_t(begin + depth_warp) * kChunkBytes + lane * 16;
+      next_tile = tile_step * row_bytes;
+    }
+  };
+  const auto group_place = [&](int t, int chunk, int half) {  // of its scales, and half of that of its zero points
+    const int of = min((2 * chunk + half) >> a.group_shift, a.groups - 1);
+    return (int64_t(tile + t * tile_step) * a.groups + of) * 8;
+  };
 
-  // x of the pass that starts at chunk `first`, 16 bytes (8 columns of k) at a time: [half chunk][row of x][quad].
-  const auto fetch_x = [&](int pass) {
-    const int first = begin + pass * a.stages_a_pass * depth_warps;
-    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - first) * columns * 4;
-    const uint32_t to = passes + (pass & (a.buffers - 1)) * a.pass_bytes;
-    for (int i = thread; i < vectors; i += kLinearThreads) {
-      const int row = (i / 4) % columns, half = i / 4 / columns;
-      const int column = first * kTileColumns + half * 32 + (i % 4) * 8;
-      const char* const at = x + row * a.x_stride + int64_t(column) * 2;
+  // x of a pass but the first, 16 bytes (8 columns of k) at a time: [half chunk][row of x][quad].
+  const auto fetch_x = [&](int unit, int pass_of_unit, int buffer) {
+    const int first_row = (unit % a.over_m) * 8 * kColumnBlocks;
+    const int columns = min(a.m - first_row, 8 * kColumnBlocks);
+    const int first = begin + pass_of_unit * a.stages_a_pass * depth_warps;
+    const int halves = 2 * min(a.stages_a_pass * depth_warps, end - first);
+    const int room_bits = columns == 1 ? 0 : 32 - __clz(columns - 1);  // threads for rows of x, a power of two
+    const int row = (thread / 4) & ((1 << room_bits) - 1);
+    if (row >= columns) return;
+    const char* const from_row = a.x + (first_row + row) * a.x_stride;
+    const uint32_t to = x_shared + buffer * a.pass_bytes + row * 64 + quad * 16;
+    for (int half = (thread / 4) >> room_bits; half < halves; half += (kLinearThreads / 4) >> room_bits) {
+      const int column = first * kTileColumns + half * 32 + quad * 8;
+      const char* const at = from_row + int64_t(column) * 2;
+      const uint32_t place = to + half * columns * 64;
       if (a.x_vectors) {
-        copy_async(to + i * 16, column < a.k ? at : x, column < a.k ? 16 : 0);
+        copy_async(place, column < a.k ? at : a.x, column < a.k ? 16 : 0);
       } else {
-        uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (column + e < a.k) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
-        }
-        store_shared(to + i * 16, make_uint4(words[0], words[1], words[2], words[3]));
+        store_shared(place, load_eight(at, a.k - column));
       }
     }
   };
 
-  int to_fetch = 0, fetch_step = 0, fetch_pass = 0, fetch_slot = 0;
+  int fetch_unit = first_unit, fetch_stage = 0, fetch_step = 0, fetch_pass = 0, fetch_buffer = 0, fetch_slot = 0;
   const auto fetch = [&] {
-    if (to_fetch < a.stages) {
-      if (fetch_step == 0 && fetch_pass > 0) fetch_x(fetch_pass);
-      const int chunk = begin + to_fetch * depth_warps + depth_warp;
+    if (fetch_unit < a.units) {
+      if (fetch_step == 0 && !a.x_stays && (fetch_unit != first_unit || fetch_pass > 0)) {
+        fetch_x(fetch_unit, fetch_pass, fetch_buffer);
+      }
+      const int chunk = begin + fetch_stage * depth_warps + depth_warp;
       if (chunk < end) {
         const uint32_t to = ring + (fetch_slot * Shape::kStageVectors * kLinearThreads + thread) * 16;
 #pragma unroll
@@ -167,269 +266,231 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
               copy_async(place, from + t * next_tile + v * (kWarp * 16));
             }
           }
-        }
-        from += step_bytes;
-      }
-    }
-    commit_copies();
-    ++to_fetch;
-    if (++fetch_step == a.stages_a_pass) fetch_step = 0, ++fetch_pass;
-    if (++fetch_slot == kStages) fetch_slot = 0;
-  };
-
-  const auto load_scales = [&](GroupScales<kTiles>& scales, int chunk) {
-    if (chunk >= end) return;
+          if constexpr (Weights::kGrouped) {  // scales of both halves, then zero points
+            const uint32_t place = to + (kTiles * kVectors + t) * kSlot;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const int tile = tile_at(a, min(first_tile + t, a.tiles - 1));
-      const int last = a.groups - 1, one = min(2 * chunk >> a.group_shift, last);
-      const int64_t place = (int64_t(tile) * a.groups + one) * 8 + group;
-      const uint32_t* const from_scales = static_cast<const uint32_t*>(a.scales) + place;
-      scales.scale[t][0] = __ldg(from_scales);
-      scales.zeros[t] = a.zeros ? uint32_t(__ldg(a.zeros + place)) * 0x10001u : 0x08080808u;
-      if (a.group_shift == 0) {
-        const int other = min(one + 1, last) - one;
-        scales.scale[t][1] = __ldg(from_scales + other * 8);
-        if (a.zeros) scales.zeros[t] = __byte_perm(scales.zeros[t], __ldg(a.zeros + place + other * 8), 0x5410);
-      } else {
-        scales.scale[t][1] = scales.scale[t][0];
-      }
-    }
-  };
-
-  float sums[kTiles][kColumnBlocks][4] = {};
-  [[maybe_unused]] GroupScales<kTiles> next;
-  if constexpr (Weights::kGrouped) load_scales(next, begin + depth_warp);
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) fetch();
-
-  wait_for_earlier();
-  let_next_start();
-  if (a.norm == FUSELINE_NORM_NONE) {
-    // The first pass of x goes through registers: the copies under way are weights.
-    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - begin) * columns * 4;
-    constexpr int kTogether = 4;
-    for (int first = thread; first < vectors; first += kTogether * kLinearThreads) {
-      uint4 raw[kTogether];
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int i = first + u * kLinearThreads, row = (i / 4) % columns;
-        const int column = begin * kTileColumns + i / 4 / columns * 32 + (i % 4) * 8;
-        raw[u] = make_uint4(0, 0, 0, 0);
-        if (i >= vectors || column >= a.k) continue;
-        const char* const at = x + row * a.x_stride + int64_t(column) * 2;
-        if (a.x_vectors) {
-          raw[u] = *reinterpret_cast<const uint4*>(at);
-        } else {
-          uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            if (column + e < a.k) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
-          }
-          raw[u] = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int i = first + u * kLinearThreads;
-        if (i < vectors) store_shared(passes + i * 16, raw[u]);
-      }
-    }
-  } else {
-    const auto sum_of_block = [&](float value) {
-#pragma unroll
-      for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-      __syncthreads();
-      if (lane == 0) warp_sums[warp] = value;
-      __syncthreads();
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < kLinearWarps; ++w) sum += warp_sums[w];
-      return sum;
-    };
-    for (int row = 0; row < columns; ++row) {
-      const char* const at = x + row * a.x_stride;
-      float mean = 0.f;
-      if (a.norm == FUSELINE_NORM_LAYER) {
-        float sum = 0.f;
-        for (int i = thread; i < a.k / 8; i += kLinearThreads) {
-          float values[8];
-          unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) sum += values[e];
-        }
-        mean = sum_of_block(sum) / a.k;
-      }
-      float squares = 0.f;
-      for (int i = thread; i < a.k / 8; i += kLinearThreads) {
-        float values[8];
-        unpack<T>(*reinterpret_cast<const uint4*>(at + i * 16), values);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) squares = fmaf(values[e] - mean, values[e] - mean, squares);
-      }
-      squares = sum_of_block(squares);
-      if (thread == 0) mean_rstd[row] = make_float2(mean, rsqrtf(squares / a.k + a.eps));
-    }
-    __syncthreads();
-    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - begin) * columns * 4;
-    for (int i = thread; i < vectors; i += kLinearThreads) {
-      const int row = (i / 4) % columns;
-      const int column = begin * kTileColumns + i / 4 / columns * 32 + (i % 4) * 8;
-      uint4 raw = make_uint4(0, 0, 0, 0);
-      if (column < a.k) {
-        float values[8], weight[8], shift[8] = {};
-        unpack<T>(*reinterpret_cast<const uint4*>(x + row * a.x_stride + int64_t(column) * 2), values);
-        unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(column) * 2)), weight);
-        if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(column) * 2)), shift);
-        const float2 of = mean_rstd[row];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - of.x) * of.y, weight[e], shift[e]);
-        raw = pack<T>(values);
-      }
-      store_shared(passes + i * 16, raw);
-    }
-  }
-
-  int step = 0, pass = 0, slot = 0;
-  for (int stage = 0; stage < a.stages; ++stage) {
-    wait_for_copies<kStages - 1>();
-    if (step == 0) __syncthreads();
-    const int chunk = begin + stage * depth_warps + depth_warp;
-    [[maybe_unused]] const GroupScales<kTiles> scales = next;
-    if constexpr (Weights::kGrouped) load_scales(next, chunk + depth_warps);
-    if (chunk < end) {
-      const uint32_t mine = ring + (slot * Shape::kStageVectors * kLinearThreads + thread) * 16;
-      const int half_bytes = columns * 64;
-      const uint32_t x_at = passes + (pass & (a.buffers - 1)) * a.pass_bytes +
-                            2 * (step * depth_warps + depth_warp) * half_bytes + lane * 16;
-      float part[kTiles][kColumnBlocks][4];
-      uint4 raw[kTiles];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t w[kTiles][2][4];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const uint32_t place = mine + t * kVectors * kSlot;
-          if constexpr (kPlain) {
-            const uint4 above = load_shared(place + 2 * half * kSlot), below = load_shared(place + (2 * half + 1) * kSlot);
-            w[t][0][0] = above.x, w[t][0][1] = below.x, w[t][0][2] = above.y, w[t][0][3] = below.y;
-            w[t][1][0] = above.z, w[t][1][1] = below.z, w[t][1][2] = above.w, w[t][1][3] = below.w;
-          } else if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) {
-            raw[t] = load_shared(place + half * kSlot);
-            Weights::template step<T>(w[t][0], raw[t].x, raw[t].y);
-            Weights::template step<T>(w[t][1], raw[t].z, raw[t].w);
-          } else {
-            if (half == 0) raw[t] = load_shared(place);
-            const uint32_t zero[2] = {kIntegers<T> | __byte_perm(scales.zeros[t], 0, half == 0 ? 0x4040 : 0x4242),
-                                      kIntegers<T> | __byte_perm(scales.zeros[t], 0, half == 0 ? 0x4141 : 0x4343)};
-            Weights::template step<T>(w[t][0], half == 0 ? raw[t].x : raw[t].z, zero);
-            Weights::template step<T>(w[t][1], half == 0 ? raw[t].y : raw[t].w, zero);
-          }
-        }
-#pragma unroll
-        for (int c = 0; c < kColumnBlocks; ++c) {
-          const uint4 b = c * 8 + group < columns ? load_shared(x_at + half * half_bytes + c * 512)
-                                                  : make_uint4(0, 0, 0, 0);
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) {
-            if constexpr (Weights::kGrouped) {
-              if (half == 0 || a.group_shift == 0) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) part[t][c][i] = 0;
-              }
-              mma_16816<T>(part[t][c], w[t][0], b.x, b.y);
-              mma_16816<T>(part[t][c], w[t][1], b.z, b.w);
-            } else {
-              mma_16816<T>(sums[t][c], w[t][0], b.x, b.y);
-              mma_16816<T>(sums[t][c], w[t][1], b.z, b.w);
+            for (int half = 0; half < 2; ++half) {
+              if (half == 1 && a.group_shift > 0) break;
+              const int64_t of = group_place(t, chunk, half);
+              copy_word_async(place + half * 4, a.scales + of + group);
+              if (a.zeros) copy_word_async(place + 8 + half * 4, a.zeros + (of + group) / 2);
             }
           }
         }
+        from += step_bytes;
+      }
+      ++fetch_stage;
+      if (++fetch_step == a.stages_a_pass) {
+        fetch_step = 0, ++fetch_pass;
+        if (!a.x_stays) fetch_buffer ^= 1;
+      }
+      if (fetch_stage == a.stages) {
+        fetch_stage = 0, fetch_pass = 0, fetch_unit += unit_step;
+        if (fetch_unit < a.units) begin_unit(fetch_unit);
+      }
+    }
+    commit_copies();
+    if (++fetch_slot == kStages) fetch_slot = 0;
+  };
+
+  if (first_unit < a.units) {
+    begin_unit(first_unit);
+    // The ring's first round towards the L2, while the kernel before may still be at work.
+    const int ahead = kPlain ? quad : lane, chunk = begin + ahead * depth_warps + depth_warp;
+    if (ahead < min(kStages, a.stages) && chunk < end) {
+      if constexpr (kPlain) {
+        const char* const at = from - quad * 16 + ahead * step_bytes;
+        const int bytes = min(kTileColumns, a.k - chunk * kTileColumns) * 2;
+        prefetch_to_l2(at, bytes);
+        prefetch_to_l2(at + below, bytes);
+      } else {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          prefetch_to_l2(from - lane * 16 + t * next_tile + int64_t(ahead) * step_bytes, kChunkBytes);
+        }
+      }
+    }
+  }
+  if (!a.overlap) wait_for_earlier();
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) fetch();
+  if (a.overlap) wait_for_earlier();
+  let_next_start();
+  if (first_unit < a.units) {
+    const int first_row = first_unit % a.over_m * 8 * kColumnBlocks;
+    const char* const x = a.x + first_row * a.x_stride;
+    const int columns = min(a.m - first_row, 8 * kColumnBlocks);
+    const int vectors = 2 * min(a.stages_a_pass * depth_warps, end - begin) * columns * 4;
+    if (a.norm == FUSELINE_NORM_NONE) {
+      first_pass_of_x(a, x, x_shared, begin * kTileColumns, columns, vectors);
+    } else {
+      norm_x<T>(a, x, x_shared, planes, begin * kTileColumns, columns, vectors);
+    }
+  }
+
+  int step = 0, buffer = 0, slot = 0;
+  for (int unit = first_unit; unit < a.units; unit += unit_step) {
+    const int first_row = (unit % a.over_m) * 8 * kColumnBlocks;
+    const int columns = min(a.m - first_row, 8 * kColumnBlocks);
+    // All outputs of a thread are of one feature, and for SwiGLU of its gate.
+    const int row = thread & (rows - 1), place_of_tile = (unit / a.over_m) * (rows / kTileRows) + row / kTileRows;
+    const int feature = tile_at(a, place_of_tile) * kTileRows + row % kTileRows;
+    const bool inside = place_of_tile < a.tiles && feature < a.n && !(a.halves && place_of_tile % 2);
+    const auto scale_of = [&](int of) {
+      return Weights::kFormat == FUSELINE_WEIGHT_INT8 ? __uint_as_float(__ldg(a.scales + of)) : 1.f;
+    };
+    const auto shift_of = [&](int of) { return a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[of]) : 0.f; };
+    const float scale = inside ? scale_of(feature) : 0.f, shift = inside ? shift_of(feature) : 0.f;
+    float sums[kTiles][kColumnBlocks][4] = {};
+    for (int stage = 0; stage < a.stages; ++stage) {
+      wait_for_copies<kStages - 1>();
+      if (step == 0 && (!a.x_stays || unit == first_unit)) __syncthreads();
+      const int turn = stage * depth_warps + depth_warp;
+      if (begin + turn < end) {
+        const uint32_t mine = ring + (slot * Shape::kStageVectors * kLinearThreads + thread) * 16;
+        const int half_bytes = columns * 64;
+        const uint32_t x_at = x_shared + buffer * a.pass_bytes + 2 * (step * depth_warps + depth_warp) * half_bytes +
+                              lane * 16;
+        float part[kTiles][kColumnBlocks][4];
+        uint4 raw[kTiles], scales[kTiles];
         if constexpr (Weights::kGrouped) {
-          if (half == 1 || a.group_shift == 0) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) scales[t] = load_shared(mine + (kTiles * kVectors + t) * kSlot);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t w[kTiles][2][4];
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            const uint32_t place = mine + t * kVectors * kSlot;
+            if constexpr (kPlain) {
+              const uint4 above = load_shared(place + 2 * half * kSlot);
+              const uint4 under = load_shared(place + (2 * half + 1) * kSlot);
+              w[t][0][0] = above.x, w[t][0][1] = under.x, w[t][0][2] = above.y, w[t][0][3] = under.y;
+              w[t][1][0] = above.z, w[t][1][1] = under.z, w[t][1][2] = above.w, w[t][1][3] = under.w;
+            } else if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) {
+              raw[t] = load_shared(place + half * kSlot);
+              Weights::template step<T>(w[t][0], raw[t].x, raw[t].y);
+              Weights::template step<T>(w[t][1], raw[t].z, raw[t].w);
+            } else {
+              if (half == 0) raw[t] = load_shared(place);
+              uint32_t zero[2] = {kIntegers<T> + 0x00080008u, kIntegers<T> + 0x00080008u};
+              if (a.zeros) {  // bytes: row g and g + 8 of an even group, then of the odd one after it
+                const uint32_t both = (half == 0 || a.group_shift > 0 ? scales[t].z : scales[t].w) >> (group % 2 * 16);
+                zero[0] = kIntegers<T> + (both & 0xffu) * 0x10001u;
+                zero[1] = kIntegers<T> + (both >> 8 & 0xffu) * 0x10001u;
+              }
+              Weights::template step<T>(w[t][0], half == 0 ? raw[t].x : raw[t].z, zero);
+              Weights::template step<T>(w[t][1], half == 0 ? raw[t].y : raw[t].w, zero);
+            }
+          }
+#pragma unroll
+          for (int c = 0; c < kColumnBlocks; ++c) {
+            const uint4 b = c * 8 + group < columns ? load_shared(x_at + half * half_bytes + c * 512)
+                                                    : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-              const float2 scale = unpack_pair<__nv_bfloat16>(scales.scale[t][half]);
+              if constexpr (Weights::kGrouped) {
+                if (half == 0 || a.group_shift == 0) {
 #pragma unroll
-              for (int c = 0; c < kColumnBlocks; ++c) {
+                  for (int i = 0; i < 4; ++i) part[t][c][i] = 0;
+                }
+                mma_16816<T>(part[t][c], w[t][0], b.x, b.y);
+                mma_16816<T>(part[t][c], w[t][1], b.z, b.w);
+              } else {
+                mma_16816<T>(sums[t][c], w[t][0], b.x, b.y);
+                mma_16816<T>(sums[t][c], w[t][1], b.z, b.w);
+              }
+            }
+          }
+          if constexpr (Weights::kGrouped) {
+            if (half == 1 || a.group_shift == 0) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  sums[t][c][i] = fmaf(i < 2 ? scale.x : scale.y, part[t][c][i], sums[t][c][i]);
+              for (int t = 0; t < kTiles; ++t) {
+                const float2 of = unpack_pair<__nv_bfloat16>(half == 0 || a.group_shift > 0 ? scales[t].x : scales[t].y);
+#pragma unroll
+                for (int c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) {
+                    sums[t][c][i] = fmaf(i < 2 ? of.x : of.y, part[t][c][i], sums[t][c][i]);
+                  }
                 }
               }
             }
           }
         }
       }
-    }
-    fetch();
-    if (++step == a.stages_a_pass) step = 0, ++pass;
-    if (++slot == kStages) slot = 0;
-  }
-
-  // The sums of all warps, [depth_warp][row of x][row of W]; four floats between rows of x keep the banks apart.
-  wait_for_copies<0>();
-  __syncthreads();
-  float* const planes = reinterpret_cast<float*>(shared);
-  const int rows = a.row_warps * kTiles * kTileRows, row_bits = 31 - __clz(rows), pitch = rows + 4;
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int c = 0; c < kColumnBlocks; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = c * 8 + quad * 2 + i % 2, row = (row_warp * kTiles + t) * kTileRows + group + i / 2 * 8;
-        if (column < columns) planes[(depth_warp * columns + column) * pitch + row] = sums[t][c][i];
+      fetch();
+      if (++step == a.stages_a_pass) {
+        step = 0;
+        if (!a.x_stays) buffer ^= 1;
       }
+      if (++slot == kStages) slot = 0;
     }
-  }
-  __syncthreads();
 
-  const int count = columns << row_bits, plane = columns * pitch;
-  if (a.splits > 1 && depth_warps > 1) {
-    for (int i = thread; i < count; i += kLinearThreads) {
-      const int place = (i >> row_bits) * pitch + (i & (rows - 1));
-      float sum = planes[place];
-      for (int d = 1; d < depth_warps; ++d) sum += planes[d * plane + place];
-      planes[place] = sum;
-    }
-  }
-  if (a.splits > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
-  for (int i = split * kLinearThreads + thread; i < count; i += a.splits * kLinearThreads) {
-    const int column = i >> row_bits, row = i & (rows - 1);
-    const int tile = row_block * (rows / kTileRows) + row / kTileRows;
-    const int feature = tile_at(a, tile) * kTileRows + row % kTileRows;
-    if (feature >= a.n || tile >= a.tiles || (a.halves && tile % 2)) continue;
-    const auto sum_at = [&](int place, int of) {
-      float sum = 0;
+    // The sums of all warps, [depth_warp][row of x][row of W]; four floats between rows of x keep the banks apart.
+    const int pitch = rows + 4, plane = columns * pitch;
+    if (unit != first_unit) {  // nobody reads the last unit's any more
       if (a.splits > 1) {
-        for (int s = 0; s < a.splits; ++s) sum += load_in_cluster(planes + place, s);
+        cluster_wait();
       } else {
-        for (int d = 0; d < depth_warps; ++d) sum += planes[d * plane + place];
+        __syncthreads();
       }
-      if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) sum *= __ldg(static_cast<const float*>(a.scales) + of);
-      return a.bias ? sum + to_float(reinterpret_cast<const T*>(a.bias)[of]) : sum;
-    };
-    const int place = column * pitch + row;
-    float sum = sum_at(place, feature);
-    if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
-      sum = Silu<T>::value(sum) * sum_at(place + kTileRows, feature + a.halves * kTileRows);
-    } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
-      sum = GeluErf<T>::value(sum);
-    } else if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) {
-      sum = GeluTanh<T>::value(sum);
     }
-    const int64_t to = int64_t(first_column + column) * (a.halves ? a.n / 2 : a.n) + feature;
-    if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
-    reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = c * 8 + quad * 2 + i % 2, row = (row_warp * kTiles + t) * kTileRows + group + i / 2 * 8;
+          if (column < columns) planes[(depth_warp * columns + column) * pitch + row] = sums[t][c][i];
+        }
+      }
+    }
+    __syncthreads();
+    const int count = columns << row_bits;
+    if (a.splits > 1) {
+      if (depth_warps > 1) {
+        for (int i = thread; i < count; i += kLinearThreads) {
+          const int place = (i >> row_bits) * pitch + row;
+          float sum = planes[place];
+          for (int d = 1; d < depth_warps; ++d) sum += planes[d * plane + place];
+          planes[place] = sum;
+        }
+      }
+      cluster_arrive();
+      cluster_wait();
+    }
+    for (int i = split * kLinearThreads + thread; i < count; i += a.splits * kLinearThreads) {
+      if (!inside) break;
+      const auto sum_at = [&](int place) {
+        float sum = 0;
+        if (a.splits > 1) {
+          for (int s = 0; s < a.splits; ++s) sum += load_in_cluster(planes + place, s);
+        } else {
+          for (int d = 0; d < depth_warps; ++d) sum += planes[d * plane + place];
+        }
+        return sum;
+      };
+      const int column = i >> row_bits, place = column * pitch + row;
+      float sum = fmaf(sum_at(place), scale, shift);
+      if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
+        const int other = feature + a.halves * kTileRows;
+        sum = Silu<T>::value(sum) * fmaf(sum_at(place + kTileRows), scale_of(other), shift_of(other));
+      } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
+        sum = GeluErf<T>::value(sum);
+      } else if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) {
+        sum = GeluTanh<T>::value(sum);
+      }
+      const int64_t to = int64_t(first_row + column) * (a.halves ? a.n / 2 : a.n) + feature;
+      if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
+      reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
+    }
+    if (a.splits > 1) cluster_arrive();
   }
-  if (a.splits > 1) {  // nobody leaves while others read here
-    cluster_arrive();
-    cluster_wait();
-  }
+  // Nobody leaves while others of the cluster read here.
+  if (a.splits > 1 && first_unit < a.units) cluster_wait();
 }
 
 // ---- launch ----
@@ -438,31 +499,43 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
 template <class Weights, int kColumnBlocks>
 int lay_out_linear(LinearArguments& a, int row_warps, int splits) {
   using Shape = LinearShape<Weights, kColumnBlocks>;
-  constexpr int kOnePass = 32 * 1024, kManyPasses = 16 * 1024;
+  constexpr int kStays = 64 * 1024, kPass = 16 * 1024;
   const int columns = std::min(a.m, 8 * kColumnBlocks), depth_warps = kLinearWarps / row_warps;
   const int stage_bytes = depth_warps * columns * kTileColumns * 2;  // of x
   a.row_warps = row_warps, a.splits = splits;
+  a.over_m = int(divide_up(a.m, 8 * kColumnBlocks));
+  a.units = int(divide_up(a.tiles, row_warps * Shape::kTiles)) * a.over_m;
   a.chunks_a_split = int(divide_up(a.chunks, splits));
   a.stages = int(divide_up(a.chunks_a_split, depth_warps));
-  if (a.stages <= Shape::kStages || int64_t(a.stages) * stage_bytes <= kOnePass) {
-    a.stages_a_pass = a.stages, a.buffers = 1;
-  } else {  // no shorter than the ring: x of a pass is asked for while the pass before is computed
-    a.stages_a_pass = std::max(Shape::kStages, kManyPasses / stage_bytes), a.buffers = 2;
+  a.x_stays = a.over_m == 1 && int64_t(a.stages) * stage_bytes <= kStays;
+  if (a.x_stays) {
+    a.stages_a_pass = a.stages;
+  } else {  // equal passes no shorter than the ring: x of a pass is asked for while the pass before is computed
+    const int passes = std::max(1, a.stages / std::max(Shape::kStages, kPass / stage_bytes));
+    a.stages_a_pass = std::max<int>(Shape::kStages, divide_up(a.stages, passes));
+    a.stages = passes * a.stages_a_pass;
   }
   a.pass_bytes = a.stages_a_pass * stage_bytes;
-  a.ring_bytes = std::min(a.stages, Shape::kStages) * Shape::kStageVectors * kLinearThreads * 16;
-  const int plane_bytes = depth_warps * columns * (row_warps * Shape::kTiles * kTileRows + 4) * 4;
-  return std::max(a.ring_bytes + a.buffers * a.pass_bytes, plane_bytes);
+  a.x_bytes = a.pass_bytes * (a.x_stays ? 1 : 2);
+  a.ring_bytes = Shape::kStages * Shape::kStageVectors * kLinearThreads * 16;
+  return a.ring_bytes + a.x_bytes + depth_warps * columns * (row_warps * Shape::kTiles * kTileRows + 4) * 4;
 }
 
-// Chooses how many warps have rows apart and how many blocks share columns, for the least time of the busiest
-// multiprocessor, counted in bytes. Answers the bytes of shared memory, 0 if what is asked for cannot be.
+// Blocks of so much shared memory that a multiprocessor holds.
+template <class Weights, int kColumnBlocks>
+int linear_blocks(int shared, const Device& device) {
+  constexpr int kReserved = 1024;  // the system's own, for each block
+  return std::min(LinearShape<Weights, kColumnBlocks>::kBlocks, device.shared_a_processor / (shared + kReserved));
+}
+
+// Chooses how many warps have rows apart and how many blocks share columns, by the time that the busiest multiprocessor
+// should take, in bytes of weights. Answers the bytes of shared memory, 0 if what is asked for cannot be.
 template <class Weights, int kColumnBlocks>
 int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& device) {
   using Shape = LinearShape<Weights, kColumnBlocks>;
-  constexpr int64_t kBlockBytes = 12 * 1024;  // what beginning and ending a block costs
-  const int64_t columns = std::min(a.m, 8 * kColumnBlocks), over_m = divide_up(a.m, 8 * kColumnBlocks);
-  const int most = std::min(device.shared_a_block, device.shared_a_processor / Shape::kBlocks - 1024);
+  constexpr int64_t kUnitBytes = 4 * 1024;      // what ending a unit costs
+  constexpr int64_t kClusterBytes = 48 * 1024;  // and launching clusters that meet
+  const int64_t columns = std::min(a.m, 8 * kColumnBlocks);
   int64_t best = 0;
   int best_row_warps = 0, best_splits = 0;
   for (int row_warps = 1; row_warps <= kLinearWarps; row_warps *= 2) {
@@ -473,13 +546,15 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
       const int64_t a_split = divide_up(a.chunks, splits), rows = row_warps * Shape::kTiles * kTileRows;
       if (splits > 1 && a_split * (splits - 1) >= a.chunks) continue;  // a block would have nothing
       const int shared = lay_out_linear<Weights, kColumnBlocks>(a, row_warps, splits);
-      if (shared > device.shared_a_block) continue;
-      if (a.norm && a.buffers > 1) continue;  // x is normed once, before the products
-      const int64_t blocks = divide_up(a.tiles, row_warps * Shape::kTiles) * splits * over_m;
-      const int64_t weights = int64_t(a.stages) * Shape::kStageVectors * kLinearThreads * 16;
-      const int64_t x = a_split * columns * kTileColumns * 2, sums = columns * rows * 4 * (splits > 1 ? 2 : 1);
-      int64_t cost = divide_up(blocks, device.processors) * (weights + x / 2 + sums + kBlockBytes);
-      if (shared > most) cost *= 2;  // fewer blocks at a time
+      if (shared > device.shared_a_block || (a.norm && !a.x_stays)) continue;  // x is normed once, before the products
+      const int64_t weights = int64_t(a.stages) * kLinearWarps * Shape::kTiles * Weights::kVectors * kWarp * 16;
+      const int64_t x = a_split * columns * kTileColumns * 2, sums = columns * rows * 4 * (splits > 1 ? 4 : 2);
+      const int64_t unit = weights + (a.x_stays ? 0 : x / 2) + sums + kUnitBytes;
+      // Blocks that are done leave the bandwidth to the others: a last round half empty costs less than a full one.
+      const int64_t blocks = int64_t(a.units) * splits, rounds = divide_up(blocks, device.processors);
+      int64_t cost = (unit * blocks / device.processors + 2 * unit * rounds) / 3;
+      cost += (a.x_stays ? x : 0) + (splits > 1 ? kClusterBytes : 0);
+      if (linear_blocks<Weights, kColumnBlocks>(shared, device) * a.ring_bytes < 48 * 1024) cost += cost / 4;
       if (best == 0 || cost < best) best = cost, best_row_warps = row_warps, best_splits = splits;
     }
   }
@@ -488,36 +563,30 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
 
 template <class T, class Weights, int kColumnBlocks>
 int launch_linear(LinearArguments a, const fuseline_linear& call, const Device& device, void* stream) {
-  using Shape = LinearShape<Weights, kColumnBlocks>;
   const auto kernel = quant_linear_kernel<T, Weights, kColumnBlocks>;
   const int shared = plan_linear<Weights, kColumnBlocks>(a, call, device);
   if (shared == 0) return FUSELINE_UNSUPPORTED;
-
   static thread_local uint64_t granted = 0;  // devices on which this kernel may have all the shared memory
   if (device.index >= 64 || !(granted >> device.index & 1)) {
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_a_block);
     if (error != cudaSuccess) return int(error);
     if (device.index < 64) granted |= uint64_t(1) << device.index;
   }
-  const int64_t blocks = divide_up(a.tiles, a.row_warps * Shape::kTiles) * a.splits;
-  const int64_t over_m = divide_up(a.m, 8 * kColumnBlocks);
-  if (blocks > 0x7fffffff || over_m > 0xffff) return int(cudaErrorInvalidConfiguration);
+  const int resident = device.processors * linear_blocks<Weights, kColumnBlocks>(shared, device) / a.splits;
   cudaLaunchAttribute attributes[2]{};
-  int count = 0;
-  if (call.overlap && device.clusters) attributes[count++] = overlapping();
-  if (a.splits > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = unsigned(a.splits);
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(blocks), unsigned(over_m));
+  config.gridDim = dim3(unsigned(std::min(a.units, std::max(1, resident)) * a.splits));
   config.blockDim = dim3(kLinearThreads);
   config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = unsigned(count);
+  if (device.clusters) {  // sm_90, which has both
+    attributes[0] = overlapping();
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = unsigned(a.splits);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.numAttrs = a.splits > 1 ? 2 : 1;
+  }
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
