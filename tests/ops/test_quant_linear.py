@@ -223,7 +223,7 @@ def test_blocks_take_unit_after_unit(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_layers_one_after_another_wait_for_each_other(name: str, rows: int) -> None:
-    """A kernel begins before the one before has ended: what it reads is there all the same, in a graph too."""
+    """A kernel begins before the one before has ended, and reads what that wrote all the same."""
     layers = [draw(rows, 512, 512, FORMATS[name], torch.bfloat16) for _ in range(4)]
     start = layers[0]["x"]
 
