@@ -117,6 +117,7 @@ class Dot:
     low: float | None = None
     high: float | None = None
     faded: bool = False
+    named: bool = True  # beside the dot; its tip always has the name
 
 
 @dataclass(frozen=True)

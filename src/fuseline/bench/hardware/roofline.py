@@ -94,7 +94,7 @@ def measure_ops(device: torch.device, seed: int) -> Iterator[Figure]:
 
 
 def _points(op: Op, elements: int, device: torch.device, seed: int) -> Iterator[Figure]:
-    n = min(op.lengths, default=LENGTH)
+    n = min(op.lengths, key=lambda length: abs(length - LENGTH), default=LENGTH)
     bound = bind_inputs(op, op.sweep(max(1, elements // n), n), torch.bfloat16, device, seed)
     ours = PEERS["fuseline"]
     for direction in directions(op):

@@ -44,7 +44,7 @@ def draw(chart: Scatter, width: float) -> Scene:
     drawn.extend(mark for line in chart.lines for mark in _bound(line, plot))
     drawn.extend(mark for i, d in enumerate(chart.dots) for mark in _dot(d, *at[i], plot, chart))
     taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in at.values()]
-    for i in sorted(at, key=lambda i: at[i][1]):
+    for i in sorted((i for i in at if chart.dots[i].named), key=lambda i: at[i][1]):
         drawn.extend(_name(chart.dots[i], *at[i], taken, width, plot))
     return Scene(width, plot.bottom, tuple(drawn))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Details, Drawing, Row, Section, Table, Words, table
-from fuseline.report.charts import Axis, Dot, Figure, Key, Line, Point, Scatter
+from fuseline.report.charts import Axis, Bar, BarGroup, Bars, Dot, Figure, Key, Line, Point, Scatter
 from fuseline.report.metrics import cell
 from fuseline.report.numbers import plain, tick
 from fuseline.report.palette import peer_role
@@ -19,6 +20,7 @@ ROOFS = ("fp32", "bf16")  # products without and with tensor cores
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 WIDEST = 4096.0  # FLOP/byte at the right end of the roof
 GIGA = 1e3  # in a tera
+CROWDED = 20.0  # FLOP/byte under which the ops of a transformer that are no products stand
 
 
 def sections(shelf: Shelf) -> list[Section]:
@@ -37,6 +39,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     )
     blocks: list[Block | None] = [
         _roofline(records, f"hardware-roofline-{index}"),
+        _shares_of_roof(records, f"hardware-shares-{index}"),
         _plain_table("Bandwidth", by_part.get("bandwidth", []), "A copy counts bytes read and written."),
         _plain_table("Products of matrices", by_part.get("matrix", []), "Random data; of int8 it is TOP/s."),
         _latencies(by_part.get("latency", [])),
@@ -119,6 +122,7 @@ def _roofline(records: Sequence[Record], name: str) -> Drawing | Words | None:
         for (what, peer, direction), group in grouped(records, _point_key).items()
         if (dot := _dot(f"{what} {direction}".strip(), peer, {r.metric: r for r in group})) is not None
     ]
+    dots = _named_apart(dots)
     if bandwidth is None or not dots:
         return None
     lowest = min(dot.x for _, dot in dots) / 2
@@ -136,8 +140,58 @@ def _roofline(records: Sequence[Record], name: str) -> Drawing | Words | None:
         legend,
         lines=lines,
     )
-    reading = "The slope is the copy bandwidth, the ceilings are products of matrices through torch."
+    reading = (
+        "The slope is the copy bandwidth, the ceilings are products of matrices through torch. "
+        "Ops that the copy bandwidth bounds stand without names: the next figure has them."
+    )
     return Drawing(Figure(name, chart, reading, source(r for r in records if r.metric == "tflops")))
+
+
+def _named_apart(dots: list[tuple[str, Dot]]) -> list[tuple[str, Dot]]:
+    """Names for the examples, once each though several peers ran them, and for what stands far right."""
+    named: set[str] = set()
+    result = []
+    for peer, dot in dots:
+        crowded = peer == "fuseline" and dot.x < CROWDED and dot.label.endswith(tuple(DIRECTIONS))
+        result.append((peer, replace(dot, named=not crowded and dot.label not in named)))
+        named.add(dot.label)
+    return result
+
+
+def _shares_of_roof(records: Sequence[Record], name: str) -> Drawing | None:
+    """How far under its roof each memory-bound op stays, both ways."""
+    bandwidth = _value(records, "bandwidth", "copy", "bandwidth_gbs")
+    measured = [r for r in records if r.case["section"] == "roofline" and r.metric == "bandwidth_gbs"]
+    shown = [r for r in measured if r.value is not None and not _is_product(r, records)]
+    if not bandwidth or not shown:
+        return None
+    groups = tuple(
+        BarGroup(
+            what,
+            tuple(
+                Bar(
+                    DIRECTIONS.get(str(r.case.get("direction")), ""),
+                    (r.value or 0.0) / bandwidth,
+                    plain((r.value or 0.0) / bandwidth),
+                    role=peer_role("fuseline"),
+                )
+                for r in group
+            ),
+        )
+        for what, group in grouped(shown, lambda r: str(r.case["what"])).items()
+    )
+    chart = Bars(
+        "Share of the copy bandwidth, op by op", Axis("bytes that must move / time / copy", tick), groups
+    )
+    reading = "At 1 an op costs what copying its inputs and outputs costs."
+    return Drawing(Figure(name, chart, reading, source(shown)))
+
+
+def _is_product(record: Record, records: Sequence[Record]) -> bool:
+    """Whether the op's roof is a product of matrices, not the bandwidth."""
+    found = (r for r in records if _point_key(r) == _point_key(record) and r.metric == "intensity")
+    intensity = next(found, None)
+    return intensity is not None and (intensity.value or 0.0) > CROWDED
 
 
 def _roof(bandwidth: float, peak: float, lowest: float) -> tuple[Point, ...]:
