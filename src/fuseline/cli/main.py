@@ -27,6 +27,10 @@ VERBS = {
         "eager against torch.compile's back ends over five models",
     ),
     "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
+    "bench attention": (
+        "fuseline.cli.bench_attention",
+        "attention by every kernel and by the pick: lengths, decoding, masks, random problems",
+    ),
     "bench hardware": (
         "fuseline.cli.bench_hardware",
         "the ceilings of this machine, and the roofline with the ops under it",

@@ -22,6 +22,7 @@ UNITS = {
     "bandwidth_gbs": "GB/s",
     "share_of_copy": "ratio",
     "share_of_floor": "ratio",
+    "share_of_best": "ratio",
     "tflops": "TFLOP/s",
     "error": "ratio",
     "iteration_ms": "ms",

@@ -26,6 +26,7 @@ METRICS: Mapping[str, Presentation] = {
     "bandwidth_gbs": Presentation("bandwidth", "GB/s"),
     "share_of_copy": Presentation("share of copy", "", "percent", "of the copy bandwidth measured beside it"),
     "share_of_floor": Presentation("share of floor", "", "percent"),
+    "share_of_best": Presentation("share of the best", "", "percent", "the fastest's time over this one's"),
     "tflops": Presentation("rate", "TFLOP/s"),
     "error": Presentation("error", "", "error", hint="relative, against float64"),
     "iteration_ms": Presentation("time", "ms/iteration", hint="median of the runs, 95% interval below it"),

@@ -118,6 +118,40 @@ def test_autocast_casts_as_torch_does(backend: str) -> None:
         torch.testing.assert_close(ours, other, rtol=4e-2, atol=4e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["efficient", "flash", "cudnn", "fuseline", "pick"])
+def test_trains_compiled_under_autocast_and_in_a_cuda_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    if backend != "pick":
+        usable(backend, "cuda", torch.bfloat16)
+    weight = torch.randn(48, 48 * 3, device="cuda", requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            q, k, v = (x @ weight).unflatten(-1, (9, 16)).chunk(3, -2)
+            y = attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, backend=backend
+            )
+        return y.transpose(1, 2).flatten(2).float().square().mean()
+
+    x = torch.randn(2, 64, 48, device="cuda")
+    (wanted,) = torch.autograd.grad(step(x), weight)
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    (found,) = torch.autograd.grad(compiled(x), weight)
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-3)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(step(x), weight)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        (recorded,) = torch.autograd.grad(step(x), weight)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(recorded, wanted, rtol=3e-2, atol=3e-3)
+
+
 def test_says_why_not() -> None:
     supports = attention_backends.supports
     assert supports("naive", "cpu", torch.float32, 7) is None

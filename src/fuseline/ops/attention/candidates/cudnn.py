@@ -1,7 +1,10 @@
 """`cudnn`: cuDNN's fused attention: 16 bits, shared key heads, masks without gradient.
 
 A row that sees nothing is not zero there: what is hidden gets the lowest number instead of -inf, and such
-rows are zeroed afterwards. Its backward does not repeat its bits.
+rows are zeroed afterwards. Its backward does not repeat its bits, and it is not trusted with a mask: cuDNN
+9.19 gives NaN at some lengths (pytorch issue 196678), and torch 2.11 keeps one plan for gradients of all
+layouts, so that the second layout of a shape is read as the first (seen with a mask: errors of 1.4). The
+gradient is therefore brought into the layout of the output.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import torch
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_cuda, refuse_extras
-from fuseline.ops.attention.candidates.arguments import aligned, bias, unseeing
+from fuseline.ops.attention.candidates.arguments import aligned, bias, unseeing, with_gradient_like
 from fuseline.ops.attention.problem import Problem
 
 _LARGEST_GRID = 65535
@@ -21,8 +24,10 @@ def _supports(problem: Problem) -> str | None:
     reason = reason or refuse_extras(problem, "mask_grad", "soft_cap", "sinks", "seed", "packing", "lse_grad")
     if reason is not None:
         return reason
-    if problem.seqlen_k == 1:
-        return "it takes more than one key"
+    if problem.wants_grad and (problem.mask != "none" or _is_added(problem)):
+        return "its backward is not right with a mask, nor with limits that are added as one"
+    if problem.seqlen_k == 1 or (problem.wants_grad and problem.seqlen_q == 1):
+        return "it takes more than one key, and backward more than one query"
     if problem.dropout_p and (problem.dropout_p * 16 % 1 or problem.seqlen_q == 1):
         return "its dropout is in sixteenths, over more than one query"
     if max(problem.batch, problem.heads) > _LARGEST_GRID:
@@ -30,6 +35,13 @@ def _supports(problem: Problem) -> str | None:
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
     return None
+
+
+def _is_added(problem: Problem) -> bool:
+    """Whether limits become a mask: all but those of the top left."""
+    if problem.is_windowed:
+        return True
+    return problem.causal == "bottom_right" and not problem.is_square
 
 
 def _varies(problem: Problem) -> str | None:
@@ -53,6 +65,8 @@ def _run(call: Call) -> Attended:
         is_causal,
         scale=call.softmax_scale,
     )
+    if call.wants_grad:
+        out = with_gradient_like(out)
     lse = lse.reshape(out.shape[:3]) if call.return_lse else None
     blind = None if added is None else unseeing(call)
     if blind is not None:

@@ -1,0 +1,151 @@
+"""The problems of each suite, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fuseline.bench.attention.random_problems import random_problem
+from fuseline.ops.attention.problem import Problem
+
+TOKENS = 32768
+CHANNELS = 2048
+SHORT_LENGTHS = (16, 32, 64, 128, 256)
+LONG_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+RANDOM_CASES = 200
+COMPILED_CASES = 30
+BAR_SEEDS, TABLE_SEEDS = 0, 100_000
+"""Where the seeds of the cases that judge the picker begin, and those of the cases that its table is from."""
+
+MASKS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "causal": {"causal": "bottom_right"},
+    "padded keys": {"mask": "bool", "mask_dims": "bs"},
+    "padded keys, causal": {"mask": "bool", "mask_dims": "bs", "causal": "bottom_right"},
+    "boolean": {"mask": "bool", "mask_dims": "bts"},
+    "additive": {"mask": "float", "mask_dims": "hts"},
+    "trained": {"mask": "float_grad", "mask_dims": "hts"},
+    "trained, every batch": {"mask": "float_grad", "mask_dims": "bhts"},
+    "window": {"causal": "bottom_right", "window_left": 255},
+    "packed": {"causal": "bottom_right", "sequences": 8, "max_seqlen_q": 1024, "max_seqlen_k": 1024,
+               "batch": 1, "seqlen_q": 8192, "seqlen_k": 8192},
+    "shared heads": {"causal": "bottom_right", "kv_heads": 4},
+    "dropout": {"causal": "bottom_right", "dropout_p": 0.125},
+    "dropout, padded keys": {"mask": "bool", "mask_dims": "bs", "dropout_p": 0.125},
+    "soft cap": {"causal": "bottom_right", "soft_cap": True},
+    "sinks": {"causal": "bottom_right", "sinks": True},
+    "sinks, window": {"causal": "bottom_right", "sinks": True, "window_left": 127},
+    "all": {"causal": "bottom_right", "mask": "float_grad", "mask_dims": "hts", "window_left": 511,
+            "soft_cap": True, "sinks": True, "dropout_p": 0.125, "seeded": True, "kv_heads": 4},
+}  # fmt: skip
+
+
+def problems_of(suite: str, device: torch.device) -> list[Problem]:
+    return SUITES[suite](device)
+
+
+def _plain(device: torch.device, length: int, head_dim: int, causal: str, direction: str) -> Problem:
+    """32,768 tokens of 2,048 channels, or one longer sequence; in fp32 on a CPU a fraction of it."""
+    on_gpu = device.type == "cuda"
+    tokens = TOKENS if on_gpu else 512
+    heads = (CHANNELS if on_gpu else 256) // head_dim
+    return Problem(
+        device=device,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        batch=max(1, tokens // length),
+        heads=heads,
+        kv_heads=heads,
+        seqlen_q=length,
+        seqlen_k=length,
+        head_dim=head_dim,
+        direction=direction,
+        causal=causal,
+    )
+
+
+def _short(device: torch.device) -> list[Problem]:
+    return [
+        _plain(device, length, head_dim, causal, direction)
+        for head_dim in (32, 64, 128)
+        for length in SHORT_LENGTHS
+        for causal in ("none", "bottom_right")
+        for direction in ("fw", "fwbw")
+    ]
+
+
+def _long(device: torch.device) -> list[Problem]:
+    lengths = LONG_LENGTHS if device.type == "cuda" else (512, 1024)
+    return [
+        _plain(device, length, head_dim, causal, direction)
+        for length in lengths
+        for head_dim in (64, 128)
+        for causal in ("bottom_right", "none")
+        for direction in ("fw", "fwbw")
+    ]
+
+
+def _decode(device: torch.device) -> list[Problem]:
+    lengths = (1024, 4096, 16384, 65536) if device.type == "cuda" else (1024,)
+    return [
+        replace(
+            _plain(device, length, 128, "bottom_right", "fw"),
+            batch=batch,
+            heads=32,
+            kv_heads=kv_heads,
+            seqlen_q=queries,
+        )
+        for length in lengths
+        for batch in (1, 16)
+        for kv_heads in (32, 8)
+        for queries in (1, 4, 16)
+        if batch * length <= 16 * 16384
+    ]
+
+
+def _masks(device: torch.device) -> list[Problem]:
+    length = 1024 if device.type == "cuda" else 128
+    base = replace(_plain(device, length, 64, "none", "fwbw"), batch=8, heads=16, kv_heads=16)
+    if device.type != "cuda":
+        base = replace(base, batch=2, heads=4, kv_heads=4)
+    found = []
+    for features in MASKS.values():
+        problem = replace(base, **features)
+        if problem.sequences and device.type != "cuda":
+            problem = replace(problem, seqlen_q=512, seqlen_k=512, max_seqlen_q=64, max_seqlen_k=64)
+        found.append(problem)
+    return found
+
+
+def _random(device: torch.device) -> list[Problem]:
+    return random_problems(BAR_SEEDS, RANDOM_CASES, device)
+
+
+def random_problems(first: int, count: int, device: torch.device) -> list[Problem]:
+    """So many random problems from seed `first` on; on a CPU small ones."""
+    found = [random_problem(seed, device) for seed in range(first, first + count)]
+    if device.type == "cuda":
+        return found
+    return [_shrunk(problem) for problem in found]
+
+
+def _shrunk(problem: Problem) -> Problem:
+    smaller = replace(
+        problem, batch=1, heads=2, kv_heads=2,
+        seqlen_q=min(problem.seqlen_q, 64), seqlen_k=min(problem.seqlen_k, 64),
+    )  # fmt: skip
+    dims = "".join(n for n in problem.mask_dims if n != "b")
+    if smaller.sequences:
+        smaller = replace(smaller, sequences=2, max_seqlen_q=32, max_seqlen_k=32)
+    return replace(smaller, mask_dims=dims)
+
+
+SUITES: Mapping[str, Callable[[torch.device], list[Problem]]] = {
+    "short": _short,
+    "long": _long,
+    "decode": _decode,
+    "masks": _masks,
+    "picker": _random,
+}

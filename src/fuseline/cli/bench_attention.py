@@ -1,0 +1,169 @@
+"""Attention: every candidate and the pick, by length, in decoding, with masks; and how near the picks come to
+the fastest over random problems."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+from fuseline.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.attention.run import AttentionBench, Observer, Outcome
+
+DEFAULT_OUT = Path("fuseline-attention")
+TABLE_WIDTH = 130
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    suite: tuple[str, ...] = ()
+    """Suites: short, long, decode, masks, picker. All if none is named."""
+    budget: str | None = None
+    """Stop after so long (90s, 10m); what is left waits for --resume."""
+    resume: bool = False
+    """Leave out what an earlier run into the same folder measured, with the same GPU, torch and commit."""
+    flex: bool = True
+    """Measure FlexAttention too, which compiles for every shape; of the picker's problems, on 30."""
+    every: int = 1
+    """Only each so many'th problem of a suite."""
+    write_table: Path | None = None
+    """Measure random problems for the picker's table instead, and add them to this file, as those in
+    `src/fuseline/ops/attention/shipped/`."""
+    problems: int = 1000
+    """How many random problems the table is from."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline import report
+    from fuseline.bench.attention.run import AttentionBench
+    from fuseline.bench.attention.run import run as measure
+    from fuseline.bench.attention.suites import SUITES
+    from fuseline.bench.ladder.budget import parse_duration
+    from fuseline.records import read
+
+    device = torch.device(resolve_device(options.device))
+    suites = split_names(options.suite) or tuple(SUITES)
+    for name in suites:
+        if name not in SUITES:
+            raise unknown_name("suite of attention", name, SUITES)
+    if options.every < 1:
+        raise InputError(f"--every {options.every} must be 1 or more.")
+    bench = AttentionBench(
+        suites=suites,
+        device=device,
+        budget_seconds=None if options.budget is None else parse_duration(options.budget),
+        resume=options.resume,
+        with_compiled=options.flex,
+        seed=options.seed,
+        every=options.every,
+    )
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        _print_plan(bench, out, as_json=options.json)
+        return 0
+    if options.write_table is not None:
+        return _write_table(bench, options.write_table, options.problems, out)
+    with _progress() as observe:
+        outcome = measure(bench, out, observe)
+    page = report.build(read(out / "attention.jsonl"), out)
+    if options.json:
+        print(json.dumps({"records": [asdict(record) for record in outcome.records], "page": str(page)}))
+        return 0
+    _print(outcome)
+    print(f"Records: {out / 'attention.jsonl'}\nPage:    {page}")
+    return 0
+
+
+def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) -> int:
+    from fuseline.bench.attention.table import write_table
+
+    with _progress() as observe:
+        found = write_table(
+            file,
+            out / "times.jsonl",
+            problems,
+            bench.device,
+            budget_seconds=bench.budget_seconds,
+            observe=observe,
+        )
+    print(f"{found.entries} problems in {file}, {found.left} left for another run.")
+    return 0
+
+
+def _print_plan(bench: AttentionBench, out: Path, *, as_json: bool) -> None:
+    places = [(suite, str(problem)) for suite, problem in bench.places()]
+    if as_json:
+        print(json.dumps({"problems": [{"suite": s, "problem": p} for s, p in places]}))
+        return
+    print(f"{len(places)} problems on {bench.device}:")
+    for suite, problem in places:
+        print(f"  {suite:<8}{problem}")
+    print(f"Records would go to {out / 'attention.jsonl'}.")
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<100}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now[:100], completed=done, total=total)
+
+        yield observe
+
+
+def _print(outcome: Outcome) -> None:
+    from rich.console import Console
+
+    from fuseline.bench.attention.run import summary
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    suites = dict.fromkeys(suite for suite, _ in outcome.results)
+    for suite in suites:
+        results = [result for name, result in outcome.results if name == suite]
+        console.print(
+            _table(suite, [(str(r.times.problem), dict(r.times.times_us), r.picked) for r in results])
+        )
+        told = summary(results)
+        if told.get("problems"):
+            print(
+                f"{suite}: the pick is within 3% of the fastest on {told['within_3_percent']:.1%} of "
+                f"{told['problems']:.0f} problems, at {told['mean_share']:.3f} of its speed in the mean "
+                f"and {told['worst_share']:.3f} at worst; picks that computed something else: "
+                f"{told['wrong']:.0f}."
+            )
+    if outcome.left:
+        print(f"{outcome.left} problems were left; --resume goes on with them.")
+
+
+def _table(suite: str, rows: Sequence[tuple[str, dict[str, float], str | None]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"attention, {suite}: µs", box=box.SIMPLE)
+    names = list(dict.fromkeys(name for _, times, _ in rows for name in times))
+    table.add_column("problem", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("pick", no_wrap=True)
+    for problem, times, picked in rows:
+        table.add_row(problem, *(f"{times[n]:.1f}" if n in times else "" for n in names), picked or "")
+    return table
