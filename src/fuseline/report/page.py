@@ -16,7 +16,16 @@ from fuseline.report import palette, png, provenance, svg, traces
 from fuseline.report.blocks import Drawing, Section
 from fuseline.report.charts import Figure
 from fuseline.report.layout import compose, framed
-from fuseline.report.sections import compile_suite, generic, hardware, ladder, op_suite, quality, translation
+from fuseline.report.sections import (
+    attention_small,
+    compile_suite,
+    generic,
+    hardware,
+    ladder,
+    op_suite,
+    quality,
+    translation,
+)
 from fuseline.report.selection import Shelf
 from fuseline.version import __version__
 
@@ -81,6 +90,7 @@ def _sections(shelf: Shelf, trace_folders: Sequence[Path]) -> list[Section]:
         *op_suite.sections(shelf),
         *hardware.sections(shelf),
         *translation.sections(shelf),
+        *attention_small.sections(shelf),
         *generic.sections(shelf),
     ]
 
