@@ -39,6 +39,7 @@ VERBS = {
         "fuseline.cli.bench_translation",
         "a translation model with and without fused kernels: loss curves, epoch time, BLEU over seeds",
     ),
+    "tune": ("fuseline.cli.tune", "measure the attention kernels on your shapes, and keep the times"),
     "report": ("fuseline.cli.report", "draw records as one HTML page and PNG files"),
     "doctor": ("fuseline.cli.doctor", "what this machine has, what is missing, what mends it"),
     "build": ("fuseline.cli.build", "compile the native libraries ahead of time"),

@@ -1,0 +1,148 @@
+"""Measure every attention kernel on the shapes of a model, or on a list of shapes, and keep the times on this
+machine: from then on `fuseline.ops.attention` takes the fastest there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuseline.cli.options import Common, resolve_device
+from fuseline.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from fuseline.ops.attention.picker import Observer
+    from fuseline.ops.attention.problem import Problem
+    from fuseline.ops.attention.tables import Entry
+
+SHAPE = "BxHxTxD, BxHxTxSxD or BxH/HkvxTxSxD"
+DIRECTIONS = ("fw", "fwbw")
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    preset: str | None = None
+    """A GPT's preset: its attention in training and evaluation."""
+    batch: tuple[int, ...] = (1, 8, 16)
+    """Batch sizes of the preset."""
+    seqlen: tuple[int, ...] = ()
+    """Lengths of the preset; its block size if none is named."""
+    shapes: tuple[str, ...] = ()
+    """Shapes to measure: BxHxTxD, BxHxTxSxD or BxH/HkvxTxSxD, as 8x16x1024x64 or 1x32/8x1x4096x128."""
+    dtype: str = "bfloat16"
+    """float32, float16 or bfloat16."""
+    directions: tuple[str, ...] = DIRECTIONS
+    """fw, fwbw."""
+    causal: bool = True
+    """Shapes: whether the last query sees all keys, and earlier ones fewer."""
+    dropout: float = 0.0
+    """Dropout while training."""
+    flex: bool = False
+    """Measure FlexAttention too, which compiles for every shape."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline.ops.attention import kept, picker
+
+    device = torch.device(resolve_device(options.device))
+    problems = _problems(options, device)
+    if not problems:
+        raise InputError("`fuseline tune` wants to know what: --preset NAME, or --shapes " + SHAPE + ".")
+    gpu = kept.gpu_name(device)
+    if options.dry_run:
+        print(f"{len(problems)} problems:")
+        for problem in problems:
+            print(f"  {problem}")
+        where = "nowhere: there is no GPU" if gpu is None else str(kept.kept_file(gpu))
+        print(f"Times would be kept in {where}.")
+        return 0
+    with _progress() as observe:
+        entries = picker.tune(problems, with_compiled=options.flex, observe=observe)
+    file = "" if gpu is None else str(kept.kept_file(gpu))
+    if options.json:
+        print(json.dumps({"entries": [entry.to_json() for entry in entries], "file": file}))
+        return 0
+    _print(entries)
+    print(f"Kept in {file}")
+    return 0
+
+
+def _problems(options: Options, device: torch.device) -> list[Problem]:
+    import torch
+
+    from fuseline.ops.attention.problem import Problem
+
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if options.dtype not in dtypes:
+        raise unknown_name("dtype", options.dtype, dtypes)
+    for direction in options.directions:
+        if direction not in DIRECTIONS:
+            raise unknown_name("direction", direction, DIRECTIONS)
+    sizes = [_parsed(shape) for shape in options.shapes]
+    if options.preset is not None:
+        from fuseline.models.gpt_config import preset
+
+        config = preset(options.preset)
+        lengths = options.seqlen or (config.block_size,)
+        heads, head_dim = config.num_heads, config.embed_dim // config.num_heads
+        sizes += [(b, heads, heads, t, t, head_dim) for b in options.batch for t in lengths]
+    return [
+        Problem(
+            device,
+            dtypes[options.dtype],
+            *size,
+            direction=direction,
+            causal="bottom_right" if options.causal else "none",
+            dropout_p=options.dropout if direction == "fwbw" else 0.0,
+        )
+        for size in sizes
+        for direction in options.directions
+    ]
+
+
+def _parsed(shape: str) -> tuple[int, int, int, int, int, int]:
+    """batch, heads, key heads, T, S, D of a shape in words."""
+    parts = shape.lower().split("x")
+    try:
+        if len(parts) not in (4, 5):
+            raise ValueError
+        heads, _, kv_heads = parts[1].partition("/")
+        queries = int(parts[2])
+        keys = int(parts[3]) if len(parts) == 5 else queries
+        found = (int(parts[0]), int(heads), int(kv_heads or heads), queries, keys, int(parts[-1]))
+    except ValueError:
+        raise InputError(f"--shapes {shape} is not of the form {SHAPE}, as 1x32/8x1x4096x128.") from None
+    if min(found) < 1 or found[1] % found[2]:
+        raise InputError(f"--shapes {shape}: sizes are 1 and more, and H is a multiple of Hkv.")
+    return found
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<80}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now[:80], completed=done, total=total)
+
+        yield observe
+
+
+def _print(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        print(entry.problem)
+        for name, time_us in sorted(entry.times_us.items(), key=lambda pair: pair[1]):
+            print(f"  {name:<12}{time_us:>10.1f} us")
+        if not entry.times_us:
+            print("  nothing ran")

@@ -1,0 +1,129 @@
+"""A run of the suite on a CPU: records, what is left to resume, and the table that is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline.bench.attention import run as attention_run
+from fuseline.bench.attention.evaluate import Truth
+from fuseline.bench.attention.measured import measure_all, read
+from fuseline.bench.attention.results import Ceilings, Result, case_of, records_of
+from fuseline.bench.attention.run import AttentionBench, evaluate, run, summary
+from fuseline.bench.attention.table import write_table
+from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.draw import draw
+from fuseline.ops.attention.measure import Times
+from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tables import read_entries
+from fuseline.records import describe
+
+CPU = torch.device("cpu")
+SMALL = Problem(CPU, torch.float32, 2, 4, 2, 16, 24, 8, direction="fwbw", causal="bottom_right")
+
+
+def quiet(now: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture
+def small_suites(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [SMALL, replace(SMALL, mask="bool", mask_dims="bs"), replace(SMALL, sinks=True, soft_cap=True)]
+    monkeypatch.setattr(attention_run, "problems_of", lambda suite, device: problems)
+    monkeypatch.setattr(attention_run, "_ceilings", lambda device: Ceilings(10.0, {4: 0.1}))
+
+
+@pytest.mark.usefixtures("small_suites")
+def test_records_every_candidate_and_the_pick(tmp_path: Path) -> None:
+    outcome = run(AttentionBench(("masks",), CPU), tmp_path, quiet)
+    assert outcome.left == 0
+    found = {(r.peer, r.metric) for r in outcome.records if r.case.get("mask") == "bool bs"}
+    for peer in ("math", "flash", "pick"):
+        assert {(peer, m) for m in ("time_us", "tflops", "bandwidth_gbs", "share_of_floor", "error")} <= found
+    assert ("pick", "share_of_best") in found
+    reasons = {r.peer: r.case["reason"] for r in outcome.records if r.metric == "skipped"}
+    assert reasons["cudnn"] == "it is a CUDA kernel; the device is cpu"
+    errors = [r.value for r in outcome.records if r.metric == "error"]
+    assert errors
+    assert all(value is not None and value < 1e-5 for value in errors)
+    assert {r.case["section"] for r in outcome.records} == {"masks", "ceilings"}
+
+
+@pytest.mark.usefixtures("small_suites")
+def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first = run(AttentionBench(("masks",), CPU, budget_seconds=0.0), tmp_path, quiet)
+    assert first.left == 3
+    second = run(AttentionBench(("masks",), CPU, resume=True, every=2), tmp_path, quiet)
+    assert len(second.results) == 2
+    third = run(AttentionBench(("masks",), CPU, resume=True), tmp_path, quiet)
+    assert len(third.results) == 1
+
+
+def test_what_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = CANDIDATES["flash"]
+
+    def wrong(call: object) -> object:
+        out, lse = flash.run(call)  # type: ignore[arg-type]
+        return out * 1.1, lse
+
+    monkeypatch.setitem(CANDIDATES, "flash", replace(flash, run=wrong))
+    result = evaluate(SMALL, 0, with_compiled=False)
+    assert "flash" not in result.times.times_us
+    assert result.times.failed["flash"].startswith("computes something else: error 0.1")
+    assert result.picked == "flash", "by the rule of a CPU"
+    assert summary([result]) == {"problems": 0, "wrong": 1}
+
+
+def test_the_summary_counts_what_is_near() -> None:
+    results = [
+        Result(Times(SMALL, {"math": 10.0, "flash": flash}), "math") for flash in (9.8, 5.0, 20.0, 30.0)
+    ]
+    told = summary(results)
+    assert told["problems"] == 4
+    assert told["within_3_percent"] == pytest.approx(0.75)
+    assert told["worst_share"] == pytest.approx(0.5)
+    assert told["wrong"] == 0
+
+
+def test_truth_is_of_the_first_key_head() -> None:
+    problem = replace(SMALL, heads=6, kv_heads=2, mask="float", mask_dims="hts", sinks=True)
+    truth = Truth(problem, draw(problem, 3))
+    assert truth.error("math") < 1e-5
+    assert not Truth.fits(replace(SMALL, seqlen_q=2**14, seqlen_k=2**14))
+    assert not Truth.fits(replace(SMALL, dropout_p=0.1))
+    assert Truth.fits(replace(SMALL, dropout_p=0.1, seeded=True))
+
+
+def test_the_case_of_a_record_names_what_is_there() -> None:
+    problem = replace(SMALL, window_left=5, mask="bool", mask_dims="bs", dropout_p=0.1, sinks=True)
+    case = case_of(problem, "masks")
+    assert (case["window"], case["mask"], case["dropout"], case["sinks"]) == ("5,-1", "bool bs", 0.1, True)
+    assert "soft_cap" not in case
+    times = Times(problem, {"math": 100.0}, {"flash": "it has no sinks"})
+    records = records_of(Result(times, "math"), "masks", Ceilings(10.0, {}), describe(CPU))
+    assert [(r.peer, r.metric) for r in records][:2] == [("flash", "skipped"), ("math", "time_us")]
+
+
+def test_lines_are_read_again_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "times.jsonl"
+    found = measure_all([SMALL], file, budget_seconds=None)
+    with file.open("a") as lines:
+        lines.write('{"dtype": "flo')
+    (again,) = read(file)
+    assert again.problem == SMALL
+    assert again.times_us.keys() == found.times[0].times_us.keys()
+    assert again.failed["cudnn"] == "it is a CUDA kernel; the device is cpu"
+    assert measure_all([SMALL], file, budget_seconds=0.0).left == 0, "it is done already"
+
+
+def test_a_table_is_written_and_added_to(tmp_path: Path) -> None:
+    file, lines = tmp_path / "shipped" / "table.json", tmp_path / "times.jsonl"
+    first = write_table(file, lines, 2, CPU)
+    assert first.entries == 2
+    assert write_table(file, lines, 4, CPU, budget_seconds=0.0).left == 2
+    second = write_table(file, lines, 4, CPU)
+    assert second.entries == 4
+    assert len(read_entries(file)) == 4

@@ -1,0 +1,54 @@
+"""The suites' problems, and that what is random is the same for the same seed and can run."""
+
+from __future__ import annotations
+
+import torch
+
+from fuseline.bench.attention.random_problems import MOST_BYTES, MOST_FLOPS, random_problem
+from fuseline.bench.attention.suites import (
+    BAR_SEEDS,
+    LONG_LENGTHS,
+    MASKS,
+    RANDOM_CASES,
+    SUITES,
+    TABLE_SEEDS,
+    problems_of,
+)
+from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.measure import bytes_moved, contenders, flops
+
+GPU = torch.device("cuda")
+
+
+def test_random_problems_are_the_same_for_the_same_seed() -> None:
+    assert random_problem(7, GPU) == random_problem(7, GPU)
+    found = [random_problem(seed, GPU) for seed in range(300)]
+    assert len(set(found)) > 290
+    for problem in found:
+        assert flops(problem) <= MOST_FLOPS[problem.dtype.itemsize]
+        assert bytes_moved(problem) <= MOST_BYTES
+        assert problem.heads % problem.kv_heads == 0
+        assert any(reason is None for reason in contenders(problem, True).values())
+    assert {p.direction for p in found} == {"fw", "fwbw"}
+    assert {p.mask for p in found} == {"none", "bool", "float", "float_grad"}
+    assert {p.dtype for p in found} == {torch.float32, torch.float16, torch.bfloat16}
+    assert any(p.sequences for p in found)
+    assert any(p.is_windowed for p in found)
+    assert any(p.seqlen_q == 1 for p in found)
+
+
+def test_the_cases_that_judge_are_not_those_of_the_table() -> None:
+    judging = range(BAR_SEEDS, BAR_SEEDS + RANDOM_CASES)
+    assert TABLE_SEEDS not in judging
+    assert len(problems_of("picker", GPU)) == RANDOM_CASES
+
+
+def test_suites_cover_what_they_say() -> None:
+    assert {p.seqlen_q for p in problems_of("long", GPU)} == set(LONG_LENGTHS)
+    assert max(LONG_LENGTHS) == 65536
+    assert all(p.seqlen_q <= 16 and p.direction == "fw" for p in problems_of("decode", GPU))
+    assert len(problems_of("masks", GPU)) == len(MASKS)
+    for name in SUITES:
+        for problem in problems_of(name, GPU):
+            assert CANDIDATES["math"].supports(problem) is None
+        assert len(problems_of(name, torch.device("cpu"))) > 0
