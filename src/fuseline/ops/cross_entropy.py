@@ -98,22 +98,28 @@ def cross_entropy(
     fit.
     """
     device = logits.device.type
-    options: dict[str, Any] = {
-        "weight": weight,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "reduction": reduction,
-        "soft_cap": soft_cap,
-        "z_loss": z_loss,
-        "vocab_size": vocab_size,
-    }
+    options: dict[str, Any] = {}  # only those that are asked for: every one takes time to parse
+    if weight is not None:
+        options["weight"] = weight
+    if ignore_index != -100:
+        options["ignore_index"] = ignore_index
+    if label_smoothing != 0.0:
+        options["label_smoothing"] = label_smoothing
+    if reduction != "mean":
+        options["reduction"] = reduction
+    if soft_cap is not None:
+        options["soft_cap"] = soft_cap
+    if z_loss != 0.0:
+        options["z_loss"] = z_loss
+    if vocab_size is not None:
+        options["vocab_size"] = vocab_size
     if not native.ready(device) or (device == "cuda" and logits.dtype is torch.float64):
         return reference(logits, target, **options)
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         return torch.ops.fuseline.cross_entropy_.default(logits, target, **options)
-    return torch.ops.fuseline.cross_entropy.default(
-        logits, target, **options, grad_in_forward=grad_in_forward or inplace
-    )
+    if grad_in_forward or inplace:
+        options["grad_in_forward"] = True
+    return torch.ops.fuseline.cross_entropy.default(logits, target, **options)
 
 
 def _inputs(

@@ -45,6 +45,8 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "
     """
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        if bias is None and approximate == "tanh":  # every argument that is passed takes time to parse
+            return torch.ops.fuseline.gelu.default(x)
         return torch.ops.fuseline.gelu.default(x, bias, approximate)
     return reference(x, bias, approximate)
 

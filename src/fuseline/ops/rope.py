@@ -106,6 +106,9 @@ def rope(
     """
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        # Every argument that is passed takes time to parse.
+        if positions is None and base == 10000.0 and not interleaved and dims is None and seq_dim == -2:
+            return torch.ops.fuseline.rope.default(x, cos, sin)
         return torch.ops.fuseline.rope.default(
             x,
             cos,

@@ -75,6 +75,8 @@ def softmax(
     """
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        if scale == 1.0 and not causal and mask is None:  # every argument that is passed takes time to parse
+            return torch.ops.fuseline.softmax.default(x, dim)
         return torch.ops.fuseline.softmax.default(x, dim, scale=scale, causal=causal, mask=mask)
     return reference(x, dim, scale=scale, causal=causal, mask=mask)
 

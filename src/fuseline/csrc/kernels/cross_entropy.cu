@@ -53,7 +53,7 @@ __device__ __forceinline__ Finished<T> finish(const CrossEntropy& a, int64_t row
 // Written by one thread of the row: its statistics, and the loss where no thread has the target's score.
 template <class T>
 __device__ __forceinline__ void keep_row(const CrossEntropy& a, int64_t row, const Finished<T>& done) {
-  a.statistics[row] = make_float2(done.max, done.sum);
+  if (a.statistics) a.statistics[row] = make_float2(done.max, done.sum);
   if (done.ignored || !is_column(a, done.target)) a.loss[row] = done.gradient.factor;
 }
 
@@ -237,7 +237,7 @@ __device__ __forceinline__ RowGradient finish_row(const CrossEntropy& a, int64_t
   RowGradient gradient{0.f, ignored ? 0.f : kInfinity - kInfinity, 0.f, 0.f};
   if (counts) gradient = row_gradient(a, scale, target, max, sum, log_sum);
   if (mine) {
-    a.statistics[row] = make_float2(max, sum);
+    if (a.statistics) a.statistics[row] = make_float2(max, sum);
     a.loss[row] = counts ? loss_of(a, target, score, max, log_sum, whole.linear) : gradient.factor;
   }
   return gradient;

@@ -102,10 +102,15 @@ at::TensorOptions accumulators(const Tensor& logits) {
     return logits.options().dtype(accumulator_type(logits.scalar_type()));
 }
 
+Tensor empty_loss(const Tensor& logits, const Tensor& target, const Options& o) {
+    const auto options = accumulators(logits);
+    return o.none() ? at::empty_symint(target.sym_sizes(), options) : at::empty({}, options);
+}
+
 Results allocate(const Tensor& logits, const Tensor& target, const Options& o, bool gradient) {
     const auto options = accumulators(logits);
     Results r;
-    r.loss = o.none() ? at::empty_symint(target.sym_sizes(), options) : at::empty({}, options);
+    r.loss = empty_loss(logits, target, o);
     auto sizes = target.sym_sizes().vec();
     sizes.emplace_back(2);
     r.statistics = at::empty_symint(sizes, options);
@@ -126,7 +131,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const OptionalT
                      FUSELINE_OPTION_PARAMETERS, bool) {
     const Options o = FUSELINE_OPTIONS;
     check(logits, target, weight, o);
-    Results r = allocate(logits, target, o, false);
+    Results r{empty_loss(logits, target, o), Tensor(), Tensor(), Tensor()};
     fill(logits, target, weight, o, r, nullptr);
     return r.loss;
 }
@@ -151,7 +156,8 @@ Tensor cross_entropy_forward_in_place(const Tensor& logits, const Tensor& target
     TORCH_CHECK_VALUE(logits.is_contiguous(), kName, ": inplace writes the gradient over the logits, which are not "
                       "contiguous: shape ", logits.sym_sizes(), ", strides ", logits.sym_strides(),
                       ". Call it without inplace, or on logits.contiguous().");
-    Results r = allocate(logits, target, o, false);
+    Results r{empty_loss(logits, target, o), Tensor(), Tensor(), Tensor()};
+    if (o.mean()) r.total = at::empty({}, r.loss.options());
     void* grad = nullptr;
     if constexpr (fill != forward_meta) grad = logits.mutable_data_ptr();
     fill(logits, target, weight, o, r, grad);

@@ -31,7 +31,7 @@ struct Options {
     }
 };
 
-// What the forward returns: the loss reduced, and what its backward starts from.
+// What the forward returns: the loss reduced, and what its backward starts from; that as far as it is defined.
 struct Results {
     Tensor loss;        // rows, or a scalar
     Tensor statistics;  // rows and 2: the largest score, and the sum of the exponentials against it
@@ -44,7 +44,7 @@ using Forward = void(const Tensor& logits, const Tensor& target, const OptionalT
 using Backward = void(const Tensor& grad_out, const Tensor& logits, const Tensor& target, const Tensor& statistics,
                       const Tensor& total, const OptionalTensor& weight, const Options& o, Tensor& grad);
 
-// Fill what `allocate` made; grad may be null, or the logits.
+// grad: where the gradient goes, null for nowhere; it may be the logits. For a gradient of the mean `total` is there.
 Forward forward_cpu, forward_cuda;
 Backward backward_cpu, backward_cuda;
 

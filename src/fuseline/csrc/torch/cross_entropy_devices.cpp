@@ -41,7 +41,7 @@ cpu::CrossEntropy task_for(const Problem& p, const Options& o, const Tensor& sta
     task.logits = p.logits.const_data_ptr(), task.target = p.target.const_data_ptr<int64_t>();
     task.weight = data_or_null(p.weight);
     task.weight_sum = p.weight_sum.has_value() ? p.weight_sum->item<double>() : static_cast<double>(p.n);
-    task.total = 1, task.statistics = statistics.mutable_data_ptr();
+    task.total = 1, task.statistics = statistics.defined() ? statistics.mutable_data_ptr() : nullptr;
     task.n = p.n, task.width = p.width, task.ignore_index = o.ignore_index;
     task.label_smoothing = o.label_smoothing, task.soft_cap = o.cap(), task.z_loss = o.z_loss;
     task.type = cpu_type(p.logits, kName);
@@ -81,7 +81,7 @@ void forward_cpu(const Tensor& logits, const Tensor& target, const OptionalTenso
     task.loss = rows.mutable_data_ptr(), task.grad = grad;
     if (o.mean()) {
         task.total = total_on_cpu(p, o);
-        r.total.fill_(task.total);
+        if (r.total.defined()) r.total.fill_(task.total);
     }
     if (p.rows > 0) {
         static const auto run = FUSELINE_PICK(cpu::cross_entropy_forward);
@@ -133,12 +133,13 @@ void forward_cuda(const Tensor& logits, const Tensor& target, const OptionalTens
     const c10::DeviceGuard guard(logits.device());
     const Problem p(logits, target, weight, o);
     const Tensor rows = o.none() ? r.loss : at::empty({p.rows}, r.loss.options());
-    float* const total = o.mean() ? r.total.mutable_data_ptr<float>() : nullptr;
+    float* const total = o.mean() && r.total.defined() ? r.total.mutable_data_ptr<float>() : nullptr;
+    float* const statistics = r.statistics.defined() ? r.statistics.mutable_data_ptr<float>() : nullptr;
     if (grad != nullptr && total != nullptr) reduce_cuda(p, o, nullptr, nullptr, total);
     static const auto launch = FUSELINE_KERNEL(fuseline_cross_entropy_forward);
     check_launch(launch(p.logits.const_data_ptr(), p.target.const_data_ptr(), target_bytes(p.target), floats(p.weight),
                         floats(p.weight_sum), grad != nullptr ? total : nullptr, rows.mutable_data_ptr<float>(),
-                        r.statistics.mutable_data_ptr<float>(), grad, p.rows, p.n, p.width, o.ignore_index,
+                        statistics, grad, p.rows, p.n, p.width, o.ignore_index,
                         o.label_smoothing, o.cap(), o.z_loss, kernel_dtype(logits, kName), current_stream(logits)),
                  kName);
     if (!o.none()) reduce_cuda(p, o, &rows, r.loss.mutable_data_ptr<float>(), grad != nullptr ? nullptr : total);

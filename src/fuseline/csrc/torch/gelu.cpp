@@ -174,17 +174,14 @@ struct Gelu : torch::autograd::Function<Gelu> {
                           const std::string& approximate) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         ctx->saved_data["approximate"] = approximate;
-        ctx->saved_data["wanted"] = c10::List<bool>({x.requires_grad(), wants_grad(bias)});
         ctx->save_for_backward({x, bias.value_or(Tensor())});
         return gelu_op(x, bias, approximate);
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto saved = ctx->get_saved_variables();
-        const auto flags = ctx->saved_data["wanted"].toBoolList();
         const OptionalTensor bias = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-        const std::array<bool, 2> wanted = {flags.get(0) && ctx->needs_input_grad(0),
-                                            flags.get(1) && ctx->needs_input_grad(1)};
+        const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), bias.has_value() && ctx->needs_input_grad(1)};
         auto [grad_x, grad_bias] =
             gelu_backward_op(grads[0], saved[0], bias, ctx->saved_data["approximate"].toStringRef(), wanted);
         return {grad_x, grad_bias, Tensor()};

@@ -199,17 +199,14 @@ struct Glu : torch::autograd::Function<Glu> {
     static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& up, const std::string& name) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         ctx->saved_data["activation"] = name;
-        ctx->saved_data["wanted"] = c10::List<bool>({x.requires_grad(), wants_grad(up)});
         ctx->save_for_backward({x, up.value_or(Tensor())});
         return forward_op(x, up, Activation{name});
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto saved = ctx->get_saved_variables();
-        const auto flags = ctx->saved_data["wanted"].toBoolList();
         const OptionalTensor up = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-        const std::array<bool, 2> wanted = {flags.get(0) && ctx->needs_input_grad(0),
-                                            flags.get(1) && ctx->needs_input_grad(1)};
+        const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), up.has_value() && ctx->needs_input_grad(1)};
         auto [grad_x, grad_up] =
             backward_op(grads[0], saved[0], up, Activation{ctx->saved_data["activation"].toStringRef()}, wanted);
         return {grad_x, grad_up, Tensor()};

@@ -60,11 +60,13 @@ void check(const Tensor& x, int64_t dim, bool causal, const OptionalTensor& mask
 
 // x with `dim` last, contiguous, and the way back. The result is contiguous in x's own order, as torch's is.
 Tensor to_rows(const Tensor& x, int64_t dim) {
-    return x.dim() == 0 ? x.reshape({1}) : x.transpose(dim, -1).contiguous();
+    if (x.dim() == 0) return x.reshape({1});
+    return dim == x.dim() - 1 ? x.contiguous() : x.transpose(dim, -1).contiguous();
 }
 
 Tensor from_rows(const Tensor& y, int64_t dim, int64_t rank) {
-    return rank == 0 ? y.reshape({}) : y.transpose(dim, -1).contiguous();
+    if (rank == 0) return y.reshape({});
+    return dim == rank - 1 ? y : y.transpose(dim, -1).contiguous();
 }
 
 // x seen as [B, H, T, S], and the mask with strides to match: zero where it is broadcast. With more than four
@@ -191,12 +193,9 @@ struct Softmax : torch::autograd::Function<Softmax> {
                           const OptionalTensor& mask) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         const Tensor y = softmax_op(x, dim, scale, causal, mask);
-        const bool mask_grad = wants_grad(mask);
         ctx->saved_data["dim"] = dim;
         ctx->saved_data["scale"] = scale;
-        ctx->saved_data["x_grad"] = x.requires_grad();
-        ctx->saved_data["mask_grad"] = mask_grad;
-        ctx->save_for_backward({y, mask_grad ? *mask : Tensor()});
+        ctx->save_for_backward({y, wants_grad(mask) ? *mask : Tensor()});
         return y;
     }
 
@@ -204,8 +203,8 @@ struct Softmax : torch::autograd::Function<Softmax> {
         const auto saved = ctx->get_saved_variables();
         const int64_t dim = ctx->saved_data["dim"].toInt();
         const double scale = ctx->saved_data["scale"].toDouble();
-        const bool x_grad = ctx->saved_data["x_grad"].toBool() && ctx->needs_input_grad(0);
-        const bool mask_grad = ctx->saved_data["mask_grad"].toBool() && ctx->needs_input_grad(1);
+        const bool x_grad = ctx->needs_input_grad(0);
+        const bool mask_grad = saved[1].defined() && ctx->needs_input_grad(1);
         Tensor grad_x, grad_mask;
         if (mask_grad) {
             // The mask's gradient is that of the scores, before the scale; in float32 if the mask is. The backward

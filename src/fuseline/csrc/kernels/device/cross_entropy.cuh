@@ -15,7 +15,7 @@ struct CrossEntropy {
   const float* grad_out;     // of each row's loss; null for 1
   const float* total;        // every gradient is divided by it; null for 1
   float* loss;               // of each row
-  float2* statistics;        // of each row: the largest score, and the sum of the exponentials against it
+  float2* statistics;        // of each row, or null: the largest score, and the sum of the exponentials against it
   int64_t rows;
   int64_t n;                 // columns that count
   int64_t width;             // columns of a row; those from n on have gradient 0

@@ -72,8 +72,10 @@ void forward_row(const CrossEntropy& task, int64_t row, A* room) {
     for (int64_t c = 0; c < n; ++c) sum += static_cast<double>(exp_nonpositive(z[c] - maximum));
     const A log_sum = static_cast<A>(std::log(sum));
     const A lse = maximum + log_sum;
-    static_cast<A*>(task.statistics)[2 * row] = maximum;
-    static_cast<A*>(task.statistics)[2 * row + 1] = static_cast<A>(sum);
+    if (task.statistics != nullptr) {
+        static_cast<A*>(task.statistics)[2 * row] = maximum;
+        static_cast<A*>(task.statistics)[2 * row + 1] = static_cast<A>(sum);
+    }
     if (ignored) {
         static_cast<A*>(task.loss)[row] = 0;
         if (task.grad != nullptr) write_zeros(task, row, room + task.width);
