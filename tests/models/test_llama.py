@@ -47,6 +47,16 @@ def test_loss_is_the_cross_entropy_of_its_logits() -> None:
     assert model.head.weight is model.embedding.weight
 
 
+def test_tables_stay_in_float32() -> None:
+    model = fresh()
+    assert model.rotary.cos is not None
+    before = model.rotary.cos.clone()
+    model.to(torch.bfloat16)
+    assert model.rotary.cos.dtype is torch.float32
+    assert torch.equal(model.rotary.cos, before)
+    assert model(TOKENS).dtype is torch.bfloat16
+
+
 def test_stretched_frequencies() -> None:
     frequencies = torch.tensor([2 * torch.pi / 10, 2 * torch.pi / 60, 2 * torch.pi / 1000]).double()
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 100)  # wavelengths under 25 stay, over 100 are divided

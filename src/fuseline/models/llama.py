@@ -17,7 +17,7 @@ Source: Touvron et al., "LLaMA", 2023; Dubey et al., "The Llama 3 herd of models
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -46,6 +46,14 @@ class Rotary(RotaryEmbedding):
         )
         angles = torch.arange(config.block_size, dtype=torch.float64, device="cpu")[:, None] * frequencies
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """The tables go where the model goes, and stay in float32: angles have no digits to lose."""
+        tables = self.cos, self.sin
+        super()._apply(fn, recurse)
+        assert self.cos is not None
+        self.cos, self.sin = (table if table is None else table.to(self.cos.device) for table in tables)
+        return self
 
 
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
