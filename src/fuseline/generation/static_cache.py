@@ -161,6 +161,7 @@ class Continuation:
                 k_norm=heads.k_norm,
                 eps=heads.eps,
                 window=heads.window,
+                overlap=True,  # a layer's last launch is its product of queries, keys and values
             )
             return y_BC.unsqueeze(1)
         q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN, self.positions_BT)

@@ -123,6 +123,7 @@ def decode_attention(
     eps: float = 1e-6,
     window: int | None = None,
     scale: float | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """What the heads of one new token a row gather, [B, H D]; the token's key and value go into the cache.
 
@@ -136,6 +137,8 @@ def decode_attention(
         eps: of these norms.
         window: positions that a position sees, itself among them; None for all.
         scale: of the scores; 1 / sqrt(D) if None.
+        overlap: the kernel queued last wrote nothing of this but qkv, so that all else may be read while it
+            ends.
 
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
@@ -170,4 +173,5 @@ def decode_attention(
         window or 0,
         eps,
         1.0 / math.sqrt(cache.k.shape[-1]) if scale is None else scale,
+        overlap,
     )

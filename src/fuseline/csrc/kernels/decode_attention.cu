@@ -7,7 +7,8 @@
 // Threads: a block of 4 warps has one key head, up to 4 of the query heads that share it, and a stretch of the
 // positions. A key is spread over as many lanes as it has 16-byte vectors (8-byte ones in 8 bits), so that a warp looks
 // at several keys at once, each slot with a softmax of its own; 4 keys and values a lane are under way. Slots meet by
-// shuffles, warps in shared memory, blocks in `partials`: the last to arrive adds up all, in their order.
+// shuffles, warps in shared memory, blocks in `partials`: the last to arrive adds up all, in their order. What does not
+// come from the launch before (angles, the first keys and values) is asked for before that has ended.
 
 #include <cuda_fp8.h>
 
@@ -21,7 +22,7 @@ namespace {
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
 constexpr int kAhead = 4;       // keys and values under way, a lane
-constexpr int kLeastKeys = 64;  // of a block, where the context is split
+constexpr int kLeastKeys = 32;  // of a block, where the context is split
 constexpr int kMostBlocks = 32; // that share a context
 
 struct Step {
@@ -98,10 +99,9 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   __shared__ float new_shared[2][D];
   __shared__ float sums[kDecodeWarps][G][D];
   __shared__ float mosts[kDecodeWarps][G], totals[kDecodeWarps][G];
+  __shared__ float kept_shared[kMostBlocks][G];
   __shared__ bool last;
 
-  wait_for_earlier();
-  let_next_start();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int split = blockIdx.x, kv_head = blockIdx.y / a.parts, part = blockIdx.y % a.parts, row = blockIdx.z;
   const int first_head = kv_head * a.group + part * G, heads = min(G, a.group - part * G);
@@ -116,6 +116,33 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   const int64_t scale_row = kByte ? row * a.scale_batch_stride + kv_head * a.scale_head_stride : 0;
   const float* const k_scales = a.k_scales + scale_row;
   const float* const v_scales = a.v_scales + scale_row;
+
+  const int slot = lane / kLanes, place = lane % kLanes * E;
+  const int earlier = min(end, position);
+  Raw k_raw[kAhead], v_raw[kAhead];
+  [[maybe_unused]] float k_scale[kAhead], v_scale[kAhead];
+  const auto load = [&](int from) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int key = from + (u * kDecodeWarps + warp) * kSlots + slot;
+      k_raw[u] = v_raw[u] = Raw{};
+      k_scale[u] = v_scale[u] = 0.f;
+      if (key < earlier) {
+        k_raw[u] = *reinterpret_cast<const Raw*>(k + (int64_t(key) * D + place) * Of::kBytes);
+        v_raw[u] = *reinterpret_cast<const Raw*>(v + (int64_t(key) * D + place) * Of::kBytes);
+        if constexpr (kByte) k_scale[u] = k_scales[key], v_scale[u] = v_scales[key];
+      }
+    }
+  };
+  load(begin);
+  float cosine[kPairs], sine[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int64_t at = int64_t(position) * (D / 2) + lane + kWarp * i;
+    cosine[i] = a.cos ? __ldg(a.cos + at) : 1.f, sine[i] = a.cos ? __ldg(a.sin + at) : 0.f;
+  }
+  wait_for_earlier();
+  let_next_start();
 
   // A head to a warp: queries, and where this block has the newest position its key and value.
   const T* const qkv = reinterpret_cast<const T*>(a.qkv) + row * a.qkv_stride;
@@ -149,10 +176,9 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
       if (a.cos) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          const int64_t at = int64_t(position) * (D / 2) + lane + kWarp * i;
-          const float cosine = a.cos[at], sine = a.sin[at], one = x[0][i], other = x[1][i];
-          x[0][i] = one * cosine - other * sine;
-          x[1][i] = other * cosine + one * sine;
+          const float one = x[0][i], other = x[1][i];
+          x[0][i] = one * cosine[i] - other * sine[i];
+          x[1][i] = other * cosine[i] + one * sine[i];
         }
       }
     }
@@ -191,7 +217,6 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   }
   __syncthreads();
 
-  const int slot = lane / kLanes, place = lane % kLanes * E;
   float q[G][E], sum[G][E] = {}, most[G], total[G] = {};
 #pragma unroll
   for (int g = 0; g < G; ++g) {
@@ -220,21 +245,8 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
       most[g] = highest;
     }
   };
-  const int earlier = min(end, position);
-  for (int from = begin; from < earlier; from += kAhead * kDecodeWarps * kSlots) {
-    Raw k_raw[kAhead], v_raw[kAhead];
-    [[maybe_unused]] float k_scale[kAhead], v_scale[kAhead];
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      const int key = from + (u * kDecodeWarps + warp) * kSlots + slot;
-      k_raw[u] = v_raw[u] = Raw{};
-      k_scale[u] = v_scale[u] = 0.f;
-      if (key < earlier) {
-        k_raw[u] = *reinterpret_cast<const Raw*>(k + (int64_t(key) * D + place) * Of::kBytes);
-        v_raw[u] = *reinterpret_cast<const Raw*>(v + (int64_t(key) * D + place) * Of::kBytes);
-        if constexpr (kByte) k_scale[u] = k_scales[key], v_scale[u] = v_scales[key];
-      }
-    }
+  constexpr int kStep = kAhead * kDecodeWarps * kSlots;
+  for (int from = begin; from < earlier; from += kStep) {
     float scores[G][kAhead], values[kAhead][E];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
@@ -257,6 +269,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
         for (int e = 0; e < E; ++e) values[u][e] *= v_scale[u];
       }
     }
+    load(from + kStep);
     take(scores, values, std::integral_constant<int, kAhead>{});
   }
   if (newest && warp == 0) {
@@ -331,18 +344,32 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   if (!last) return;
   __threadfence();
   const float* const records = a.partials + place_of_block * a.splits * G * kRecord;
+  for (int g = warp; g < heads; g += kDecodeWarps) {  // a block to a lane: its share of the whole
+    const float* const theirs = records + (lane * G + g) * kRecord + D;
+    const float most_there = lane < a.splits ? __ldcg(theirs) : -kInfinity;
+    const float total_there = lane < a.splits ? __ldcg(theirs + 1) : 0.f;
+    const float weight = weight_of(most_there, most_of_warp(most_there));
+    const float all = sum_of_warp(weight * total_there);
+    kept_shared[lane][g] = weight / all;
+  }
+  __syncthreads();
   for (int i = threadIdx.x; i < heads * D; i += kDecodeThreads) {
     const int g = i / D, d = i % D;
-    float highest = -kInfinity;
-    for (int s = 0; s < a.splits; ++s) highest = fmaxf(highest, __ldcg(records + (s * G + g) * kRecord + D));
-    float together = 0.f, all = 0.f;
-    for (int s = 0; s < a.splits; ++s) {
-      const float* const theirs = records + (s * G + g) * kRecord;
-      const float kept = weight_of(__ldcg(theirs + D), highest);
-      together += kept * __ldcg(theirs + d);
-      all += kept * __ldcg(theirs + D + 1);
+    float together = 0.f;
+    constexpr int kTogether = 8;
+    for (int first = 0; first < a.splits; first += kTogether) {
+      float theirs[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int s = first + u;
+        theirs[u] = s < a.splits ? __ldcg(records + (s * G + g) * kRecord + d) : 0.f;
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (first + u < a.splits) together = fmaf(kept_shared[first + u][g], theirs[u], together);
+      }
     }
-    y[i] = from_float<T>(together / all);
+    y[i] = from_float<T>(together);
   }
   if (threadIdx.x == 0) a.arrivals[place_of_block] = 0;
 }
@@ -389,7 +416,7 @@ int launch_step(const Step& a, const Layout& layout, const fuseline_decode& call
   config.blockDim = dim3(kDecodeThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
-  config.numAttrs = device.clusters ? 1 : 0;
+  config.numAttrs = call.overlap && device.clusters ? 1 : 0;
   const cudaError_t launched = cudaLaunchKernelEx(&config, decode_attention<T, kByte, D, G>, a);
   const cudaError_t after = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : after);

@@ -39,6 +39,8 @@ typedef struct {
   double eps, scale;      /* of the norms; factor on the scores */
   int dtype;              /* of qkv and y, a fuseline_dtype */
   int cache;              /* a fuseline_cache_kind */
+  int overlap;            /* of all that is read only qkv was written by the launch before this: the rest may be read
+                             while that ends */
 } fuseline_decode;
 
 /* Floats of scratch, or a negative code if this cannot be computed: head_dim 64 and 128 can. */

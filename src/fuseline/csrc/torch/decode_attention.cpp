@@ -82,7 +82,7 @@ Tensor decode_attention_cuda(const Tensor& qkv, const Tensor& k, const Tensor& v
                              const OptionalTensor& k_scales, const OptionalTensor& v_scales, const OptionalTensor& cos,
                              const OptionalTensor& sin, const OptionalTensor& q_norm, const OptionalTensor& k_norm,
                              const Tensor& arrivals, int64_t heads, int64_t count, int64_t window, double eps,
-                             double scale) {
+                             double scale, bool overlap) {
     const Sizes sizes =
         check(qkv, k, v, lengths, k_scales, v_scales, cos, sin, q_norm, k_norm, arrivals, heads, count);
     const c10::DeviceGuard guard(qkv.device());
@@ -98,7 +98,7 @@ Tensor decode_attention_cuda(const Tensor& qkv, const Tensor& k, const Tensor& v
     call.count = count, call.qkv_stride = qkv.stride(0), call.batch_stride = k.stride(0), call.head_stride = k.stride(1);
     if (k_scales.has_value()) call.scale_batch_stride = k_scales->stride(0), call.scale_head_stride = k_scales->stride(1);
     call.window = std::max<int64_t>(window, 0), call.eps = eps, call.scale = scale;
-    call.dtype = kernel_dtype(qkv, kName);
+    call.dtype = kernel_dtype(qkv, kName), call.overlap = overlap;
     call.cache = k.scalar_type() == at::kChar            ? FUSELINE_CACHE_INT8
                  : k.scalar_type() == at::kFloat8_e4m3fn ? FUSELINE_CACHE_FP8
                                                          : FUSELINE_CACHE_SAME;
@@ -114,7 +114,7 @@ Tensor decode_attention_cuda(const Tensor& qkv, const Tensor& k, const Tensor& v
 
 Tensor decode_attention_meta(const Tensor& qkv, const Tensor& k, const Tensor&, const Tensor&, const OptionalTensor&,
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                             const OptionalTensor&, const Tensor&, int64_t heads, int64_t, int64_t, double, double) {
+                             const OptionalTensor&, const Tensor&, int64_t heads, int64_t, int64_t, double, double, bool) {
     return at::empty_symint({qkv.sym_size(0), k.sym_size(3) * heads}, qkv.options());
 }
 
@@ -123,7 +123,7 @@ Tensor decode_attention_meta(const Tensor& qkv, const Tensor& k, const Tensor&, 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("decode_attention(Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor lengths, Tensor(c!)? k_scales, "
           "Tensor(d!)? v_scales, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor(e!) arrivals, "
-          "int heads, int count, int window, float eps, float scale) -> Tensor",
+          "int heads, int count, int window, float eps, float scale, bool overlap=False) -> Tensor",
           {at::Tag::pt2_compliant_tag});
 }
 
