@@ -19,7 +19,7 @@ test: $(VENV)/.dev lint
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests examples benchmarks

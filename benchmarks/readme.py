@@ -100,9 +100,37 @@ def _share(records: Iterable[Record], op: str, direction: str, n: int) -> str:
     return f"**{found['fuseline']:.2f}** ({best} {peers[best]:.2f})"
 
 
+EXECUTIONS = {
+    "eager": "eager",
+    "graph": "one CUDA graph a step",
+    "inductor-graph": "`torch.compile`, one CUDA graph",
+}
+KERNELS = ("formulas", "torch", "fuseline", "nothing")
+
+
+def translation(records: Sequence[Record]) -> list[str]:
+    """Milliseconds a step of the seed's translation model by kernels, and the ratio of ours to the first."""
+    told = {
+        (r.case["execution"], r.case["dtype"], r.case["kernels"], r.metric): r.value
+        for r in records
+        if r.case.get("section") == "epoch"
+    }
+    lines = [
+        "| step | operator by operator | torch's kernels | Fuseline's ops | nothing left to fuse | faster |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for execution, dtype in dict.fromkeys(key[:2] for key in told):
+        times = [told.get((execution, dtype, kernels, "iteration_ms")) for kernels in KERNELS]
+        cells = [f"{EXECUTIONS[str(execution)]}, {dtype}", *(f"{t:.2f} ms" if t else "" for t in times)]
+        cells.append(f"{told[execution, dtype, 'fuseline', 'paired_speedup']:.2f}x")
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return lines
+
+
 TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "ladder": ("ladder", ladder),
     "ops": ("ops", ops),
+    "translation": ("translation", translation),
 }
 
 
