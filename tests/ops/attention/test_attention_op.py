@@ -286,9 +286,11 @@ def test_head_dim(D: int, dtype: torch.dtype, general: bool) -> None:
 
 
 def random_spec(seed: int) -> Spec:
+    """Rows that see one key are left to `FEATURES`: their gradients are differences of near equals, which
+    plain PyTorch, holding all probabilities, takes without that loss. So are sums over whole rows."""
     pick = random.Random(seed)
     H_kv, group = pick.choice([1, 2, 3]), pick.choice([1, 1, 2, 4])
-    T, S = (pick.choice([1, 3, 17, 64, 100, 129, 200, 257, 300]) for _ in range(2))
+    T, S = (pick.choice([17, 33, 64, 100, 129, 200, 257, 300]) for _ in range(2))
     spec = Spec(
         B=pick.choice([1, 2, 3]),
         H=H_kv * group,
@@ -298,9 +300,9 @@ def random_spec(seed: int) -> Spec:
         D=pick.choice([16, 32, 64, 64, 72, 128, 128, 256]),
         dtype=pick.choice([torch.float32, torch.float16, torch.bfloat16]),
         causal=pick.choice([NONE, TOP_LEFT, BOTTOM_RIGHT]),
-        window=pick.choice([(-1, -1), (-1, -1), (20, -1), (70, 10), (0, 0)]),
+        window=pick.choice([(-1, -1), (-1, -1), (20, -1), (70, 10), (6, 5)]),
         mask=pick.choice(["", "", "bool", "same", "float32"]),
-        mask_dims="".join(name for name in "bhts" if pick.random() < 0.6),
+        mask_dims="".join(name for name in "bht" if pick.random() < 0.6) + "s",
         sinks=pick.random() < 0.3,
         soft_cap=pick.choice([0.0, 0.0, 0.0, 5.0]),
         dropout_p=pick.choice([0.0, 0.0, 0.0, 0.2]),
@@ -311,9 +313,7 @@ def random_spec(seed: int) -> Spec:
     )
     if pick.random() < 0.25:
         sequences = pick.choice([1, 3, 5])
-        lengths = tuple(
-            tuple(pick.randint(0 if n > 1 else 1, n) for _ in range(sequences)) for n in (100, 130)
-        )
+        lengths = tuple(tuple(pick.randint(10, n) for _ in range(sequences)) for n in (100, 130))
         spec = replace(
             spec, B=1, T=sum(lengths[0]) + pick.choice([1, 40]), S=sum(lengths[1]) + 1, lengths=lengths
         )

@@ -13,7 +13,6 @@
 
 #include "attention_launch.cuh"
 #include "attention_scores.cuh"
-#include "attention_tiles.cuh"
 
 namespace fuseline {
 
@@ -22,13 +21,14 @@ namespace fuseline {
 template <class T, int kD, bool kPlain>
 struct BackwardTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kD <= 64 && (kPlain || kExact) ? 2 : 1;
+  static constexpr int kM = kD <= 64 && kPlain ? 2 : 1;
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact ? 16 : kPlain && kD == 128 ? 64 : 32;
+  static constexpr int kStep = kExact && kD > 64 ? (kD == 128 ? 16 : 8) : kPlain && kD == 128 ? 64 : 32;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
+  using Mask = MaskTile<T, kStep, kHeld>;  // two of these behind the others, if there is a mask
 };
 
 // lse times log2(e) such that no power of two of a score relative to it is infinite: a row that sees nothing has -inf.
@@ -133,6 +133,8 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
   }
   const int rows_from = sequence.rows_from(a, first) / Of::kStep * Of::kStep, rows_to = sequence.rows_to(a, last);
   const int first_head = task.head * a.group, last_head = first_head + a.group - 1;
+  unsigned char* const mask_tiles = shared + Of::kShared;
+  const typename Of::Mask mask(a, sequence);
   const auto copy_step = [&](int head, int row, int stage) {
     T* const tile = steps + stage * 2 * Of::kStepTile;
     copy_tile<T, Of::kStep, kD, Of::kThreads>(
@@ -147,6 +149,9 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
       float* const to = statistics + stage * 2 * Of::kStep + threadIdx.x;
       to[0] = there ? statistic_of_row(c.lse[at]) : kInfinity;
       to[Of::kStep] = there ? g.delta[at] : 0.f;
+    }
+    if (!kPlain && mask.copied) {
+      mask.template copy<Of::kThreads>(mask_tiles + stage * Of::Mask::kBytes, a, sequence, head, row, first);
     }
     end_copies();
   };
@@ -172,13 +177,15 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
       const T* const q_tile = steps + stage * 2 * Of::kStepTile;
       const T* const grad_tile = q_tile + Of::kStepTile;
       const float* const row_statistics = statistics + stage * 2 * Of::kStep + 2 * (lane % 4);
+      const unsigned char* const mask_tile =
+          mask.copied ? mask_tiles + stage * Of::Mask::kBytes + warp * 16 * kM * mask.size : nullptr;
       stage ^= 1;
 
       float scores[kM][kN][4], dots[kM][kN][4];
       multiply_rows<T, kD>(scores, k_warp, q_tile);
       if (kWantKeys) multiply_rows<T, kD>(dots, v_warp, grad_tile);
       else set_zero(dots);
-      const Place place{sequence, head, row, first + warp * 16 * kM};
+      const Place place{sequence, head, row, first + warp * 16 * kM, mask_tile, mask.pitch};
       const bool whole = row + Of::kStep <= sequence.rows && row >= sequence.rows_from(a, first + Of::kHeld - 1) &&
                          row + Of::kStep <= sequence.rows_to(a, first);
       differentiate<T, kPlain, true, true>(
@@ -222,9 +229,10 @@ struct BackwardRowTiles {
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact ? 16 : !kPlain && kD == 64 ? 64 : 32;
+  static constexpr int kStep = kExact ? 16 : 32;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T));
+  using Mask = MaskTile<T, kHeld, kStep>;
 };
 
 template <class T, int kD, bool kPlain>
@@ -257,6 +265,8 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
   copy_tile<T, Of::kHeld, kD, Of::kThreads>(
       grad_tile, static_cast<const T*>(g.grad_out) + sequence.row_offset(g.grad_out_strides, task.head, first),
       g.grad_out_strides[2], sequence.rows - first, head_dim);
+  unsigned char* const mask_tiles = shared + Of::kShared;
+  const typename Of::Mask mask(a, sequence);
   const auto copy_keys = [&](int key) {
     T* const tile = steps + key / Of::kStep % 2 * 2 * Of::kStepTile;
     copy_tile<T, Of::kStep, kD, Of::kThreads>(
@@ -265,6 +275,10 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     copy_tile<T, Of::kStep, kD, Of::kThreads>(
         tile + Of::kStepTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
         c.v_strides[2], sequence.keys - key, head_dim);
+    if (!kPlain && mask.copied) {
+      mask.template copy<Of::kThreads>(mask_tiles + key / Of::kStep % 2 * Of::Mask::kBytes, a, sequence, task.head, first,
+                                       key);
+    }
     end_copies();
   };
   const int keys_from = sequence.keys_from(a, first) / Of::kStep * Of::kStep, keys_to = sequence.keys_to(a, last);
@@ -297,7 +311,9 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     float scores[kM][kN][4], dots[kM][kN][4];
     multiply_rows<T, kD>(scores, q_warp, k_tile);
     multiply_rows<T, kD>(dots, grad_warp, k_tile + Of::kStepTile);
-    const Place place{sequence, task.head, warp_first, key};
+    const unsigned char* const mask_tile =
+        mask.copied ? mask_tiles + key / Of::kStep % 2 * Of::Mask::kBytes + warp * 16 * kM * mask.pitch : nullptr;
+    const Place place{sequence, task.head, warp_first, key, mask_tile, mask.pitch};
     const bool whole = key >= whole_from && key + Of::kStep <= whole_to;
     differentiate<T, kPlain, false, true>(
         a, place, whole, seed, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
@@ -322,9 +338,11 @@ int launch_backward_tiles(const AttentionBackward& g, void* stream) {
   const fuseline_attention& c = g.a.call;
   using Keys = BackwardTiles<T, kD, kPlain>;
   const AttentionGrid keys(c, c.kv_heads, true, Keys::kHeld);
+  const auto mask_bytes = [](int bytes) { return kPlain ? 0 : bytes; };
   int code = 0;
   const auto launch_keys = [&](auto* kernel) {
-    if (code == 0) code = launch_attention(kernel, g, keys, Keys::kThreads, Keys::kShared, stream);
+    if (code == 0) code = launch_attention(kernel, g, keys, Keys::kThreads, Keys::kShared + mask_bytes(2 * Keys::Mask::kBytes),
+                                           stream);
   };
   if constexpr (kD <= 128) {
     if (g.grad_k != nullptr || g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, true>);
@@ -335,7 +353,8 @@ int launch_backward_tiles(const AttentionBackward& g, void* stream) {
   if (code != 0 || g.grad_q == nullptr) return code;
   using Rows = BackwardRowTiles<T, kD, kPlain>;
   const AttentionGrid rows(c, c.heads, false, Rows::kHeld);
-  return launch_attention(attention_backward_rows<T, kD, kPlain>, g, rows, Rows::kThreads, Rows::kShared, stream);
+  return launch_attention(attention_backward_rows<T, kD, kPlain>, g, rows, Rows::kThreads,
+                          Rows::kShared + mask_bytes(2 * Rows::Mask::kBytes), stream);
 }
 
 template <class T, bool kPlain>

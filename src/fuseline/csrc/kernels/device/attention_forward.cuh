@@ -11,7 +11,6 @@
 
 #include "attention_launch.cuh"
 #include "attention_scores.cuh"
-#include "attention_tiles.cuh"
 
 namespace fuseline {
 
@@ -27,9 +26,10 @@ struct ForwardTiles {
   // As many sums and scores as registers hold: kM times 16 rows of a warp, of kKeys keys.
   static constexpr int kM = kD <= 64 || (kD == 128 && (kPlain || kExact)) ? 2 : 1;
   static constexpr int kRows = 64 * kM;
-  static constexpr int kKeys = kExact ? (kD <= 64 ? 32 : 16) : kD == 128 ? (kPlain ? 48 : 64) : kPlain && kD <= 64 ? 64 : 32;
+  static constexpr int kKeys = kExact ? (kD <= 64 ? 32 : 16) : !kPlain || kD == 256 ? 32 : kD == 128 ? 48 : 64;
   static constexpr int kTile = kKeys * kPitch<T, kD>;
   static constexpr int kShared = (kRows * kPitch<T, kD> + 4 * kTile) * int(sizeof(T));
+  using Mask = MaskTile<T, kRows, kKeys>;  // two of these behind the others, if there is a mask
 };
 
 // Divides the warp's sums by their rows' totals, sinks among them, and writes them and lse.
@@ -93,6 +93,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   if (first > last) return;
 
   const int kv_head = task.head / a.group;
+  unsigned char* const mask_tiles = shared + Of::kShared;
+  const typename Of::Mask mask(a, sequence);
   // Kept in shared memory, because registers are short.
   __shared__ const T* volatile keys_and_values[2];
   if (threadIdx.x == 0) {
@@ -106,6 +108,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
                                                    sequence.keys - key, head_dim);
     copy_tile<T, Of::kKeys, kD, kAttentionThreads>(tile + Of::kTile, keys_and_values[1] + key * c.v_strides[2],
                                                    c.v_strides[2], sequence.keys - key, head_dim);
+    if (!kPlain && mask.copied) {
+      mask.template copy<kAttentionThreads>(mask_tiles + key / Of::kKeys % 2 * Of::Mask::kBytes, a, sequence, task.head,
+                                            first, key);
+    }
     end_copies();
   };
 
@@ -137,12 +143,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 
     float scores[kM][kN][4];
     multiply_rows<T, kD>(scores, q_warp, k_tile);
-    const Place place{sequence, task.head, first + warp * 16 * kM, key};
+    const unsigned char* const mask_tile =
+        mask.copied ? mask_tiles + key / Of::kKeys % 2 * Of::Mask::kBytes + warp * 16 * kM * mask.pitch : nullptr;
+    const Place place{sequence, task.head, first + warp * 16 * kM, key, mask_tile, mask.pitch};
     if (!kPlain) finish_scores<T, false, false>(a, place, scores, scores);
     if (key < whole_from || key + Of::kKeys > whole_to) {
       const Task again(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
       const Sequence same(c, again.sequence);
-      hide_bounds<false>(a, Place{same, again.head, again.tile * Of::kRows + warp * 16 * kM, key}, scores);
+      hide_bounds<false>(a, Place{same, again.head, again.tile * Of::kRows + warp * 16 * kM, key, nullptr, 0}, scores);
     }
 
     float most[kM][2];
@@ -212,7 +220,8 @@ template <class T, int kD, bool kPlain>
 int launch_forward_tiles(const Attention& a, void* stream) {
   using Of = ForwardTiles<T, kD, kPlain>;
   const AttentionGrid grid(a.call, a.call.heads, false, Of::kRows);
-  return launch_attention(attention_forward<T, kD, kPlain>, a, grid, kAttentionThreads, Of::kShared, stream);
+  return launch_attention(attention_forward<T, kD, kPlain>, a, grid, kAttentionThreads,
+                          Of::kShared + (kPlain ? 0 : 2 * Of::Mask::kBytes), stream);
 }
 
 template <class T, bool kPlain>

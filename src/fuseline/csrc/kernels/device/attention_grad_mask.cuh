@@ -16,6 +16,7 @@ struct GradMaskTiles {
   static constexpr int kThreads = 2 * kRows;                                     // 16 rows a warp
   static constexpr int kTile = kRows * kPitch<T, kD>;
   static constexpr int kShared = 4 * kTile * int(sizeof(T));
+  using Mask = MaskTile<T, kRows, kRows>;  // behind the others
 };
 
 struct AttentionGradMask {
@@ -76,6 +77,8 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     copy_tile<T, kMaskTile, kD, kThreads>(tiles + 3 * kTile,
                                      static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
                                      c.v_strides[2], sequence.keys - key, head_dim);
+    const typename Of::Mask mask(a, sequence);
+    if (mask.copied) mask.template copy<kThreads>(shared + Of::kShared, a, sequence, head, row, key);
     end_copies();
     float lse[2], delta[2];
 #pragma unroll
@@ -90,7 +93,8 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     float scores[1][kN][4], dots[1][kN][4];
     multiply_rows<T, kD>(scores, tiles + warp * 16 * kPitch<T, kD>, tiles + 2 * kTile);
     multiply_rows<T, kD>(dots, tiles + kTile + warp * 16 * kPitch<T, kD>, tiles + 3 * kTile);
-    const Place place{sequence, head, row + warp * 16, key};
+    const Place place{sequence, head, row + warp * 16, key,
+                      mask.copied ? shared + Of::kShared + warp * 16 * mask.pitch : nullptr, mask.pitch};
     differentiate<T, false, false, false>(
         a, place, false, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
         [&](int, int, int e) { return delta[e / 2]; });
@@ -146,7 +150,8 @@ int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* st
     using Of = GradMaskTiles<T, kD>;
     AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
     grid.blocks = blocks;
-    return launch_attention(attention_grad_mask<T, kD>, of, grid, Of::kThreads, Of::kShared, stream);
+    return launch_attention(attention_grad_mask<T, kD>, of, grid, Of::kThreads,
+                            Of::kShared + Of::Mask::kBytes, stream);
   });
 }
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention_call.cuh"
-#include "vector.cuh"
+#include "attention_tiles.cuh"
 
 namespace fuseline {
 
@@ -28,7 +28,9 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
 // The warp's place in the scores of a head.
 struct Place {
   const Sequence& sequence;
-  int head, row, key;  // of this warp's first element
+  int head, row, key;           // of this warp's first element
+  const unsigned char* mask;    // of that element in a mask tile in shared memory; null: read the mask where it lies
+  int mask_pitch;               // bytes from row to row there
 };
 
 // Element (m, n, e) of the lane is score (row, key).
@@ -65,9 +67,86 @@ __device__ __forceinline__ void hide_bounds(const Attention& a, const Place& pla
     }
 }
 
-// Calls change(score, t, s) for every element that stands within the sequence.
-template <bool kTurned, int kM, int kN, class Change>
-__device__ __forceinline__ void for_each_score(const Place& place, float (&scores)[kM][kN][4], Change&& change) {
+template <class T>
+__device__ __forceinline__ int mask_element_size(const fuseline_attention& c) {
+  return c.mask_kind == FUSELINE_MASK_BOOL ? 1 : c.mask_kind == FUSELINE_MASK_ADD ? int(sizeof(T)) : 4;
+}
+
+// Tiles of the mask come to shared memory with the keys if its rows can be copied in 16 bytes.
+template <class T, int kRows, int kKeys>
+struct MaskTile {
+  static constexpr int kBytes = kRows * (kKeys * 4 + 16);  // of the widest elements
+  bool copied;
+  int size, pitch;  // bytes; one row serves all where the mask has only one
+
+  __device__ __forceinline__ MaskTile(const Attention& a, const Sequence& sequence) {
+    const fuseline_attention& c = a.call;
+    size = mask_element_size<T>(c);
+    pitch = c.mask_strides[2] == 0 ? 0 : kKeys * size + 16;
+    const int64_t start = int64_t(reinterpret_cast<uintptr_t>(c.mask)) + sequence.mask(c, 0, 0, 0) * size;
+    copied = c.mask_kind != FUSELINE_MASK_NONE && c.mask_strides[3] == 1 &&
+             (start | c.mask_strides[1] * size | c.mask_strides[2] * size) % 16 == 0;
+  }
+
+  template <int kThreads>
+  __device__ __forceinline__ void copy(unsigned char* tile, const Attention& a, const Sequence& sequence, int head,
+                                       int row, int key) const {
+    const fuseline_attention& c = a.call;
+    const unsigned char* from =
+        static_cast<const unsigned char*>(c.mask) + sequence.mask(c, head, row, key) * size;
+    const int vectors = kKeys * size / 16, shift = __ffs(vectors) - 1, bytes = (sequence.keys - key) * size;
+    const int rows = pitch == 0 ? 1 : kRows;
+    for (int at = threadIdx.x; at < rows << shift; at += kThreads) {
+      const int down = at >> shift, column = (at & (vectors - 1)) * 16;
+      const int there = row + down < sequence.rows ? max(0, min(16, bytes - column)) : 0;
+      copy_bytes(tile + down * pitch + column,
+                 there > 0 ? from + down * c.mask_strides[2] * size + column : static_cast<const unsigned char*>(c.mask),
+                 there);
+    }
+  }
+};
+
+// Adds the mask to the scores, or hides by it; V is its element.
+template <class V, bool kTurned, int kM, int kN>
+__device__ __forceinline__ void apply_mask(const Attention& a, const Place& place, float (&scores)[kM][kN][4]) {
+  const fuseline_attention& c = a.call;
+  const auto apply = [](float& score, V value) {
+    if constexpr (sizeof(V) == 1) {
+      if (value == 0) score = -kInfinity;
+    } else {
+      score = fmaf(to_float(value), kLog2E, score);
+    }
+  };
+  const int lane = threadIdx.x % 32, down = lane / 4, along = 2 * (lane % 4);
+  if (place.mask != nullptr) {
+    const unsigned char* first =
+        place.mask + (kTurned ? along : down) * place.mask_pitch + (kTurned ? down : along) * int(sizeof(V));
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int by_m = 16 * m + 8 * half;
+          if constexpr (kTurned) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              apply(scores[m][n][2 * half + e],
+                    *reinterpret_cast<const V*>(first + (8 * n + e) * place.mask_pitch + by_m * int(sizeof(V))));
+            }
+          } else {
+            struct alignas(2 * sizeof(V)) Pair {
+              V x, y;
+            };
+            const Pair pair = *reinterpret_cast<const Pair*>(first + by_m * place.mask_pitch + 8 * n * int(sizeof(V)));
+            apply(scores[m][n][2 * half], pair.x);
+            apply(scores[m][n][2 * half + 1], pair.y);
+          }
+        }
+    return;
+  }
+  const Sequence& sequence = place.sequence;
+  const V* const mask = static_cast<const V*>(c.mask) + sequence.mask(c, place.head, 0, 0);
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -75,49 +154,44 @@ __device__ __forceinline__ void for_each_score(const Place& place, float (&score
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const Element<kTurned> at(place, m, n, e);
-        if (at.row < place.sequence.rows && at.key < place.sequence.keys) change(scores[m][n][e], at.row, at.key);
+        if (at.row < sequence.rows && at.key < sequence.keys) {
+          apply(scores[m][n][e], mask[at.row * c.mask_strides[2] + at.key * c.mask_strides[3]]);
+        }
       }
 }
 
 // Dot products become scores times log2(e), without the keys' bounds. With a soft cap the derivative of a capped score by
-// the uncapped is 1 - tanh^2: it is left in `slopes`, if wanted.
+// the uncapped is 1 - tanh^2: `slopes` are multiplied by it, if wanted.
 template <class T, bool kTurned, bool kSlopes, int kM, int kN>
 __device__ __forceinline__ void finish_scores(const Attention& a, const Place& place, float (&scores)[kM][kN][4],
                                               float (&slopes)[kM][kN][4]) {
-  const fuseline_attention& c = a.call;
-  const float scale = a.cap > 0.f ? a.scale / a.cap : a.scale_log2, cap = a.cap * kLog2E;
+  const float scale = a.cap > 0.f ? a.scale / a.cap : a.scale_log2;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = scores[m][n][e] * scale;
-        if (a.cap > 0.f) {
-          x = hyperbolic_tangent<T>(x);
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= scale;
+  if (a.cap > 0.f) {
+    const float cap = a.cap * kLog2E;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float x = hyperbolic_tangent<T>(scores[m][n][e]);
           if (kSlopes) slopes[m][n][e] *= fmaf(-x, x, 1.f);
-          x *= cap;
+          scores[m][n][e] = x * cap;
         }
-        scores[m][n][e] = x;
-      }
-  if (c.mask_kind == FUSELINE_MASK_NONE) return;
-  const int64_t first = place.sequence.mask(c, place.head, 0, 0);
-  const int64_t by_row = c.mask_strides[2], by_key = c.mask_strides[3];
-  if (c.mask_kind == FUSELINE_MASK_BOOL) {
-    const uint8_t* mask = static_cast<const uint8_t*>(c.mask) + first;
-    for_each_score<kTurned>(place, scores, [&](float& score, int row, int key) {
-      if (__ldg(mask + row * by_row + key * by_key) == 0) score = -kInfinity;
-    });
-  } else if (c.mask_kind == FUSELINE_MASK_ADD_FP32 || std::is_same_v<T, float>) {
-    const float* mask = static_cast<const float*>(c.mask) + first;
-    for_each_score<kTurned>(place, scores, [&](float& score, int row, int key) {
-      score = fmaf(__ldg(mask + row * by_row + key * by_key), kLog2E, score);
-    });
-  } else {
-    const T* mask = static_cast<const T*>(c.mask) + first;
-    for_each_score<kTurned>(place, scores, [&](float& score, int row, int key) {
-      score = fmaf(float(mask[row * by_row + key * by_key]), kLog2E, score);
-    });
+  }
+  const int kind = a.call.mask_kind;
+  if (kind == FUSELINE_MASK_BOOL) {
+    apply_mask<uint8_t, kTurned>(a, place, scores);
+  } else if (kind == FUSELINE_MASK_ADD_FP32 || (kind == FUSELINE_MASK_ADD && std::is_same_v<T, float>)) {
+    apply_mask<float, kTurned>(a, place, scores);
+  } else if (kind == FUSELINE_MASK_ADD) {
+    apply_mask<T, kTurned>(a, place, scores);
   }
 }
 

@@ -13,10 +13,10 @@ namespace fuseline {
 template <class T, int kD>
 constexpr int kPitch = kD + 16 / int(sizeof(T));
 
-// 16 bytes from global to shared memory, or zeros.
-__device__ __forceinline__ void copy_vector(void* to, const void* from, bool there) {
+// 16 bytes of shared memory: `count` from global memory, zeros behind them. Both addresses are multiples of 16.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int count) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from),
-               "r"(there ? 16 : 0)
+               "r"(count)
                : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride
   T* to = tile + first * kPitch<T, kD> + column;
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
-    copy_vector(to + row * kPitch<T, kD>, from, first + row < rows);
+    copy_bytes(to + row * kPitch<T, kD>, from, first + row < rows ? 16 : 0);
     from += kStep * stride;
   }
 }
