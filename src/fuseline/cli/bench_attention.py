@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fuseline.bench.attention.run import AttentionBench, Observer, Outcome
+    from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-attention")
 TABLE_WIDTH = 130
@@ -27,9 +28,9 @@ TABLE_WIDTH = 130
 @dataclass(frozen=True)
 class Options(Common):
     suite: tuple[str, ...] = ()
-    """Suites: short, long, decode, masks, picker. All if none is named."""
+    """Suites: small (whole layers), short, long, decode, masks, picker. All if none is named."""
     budget: str | None = None
-    """Stop after so long (90s, 10m); what is left waits for --resume."""
+    """Stop after so long (90s, 10m); what is left waits for --resume. Not of `small`."""
     resume: bool = False
     """Leave out what an earlier run into the same folder measured, with the same GPU, torch and commit."""
     flex: bool = True
@@ -47,6 +48,7 @@ def run(options: Options) -> int:
     import torch
 
     from fuseline import report
+    from fuseline.bench.attention import small
     from fuseline.bench.attention.run import AttentionBench
     from fuseline.bench.attention.run import run as measure
     from fuseline.bench.attention.suites import SUITES
@@ -54,14 +56,15 @@ def run(options: Options) -> int:
     from fuseline.records import read
 
     device = torch.device(resolve_device(options.device))
-    suites = split_names(options.suite) or tuple(SUITES)
+    known = (small.SECTION, *SUITES)
+    suites = split_names(options.suite) or known
     for name in suites:
-        if name not in SUITES:
-            raise unknown_name("suite of attention", name, SUITES)
+        if name not in known:
+            raise unknown_name("suite of attention", name, known)
     if options.every < 1:
         raise InputError(f"--every {options.every} must be 1 or more.")
     bench = AttentionBench(
-        suites=suites,
+        suites=tuple(name for name in suites if name in SUITES),
         device=device,
         budget_seconds=None if options.budget is None else parse_duration(options.budget),
         resume=options.resume,
@@ -75,8 +78,13 @@ def run(options: Options) -> int:
         return 0
     if options.write_table is not None:
         return _write_table(bench, options.write_table, options.problems, out)
+    layers: list[Record] = []
+    if small.SECTION in suites:
+        with _progress() as observe:
+            layers = small.run_small(small.SmallBench(device, seed=options.seed), out, observe)
     with _progress() as observe:
         outcome = measure(bench, out, observe)
+    outcome.records[:0] = layers
     page = report.build(read(out / "attention.jsonl"), out)
     if options.json:
         print(json.dumps({"records": [asdict(record) for record in outcome.records], "page": str(page)}))

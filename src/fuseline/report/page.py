@@ -17,6 +17,7 @@ from fuseline.report.blocks import Drawing, Section
 from fuseline.report.charts import Figure
 from fuseline.report.layout import compose, framed
 from fuseline.report.sections import (
+    attention,
     attention_small,
     compile_suite,
     generic,
@@ -90,6 +91,7 @@ def _sections(shelf: Shelf, trace_folders: Sequence[Path]) -> list[Section]:
         *op_suite.sections(shelf),
         *hardware.sections(shelf),
         *translation.sections(shelf),
+        *attention.sections(shelf),
         *attention_small.sections(shelf),
         *generic.sections(shelf),
     ]

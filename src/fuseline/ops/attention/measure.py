@@ -21,7 +21,8 @@ from fuseline.timing import summarize
 
 FLUSH_BYTES = 96 * 2**20  # more than any L2
 BEHIND, HOST_US = 3.0, 1500.0  # a first run is also the host's, which for a formula of many operators is this
-MOST_SCORES = 2**28  # of what holds [B, H, T, S]; more is neither fast nor does it fit
+# Of what holds [B, H, T, S], by bytes of a number; with more it is never first, and soon does not fit.
+MOST_SCORES = {2: 2**22, 4: 2**27, 8: 2**27}
 LONGEST_ROUND_US = 2e4
 
 
@@ -42,7 +43,7 @@ def contenders(problem: Problem, with_compiled: bool) -> dict[str, str | None]:
             continue
         reason = candidate.refuses(problem)
         scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-        if reason is None and not candidate.is_linear and scores > MOST_SCORES:
+        if reason is None and not candidate.is_linear and scores > MOST_SCORES[problem.dtype.itemsize]:
             reason = f"{scores:.2g} scores would be in memory"
         if reason is None and candidate.compiles and not with_compiled:
             reason = "it compiles for each shape, and is measured on request"
