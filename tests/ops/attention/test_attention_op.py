@@ -265,11 +265,19 @@ def test_feature(name: str, device: str) -> None:
     check(FEATURES[name], device)
 
 
+def longer(spec: Spec) -> Spec:
+    """The same beyond what is computed whole on chip."""
+    lengths = spec.lengths and tuple(tuple(4 * n for n in side) for side in spec.lengths)
+    return replace(spec, T=4 * spec.T, S=4 * spec.S, lengths=lengths)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_in_16_bits(name: str, dtype: torch.dtype) -> None:
-    check(replace(FEATURES[name], dtype=dtype), "cuda")
+    spec = replace(FEATURES[name], dtype=dtype)
+    check(spec, "cuda")
+    check(longer(spec), "cuda")
 
 
 @pytest.mark.gpu

@@ -1,6 +1,9 @@
-// Which of the attention kernels takes a call on the GPU.
+// Which of the attention kernels takes a call on the GPU: those of short sequences, with whole problems on chip, where they
+// can, else the general ones.
 
 #include "attention_launch.h"
+
+#include "fuseline_attention_short.h"
 
 namespace fuseline {
 
@@ -8,24 +11,39 @@ namespace fuseline {
 void* kernel_symbol(const char* name);
 #define FUSELINE_KERNEL(name) reinterpret_cast<decltype(&::name)>(::fuseline::kernel_symbol(#name))
 
+namespace {
+
+bool is_short(const fuseline_attention& call, bool backward) {
+    static const auto fits = FUSELINE_KERNEL(fuseline_attention_short_fits);
+    return fits(&call, backward) != 0;
+}
+
+bool is_short(const fuseline_attention_gradients& gradients) {
+    return gradients.grad_mask == nullptr && gradients.grad_sinks == nullptr && is_short(gradients.call, true);
+}
+
+}  // namespace
+
 size_t attention_forward_workspace(const fuseline_attention& call) {
     static const auto bytes = FUSELINE_KERNEL(fuseline_attention_forward_workspace);
-    return bytes(&call);
+    return is_short(call, false) ? 0 : bytes(&call);
 }
 
 size_t attention_backward_workspace(const fuseline_attention_gradients& gradients) {
     static const auto bytes = FUSELINE_KERNEL(fuseline_attention_backward_workspace);
-    return bytes(&gradients);
+    return is_short(gradients) ? 0 : bytes(&gradients);
 }
 
 int launch_attention_forward(const fuseline_attention& call, void* stream) {
-    static const auto launch = FUSELINE_KERNEL(fuseline_attention_forward);
-    return launch(&call, stream);
+    static const auto general = FUSELINE_KERNEL(fuseline_attention_forward);
+    static const auto on_chip = FUSELINE_KERNEL(fuseline_attention_short_forward);
+    return is_short(call, false) ? on_chip(&call, stream) : general(&call, stream);
 }
 
 int launch_attention_backward(const fuseline_attention_gradients& gradients, void* stream) {
-    static const auto launch = FUSELINE_KERNEL(fuseline_attention_backward);
-    return launch(&gradients, stream);
+    static const auto general = FUSELINE_KERNEL(fuseline_attention_backward);
+    static const auto on_chip = FUSELINE_KERNEL(fuseline_attention_short_backward);
+    return is_short(gradients) ? on_chip(&gradients, stream) : general(&gradients, stream);
 }
 
 }  // namespace fuseline
