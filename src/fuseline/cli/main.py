@@ -31,6 +31,10 @@ VERBS = {
         "fuseline.cli.bench_attention",
         "attention by every kernel and by the pick: lengths, decoding, masks, random problems",
     ),
+    "bench linear": (
+        "fuseline.cli.bench_linear",
+        "linear layers for few rows, int8, int4 and bf16, against cuBLAS, inductor and tinygemm",
+    ),
     "bench hardware": (
         "fuseline.cli.bench_hardware",
         "the ceilings of this machine, and the roofline with the ops under it",

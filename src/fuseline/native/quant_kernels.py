@@ -35,6 +35,13 @@ class _Call(ctypes.Structure):
         ("group_size", ctypes.c_int64),
         ("row_warps", ctypes.c_int),
         ("splits", ctypes.c_int),
+        ("norm", ctypes.c_int),
+        ("norm_weight", ctypes.c_void_p),
+        ("norm_bias", ctypes.c_void_p),
+        ("eps", ctypes.c_double),
+        ("activation", ctypes.c_int),
+        ("residual", ctypes.c_void_p),
+        ("overlap", ctypes.c_int),
     )
 
 

@@ -549,7 +549,7 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
       if (shared > device.shared_a_block || (a.norm && !a.x_stays)) continue;  // x is normed once, before the products
       const int64_t weights = int64_t(a.stages) * kLinearWarps * Shape::kTiles * Weights::kVectors * kWarp * 16;
       const int64_t x = a_split * columns * kTileColumns * 2, sums = columns * rows * 4 * (splits > 1 ? 4 : 2);
-      const int64_t unit = weights + (a.x_stays ? 0 : x / 2) + sums + kUnitBytes;
+      const int64_t unit = weights + (a.x_stays ? 0 : 2 * x) + sums + kUnitBytes;
       // Blocks that are done leave the bandwidth to the others: a last round half empty costs less than a full one.
       const int64_t blocks = int64_t(a.units) * splits, rounds = divide_up(blocks, device.processors);
       int64_t cost = (unit * blocks / device.processors + 2 * unit * rounds) / 3;

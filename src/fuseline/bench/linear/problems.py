@@ -1,0 +1,57 @@
+"""What is measured: the crash course's GEMV chart, and the layers of Llama over rows of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FORMATS = ("int8", "int4", "bf16")
+GROUP_SIZE = 128
+CHART_SIZES = tuple(range(1000, 8001, 1000))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LLAMA = {
+    "llama2-7b": ((4096, 4096), (4096, 12288), (4096, 22016), (11008, 4096), (4096, 32000)),
+    "llama3-8b": ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256)),
+}
+"""Inputs and outputs of the layers, queries with keys and values and gate with up in one product."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product: y [m, n] = x [m, k] W^T."""
+
+    section: str
+    format: str
+    m: int
+    k: int
+    n: int
+    preset: str = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weight as it is read: integers and their scales."""
+        if self.format == "bf16":
+            return 2 * self.k * self.n
+        if self.format == "int8":
+            return self.k * self.n + 4 * self.n
+        return self.k * self.n // 2 + 2 * self.n * -(-self.k // GROUP_SIZE)
+
+    @property
+    def bytes(self) -> int:
+        """Weight, activations and outputs, once each."""
+        return self.weight_bytes + 2 * self.m * (self.k + self.n)
+
+
+def chart(sizes: tuple[int, ...] = CHART_SIZES, formats: tuple[str, ...] = FORMATS) -> Iterator[Problem]:
+    """One row of activations, K = N."""
+    for size in sizes:
+        for format in formats:
+            yield Problem("chart", format, 1, size, size)
+
+
+def layers(rows: tuple[int, ...] = ROWS, formats: tuple[str, ...] = FORMATS) -> Iterator[Problem]:
+    for preset, shapes in LLAMA.items():
+        for k, n in shapes:
+            for m in rows:
+                for format in formats:
+                    yield Problem("layers", format, m, k, n, preset)

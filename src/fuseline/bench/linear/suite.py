@@ -1,0 +1,164 @@
+"""The suite: each problem for each contender, timed in one CUDA graph over weights that exceed the L2.
+
+Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and outputs once each) and its
+`share_of_copy`, and `paired_speedup`, the time of bf16 cuBLAS at that size over ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fuseline import native
+from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
+from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, GROUP_SIZE, ROWS, Problem, chart, layers
+from fuseline.errors import InputError, unknown_name
+from fuseline.records import Environment, Record, append, describe
+from fuseline.records.record import Scalar
+from fuseline.timing import Summary, copy_bandwidth_gbs, time_calls, time_captured
+
+SUITE = "linear"
+PARTS = ("chart", "layers")
+ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
+COMPILED = ("inductor", "torchao")
+COMPILED_ROWS = (1, 8, 32)  # where contenders that compile for each size are measured
+
+Observer = Callable[[str, int, int], None]
+"""Called with what is measured now, problems done, and problems in all."""
+
+
+@dataclass(frozen=True)
+class LinearBench:
+    """What to measure, on what. `seconds` stops it after that long, between problems (0: no limit)."""
+
+    device: torch.device
+    parts: tuple[str, ...] = PARTS
+    peers: tuple[str, ...] = PEERS
+    formats: tuple[str, ...] = FORMATS
+    rows: tuple[int, ...] = ROWS
+    sizes: tuple[int, ...] = CHART_SIZES
+    repeats: int = 10
+    seconds: float = 0.0
+    copy_gbs: float = field(default=0.0)
+    """Copy bandwidth; measured if 0."""
+
+    def __post_init__(self) -> None:
+        known = (("part", self.parts, PARTS), ("peer", self.peers, PEERS), ("format", self.formats, FORMATS))
+        for kind, names, choices in known:
+            for name in names:
+                if name not in choices:
+                    raise unknown_name(kind, name, choices)
+        if min((*self.rows, *self.sizes), default=1) < 1:
+            raise InputError(f"Rows {self.rows} and sizes {self.sizes} are 1 or more.")
+
+    def problems(self) -> list[Problem]:
+        found: list[Problem] = []
+        if "chart" in self.parts:
+            found += chart(self.sizes, self.formats)
+        if "layers" in self.parts:
+            found += layers(self.rows, self.formats)
+        return found
+
+    def wanted(self, peer: str, problem: Problem) -> bool:
+        return peer not in COMPILED or problem.m in COMPILED_ROWS
+
+
+def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
+    """Measure; records are appended to `<out>/linear.jsonl` problem by problem."""
+    native.ready(bench.device.type)
+    copy = bench.copy_gbs or copy_bandwidth_gbs(bench.device)
+    environment = describe(bench.device)
+    problems = bench.problems()
+    records: list[Record] = []
+    begin = time.monotonic()
+    dense: dict[tuple[int, int, int], float] = {}
+    for number, problem in enumerate(problems):
+        if bench.seconds and time.monotonic() - begin > bench.seconds:
+            break
+        observe(f"{problem.m} x {problem.k} x {problem.n}", number, len(problems))
+        new = list(_measure(bench, problem, copy, dense, environment))
+        append(out / f"{SUITE}.jsonl", new)
+        records += new
+    observe("done", len(problems), len(problems))
+    return records
+
+
+def _measure(
+    bench: LinearBench,
+    problem: Problem,
+    copy: float,
+    dense: dict[tuple[int, int, int], float],
+    environment: Environment,
+) -> Iterator[Record]:
+    case = _case(problem)
+    x = torch.randn((problem.m, problem.k), device=bench.device).bfloat16()
+    size = problem.m, problem.k, problem.n
+    if size not in dense and bench.device.type == "cuda":
+        dense[size] = _time(bench, "eager", Problem("", "bf16", *size), x).median
+    for peer in bench.peers:
+        if not bench.wanted(peer, problem):
+            continue
+
+        def record(
+            metric: str, value: float | None, summary: Summary | None = None, **more: Scalar
+        ) -> Record:
+            ends = (None, None, 1) if summary is None else (summary.low, summary.high, summary.n)
+            return Record.of(
+                SUITE,
+                {**case, **more},
+                metric,
+                value,
+                environment,
+                peer=peer,  # noqa: B023
+                peer_version=version(peer) if value is not None else None,  # noqa: B023
+                low=ends[0],
+                high=ends[1],
+                n=ends[2],
+            )
+
+        try:
+            time_us = _time(bench, peer, problem, x)
+        except CannotError as reason:
+            yield record("skipped", None, reason=str(reason))
+            continue
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            yield record("skipped", None, reason=f"failed with {type(error).__name__}: {first}")
+            continue
+        bandwidth = problem.bytes / time_us.median / 1e3
+        yield record("time_us", time_us.median, time_us)
+        yield record("bandwidth_gbs", bandwidth)
+        yield record("share_of_copy", bandwidth / copy)
+        if size in dense:
+            yield record("speedup", dense[size] / time_us.median)
+
+
+@torch.no_grad()
+def _time(bench: LinearBench, peer: str, problem: Problem, x: torch.Tensor) -> Summary:
+    """Microseconds of one call."""
+    if bench.device.type != "cuda":
+        (call,) = make_calls(peer, problem, x, 1)
+        return time_calls(call, bench.device, repeats=bench.repeats, warmup=1)
+    copies = max(4, 1 + ROTATED_BYTES // max(1, problem.weight_bytes))
+    return time_captured(make_calls(peer, problem, x, min(copies, 256)), bench.device, repeats=bench.repeats)
+
+
+def _case(problem: Problem) -> dict[str, Scalar]:
+    case: dict[str, Scalar] = {
+        "section": problem.section,
+        "format": problem.format,
+        "m": problem.m,
+        "k": problem.k,
+        "n": problem.n,
+        "dtype": "bfloat16",
+        "captured": True,
+    }
+    if problem.format == "int4":
+        case["group_size"] = GROUP_SIZE
+    if problem.preset:
+        case["preset"] = problem.preset
+    return case

@@ -1,0 +1,127 @@
+"""Linear layers for few rows of activations, int8, int4 and bf16, against cuBLAS, inductor and tinygemm: the
+GEMV chart of the crash course (weights per second over K = N), and the layers of Llama over rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.linear.suite import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-linear")
+TABLE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    parts: tuple[str, ...] = ()
+    """Parts to measure: chart, layers. Both if none is named."""
+    peers: tuple[str, ...] = ()
+    """Of fuseline, eager, inductor, tinygemm, torchao. All if none is named."""
+    formats: tuple[str, ...] = ()
+    """Of int8, int4, bf16. All if none is named."""
+    rows: tuple[int, ...] = ()
+    """Rows of activations for the layers."""
+    sizes: tuple[int, ...] = ()
+    """K = N of the chart."""
+    repeats: int = 10
+    """Replays of each graph."""
+    seconds: float = 0.0
+    """Stop after so long; 0 for no limit."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline import report
+    from fuseline.bench import linear as suite
+    from fuseline.bench.linear.contenders import PEERS
+    from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, ROWS
+    from fuseline.records import read
+
+    bench = suite.LinearBench(
+        torch.device(resolve_device(options.device)),
+        split_names(options.parts) or suite.PARTS,
+        split_names(options.peers) or PEERS,
+        split_names(options.formats) or FORMATS,
+        options.rows or ROWS,
+        options.sizes or CHART_SIZES,
+        options.repeats,
+        options.seconds,
+    )
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        what = f"{len(bench.problems())} products by {', '.join(bench.peers)}"
+        print(f"{what} on {bench.device}. Records would go to {out / 'linear.jsonl'}.")
+        return 0
+    torch.manual_seed(options.seed)
+    with _progress() as observe:
+        records = suite.run(bench, out, observe)
+    page = report.build(read(out / "linear.jsonl"), out)
+    if options.json:
+        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    for reason in dict.fromkeys(f"{r.peer}: {r.case['reason']}" for r in records if r.metric == "skipped"):
+        print(f"Skipped: {reason}")
+    print(f"Records: {out / 'linear.jsonl'}\nPage:    {page}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now, completed=done, total=total)
+
+        yield observe
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """A line a product and format: each peer's time and share of the copy bandwidth."""
+    from rich import box
+    from rich.table import Table
+
+    peers = list(dict.fromkeys(record.peer for record in records if record.value is not None))
+    table = Table(title="Linear layers, µs a call and share of the copy bandwidth", box=box.SIMPLE)
+    table.add_column("m x k x n")
+    table.add_column("format")
+    for peer in peers:
+        table.add_column(peer, justify="right")
+    lines: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for record in records:
+        if record.value is not None:
+            case = record.case
+            product = f"{case['m']} x {case['k']} x {case['n']}"
+            found = lines.setdefault((product, str(case["format"])), {})
+            found[record.peer, record.metric] = record.value
+    for (product, format), found in lines.items():
+        done = {peer for peer, _ in found}
+        cells = [
+            f"{found[peer, 'time_us']:.1f}  {found[peer, 'share_of_copy']:.2f}" if peer in done else ""
+            for peer in peers
+        ]
+        table.add_row(product, format, *cells)
+    return table

@@ -1,0 +1,114 @@
+"""The linear suite: the crash course's GEMV chart, and the layers of Llama over rows of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuseline.records import Record
+from fuseline.report.blocks import Block, Cell, Column, Details, Drawing, Row, Section, Table, Tone, table
+from fuseline.report.charts import Axis, Figure, Line, Lines, Point
+from fuseline.report.metrics import cell
+from fuseline.report.numbers import percent, plain, tick, whole
+from fuseline.report.palette import peer_role
+from fuseline.report.provenance import source
+from fuseline.report.selection import Shelf, grouped
+
+DASHES: dict[str, tuple[float, ...]] = {"int8": (), "int4": (6.0, 3.0), "bf16": (2.0, 3.0)}
+BILLION_A_MICROSECOND = 1e-3  # weights per microsecond to billions per second
+LARGE = 32 * 2**20
+"""Bytes of weights from which on a share of the copy bandwidth is asked for."""
+
+
+def sections(shelf: Shelf) -> list[Section]:
+    """Take the suite's records: a section for each machine."""
+    records = shelf.take(lambda r: r.suite == "linear" and "section" in r.case)
+    places = grouped(records, lambda r: (r.device, r.torch))
+    return [_section(i, device, group) for i, ((device, _), group) in enumerate(places.items(), 1)]
+
+
+def _section(index: int, device: str, records: Sequence[Record]) -> Section:
+    chart = [r for r in records if r.case["section"] == "chart"]
+    layers = [r for r in records if r.case["section"] == "layers"]
+    skipped = tuple(
+        dict.fromkeys(
+            (f"{r.peer}, {r.case['format']}", str(r.case.get("reason") or ""))
+            for r in records
+            if r.metric == "skipped"
+        )
+    )
+    blocks: list[Block | None] = [_weights_per_second(chart, f"linear-gemv-{index}")]
+    for (preset, k, n), group in grouped(layers, _layer).items():
+        blocks.append(_layer_table(f"{preset}: {whole(float(k))} inputs, {whole(float(n))} outputs", group))
+    blocks.append(Details("What was not measured", skipped) if skipped else None)
+    made = tuple(block for block in blocks if block is not None)
+    words = "products of a few rows of activations with int8, int4 and bf16 weights"
+    return Section(f"linear-{index}", "Linear layers for few rows", device, words, made)
+
+
+def _layer(record: Record) -> tuple[str, str, str]:
+    return str(record.case.get("preset", "")), str(record.case["k"]), str(record.case["n"])
+
+
+def _weights_per_second(records: Sequence[Record], name: str) -> Drawing | None:
+    """A line for each peer and format: K = N to billions of weights a second, one row of activations."""
+    timed = [r for r in records if r.metric == "time_us" and r.value]
+    lines = []
+    for (peer, format), group in grouped(timed, lambda r: (r.peer, str(r.case["format"]))).items():
+        points = tuple(
+            Point(_size(r), _size(r) ** 2 / (r.value or 1) * BILLION_A_MICROSECOND)
+            for r in sorted(group, key=_size)
+        )
+        lines.append(Line(f"{peer}, {format}", points, peer_role(peer), DASHES.get(format, ())))
+    if not lines:
+        return None
+    chart = Lines(
+        "Weights read per second, one row of activations",
+        Axis("K = N", tick),
+        Axis("billions of weights per second", tick, low=0.0),
+        tuple(lines),
+    )
+    reading = "Inside a CUDA graph over weights that together exceed the L2; int4 in groups of 128."
+    return Drawing(Figure(name, chart, reading, source(timed, samples="n (replays)")))
+
+
+def _size(record: Record) -> float:
+    return float(str(record.case["k"]))
+
+
+def _layer_table(title: str, records: Sequence[Record]) -> Table | None:
+    """A row for each number of rows and format, a column a peer."""
+    timed = [r for r in records if r.value is not None]
+    peers = list(dict.fromkeys(r.peer for r in timed))
+    rows = []
+    for (m, format), group in grouped(timed, lambda r: (str(r.case["m"]), str(r.case["format"]))).items():
+        found = {(r.peer, r.metric): r for r in group}
+        ours = found.get(("fuseline", "speedup"))
+        rows.append(
+            Row(
+                (
+                    Cell(f"{m} rows, {format}" if m != "1" else f"1 row, {format}"),
+                    *(_timed(found.get((p, "time_us")), found.get((p, "share_of_copy"))) for p in peers),
+                    _judged(ours),
+                )
+            )
+        )
+    columns = [
+        Column("rows and format", numeric=False),
+        *(Column(f"{peer}, µs", "share of the copy bandwidth below") for peer in peers),
+        Column("over bf16 cuBLAS", "cuBLAS's time over ours"),
+    ]
+    return table(title, columns, rows, source(timed, samples="n (replays)"), folded=len(rows) > 30)
+
+
+def _timed(time: Record | None, share: Record | None) -> Cell:
+    if time is None or time.value is None:
+        return Cell("")
+    return Cell(plain(time.value), percent(share.value) if share is not None and share.value else "")
+
+
+def _judged(ratio: Record | None) -> Cell:
+    shown = cell(ratio)
+    if ratio is None or ratio.value is None:
+        return shown
+    tone: Tone = "good" if ratio.value >= 1 else "bad"
+    return Cell(shown.text, shown.detail, tone)

@@ -1,0 +1,108 @@
+"""The linear suite on a processor: its problems, its records, what contenders refuse, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline import report
+from fuseline.bench.linear import LinearBench, run
+from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls
+from fuseline.bench.linear.problems import Problem, chart, layers
+from fuseline.cli.main import run as command
+from fuseline.errors import InputError
+from fuseline.records import read
+
+CPU = torch.device("cpu")
+
+
+def test_bytes_are_the_weight_with_its_scales_and_what_goes_in_and_out() -> None:
+    around = 2 * 3 * (256 + 512)
+    assert Problem("", "bf16", 3, 256, 512).bytes == 2 * 256 * 512 + around
+    assert Problem("", "int8", 3, 256, 512).bytes == 256 * 512 + 4 * 512 + around
+    assert Problem("", "int4", 3, 256, 512).bytes == 128 * 512 + 2 * 512 * 2 + around
+
+
+def test_the_chart_is_square_and_the_layers_are_llamas() -> None:
+    assert {(p.m, p.k == p.n) for p in chart()} == {(1, True)}
+    shapes = {(p.preset, p.k, p.n) for p in layers(rows=(1,))}
+    assert ("llama2-7b", 4096, 22016) in shapes
+    assert ("llama3-8b", 4096, 128256) in shapes
+
+
+def test_contenders_compute_the_same_product() -> None:
+    """Ours and eager int8 over one weight; the others by what they refuse."""
+    x = torch.randn(2, 256).bfloat16()
+    for peer in ("fuseline", "eager"):
+        (call,) = make_calls(peer, Problem("chart", "int8", 2, 256, 128), x, 1)
+        assert call().shape == (2, 128)
+    for peer, format, reason in (
+        ("eager", "int4", "has no int4"),
+        ("inductor", "int4", "has no int4"),
+        ("tinygemm", "int8", "is int4"),
+        ("tinygemm", "int4", "for CPUs"),
+    ):
+        with pytest.raises(CannotError, match=reason):
+            make_calls(peer, Problem("chart", format, 2, 256, 128), x, 1)
+
+
+def test_records_and_page(tmp_path: Path) -> None:
+    bench = LinearBench(
+        CPU,
+        parts=("chart",),
+        peers=("fuseline", "eager", "tinygemm"),
+        sizes=(128, 256),
+        repeats=2,
+        copy_gbs=10.0,
+    )
+    seen: list[str] = []
+    records = run(bench, tmp_path, lambda now, *_: seen.append(now))
+    assert seen[0] == "1 x 128 x 128"
+    assert seen[-1] == "done"
+    assert read(tmp_path / "linear.jsonl") == records
+    found = {(r.peer, r.case["format"], r.case["k"], r.metric): r for r in records}
+    time_us = found["fuseline", "int4", 256, "time_us"].value
+    bandwidth = found["fuseline", "int4", 256, "bandwidth_gbs"].value
+    assert time_us is not None
+    assert bandwidth == pytest.approx(Problem("", "int4", 1, 256, 256).bytes / time_us / 1e3)
+    assert found["fuseline", "int4", 256, "share_of_copy"].value == pytest.approx(bandwidth / 10.0)
+    assert found["eager", "int4", 128, "skipped"].case["reason"] == "eager PyTorch has no int4"
+    assert set(PEERS) > {r.peer for r in records}
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "Weights read per second, one row of activations" in page
+    assert (tmp_path / "page" / "linear-gemv-1.png").is_file()
+
+
+def test_layers_have_a_table_each(tmp_path: Path) -> None:
+    bench = LinearBench(CPU, parts=("layers",), peers=("fuseline",), formats=("int8",), rows=(1,), repeats=1)
+    small = Problem("layers", "int8", 2, 128, 64, "llama2-7b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearBench, "problems", lambda self: [small])
+        records = run(bench, tmp_path, lambda *_: None)
+    assert records[0].case["preset"] == "llama2-7b"
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "llama2-7b: 128 inputs, 64 outputs" in page
+    assert "2 rows, int8" in page
+
+
+def test_unknown_names_are_met_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="no part named 'chrat'"):
+        LinearBench(CPU, parts=("chrat",))
+    with pytest.raises(InputError, match="no format named 'int3'"):
+        LinearBench(CPU, formats=("int3",))
+    with pytest.raises(InputError, match="1 or more"):
+        LinearBench(CPU, rows=(0,))
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--sizes", "64", "--parts", "chart", "--peers", "fuseline", "--formats", "int8", "--repeats", "1"]
+    common = ["bench", "linear", "--device", "cpu", "--out", str(tmp_path), *few]
+    assert command([*common, "--dry-run"]) == 0
+    assert "1 products by fuseline on cpu" in capsys.readouterr().out
+    assert command([*common, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"][0]["suite"] == "linear"
+    assert command(common) == 0
+    assert "1 x 64 x 64" in capsys.readouterr().out
