@@ -8,13 +8,11 @@
 //
 // Threads: rows of a warp or less are packed into blocks, as in softmax_forward.cu, and the thread that has the score
 // of the target writes the loss. Longer rows have a block, or a cluster, that ends with them, and wait in shared memory
-// (waiting.cuh): each thread copies the vectors that it will read, takes their maximum and sum as they arrive, and
-// reads them again for the gradient once the row has met. Few rows are shared by more blocks, which stay (staying.cuh).
-// Rows longer than a cluster can hold are read twice.
+// (waiting.cuh): the maximum and the sum are taken as pieces arrive, and once the row has met they are read again for
+// the gradient. The losses alone of many rows are taken in passing. What fits no cluster is read twice.
 
 #include "device/cross_entropy.cuh"
-#include "device/staying.cuh"
-#include "device/waiting.cuh"
+#include "device/powers.cuh"
 
 namespace fuseline {
 namespace {
@@ -133,43 +131,6 @@ __global__ void __launch_bounds__(most_threads(true), 2) cross_entropy_rows(cons
   close_row<T, kHeld>(a, group, row, target, start, step, raw, [] {});
 }
 
-template <class T, int kHeld>
-__global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_staying(const CrossEntropy a) {
-  extern __shared__ uint4 ring[];
-  __shared__ MaxSum<T> shared[2 * kMaxStates];
-  Group<MaxSum<T>> group(shared, a.cluster);
-  constexpr int kSize = kVector<T>;
-  const int width = int(a.width);
-  const int threads = group.threads;
-  const int step = threads * kSize;
-  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
-  const int64_t row_step = gridDim.x / a.cluster;
-  const auto row_at = [&](int64_t row) { return static_cast<const T*>(a.logits) + row * a.width; };
-  const auto fetch = [&](int64_t row, int stage) {
-    if (row < a.rows) {
-      const T* x = row_at(row);
-      uint4* const slots = ring + stage * kHeld * threads + group.lane;
-      fetch_vectors<T, kHeld>(slots, threads, x, place - elements_into_vector(x), step, width);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
-  int stage = 0;
-  int64_t target_next = group.first < a.rows ? target_of(a, group.first) : 0;
-  for (int64_t row = group.first; row < a.rows; row += row_step) {
-    const int64_t target = target_next;
-    target_next = row + row_step < a.rows ? target_of(a, row + row_step) : 0;
-    const int start = place - elements_into_vector(row_at(row));
-    wait_for_oldest(a.stages);
-    uint4 raw[kHeld];
-    take_vectors<T, kHeld>(ring + stage * kHeld * threads + group.lane, threads, start, step, width, raw);
-    close_row<T, kHeld>(a, group, row, target, start, step, raw, [&] { fetch(row + a.stages * row_step, stage); });
-    stage = stage + 1 < a.stages ? stage + 1 : 0;
-  }
-  wait_for_all();
-  group.leave();
-}
-
 // The arguments without what few losses want, so that the compilers know.
 template <bool kPlain>
 __device__ __forceinline__ CrossEntropy known(CrossEntropy a) {
@@ -256,45 +217,151 @@ __device__ __forceinline__ void store_gradient(const CrossEntropy& a, const RowG
   store_vector<T, false>(grad, first, Index(a.width), a.grad_vectors, z);
 }
 
+// What the warps of a row tell each other: with a cap, smoothing or class weights sums of the scores themselves, too.
+template <class T>
+struct alignas(16) Scores {
+  MaxSum<T> of;
+};
+template <class T, bool kPlain>
+using Told = std::conditional_t<kPlain, Powers<T>, Scores<T>>;
+
+template <class T>
+__device__ __forceinline__ MaxSum<T> gather(const Scores<T>* states, int count) {
+  MaxSum<T> row{-kInfinity, 0.f, 0};
+#pragma unroll 1
+  for (int i = int(threadIdx.x) % kWarp; i < count; i += kWarp) {
+    row.max = fmaxf(row.max, states[i].of.max);
+    row.linear += states[i].of.linear;
+  }
+  row.max = max_over_warp(row.max);
+  row.linear = sum_over_warp(row.linear);
+#pragma unroll 1
+  for (int i = int(threadIdx.x) % kWarp; i < count; i += kWarp) {
+    row.sum += states[i].of.sum * exponential<T>(states[i].of.max - finite(row.max));
+  }
+  row.sum = sum_over_warp(row.sum);
+  return row;
+}
+
 // Rows that wait in shared memory.
 template <class T, bool kPlain>
 __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_waiting(const CrossEntropy given) {
-  extern __shared__ uint4 ring[];
-  __shared__ MaxSum<T> shared[2 * kMaxStates];
+  extern __shared__ __align__(128) uint4 ring[];
+  using State = Told<T, kPlain>;
+  __shared__ __align__(16) WaitingRoom<State> room;
   const CrossEntropy a = known<kPlain>(given);
-  Group<MaxSum<T>> group(shared, a.cluster);
-  constexpr int kSize = kVector<T>;
-  const int width = int(a.width);
-  const int threads = group.threads;
-  const int step = threads * kSize;
-  const int64_t row = group.first;
-  const T* const x = static_cast<const T*>(a.logits) + row * a.width;
-  int begin, end;
-  divide_row(x, width, group.rank, a.cluster, group.lane, begin, end);
-  uint4* const slots = ring + group.lane;
-  fetch_row(slots, threads, x, begin, end, step, width);
+  Seat<State> seat(room, a.cluster, 1);
+  const int64_t row = seat.row;
+  const Part<T> part(a.logits, row, a.rows, a.width, seat.rank * seat.warps + seat.warp, a.part);
+  uint4* const slots = ring + seat.warp * a.part;
+  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
   const int64_t target = target_of(a, row);
-  const bool mine = group.rank == 0 && group.lane == 0;
-  const float score = score_of_target(a, x, target, mine);
+  const bool mine = seat.rank == 0 && threadIdx.x == 0;
+  float score = score_of_target(a, part.at, target, mine);
   const float scale = scale_of(a, row);
+  const float unit = unit_of<T>(1.f);
+  const int n = int(a.n);
+  Powers<T> powers;
   Running<T> running;
 #pragma unroll 1
-  for (int first = begin, slot = 0; first < end; first += kPiece * step, slot += kPiece * threads) {
+  for (int piece = 0; piece < part.pieces(); ++piece) {
+    barrier_wait(&room.arrived[seat.warp][piece], 0);
+    const int slot = piece * kPieceSlots + seat.lane;
     uint4 raw[kPiece];
-    wait_for_piece(slots + slot, threads, first, end, step, raw);
-    running.take(a, raw, first, step, end);
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) raw[k] = part.take(slots, slot + k * kWarp, kNothing<T>, n);
+    if (kPlain) {
+      powers.take(raw, unit);
+    } else {
+      running.take(a, raw, part.element(slot), kWarp * kVector<T>, part.element(part.count));
+    }
   }
-  const MaxSum<T> whole = meet<T, true>(running.of_warp(group), group);
+  score = __shfl_sync(kAllLanes, score, 0);  // it has been read before anybody writes the gradient in its place
+  MaxSum<T> whole{-kInfinity, 0.f, 0};
+  if constexpr (kPlain) {
+    const Powers<T> row_powers = gather(seat.meet(powers.over_warp(unit)), seat.count(), unit);
+    whole.max = row_powers.max, whole.sum = row_powers.sum;
+  } else {
+    const MaxSum<T> of_warp{max_over_warp(running.so_far.max), sum_over_warp(running.so_far.linear), 0};
+    Scores<T> told{of_warp};
+    told.of.sum = sum_over_warp(Total<T>(running.so_far.sum * exponential<T>(running.so_far.max - finite(of_warp.max))));
+    whole = gather(seat.meet(told), seat.count());
+  }
+  const Top<T> top(whole.max, unit);
+  const float rest = kPlain ? top.rest(unit) : 1.f;
+  whole.sum *= rest;
   const RowGradient gradient = finish_row<T>(a, row, target, scale, score, whole, mine);
   if (!a.grad) return;
   const bool ignored = is_ignored(a, target);
-  const int column = is_column(a, target) ? int(target) : -kSize;
+  const int column = is_column(a, target) ? int(target) : -kVector<T>;
+  const float factor = gradient.factor * rest;
   T* const grad = static_cast<T*>(a.grad) + row * a.width;
-  int slot = 0;
-#pragma unroll 2
-  for (int first = begin; first < end; first += step, slot += threads) {
-    store_gradient<T, int>(a, gradient, ignored, column, first, grad, slots[slot]);
+#pragma unroll 1
+  for (int piece = 0; piece < part.pieces(); ++piece) {
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      const int first = part.element(slot);
+      float z[kVector<T>];
+      const uint4 raw = part.take(slots, slot, kNothing<T>, n);
+      if (kPlain) {
+        unpack<T>(raw, z);
+        top.raise(z, unit);
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) z[i] *= factor;
+        if (column >= first && column < first + kVector<T>) {
+#pragma unroll
+          for (int i = 0; i < kVector<T>; ++i) z[i] -= first + i == column ? gradient.main : 0.f;
+        }
+      } else {
+        scores_of<T>(a, raw, first, z);
+        gradient_of<T, int>(a, gradient, column, first, z);
+      }
+      if (ignored) {
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) z[i] = 0.f;
+      }
+      part.put(grad, slots, slot, z);
+    }
+    part.send(grad, slots, piece);
   }
+  if (seat.lane == 0) wait_for_copies_out();
+}
+
+constexpr int kPassing = 256;
+
+// The losses alone of rows without cap, smoothing and class weights: nothing of a row is wanted twice.
+template <class T>
+__global__ void __launch_bounds__(kPassing, 4) cross_entropy_passing(const CrossEntropy given) {
+  __shared__ Powers<T> states[kPassing / kWarp];
+  const CrossEntropy a = known<true>(given);
+  constexpr int kSize = kVector<T>;
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int64_t row = blockIdx.x;
+  const T* const x = static_cast<const T*>(a.logits) + row * a.width;
+  const int n = int(a.n), head = elements_into_vector(x);
+  const int64_t target = target_of(a, row);
+  const float score = score_of_target(a, x, target, threadIdx.x == 0);
+  const float unit = unit_of<T>(1.f);
+  Powers<T> mine;
+#pragma unroll 1
+  for (int from = int(threadIdx.x) * kSize - head; from < n; from += kPiece * kPassing * kSize) {
+    uint4 raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int first = from + k * kPassing * kSize;
+      raw[k] = load_vector<T, false>(x, first, n, true);
+      if (first < 0 || first + kSize > n) blank<T>(raw[k], first, n, kNothing<T>);
+    }
+    mine.take(raw, unit);
+  }
+  mine = mine.over_warp(unit);
+  if (lane == 0) states[warp] = mine;
+  __syncthreads();
+  if (warp > 0) return;
+  const Powers<T> whole = gather(states, kPassing / kWarp, unit);
+  const MaxSum<T> reduced{whole.max, 0.f, whole.sum * Top<T>(whole.max, unit).rest(unit)};
+  finish_row<T>(a, row, target, 1.f, score, reduced, lane == 0);
 }
 
 // Rows that nothing can hold are read again for their gradient.
@@ -332,21 +399,24 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const 
 
 constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a row
 
-// Many rows, each with blocks that end with it; false if it does not fit them.
+// Long rows; false if they fit no cluster.
 template <class T>
-bool run_many(const CrossEntropy& given, const Device& device, void* stream, int& error) {
-  CrossEntropy a = given;
+bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error) {
+  if (a.width <= kShortRow || (a.grad && !a.grad_vectors)) return false;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
-  const Waiting plan = plan_waiting<T>(a.width, 2 * kMaxStates * sizeof(MaxSum<T>), device);
+  if (plain && !a.grad && a.rows >= 2 * device.processors) {
+    error = launch(cross_entropy_passing<T>, a, a.rows, dim3(kPassing), 0, 1, stream);
+    return true;
+  }
+  const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
+  const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
+  const Waiting plan = plan_waiting<T>(a.rows, a.width, aligned, 1, room, device);
   if (plan.threads == 0) return false;
-  a.cluster = plan.cluster;
+  a.cluster = plan.cluster, a.part = plan.part;
+  bool fits = false;
   const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
-  int count = 0;
-  error = int(resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count));
-  if (error) return true;
-  if (count == 0) return false;
-  error = launch(kernel, a, a.rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream);
-  return true;
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits);
+  return fits || error;
 }
 
 template <class T>
@@ -354,27 +424,16 @@ int run(CrossEntropy a, const Device& device, void* stream) {
   constexpr int kMost = kMostHeld<T>;
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
   int error = 0;
-  const bool many = a.width > kShortRow && a.rows >= 2 * device.processors;
-  if (many && !row_overrides[FUSELINE_CROSS_ENTROPY].given && run_many<T>(a, device, stream, error)) return error;
+  if (!row_overrides[FUSELINE_CROSS_ENTROPY].given && run_waiting<T>(a, device, stream, error)) return error;
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
   const RowPlan plan =
-      plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, true, kMost, device);
-  if (!plan.fits) return FUSELINE_UNSUPPORTED;
-  a.cluster = plan.cluster;
-  const bool too_long_for_a_warp = plan.stages == 0 && !plan.one_warp;
-  if (too_long_for_a_warp && row_overrides[FUSELINE_CROSS_ENTROPY].given) return FUSELINE_UNSUPPORTED;
-  if (plan.streamed || too_long_for_a_warp) {
-    a.cluster = 1;
-    return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream);
-  }
-  if (plan.stages == 0) {
-    const auto kernel = plan.held == kMost ? cross_entropy_rows<T, kMost> : cross_entropy_rows<T, 1>;
-    if (plan.held != kMost && plan.held != 1) return FUSELINE_UNSUPPORTED;
-    return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream);
-  }
-  if (plan.held != kMost && plan.held != 2 * kMost) return FUSELINE_UNSUPPORTED;
-  const auto kernel = plan.held == kMost ? cross_entropy_staying<T, kMost> : cross_entropy_staying<T, 2 * kMost>;
-  return launch_staying(kernel, a, plan, device, plan.held, 2 * kMaxStates * int(sizeof(MaxSum<T>)), a.rows, stream);
+      plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, false, kMost, device);
+  a.cluster = 1;
+  if (!plan.fits || (row_overrides[FUSELINE_CROSS_ENTROPY].given && !plan.one_warp)) return FUSELINE_UNSUPPORTED;
+  if (!plan.one_warp) return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream);
+  if (plan.held != kMost && plan.held != 1) return FUSELINE_UNSUPPORTED;
+  const auto kernel = plan.held == kMost ? cross_entropy_rows<T, kMost> : cross_entropy_rows<T, 1>;
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream);
 }
 
 }  // namespace

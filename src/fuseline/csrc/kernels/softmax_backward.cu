@@ -7,11 +7,11 @@
 // Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
 //
 // Threads: as in softmax_forward.cu, but both rows stay in registers as they came from memory (two arrays of fp32
-// would not leave room for enough threads) and are widened twice. Long rows come through a ring in shared memory to
-// blocks that stay (staying.cuh). Rows longer than a cluster can hold are read twice.
+// would not leave room for enough threads) and are widened twice. Long rows wait in shared memory until they have met
+// (waiting.cuh), and short ones at odd addresses pass through it (tiled.cuh). What fits neither is read twice.
 
 #include "device/launch.cuh"
-#include "device/staying.cuh"
+#include "device/tiled.cuh"
 
 namespace fuseline {
 namespace {
@@ -25,12 +25,22 @@ struct SoftmaxBackward {
   bool y_vectors;       // y stands in its 16-byte vectors as grad_out does
   bool grad_x_vectors;  // and so does grad_x
   int cluster;
-  int stages;
+  int part;             // slots of a warp's part of a row that waits, or rows of a tile
 };
 
 // sum(grad_out * y), and sum(y) for 16-bit rows.
 template <class T>
 using Sums = std::conditional_t<sizeof(T) == 4, double, float2>;
+
+template <class T>
+__device__ __forceinline__ void add_to(Sums<T>& sums, float grad, float y) {
+  if constexpr (sizeof(T) == 4) {
+    sums += double(grad) * double(y);
+  } else {
+    sums.x += grad * y;
+    sums.y += y;
+  }
+}
 
 template <class T>
 __device__ __forceinline__ Sums<T> sums_of(const uint4& grad_raw, const uint4& y_raw) {
@@ -39,14 +49,7 @@ __device__ __forceinline__ Sums<T> sums_of(const uint4& grad_raw, const uint4& y
   unpack<T>(y_raw, y);
   Sums<T> sums{};
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      sums += double(grad[i]) * double(y[i]);
-    } else {
-      sums.x += grad[i] * y[i];
-      sums.y += y[i];
-    }
-  }
+  for (int i = 0; i < kVector<T>; ++i) add_to<T>(sums, grad[i], y[i]);
   return sums;
 }
 
@@ -102,57 +105,87 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   }
 }
 
-// Long rows, in blocks that stay. All three tensors stand in their 16-byte vectors alike.
-template <class T, int kHeld>
-__global__ void __launch_bounds__(kMostThreads, 1) softmax_backward_staying(const SoftmaxBackward a) {
-  extern __shared__ uint4 ring[];
-  __shared__ Sums<T> shared[2 * kMaxStates];
-  Group<Sums<T>> group(shared, a.cluster);
-  constexpr int kSize = kVector<T>;
+// Short rows that do not keep to 16-byte steps.
+template <class T>
+__global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const SoftmaxBackward a) {
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t arrived;
+  Group<Sums<T>, true> group(nullptr, 1);
   const int n = int(a.n);
-  const int threads = group.threads;
-  const int step = threads * kSize;
-  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
-  const int64_t row_step = gridDim.x / a.cluster;
-  const T* const grad_out = static_cast<const T*>(a.grad_out);
-  const T* const y = static_cast<const T*>(a.y);
-  const auto fetch = [&](int64_t row, int stage) {
-    if (row < a.rows) {
-      uint4* const slots = ring + stage * 2 * kHeld * threads + group.lane;
-      const int start = place - elements_into_vector(grad_out + row * a.n);
-      fetch_vectors<T, kHeld>(slots, threads, grad_out + row * a.n, start, step, n);
-      fetch_vectors<T, kHeld>(slots + kHeld * threads, threads, y + row * a.n, start, step, n);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
-  int stage = 0;
-  for (int64_t row = group.first; row < a.rows; row += row_step) {
-    const int start = place - elements_into_vector(grad_out + row * a.n);
-    wait_for_oldest(a.stages);
-    const uint4* const slots = ring + stage * 2 * kHeld * threads + group.lane;
-    uint4 grad_raw[kHeld], y_raw[kHeld];
-    take_vectors<T, kHeld>(slots, threads, start, step, n, grad_raw);
-    take_vectors<T, kHeld>(slots + kHeld * threads, threads, start, step, n, y_raw);
+  const int64_t first = int64_t(blockIdx.x) * a.part;
+  const int rows = int(min(a.rows - first, int64_t(a.part)));
+  const Tile<T> grad_tile(ring, rows, n);
+  const Tile<T> y_tile(ring + (a.part * n + kVector<T> - 1) / kVector<T>, rows, n);
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 2), publish_barriers();
+  grad_tile.fetch(static_cast<const T*>(a.grad_out) + first * n, &arrived);
+  y_tile.fetch(static_cast<const T*>(a.y) + first * n, &arrived);
+  __syncthreads();
+  barrier_wait(&arrived, 0);
+#pragma unroll 1
+  for (int at = threadIdx.y; at < a.part; at += blockDim.y) {
+    T* const grad_out = grad_tile.shared + at * n;
+    const T* const y = y_tile.shared + at * n;
+    const int inside = at < rows ? n : 0;
     Sums<T> sums{};
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
-    fetch(row + a.stages * row_step, stage);  // the slots have been read: their values are in the sums
-    stage = stage + 1 < a.stages ? stage + 1 : 0;
-    const float mean = mean_of(sum_over_row(sums, group));
-    T* const grad_x = static_cast<T*>(a.grad_x) + row * a.n;
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      float result[kSize];
-      gradient<T>(grad_raw[k], y_raw[k], mean, a.scale, result);
-      store_vector<T, false>(grad_x, start + k * step, n, true, result);
+#pragma unroll 4
+    for (int i = group.lane; i < inside; i += group.threads) {
+      add_to<T>(sums, to_float(grad_out[i]), to_float(y[i]));
+    }
+    const float mean = mean_of(group.warp_sum(sums));
+#pragma unroll 4
+    for (int i = group.lane; i < inside; i += group.threads) {
+      grad_out[i] = from_float<T>(a.scale * to_float(y[i]) * (to_float(grad_out[i]) - mean));
     }
   }
-  wait_for_all();
-  group.leave();
+  show_to_copies();
+  __syncthreads();
+  grad_tile.send(static_cast<T*>(a.grad_x) + first * n);
 }
 
-constexpr int kPiece = 4;  // vectors of each row a thread of the streamed kernel has in flight
+// Long rows; all three tensors stand in their 16-byte vectors alike.
+template <class T>
+__global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(const SoftmaxBackward a) {
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ __align__(16) WaitingRoom<Sums<T>> room;
+  Seat<Sums<T>> seat(room, a.cluster, 2);
+  const int place = seat.rank * seat.warps + seat.warp;
+  const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, place, a.part);
+  const Part<T> y_part(a.y, seat.row, a.rows, a.n, place, a.part);
+  uint4* const slots = ring + seat.warp * 2 * a.part;
+  uint4* const y_slots = slots + a.part;
+  if (seat.lane == 0) {
+    grad_part.fetch(slots, room.arrived[seat.warp]);
+    y_part.fetch(y_slots, room.arrived[seat.warp]);
+  }
+  Sums<T> mine{};
+#pragma unroll 1
+  for (int piece = 0; piece < grad_part.pieces(); ++piece) {
+    barrier_wait(&room.arrived[seat.warp][piece], 0);
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      mine = plus(mine, sums_of<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0)));
+    }
+  }
+  const Sums<T>* const states = seat.meet(sum_over_warp(mine));
+  Sums<T> whole{};
+#pragma unroll 1
+  for (int i = seat.lane; i < seat.count(); i += kWarp) whole = plus(whole, states[i]);
+  const float mean = mean_of(sum_over_warp(whole));
+  T* const grad_x = static_cast<T*>(a.grad_x) + seat.row * a.n;
+#pragma unroll 1
+  for (int piece = 0; piece < grad_part.pieces(); ++piece) {
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      float result[kVector<T>];
+      gradient<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0), mean, a.scale, result);
+      grad_part.put(grad_x, slots, slot, result);
+    }
+    grad_part.send(grad_x, slots, piece);
+  }
+  if (seat.lane == 0) wait_for_copies_out();
+}
 
 template <class T>
 __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBackward a) {
@@ -192,24 +225,45 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 
 // ---- launcher ----
 
-// Four vectors of each row are 32 registers; a block that stays has a multiprocessor to itself, and twice the
-// registers.
+// Four vectors of each row are 32 registers.
 constexpr int kMostHeld = 4;
 
 template <class T>
 auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
   constexpr int kMost = kMostHeld;
   if (plan.streamed) return softmax_backward_streamed<T>;
-  if (plan.stages > 0) {
-    if (plan.held == kMost) return softmax_backward_staying<T, kMost>;
-    return plan.held == 2 * kMost ? softmax_backward_staying<T, 2 * kMost> : nullptr;
-  }
+  if (plan.stages > 0) return nullptr;
   if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
   if (!plan.one_warp) return plan.held == kMost ? softmax_backward_rows<T, kMost, true, false> : nullptr;
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
   return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
+}
+
+// Short rows at odd addresses; false for others.
+template <class T>
+bool run_tiled(SoftmaxBackward a, const Device& device, void* stream, int& error) {
+  const int offsets = offset_in_vector(a.grad_out) + offset_in_vector(a.y) + offset_in_vector(a.grad_x);
+  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 2, device);
+  if (plan.threads == 0) return false;
+  a.part = plan.rows;
+  error = launch_tiles(softmax_backward_tiled<T>, a, plan, device, stream);
+  return true;
+}
+
+constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
+
+// Long rows; false if the row fits no cluster.
+template <class T>
+bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
+  if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
+  const Waiting plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  if (plan.threads == 0) return false;
+  a.cluster = plan.cluster, a.part = plan.part;
+  bool fits = false;
+  error = launch_waiting(softmax_backward_waiting<T>, a, plan, a.rows, device, stream, fits);
+  return fits || error;
 }
 
 template <class T>
@@ -219,15 +273,15 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
+  if (!row_overrides[FUSELINE_SOFTMAX_BACKWARD].given) {
+    int error = 0;
+    if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, aligned, device, stream, error)) return error;
+  }
   const RowPlan plan =
-      plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, alike, kMostHeld, device);
+      plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, false, kMostHeld, device);
   a.cluster = plan.cluster;
   const auto kernel = plan.fits ? kernel_for<T>(plan, aligned) : nullptr;
   if (!kernel) return FUSELINE_UNSUPPORTED;
-  if (plan.stages > 0 && !plan.streamed) {
-    const int shared = 2 * kMaxStates * int(sizeof(Sums<T>));
-    return launch_staying(kernel, a, plan, device, 2 * plan.held, shared, a.rows, stream);
-  }
   return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
 }
 

@@ -6,13 +6,13 @@
 // Threads: a row belongs to a group (group.cuh) of 1 to 32 threads, of a block, or of a cluster, and stays in
 // registers as fp32: kHeld 16-byte vectors a thread, those of neighbouring threads side by side. Each warp takes its
 // own maximum and its sum of exponentials against that; the warps then meet once, and each scales its exponentials
-// to the maximum of the row. Long rows come through a ring in shared memory to blocks that stay (staying.cuh). Rows
-// longer than a cluster can hold are read twice (the second time from L2 if it has them).
+// to the maximum of the row. Long rows wait in shared memory until they have met (waiting.cuh), and short ones at odd
+// addresses pass through it (tiled.cuh). What fits neither is read twice (the second time from L2 if it has it).
 
 #include "device/launch.cuh"
 #include "device/max_sum.cuh"
-#include "device/staying.cuh"
-#include "device/waiting.cuh"
+#include "device/powers.cuh"
+#include "device/tiled.cuh"
 
 namespace fuseline {
 namespace {
@@ -30,7 +30,7 @@ struct SoftmaxForward {
   bool y_vectors;     // y stands in its 16-byte vectors as x does
   bool mask_vectors;  // the mask can be read a vector of x at a time
   int cluster;
-  int stages;
+  int part;           // slots of a warp's part of a row that waits, or rows of a tile
 };
 
 // Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
@@ -180,129 +180,91 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   }
 }
 
-// Long rows without a mask, in blocks that stay.
-template <class T, int kHeld>
-__global__ void __launch_bounds__(kMostThreads, 1) softmax_forward_staying(const SoftmaxForward a) {
-  extern __shared__ uint4 ring[];
-  __shared__ MaxSum<T> shared[2 * kMaxStates];
-  Group<MaxSum<T>> group(shared, a.cluster);
-  constexpr int kSize = kVector<T>;
+// Short rows without a mask that do not keep to 16-byte steps.
+template <class T, int kEach>
+__global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softmax_forward_tiled(const SoftmaxForward a) {
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t arrived;
+  Group<MaxSum<T>, true> group(nullptr, 1);
   const int n = int(a.n);
-  const int threads = group.threads;
-  const int step = threads * kSize;
-  const int place = (group.rank * kHeld * threads + group.lane) * kSize;
-  const int64_t row_step = gridDim.x / a.cluster;
-  const auto row_at = [&](int64_t row) { return static_cast<const T*>(a.x) + row * a.n; };
-  const auto fetch = [&](int64_t row, int stage) {
-    if (row < a.rows) {
-      const T* x = row_at(row);
-      uint4* const slots = ring + stage * kHeld * threads + group.lane;
-      fetch_vectors<T, kHeld>(slots, threads, x, place - elements_into_vector(x), step, n);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < a.stages; ++stage) fetch(group.first + stage * row_step, stage);
-  int stage = 0;
-  for (int64_t row = group.first; row < a.rows; row += row_step) {
-    int start = place - elements_into_vector(row_at(row));
-    wait_for_oldest(a.stages);
-    uint4 raw[kHeld];
-    take_vectors<T, kHeld>(ring + stage * kHeld * threads + group.lane, threads, start, step, n, raw);
-    float score[kHeld][kSize];
+  const int64_t first = int64_t(blockIdx.x) * a.part;
+  const int rows = int(min(a.rows - first, int64_t(a.part)));
+  const Tile<T> tile(ring, rows, n);
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
+  __syncthreads();
+  barrier_wait(&arrived, 0);
+#pragma unroll 1
+  for (int at = threadIdx.y; at < a.part; at += blockDim.y) {
+    T* const row = tile.shared + at * n;
+    const int inside = at < rows ? n : 0;
+    float score[kEach];
     float max = -kInfinity;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      unpack<T>(raw[k], score[k]);
-      const bool whole = start + k * step >= 0 && start + k * step + kSize <= n;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const int j = start + k * step + i;
-        score[k][i] = whole || (j >= 0 && j < n) ? score[k][i] * a.scale : -kInfinity;
-        max = fmaxf(max, score[k][i]);
-      }
+    for (int k = 0; k < kEach; ++k) {
+      const int i = group.lane + k * group.threads;
+      score[k] = i < inside ? to_float(row[i]) * a.scale : -kInfinity;
+      max = fmaxf(max, score[k]);
     }
-    fetch(row + a.stages * row_step, stage);  // the slots have been read: their values are in the maximum
-    stage = stage + 1 < a.stages ? stage + 1 : 0;
-    MaxSum<T> warp{group.warp_max(max), 0.f, 0};
-    const float taken_out = finite(warp.max);
+    const float taken_out = finite(group.warp_max(max));
+    Total<T> sum = 0;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        score[k][i] = exponential<T>(score[k][i] - taken_out);
-        warp.sum += score[k][i];
-      }
+    for (int k = 0; k < kEach; ++k) {
+      score[k] = exponential<T>(score[k] - taken_out);
+      sum += score[k];
     }
-    warp.sum = group.warp_sum(warp.sum);
-    const MaxSum<T> whole = meet<T, false>(warp, group);
-    const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
-    forget(start);
-    T* const y = static_cast<T*>(a.y) + row * a.n;
+    const Share share = divide(1.f, group.warp_sum(sum));
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) score[k][i] = times<T>(score[k][i], share);
-      store_vector<T, false>(y, start + k * step, n, a.y_vectors, score[k]);
+    for (int k = 0; k < kEach; ++k) {
+      const int i = group.lane + k * group.threads;
+      if (i < inside) row[i] = from_float<T>(times<T>(score[k], share));
     }
   }
-  wait_for_all();
-  group.leave();
+  show_to_copies();
+  __syncthreads();
+  tile.send(static_cast<T*>(a.y) + first * n);
 }
 
-// Many long rows without a mask.
+// Long rows without a mask, at a scale above 0.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const SoftmaxForward a) {
-  extern __shared__ uint4 ring[];
-  __shared__ MaxSum<T> shared[2 * kMaxStates];
-  Group<MaxSum<T>> group(shared, a.cluster);
-  constexpr int kSize = kVector<T>;
-  const int n = int(a.n);
-  const int threads = group.threads;
-  const int step = threads * kSize;
-  const int64_t row = group.first;
-  const T* const x = static_cast<const T*>(a.x) + row * a.n;
-  int begin, end;
-  divide_row(x, n, group.rank, a.cluster, group.lane, begin, end);
-  uint4* const slots = ring + group.lane;
-  fetch_row(slots, threads, x, begin, end, step, n);
-  const Row at{0, a.n};
-  MaxSum<T> mine{-kInfinity, 0.f, 0};
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ __align__(16) WaitingRoom<Powers<T>> room;
+  Seat<Powers<T>> seat(room, a.cluster, 1);
+  const Part<T> part(a.x, seat.row, a.rows, a.n, seat.rank * seat.warps + seat.warp, a.part);
+  uint4* const slots = ring + seat.warp * a.part;
+  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
+  const float unit = unit_of<T>(a.scale);
+  Powers<T> mine;
 #pragma unroll 1
-  for (int first = begin, slot = 0; first < end; first += kPiece * step, slot += kPiece * threads) {
+  for (int piece = 0; piece < part.pieces(); ++piece) {
+    barrier_wait(&room.arrived[seat.warp][piece], 0);
     uint4 raw[kPiece];
-    wait_for_piece(slots + slot, threads, first, end, step, raw);
-    float score[kPiece][kSize];
-    float max = mine.max;
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
-      const int from = first + k * step < end ? first + k * step : n;
-      score_vector<T, true>(a, at, raw[k], from, n, score[k]);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
+      raw[k] = part.take(slots, piece * kPieceSlots + k * kWarp + seat.lane, kNothing<T>);
     }
-    mine.sum *= exponential<T>(mine.max - finite(max));
-    mine.max = max;
-#pragma unroll
-    for (int k = 0; k < kPiece; ++k) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) mine.sum += exponential<T>(score[k][i] - finite(max));
-    }
+    mine.take(raw, unit);
   }
-  MaxSum<T> warp{group.warp_max(mine.max), 0.f, 0};
-  warp.sum = group.warp_sum(mine.sum * exponential<T>(mine.max - finite(warp.max)));
-  const MaxSum<T> whole = meet<T, false>(warp, group);
+  const Powers<T> whole = gather(seat.meet(mine.over_warp(unit)), seat.count(), unit);
+  const Top<T> top(whole.max, unit);
   const Share share = divide(1.f, whole.sum);
-  const float taken_out = finite(whole.max);
-  T* const y = static_cast<T*>(a.y) + row * a.n;
-  int slot = 0;
-#pragma unroll 2
-  for (int first = begin; first < end; first += step, slot += threads) {
-    float score[kSize];
-    score_vector<T, true>(a, at, slots[slot], first, n, score);
+  T* const y = static_cast<T*>(a.y) + seat.row * a.n;
+#pragma unroll 1
+  for (int piece = 0; piece < part.pieces(); ++piece) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) score[i] = times<T>(exponential<T>(score[i] - taken_out), share);
-    store_vector<T, false>(y, first, n, a.y_vectors, score);
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      float value[kVector<T>];
+      unpack<T>(part.take(slots, slot, kNothing<T>), value);
+      top.raise(value, unit);
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) value[i] = times<T>(value[i], share);
+      part.put(y, slots, slot, value);
+    }
+    part.send(y, slots, piece);
   }
+  if (seat.lane == 0) wait_for_copies_out();
 }
 
 template <class T>
@@ -358,8 +320,7 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 
 // ---- launcher ----
 
-// 32 values a thread (held = 32 / kVector) leave room for 1024 threads a multiprocessor; a block that stays has a
-// multiprocessor to itself, and twice the registers.
+// 32 values a thread (held = 32 / kVector) leave room for 1024 threads a multiprocessor.
 template <class T>
 constexpr int kMostHeld = 32 / kVector<T>;
 
@@ -367,38 +328,40 @@ template <class T>
 auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   constexpr int kMost = kMostHeld<T>;
   if (plan.streamed) return softmax_forward_streamed<T>;
-  if (plan.stages > 0) {
-    if (plan.held == kMost) return softmax_forward_staying<T, kMost>;
-    return plan.held == 2 * kMost ? softmax_forward_staying<T, 2 * kMost> : nullptr;
-  }
+  if (plan.stages > 0) return nullptr;
   if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
   if (!plan.one_warp) return plan.held == kMost ? softmax_forward_rows<T, kMost, true, false> : nullptr;
   if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
-  return plan.held == kMost / 4 ? softmax_forward_rows<T, kMost / 4, true, true> : nullptr;
+  if (plan.held == kMost / 4) return softmax_forward_rows<T, kMost / 4, true, true>;
+  return plan.held == 1 ? softmax_forward_rows<T, 1, true, true> : nullptr;
+}
+
+// Short rows at odd addresses; false for others.
+template <class T>
+bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error) {
+  const Tiling plan = plan_tiles<T>(a.rows, a.n, offset_in_vector(a.x) + offset_in_vector(a.y), 1, device);
+  if (plan.threads == 0) return false;
+  a.part = plan.rows;
+  const bool few = a.n <= kWarp * kFewTiled;
+  const auto kernel = few ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>;
+  error = launch_tiles(kernel, a, plan, device, stream);
+  return true;
 }
 
 constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
 
-// Many long rows of 16-bit dtypes; false if the row fits no cluster, or blocks that stay do better.
+// Long rows; false if the row fits no cluster.
 template <class T>
-bool run_waiting(SoftmaxForward a, const Device& device, void* stream, int& error) {
-  if constexpr (sizeof(T) == 2) {
-    if (row_overrides[FUSELINE_SOFTMAX_FORWARD].given) return false;
-    if (a.n <= kLongRow || a.rows < 2 * device.processors) return false;
-    const Waiting plan = plan_waiting<T>(a.n, 2 * kMaxStates * sizeof(MaxSum<T>), device);
-    if (plan.threads == 0) return false;
-    a.cluster = plan.cluster;
-    int count = 0;
-    error = int(resident_clusters(softmax_forward_waiting<T>, device, plan.threads, plan.bytes, plan.cluster, count));
-    if (error) return true;
-    if (count == 0) return false;
-    error = launch(softmax_forward_waiting<T>, a, a.rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster,
-                   stream);
-    return true;
-  }
-  return false;
+bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* stream, int& error) {
+  if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
+  const Waiting plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  if (plan.threads == 0) return false;
+  a.cluster = plan.cluster, a.part = plan.part;
+  bool fits = false;
+  error = launch_waiting(softmax_forward_waiting<T>, a, plan, a.rows, device, stream, fits);
+  return fits || error;
 }
 
 template <class T>
@@ -411,17 +374,15 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
-  int error = 0;
-  if (!masked && run_waiting<T>(a, device, stream, error)) return error;
+  if (!masked && !row_overrides[FUSELINE_SOFTMAX_FORWARD].given) {
+    int error = 0;
+    if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, plain, device, stream, error)) return error;
+  }
   const RowPlan plan =
-      plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, !masked, kMostHeld<T>, device);
+      plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, false, kMostHeld<T>, device);
   a.cluster = plan.cluster;
   const auto kernel = plan.fits ? kernel_for<T>(plan, plain) : nullptr;
   if (!kernel) return FUSELINE_UNSUPPORTED;
-  if (plan.stages > 0 && !plan.streamed) {
-    const int shared = 2 * kMaxStates * int(sizeof(MaxSum<T>));
-    return launch_staying(kernel, a, plan, device, plan.held, shared, a.rows, stream);
-  }
   return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
 }
 

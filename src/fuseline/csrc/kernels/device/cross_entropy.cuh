@@ -26,7 +26,7 @@ struct CrossEntropy {
   bool one_grad_out;         // for all rows
   bool grad_vectors;         // grad stands in its 16-byte vectors as logits do
   int cluster;
-  int stages;
+  int part;                  // slots of a warp's part of a row that waits
 };
 
 // What a row's gradient is made of: factor * e^(z - shift) - smooth * weight, less `main` at the target.

@@ -1,82 +1,251 @@
-// Rows that wait in shared memory until their threads have met, with blocks that end with them.
+// Rows that wait in shared memory until their threads have met, with blocks that end with them (sm_90).
 //
-// Each thread copies exactly the vectors that it will read, all at once, and takes them piece by piece as they arrive.
-// Two blocks and more share a multiprocessor if their rows let them: one computes while another's row is on its way.
+// Each warp has a part of the row, neighbouring vectors, and one of its lanes sends for them in bulk copies, a piece
+// each: the warp takes pieces as they arrive, and needs no other warp until the row meets. What it writes then takes
+// the place of what it read, and leaves in bulk copies, too. Two blocks and more share a multiprocessor if their rows
+// let them: one computes while another's row is on its way.
 #pragma once
 
 #include "launch.cuh"
-#include "ring.cuh"
-#include "staying.cuh"
+#include "meeting.cuh"
 
 namespace fuseline {
 
-constexpr int kPiece = 4;   // vectors a thread takes at a time
-constexpr int kPieces = 8;  // of them that a thread has in shared memory at most
+constexpr int kPiece = 4;                    // vectors of a piece that a thread takes
+constexpr int kPieceSlots = kPiece * kWarp;  // of a warp
+constexpr int kPieces = 8;                   // of a warp's part, at most
+constexpr int kPartSlots = kPieces * kPieceSlots;
 
-// How many threads of how many blocks share a row, 0 if none can hold it, and the bytes of each block's part.
+// Bytes (a multiple of 16, between multiples of 16) from HBM to shared memory; `barrier` counts them.
+__device__ __forceinline__ void copy_in(void* shared, const void* global, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void copy_out(void* global, const void* shared, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// What was stored to shared memory may be copied out.
+__device__ __forceinline__ void show_to_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// What this thread copies out has been read: its shared memory may go.
+__device__ __forceinline__ void wait_for_copies_out() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
+// `fill` (a word of it) in the place of elements outside 0 .. n.
+template <class T>
+__device__ __forceinline__ void blank(uint4& raw, int first, int n, uint32_t fill) {
+  uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) {
+    if (first + i < 0 || first + i >= n) {
+      const uint32_t element = sizeof(T) == 4 ? ~0u : 0xffffu << (16 * (i % 2));
+      uint32_t& word = words[i * int(sizeof(T)) / 4];
+      word = (word & ~element) | (fill & element);
+    }
+  }
+  raw = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+template <class Value>
+__device__ __forceinline__ Value sum_over_warp(Value value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value = plus(value, from_lane(value, step));
+  return value;
+}
+
+// Where the warps of a row meet, and the barriers at which their pieces arrive.
+template <class State>
+struct WaitingRoom {
+  State states[kMaxStates];
+  uint64_t met;
+  uint64_t arrived[kMostThreads / kWarp][kPieces];
+};
+
+// A thread's place, and the meeting of its row.
+template <class State>
+struct Seat {
+  WaitingRoom<State>& room;
+  int blocks, rank;  // of the row, and of these
+  int lane, warp, warps;
+  int64_t row;
+
+  // `copies` of each piece arrive.
+  __device__ __forceinline__ Seat(WaitingRoom<State>& in, int cluster, int copies)
+      : room(in),
+        blocks(cluster),
+        rank(int(blockIdx.x) & (cluster - 1)),
+        lane(int(threadIdx.x) % kWarp),
+        warp(int(threadIdx.x) / kWarp),
+        warps(int(blockDim.x) / kWarp),
+        row(int(blockIdx.x) / cluster) {
+    if (lane < kPieces) barrier_init(&room.arrived[warp][lane], copies);
+    if (threadIdx.x == 0) barrier_init(&room.met, blocks == 1 ? warps : 1);
+    publish_barriers();
+    if (blocks > 1) {
+      cluster_arrive_relaxed();
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ int count() const { return blocks * warps; }
+
+  // The states of all warps of the row, from that of each.
+  __device__ __forceinline__ const State* meet(const State& mine) {
+    const int place = rank * warps + warp;
+    if (blocks == 1) {
+      if (lane == 0) {
+        room.states[place] = mine;
+        barrier_arrive(&room.met);
+      }
+    } else {
+      cluster_wait();  // the others' barriers are there
+      if (threadIdx.x == 0) barrier_expect(&room.met, count() * int(sizeof(State)));
+      if (lane < blocks) send_in_cluster(&room.states[place], &room.met, lane, mine);
+    }
+    barrier_wait(&room.met, 0);
+    return room.states;
+  }
+};
+
+// A warp's part of a row of a tensor [rows, n].
+template <class T>
+struct Part {
+  const T* at;  // the row
+  int n, head;  // its elements, and how many are before it in its first vector
+  int first;    // vector of the row
+  int count;    // vectors
+  bool opens, ends;  // the tensor has nothing before its first vector, or behind its last
+
+  __device__ __forceinline__ Part(const void* tensor, int64_t row, int64_t rows, int64_t width, int place, int most)
+      : at(static_cast<const T*>(tensor) + row * width), n(int(width)), head(elements_into_vector(at)) {
+    const int vectors = (n + head + kVector<T> - 1) / kVector<T>;
+    first = place * most;
+    count = min(max(vectors - first, 0), most);
+    opens = row == 0 && head > 0 && first == 0 && count > 0;
+    ends = row == rows - 1 && count > 0 && element(count) > n;
+  }
+
+  // The element that its vector number `slot` begins with.
+  __device__ __forceinline__ int element(int slot) const { return (first + slot) * kVector<T> - head; }
+  __device__ __forceinline__ int pieces() const { return (count + kPieceSlots - 1) / kPieceSlots; }
+
+  // Sends for its pieces; one lane calls. Of the vectors at the ends of the row the elements of its neighbours come
+  // along, but nothing from outside the tensor.
+  __device__ __forceinline__ void fetch(uint4* slots, uint64_t* arrived) const {
+    if (opens) slots[0] = load_vector<T, false>(at, element(0), n, false);
+    if (ends) slots[count - 1] = load_vector<T, false>(at, element(count - 1), n, false);
+#pragma unroll 1
+    for (int piece = 0; piece < pieces(); ++piece) {
+      const int from = max(piece * kPieceSlots, int(opens));
+      const int to = min((piece + 1) * kPieceSlots, count - int(ends));
+      const int bytes = max(to - from, 0) * 16;
+      barrier_expect(&arrived[piece], bytes);
+      if (bytes > 0) copy_in(slots + from, at + element(from), bytes, &arrived[piece]);
+    }
+  }
+
+  // Vector number `slot`, `fill` outside the row, or outside its first `limit` elements.
+  __device__ __forceinline__ uint4 take(const uint4* slots, int slot, uint32_t fill, int limit) const {
+    uint4 raw = slot < count ? slots[slot] : make_uint4(fill, fill, fill, fill);
+    const int from = element(slot);
+    if (from < 0 || from + kVector<T> > limit) blank<T>(raw, from, limit, fill);
+    return raw;
+  }
+  __device__ __forceinline__ uint4 take(const uint4* slots, int slot, uint32_t fill) const {
+    return take(slots, slot, fill, n);
+  }
+
+  // Writes a vector to the row `to`, which stands as this one does: into its slot, to be sent, or by elements.
+  __device__ __forceinline__ void put(T* to, uint4* slots, int slot, const float (&values)[kVector<T>]) const {
+    const int from = element(slot);
+    if (slot >= count) return;
+    if (from >= 0 && from + kVector<T> <= n) {
+      slots[slot] = pack<T>(values);
+    } else {
+      store_vector<T, false>(to, from, n, true, values);
+    }
+  }
+
+  // Sends a piece that all lanes have put.
+  __device__ __forceinline__ void send(T* to, const uint4* slots, int piece) const {
+    show_to_copies();
+    __syncwarp();
+    if (threadIdx.x % kWarp > 0) return;
+    int from = piece * kPieceSlots, behind = min(from + kPieceSlots, count);
+    if (element(from) < 0) ++from;
+    if (element(behind) > n) --behind;
+    if (behind > from) copy_out(to + element(from), slots + from, (behind - from) * 16);
+  }
+};
+
+// How many threads of how many blocks share a row, 0 if none can hold it; slots of a warp's part, of each tensor.
 struct Waiting {
-  int cluster, threads;
+  int cluster, threads, part;
   size_t bytes;
 };
 
-// `shared` is what a block has beside its row.
+// For rows of n elements of `tensors` tensors; `room` is what a block has beside them.
 template <class T>
-Waiting plan_waiting(int64_t width, size_t shared, const Device& device) {
-  const int64_t beside = int64_t(shared) + 1024;  // the system's part
-  const int64_t vectors = divide_up(width + kVector<T> - 1, kVector<T>);
-  Waiting plan{1, 0, 0};
-  const auto blocks_for = [&] {
-    plan.bytes = size_t(divide_up(vectors, plan.cluster)) * 16;
-    if (int64_t(plan.bytes) > device.shared_a_block - beside) return int64_t(0);
-    return device.shared_a_processor / (int64_t(plan.bytes) + beside);
-  };
-  while (device.clusters && plan.cluster < kMaxCluster && blocks_for() < 2) plan.cluster *= 2;
-  const int64_t blocks = std::min<int64_t>(blocks_for(), 8);
+Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t room, const Device& device) {
+  Waiting plan{1, 0, 0, 0};
+  if (!device.clusters) return plan;
+  const int64_t beside = int64_t(room) + 1024;  // the system's part
+  const int64_t vectors = aligned ? n / kVector<T> : divide_up(n + kVector<T> - 1, kVector<T>);
+  int64_t blocks = 0;  // of a multiprocessor
+  for (;; plan.cluster *= 2) {
+    const int64_t bytes = divide_up(vectors, plan.cluster) * 16 * tensors + 4096;
+    blocks = bytes > device.shared_a_block - int64_t(room) ? 0 : device.shared_a_processor / (bytes + beside);
+    if (blocks >= 2 || plan.cluster == kMaxCluster) break;
+  }
+  // Few rows have more blocks each.
+  while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
+         vectors / plan.cluster >= 4 * kPieceSlots) {
+    plan.cluster *= 2;
+  }
   if (blocks == 0) return plan;
   const int64_t each = divide_up(vectors, plan.cluster);
-  plan.threads = int(std::min<int64_t>(kMostThreads, 1024 / blocks / kWarp * kWarp));
-  plan.threads = int(std::min<int64_t>(plan.threads, std::max<int64_t>(2 * kWarp, divide_up(each, kWarp) * kWarp)));
-  if (each > int64_t(plan.threads) * kPiece * kPieces) plan.threads = 0;
+  const int64_t most = std::min<int64_t>(kMostThreads, 1024 / std::min<int64_t>(blocks, 8)) / kWarp;
+  const int64_t warps = std::max<int64_t>(2, std::min(most, divide_up(each, kPieceSlots)));
+  plan.part = int(divide_up(divide_up(vectors, plan.cluster * warps), 8) * 8);
+  plan.bytes = size_t(plan.part * warps * tensors * 16);
+  if (plan.part <= kPartSlots) plan.threads = int(warps * kWarp);
   return plan;
 }
 
-// The part of block `rank` of a row of n elements, neighbouring vectors: the first of this thread, and the end of all.
-template <class T>
-__device__ __forceinline__ void divide_row(const T* row, int n, int rank, int blocks, int lane, int& begin, int& end) {
-  constexpr int kSize = kVector<T>;
-  const int head = elements_into_vector(row);
-  const int each = ((n + head + kSize - 1) / kSize + blocks - 1) / blocks;
-  begin = (rank * each + lane) * kSize - head;
-  end = min((rank + 1) * each * kSize - head, n);
-}
-
-template <class T>
-__device__ __forceinline__ void fetch_row(uint4* slots, int threads, const T* row, int begin, int end, int step,
-                                          int n) {
-#pragma unroll 1
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int first = begin + piece * kPiece * step;
-    if (first < end) {
-#pragma unroll
-      for (int k = 0; k < kPiece; ++k) {
-        const int from = first + k * step;
-        if (from < end) fetch_vectors<T, 1>(slots + (piece * kPiece + k) * threads, 0, row, from, 0, n);
-      }
-    }
-    commit_copies();
-  }
-}
-
-// The next piece, once it has arrived: with one more group of copies each time, an empty one, it has when all but the
-// last kPieces groups have.
-__device__ __forceinline__ void wait_for_piece(const uint4* slots, int threads, int first, int end, int step,
-                                               uint4 (&raw)[kPiece]) {
-  commit_copies();
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPieces) : "memory");
-#pragma unroll
-  for (int k = 0; k < kPiece; ++k) {
-    raw[k] = first + k * step < end ? slots[k * threads] : make_uint4(0, 0, 0, 0);
-  }
+template <class Arguments>
+int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting& plan, int64_t rows,
+                   const Device& device, void* stream, bool& fits) {
+  int count = 0;
+  const int error = int(resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count));
+  fits = count > 0;
+  if (error || !fits) return error;
+  return launch(kernel, a, rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream);
 }
 
 }  // namespace fuseline
