@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,34 @@ from fuseline.ops import Case, Op, registered
 from fuseline.ops.op import outputs
 
 MOST_ELEMENTS = 120_000  # the instrumented kernels are hundreds of times slower
+
+# The 16-bit kernels of cuBLAS make racecheck itself fail, with a hardware exception. What is ours around such
+# products belongs to other ops, and runs there in every dtype.
+DTYPES = {"linear_cross_entropy": (torch.float32,)}
+
+# What the ops' own cases of that size do not reach: rows that wait in shared memory, alone and in clusters,
+# aligned and not; tiles of short rows at odd addresses; losses in passing.
+SUM = {"reduction": "sum", "ignored": 0.0}
+BEYOND: dict[str, tuple[Case, ...]] = {
+    "softmax": (
+        Case("rows that wait", (3, 20000)),
+        Case("rows that wait in odd clusters", (2, 70001)),
+        Case("a row that waits in eight blocks", (1, 140000)),
+        Case("rows that wait at odd addresses", (9, 1025)),
+        Case("tiles of rows of 31", (21, 31)),
+        Case("tiles of rows of 1023", (9, 1023)),
+    ),
+    "cross_entropy": (
+        Case("rows that wait", (3, 20000), {**SUM, "grad_in_forward": True}),
+        Case("rows that wait in odd clusters", (2, 70001), {**SUM, "grad_in_forward": True}),
+        Case(
+            "a row that waits, capped and smoothed",
+            (1, 40000),
+            {**SUM, "soft_cap": 5.0, "label_smoothing": 0.1},
+        ),
+        Case("rows that pass", (270, 1100), SUM),
+    ),
+}
 
 
 def off_by_one(x: torch.Tensor) -> torch.Tensor:
@@ -43,13 +72,18 @@ def run(op: Op, case: Case, dtype: torch.dtype, shifted: bool) -> None:
         )
 
 
-def run_cases(op: Op, *, announce: bool) -> None:
-    """Raises what a case raises, with a note of which it is."""
+def cases(op: Op) -> Iterator[Case]:
     for case in op.cases:
         sizes = op.inputs(case, torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
-        if max(v.numel() for v in sizes.values() if isinstance(v, torch.Tensor)) > MOST_ELEMENTS:
-            continue
-        for dtype in op.dtypes:
+        if max(v.numel() for v in sizes.values() if isinstance(v, torch.Tensor)) <= MOST_ELEMENTS:
+            yield case
+    yield from BEYOND.get(op.name, ())
+
+
+def run_cases(op: Op, *, announce: bool) -> None:
+    """Raises what a case raises, with a note of which it is."""
+    for case in cases(op):
+        for dtype in DTYPES.get(op.name, op.dtypes):
             for shifted in (False, True):
                 what = f"{op.name}, {case.label}, {dtype}{', shifted' if shifted else ''}"
                 if announce:
