@@ -136,9 +136,9 @@ def self_attention_layer(
     check_probability(dropout_p, "self_attention_layer")
     device = x.device.type
     fused = implementation == "fused"
-    if implementation == "auto":
-        fused = device == "cuda" and _is_small(x, qkv_weight, out_weight, D, kv == num_heads)
-        if device == "cuda" and not fused:
+    if device == "cuda" and (implementation == "auto" or (fused and dropout_p > 0)):
+        fused = _is_small(x, qkv_weight, out_weight, D, kv == num_heads)
+        if not fused:
             implementation = "composed"
     if (
         implementation != "composed"
@@ -263,8 +263,10 @@ def _is_small(
     unit = 8 if x.dtype is torch.float32 else 16
     fits = 0 < S <= LONGEST and 0 < head_dim <= WIDEST_HEAD and head_dim % unit == 0
     fits = fits and E % 8 == 0 and out_weight.shape[0] % 8 == 0 and 0 < B * S * E <= MOST_WORK
-    if x.dtype is torch.float32 and S > 64 and head_dim > 64:
-        return False
+    if S > 64 and x.dtype is torch.float32:
+        fits = fits and head_dim <= 64 and torch.backends.cuda.matmul.allow_tf32
+    elif S > 64:
+        fits = fits and head_dim <= 112  # what shared memory holds
     wants_grad = torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad)
     return fits and (own_keys or not wants_grad) and _has_clusters(x.get_device())
 

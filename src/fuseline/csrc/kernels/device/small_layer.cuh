@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../fuseline_small_layer.h"
+#include "elementwise.cuh"
 #include "launch.cuh"
 #include "philox.cuh"
 #include "tile_product.cuh"
@@ -21,15 +22,16 @@ struct SmallLayer {
   int projected;   // columns of qkv: (heads + 2 kv_heads) head_dim
   int heads_each;  // heads that a block has at a time
   int workers;     // blocks of a cluster, which share the heads
+  Divisor by_head_dim, by_group;  // the second: query heads that see the same keys
   bool mask_hides, causal, shared;
 
   // Row of qkv_weight, and column of qkv, of column n of the heads that begin at `head`: theirs of q, of k, of v.
   __device__ __forceinline__ int weight_row(int head, int n) const {
-    const int width = heads_each * head_dim, part = n / width, within = n - part * width;
+    const int width = heads_each * head_dim, part = (n >= width) + (n >= 2 * width), within = n - part * width;
     if (shared) return part * head_dim + within;
-    const int h = head + within / head_dim, d = within % head_dim;
+    const int own = int(by_head_dim.divide(uint32_t(within))), h = head + own, d = within - own * head_dim;
     if (part == 0) return h * head_dim + d;
-    return (heads + (part - 1) * kv_heads + h / (heads / kv_heads)) * head_dim + d;
+    return (heads + (part - 1) * kv_heads + int(by_group.divide(uint32_t(h)))) * head_dim + d;
   }
   // Where row m of qkv begins, for the heads that begin at `head`, so that weight_row is a column of it.
   __device__ __forceinline__ int64_t qkv_row(int64_t m, int head) const {
@@ -56,6 +58,7 @@ SmallLayer<E> small_layer_of(const fuseline_small_layer& layer) {
   a.heads = int(layer.num_heads), a.kv_heads = int(layer.num_kv_heads), a.head_dim = int(layer.head_dim);
   a.out_dim = int(layer.out_dim);
   a.projected = (a.heads + 2 * a.kv_heads) * a.head_dim;
+  a.by_head_dim = Divisor(uint32_t(a.head_dim)), a.by_group = Divisor(uint32_t(a.heads / a.kv_heads));
   a.heads_each = 1, a.workers = 1;
   a.mask_hides = layer.mask_hides != 0, a.causal = layer.causal != 0, a.shared = layer.shared_projection != 0;
   return a;
