@@ -20,6 +20,7 @@ from fuseline.ops.attention.reference import attend
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 # Relative, over a whole tensor: plain PyTorch in the same dtype is 0.3 of it and less away.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2, torch.float64: 1e-10}
+OF_KERNELS = ("long rows", "wide heads", "widest heads", "narrow heads", "heads of 72")
 # FlexAttention compiles for each of these, for ten seconds and more.
 COMPILED = ("causal, more keys", "sinks, window", "trained mask, causal", "shared heads", "soft cap")
 
@@ -133,12 +134,14 @@ def able(backend: str, asked: Problem) -> None:
 def test_computes_what_the_reference_defines(backend: str, feature: str, device: str) -> None:
     if CANDIDATES[backend].compiles and feature not in COMPILED:
         pytest.skip("it compiles for each shape; a few stand for all")
+    if device == "cpu" and feature in OF_KERNELS:
+        pytest.skip("on a CPU its code is that of other sizes")
     if (backend, device) == ("auto", "cuda") and FEATURES[feature].keys() - {"head_dim", "kv_heads"}:
         pytest.skip("torch's own choice is cuDNN, whose backward with a mask is not right (see cudnn.py)")
     dtypes = (torch.float32,) if device == "cpu" else (torch.bfloat16, torch.float32)
     ran = False
     for dtype in dtypes:
-        for direction in ("fwbw", "fw"):
+        for direction in ("fwbw",) if device == "cpu" else ("fwbw", "fw"):
             asked = problem(device, dtype, direction=direction, **FEATURES[feature])
             if asked.mask == "float_grad" and direction == "fw":
                 continue
@@ -259,10 +262,10 @@ def test_takes_gradients_of_any_layout(backend: str, layout: str, device: str) -
             assert away(mine, right) < 2 * TOLERANCE[dtype]
 
 
-SIZES = st.integers(1, 40)
+SIZES = st.integers(1, 24)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     T=SIZES,
     S=SIZES,
