@@ -28,10 +28,12 @@ def draw(op: Op, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> 
 
 
 def to_double(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
+    """In float64, dtypes that are asked for, too."""
+    floating = {
+        n: v.double() for n, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
     }
+    dtypes = {n: torch.float64 for n, v in arguments.items() if isinstance(v, torch.dtype)}
+    return {**arguments, **floating, **dtypes}
 
 
 def differentiable(op: Op, arguments: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ def layer_norm_reference(
 ) -> Pair:
     """The definition in plain PyTorch, for every device."""
     total = added(x, residual)
-    return layer_norm(total, normalized_shape, weight, bias, eps), total
+    return layer_norm(total, normalized_shape, weight, bias, eps, out_dtype=x.dtype), total
 
 
 def add_layer_norm(
@@ -50,10 +50,11 @@ def add_layer_norm(
     """Layer norm of x + residual, and that sum, in one pass each way.
 
     Args:
-        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same.
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or residual
+            float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
 
-    Returns (y, sum), both of x's shape and dtype, contiguous.
+    Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     if _is_native(x):
@@ -70,7 +71,7 @@ def rms_norm_reference(
 ) -> Pair:
     """The definition in plain PyTorch, for every device."""
     total = added(x, residual)
-    return rms_normalized(total, weight, eps, "add_rms_norm"), total
+    return rms_normalized(total, weight, eps, "add_rms_norm", x.dtype), total
 
 
 def add_rms_norm(
@@ -106,6 +107,9 @@ _CASES = (
     Case("rows of 4096", (33, 4096)),
     Case("no affine", (33, 768), {"affine": "none"}),
     Case("float32 affine", (40, 384), {"affine_dtype": torch.float32}),
+    Case("float32 residual", (40, 384), {"wide_residual": True}),
+    Case("float32 residual, odd rows", (31, 31), {"wide_residual": True}),
+    Case("float32 residual, one row of a vocabulary", (1, 50257), {"wide_residual": True}),
     Case("odd rows", (31, 31)),
     Case("one row of a vocabulary", (1, 50257)),
     Case("many rows", (3000, 40)),

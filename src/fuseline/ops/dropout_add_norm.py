@@ -4,9 +4,10 @@
     dropout_add_layer_norm: y = (sum - mean) * rstd * weight + bias
     dropout_add_rms_norm:   y = sum * rstd * weight
 
-Both return (y, sum). x and residual are [..., N], x_bias, weight and bias [N], each of these optional, in x's
-dtype or float32 (all the same). sum is rounded to x's dtype, and it is this sum that is normalized, as
-where the two are separate operations. Dropout is by Philox words of a seed and a position (ops/philox.py):
+Both return (y, sum). x and residual are [..., N], of one dtype, or residual of float32 and x of 16 bits, as where
+autocast leaves the stream of residuals in float32. x_bias, weight and bias are [N], each optional, in x's dtype or
+float32 (all the same). sum has residual's dtype and is rounded to it, y has x's, and it is this sum that is
+normalized, as where the two are separate operations. Dropout is by Philox words of a seed and a position (ops/philox.py):
 the mask is not stored but computed again in the backward. dtypes and statistics are those of `layer_norm`.
 
 One backward gives the gradients of residual, x, x_bias, weight and bias, the gradient of the returned sum
@@ -46,7 +47,7 @@ def added(
         total = total + x_bias.to(wide)
     if p > 0 and seed is not None:
         total = total * multipliers(seed, x.shape, p).to(wide)
-    return (residual.to(wide) + total).to(x.dtype)
+    return (residual.to(wide) + total).to(residual.dtype)
 
 
 def _seed_for(
@@ -79,7 +80,7 @@ def layer_norm_reference(
     """The definition in plain PyTorch, for every device."""
     p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
     total = added(x, residual, x_bias, p, seed)
-    return layer_norm(total, normalized_shape, weight, bias, eps), total
+    return layer_norm(total, normalized_shape, weight, bias, eps, out_dtype=x.dtype), total
 
 
 def dropout_add_layer_norm(
@@ -98,14 +99,15 @@ def dropout_add_layer_norm(
     """Layer norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
 
     Args:
-        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same.
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or residual
+            float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         x_bias: [*normalized_shape] in the dtype of weight and bias, added to x.
         p: probability that an element of x + x_bias is made zero; the others are scaled by 1 / (1 - p).
         training: False for no dropout.
         seed: one int64 on x's device that fixes the mask; None draws one from torch's generator there.
 
-    Returns (y, sum), both of x's shape and dtype, contiguous.
+    Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.
     Raises ValueError or TypeError for shapes, dtypes and probabilities that do not fit.
     """
     p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
@@ -132,7 +134,7 @@ def rms_norm_reference(
     """The definition in plain PyTorch, for every device."""
     p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
     total = added(x, residual, x_bias, p, seed)
-    return rms_normalized(total, weight, eps, "dropout_add_rms_norm"), total
+    return rms_normalized(total, weight, eps, "dropout_add_rms_norm", x.dtype), total
 
 
 def dropout_add_rms_norm(
@@ -165,10 +167,12 @@ def draw_added(
     affine = options.pop("affine", "all")
     affine_dtype = options.pop("affine_dtype", dtype)
     spread = options.pop("spread", 1.0)
+    stream = torch.promote_types(dtype, torch.float32) if options.pop("wide_residual", False) else dtype
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     n = case.shape[-1:]
     arguments: dict[str, Any] = {
-        name: (torch.randn(case.shape, **draw) * spread).to(dtype) for name in ("x", "residual")
+        name: (torch.randn(case.shape, **draw) * spread).to(kind)
+        for name, kind in (("x", dtype), ("residual", stream))
     }
     if centred:
         arguments["normalized_shape"] = n
@@ -225,6 +229,9 @@ _CASES = (
     Case("not training", (33, 384), {"p": 0.3, "training": False, "x_bias": True}),
     Case("no affine", (33, 768), {"affine": "none", "p": 0.2}),
     Case("float32 affine", (40, 384), {"affine_dtype": torch.float32, "p": 0.1, "x_bias": True}),
+    Case("float32 residual", (40, 384), {"wide_residual": True, "p": 0.1, "x_bias": True}),
+    Case("float32 residual and affine", (33, 2056), {"wide_residual": True, "affine_dtype": torch.float32}),
+    Case("float32 residual, odd rows", (31, 31), {"wide_residual": True, "p": 0.25, "x_bias": True}),
     Case("odd rows", (31, 31), {"p": 0.25, "x_bias": True}),
     Case("one row of a vocabulary", (1, 50257), {"p": 0.1}),
     Case("many rows", (3000, 40), {"p": 0.1, "x_bias": True}),

@@ -3,8 +3,8 @@
     y = (x - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
 x is [..., *normalized_shape], weight and bias are [*normalized_shape], each optional. dtypes: float32,
-float16, bfloat16, float64 (on a GPU float64 runs the reference); weight and bias have x's dtype or float32.
-The result has x's dtype. Statistics and sums are kept in float32 (float64 for float64), and the variance is
+float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, or for a float32 x
+16 bits if asked for; weight and bias have the result's dtype or float32. Statistics and sums are kept in float32 (float64 for float64), and the variance is
 taken from distances to the mean, so that it does not cancel. Under autocast the dtype stays that of x,
 unlike torch's layer_norm, which returns float32: the op is bound by memory, and its error is that of one
 rounding.
@@ -31,6 +31,8 @@ def reference(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The definition in plain PyTorch, for every device; rounded once, at the end."""
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
@@ -47,7 +49,7 @@ def reference(
         y = y * weight.to(y.dtype)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype)
+    return y.to(x.dtype if out_dtype is None else out_dtype)
 
 
 def layer_norm(
@@ -56,23 +58,26 @@ def layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.layer_norm` in one pass each way, in x's dtype.
+    """`torch.nn.functional.layer_norm` in one pass each way, in x's dtype unless another is asked for.
 
     Args:
         x: [..., *normalized_shape]; float32, float16, bfloat16 or float64.
         normalized_shape: sizes of the trailing dimensions that share a mean.
-        weight, bias: [*normalized_shape] in x's dtype or float32, each optional.
+        weight, bias: [*normalized_shape] in the result's dtype or float32, each optional.
         eps: added to the variance.
+        out_dtype: of the result: None for x's; float16 or bfloat16 where x is float32.
 
-    Returns x's shape and dtype, contiguous.
+    Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        return torch.ops.fuseline.layer_norm.default(x, shape, weight, bias, eps)
-    return reference(x, normalized_shape, weight, bias, eps)
+        return torch.ops.fuseline.layer_norm.default(x, shape, weight, bias, eps, out_dtype=out_dtype)
+    return reference(x, normalized_shape, weight, bias, eps, out_dtype=out_dtype)
 
 
 def _inputs(
@@ -83,9 +88,13 @@ def _inputs(
     affine_dtype = options.pop("affine_dtype", dtype)
     offset, spread = options.pop("offset", 0.0), options.pop("spread", 1.0)
     shape = options.pop("normalized_shape", case.shape[-1:])
+    x_dtype = dtype
+    if options.pop("narrowed", False):  # from float32 to the dtype
+        x_dtype = torch.promote_types(dtype, torch.float32)
+        options["out_dtype"] = dtype
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     arguments = {
-        "x": (torch.randn(case.shape, **draw) * spread + offset).to(dtype),
+        "x": (torch.randn(case.shape, **draw) * spread + offset).to(x_dtype),
         "normalized_shape": shape,
     }
     if affine in ("both", "weight"):
@@ -121,6 +130,10 @@ LAYER_NORM = register(
             Case("no bias", (33, 384), {"affine": "weight"}),
             Case("no weight", (33, 384), {"affine": "bias"}),
             Case("float32 affine", (40, 384), {"affine_dtype": torch.float32}),
+            Case("narrowed", (40, 384), {"narrowed": True}),
+            Case("narrowed, float32 affine", (40, 2056), {"narrowed": True, "affine_dtype": torch.float32}),
+            Case("narrowed odd rows", (31, 31), {"narrowed": True}),
+            Case("narrowed, one row of a vocabulary", (1, 50257), {"narrowed": True}),
             Case("one element a row", (5, 1)),
             Case("seven a row", (3, 7)),
             Case("odd rows", (31, 31)),

@@ -3,8 +3,9 @@
     y = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + eps)
 
 x is [..., *weight.shape], or without weight [..., N] and normalized over N. dtypes: float32, float16,
-bfloat16, float64 (on a GPU float64 runs the reference); weight has x's dtype or float32. The result has x's
-dtype, under autocast too; sums are kept in float32 (float64 for float64).
+bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, under autocast too, or for a
+float32 x 16 bits if asked for; weight has the result's dtype or float32. Sums are kept in float32 (float64 for
+float64).
 
 Not twice differentiable. Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 """
@@ -21,7 +22,13 @@ from fuseline.errors import InputError
 from fuseline.ops.op import Case, Op, register
 
 
-def normalized(x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, op: str) -> torch.Tensor:
+def normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    op: str,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """The definition over x; what `op` is called with, in its errors."""
     shape = list(x.shape[-1:] if weight is None else weight.shape)
     if not shape or list(x.shape[-len(shape) :]) != shape:
@@ -32,29 +39,43 @@ def normalized(x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, 
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = wide.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
     y = wide * torch.rsqrt(squares + (torch.finfo(x.dtype).eps if eps is None else eps))
-    return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
+    y = y if weight is None else y * weight.to(y.dtype)
+    return y.to(x.dtype if out_dtype is None else out_dtype)
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """The definition in plain PyTorch, for every device; rounded once, at the end."""
-    return normalized(x, weight, eps, "rms_norm")
+    return normalized(x, weight, eps, "rms_norm", out_dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
-    """`torch.nn.functional.rms_norm` in one pass each way, in x's dtype.
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.rms_norm` in one pass each way, in x's dtype unless another is asked for.
 
     Args:
         x: [..., *weight.shape], or [..., N]; float32, float16, bfloat16 or float64.
-        weight: in x's dtype or float32; the dimensions it has are normalized over.
+        weight: in the result's dtype or float32; the dimensions it has are normalized over.
         eps: added to the mean square; None for the eps of x's dtype, as in torch.
+        out_dtype: of the result: None for x's; float16 or bfloat16 where x is float32.
 
-    Returns x's shape and dtype, contiguous.
+    Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
-        return torch.ops.fuseline.rms_norm.default(x, weight, eps)
-    return reference(x, weight, eps)
+        return torch.ops.fuseline.rms_norm.default(x, weight, eps, out_dtype=out_dtype)
+    return reference(x, weight, eps, out_dtype=out_dtype)
 
 
 def _inputs(
@@ -64,8 +85,12 @@ def _inputs(
     affine_dtype = options.pop("affine_dtype", dtype)
     offset, spread = options.pop("offset", 0.0), options.pop("spread", 1.0)
     shape = options.pop("normalized_shape", case.shape[-1:])
+    x_dtype = dtype
+    if options.pop("narrowed", False):  # from float32 to the dtype
+        x_dtype = torch.promote_types(dtype, torch.float32)
+        options["out_dtype"] = dtype
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
-    arguments = {"x": (torch.randn(case.shape, **draw) * spread + offset).to(dtype)}
+    arguments = {"x": (torch.randn(case.shape, **draw) * spread + offset).to(x_dtype)}
     if options.pop("affine", True):
         arguments["weight"] = (1 + 0.5 * torch.randn(shape, **draw)).to(affine_dtype)
     return {**arguments, "eps": 1e-6, **options}
@@ -95,6 +120,9 @@ RMS_NORM = register(
             Case("rows of 4096", (33, 4096)),
             Case("no weight", (33, 768), {"affine": False}),
             Case("float32 weight", (40, 384), {"affine_dtype": torch.float32}),
+            Case("narrowed", (40, 384), {"narrowed": True}),
+            Case("narrowed, float32 weight", (40, 2056), {"narrowed": True, "affine_dtype": torch.float32}),
+            Case("narrowed odd rows", (31, 31), {"narrowed": True}),
             Case("seven a row", (3, 7)),
             Case("odd rows", (31, 31)),
             Case("one row of a vocabulary", (1, 50257)),

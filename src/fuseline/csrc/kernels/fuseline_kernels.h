@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 1
+#define FUSELINE_KERNELS_ABI_VERSION 2
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -67,17 +67,19 @@ FUSELINE_API const char* fuseline_error_string(int code);
 typedef enum { FUSELINE_LAYER_NORM = 0, FUSELINE_RMS_NORM = 1 } fuseline_norm_kind;
 
 /* One norm, forward or backward; begin from zeros and fill in what applies. A pointer that is null is not there, or
- * not wanted. Tensors are [rows, n] of dtype; weight, bias, x_bias and their gradients [n] of weight_dtype, which is
- * dtype or fp32; mean, rstd [rows] fp32.
+ * not wanted. Tensors are [rows, n]: what is normalized, its gradients and grad_sum of dtype, y and grad_y of y_dtype,
+ * which is dtype, or 16 bits where dtype is fp32. weight, bias, x_bias and their gradients are [n] of weight_dtype, which
+ * is y_dtype or fp32; mean, rstd [rows] fp32.
  *
- * With residual, what is normalized is sum = residual + dropout(x + x_bias), rounded to dtype; without, it is x.
+ * With residual, what is normalized is sum = residual + dropout(x + x_bias), rounded to dtype, and x and its gradient
+ * (grad_dropped) are of y_dtype, residual and its gradient (grad_x) of dtype; without, it is x.
  *   layer norm: y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + eps)
  *   RMS norm:   y = sum * rstd * weight + bias,          rstd = 1 / sqrt(mean(sum^2) + eps)  (Zhang, Sennrich 2019)
  * dropout: the probability that an element is made zero, by Philox words of the seed (one int64 on the device):
  * element i of the tensor takes word i % 4 of block i / 4, and is kept where that is at least dropout * 2^32. */
 typedef struct {
   int kind; /* a fuseline_norm_kind */
-  int dtype, weight_dtype;
+  int dtype, y_dtype, weight_dtype;
   int64_t rows, n;
   double eps;
   double dropout;
@@ -90,7 +92,7 @@ typedef struct {
   const void* grad_y;
   const void* grad_sum; /* the gradient of the returned sum: the norm's own is added to it */
   void* grad_x;         /* the gradient of x, or of residual where there is one */
-  void* grad_dropped;   /* the gradient of x behind the dropout; only with dropout */
+  void* grad_dropped;   /* the gradient of x behind the dropout, for where that or dtypes make it another than grad_x */
   void *grad_weight, *grad_bias;
   void* grad_x_bias; /* needs grad_dropped, or without dropout grad_x */
 } fuseline_norm;

@@ -4,10 +4,9 @@
 
 namespace fuseline {
 
-int norm_forward(const NormForward& a, int dtype, const Device& device, void* stream) {
-  return with_dtype(dtype, [&](auto type) {
-    using T = decltype(type);
-    return run_forward<T, T, false>(a, device, stream);
+int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream) {
+  return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
+    return run_forward<decltype(x), decltype(y), false>(a, device, stream);
   });
 }
 

@@ -4,10 +4,17 @@
 namespace fuseline {
 namespace {
 
+// y has the dtype of what is normalized, or 16 bits where that is fp32; weights have y's dtype or fp32.
+bool dtypes_fit(const fuseline_norm& norm, bool weights) {
+  if (!known_dtype(norm.dtype) || !known_dtype(norm.y_dtype)) return false;
+  if (norm.y_dtype != norm.dtype && norm.dtype != FUSELINE_FLOAT32) return false;
+  return !weights || weights_fit(norm.weight_dtype, norm.y_dtype);
+}
+
 int forward(const fuseline_norm& norm, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
-  if (!known_dtype(norm.dtype) || (weights && !weights_fit(norm.weight_dtype, norm.dtype))) return FUSELINE_UNSUPPORTED;
+  if (!dtypes_fit(norm, weights)) return FUSELINE_UNSUPPORTED;
   if (norm.rows == 0 || norm.n == 0) return 0;
   Device device;
   const cudaError_t error = current_device(device);
@@ -19,7 +26,8 @@ int forward(const fuseline_norm& norm, void* stream) {
   a.dropout = dropout_of(norm.seed, norm.dropout);
   a.centred = norm.kind == FUSELINE_LAYER_NORM;
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
-  return norm.residual ? add_norm_forward(a, norm.dtype, device, stream) : norm_forward(a, norm.dtype, device, stream);
+  const auto run = norm.residual ? add_norm_forward : norm_forward;
+  return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
 // Whether the backward has more to do than that of a norm alone.
@@ -30,9 +38,7 @@ bool adds(const fuseline_norm& norm) {
 int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const bool sums = norm.grad_weight || norm.grad_bias || norm.grad_x_bias;
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
-  if (!known_dtype(norm.dtype) || ((norm.weight || sums) && !weights_fit(norm.weight_dtype, norm.dtype))) {
-    return FUSELINE_UNSUPPORTED;
-  }
+  if (!dtypes_fit(norm, norm.weight || sums)) return FUSELINE_UNSUPPORTED;
   if (norm.n == 0) return 0;
   if (norm.rows == 0) {
     const size_t bytes = size_t(norm.n) * (norm.weight_dtype == FUSELINE_FLOAT32 ? 4 : 2);
@@ -56,21 +62,21 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   a.rows = norm.rows, a.n = norm.n, a.inverse_n = float(1.0 / double(norm.n));
   a.dropout = dropout_of(norm.seed, norm.dropout);
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
-  if (adds(norm)) return add_norm_backward(a, norm.dtype, device, stream);
-  return norm.kind == FUSELINE_LAYER_NORM ? layer_norm_backward(a, norm.dtype, device, stream)
-                                          : rms_norm_backward(a, norm.dtype, device, stream);
+  const auto run = adds(norm)                                ? add_norm_backward
+                   : norm.kind == FUSELINE_LAYER_NORM ? layer_norm_backward
+                                                      : rms_norm_backward;
+  return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
 size_t workspace_bytes(const fuseline_norm& norm) {
   Device device;
   if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const auto bytes = [&](int sums, int64_t blocks) { return size_t(sums * blocks * norm.n) * sizeof(float); };
-  if (adds(norm)) {
-    return bytes(kSumsOfAddedNorm, add_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device));
-  }
-  return norm.kind == FUSELINE_LAYER_NORM
-             ? bytes(kSumsOfLayerNorm, layer_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device))
-             : bytes(kSumsOfRmsNorm, rms_norm_backward_blocks(norm.rows, norm.n, norm.dtype, device));
+  const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
+  const int sums = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
+  const auto blocks_of =
+      added ? add_norm_backward_blocks : centred ? layer_norm_backward_blocks : rms_norm_backward_blocks;
+  const int64_t blocks = blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device);
+  return size_t(sums * blocks * norm.n) * sizeof(float);
 }
 
 }  // namespace
@@ -88,14 +94,14 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
                                 int64_t rows, int64_t n, double eps, int dtype, int weight_dtype, void* stream) {
   fuseline_norm norm{};
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.eps = eps;
-  norm.dtype = dtype, norm.weight_dtype = weight_dtype;
+  norm.dtype = norm.y_dtype = dtype, norm.weight_dtype = weight_dtype;
   norm.x = x, norm.weight = weight, norm.bias = bias, norm.y = y, norm.mean = mean, norm.rstd = rstd;
   return fuseline::forward(norm, stream);
 }
 
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
   fuseline_norm norm{};
-  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = dtype;
+  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = norm.y_dtype = dtype;
   return fuseline::workspace_bytes(norm);
 }
 
@@ -103,7 +109,8 @@ int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void
                                  const float* rstd, void* grad_x, void* grad_weight, void* grad_bias, void* workspace,
                                  int64_t rows, int64_t n, int dtype, int weight_dtype, void* stream) {
   fuseline_norm norm{};
-  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = dtype, norm.weight_dtype = weight_dtype;
+  norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n;
+  norm.dtype = norm.y_dtype = dtype, norm.weight_dtype = weight_dtype;
   norm.grad_y = grad_out, norm.x = x, norm.weight = weight;
   norm.mean = const_cast<float*>(mean), norm.rstd = const_cast<float*>(rstd);
   norm.grad_x = grad_x, norm.grad_weight = grad_weight, norm.grad_bias = grad_bias;

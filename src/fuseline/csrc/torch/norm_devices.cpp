@@ -96,10 +96,13 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
     const Tensor& x = norm.residual.has_value() ? result.sum : norm.x;
     const Tensor* affine = any_of({&norm.weight, &norm.bias});
     const auto type = cpu_type(x, kName);
+    // These kernels have one dtype for both; a y of fewer bits is rounded after them.
+    const bool narrow = result.y.scalar_type() != x.scalar_type();
+    const Tensor y = narrow ? at::empty_like(x) : result.y;
     const cpu::LayerNormForward task{x.const_data_ptr(),
                                      fuseline::data_or_null(norm.weight),
                                      fuseline::data_or_null(norm.bias),
-                                     result.y.data_ptr(),
+                                     y.data_ptr(),
                                      data_or_null(result.mean),
                                      data_or_null(result.rstd),
                                      norm.n,
@@ -110,13 +113,15 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
     static const auto run = FUSELINE_PICK(cpu::layer_norm_forward);
     parallel_rows(norm.rows, row_grain(norm.n), task.scratch(),
                   [&](int64_t begin, int64_t end, void* scratch) { run(task, begin, end, scratch); });
+    if (narrow) result.y.copy_(y);
 }
 
 void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGradients& grads) {
     const auto type = cpu_type(saved.sum, kName);
     const bool wants_rows = grads.residual.defined() || grads.x.defined() || grads.x_bias.defined();
     const Tensor rows = !wants_rows ? Tensor() : grads.residual.defined() ? grads.residual : at::empty_like(saved.sum);
-    const cpu::LayerNormBackward task{grads.grad_y->const_data_ptr(),
+    const Tensor grad_y = grads.grad_y->to(saved.sum.scalar_type());
+    const cpu::LayerNormBackward task{grad_y.const_data_ptr(),
                                       saved.sum.const_data_ptr(),
                                       fuseline::data_or_null(norm.weight),
                                       norm.centred ? saved.mean.const_data_ptr() : nullptr,
@@ -150,11 +155,13 @@ void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGrad
 
 namespace {
 
-fuseline_norm kernel_arguments(const Norm& norm, const Tensor* affine) {
+// `normalized` and `y`: tensors of their dtypes.
+fuseline_norm kernel_arguments(const Norm& norm, const Tensor& normalized, const Tensor& y, const Tensor* affine) {
     fuseline_norm task{};
     task.kind = norm.centred ? FUSELINE_LAYER_NORM : FUSELINE_RMS_NORM;
-    task.dtype = kernel_dtype(norm.x, kName);
-    task.weight_dtype = affine == nullptr ? task.dtype : kernel_dtype(*affine, kName);
+    task.dtype = kernel_dtype(normalized, kName);
+    task.y_dtype = kernel_dtype(y, kName);
+    task.weight_dtype = affine == nullptr ? task.y_dtype : kernel_dtype(*affine, kName);
     task.rows = norm.rows, task.n = norm.n, task.eps = norm.eps;
     if (drops(norm)) {
         task.dropout = norm.p;
@@ -167,7 +174,8 @@ fuseline_norm kernel_arguments(const Norm& norm, const Tensor* affine) {
 }  // namespace
 
 void norm_forward_cuda(const Norm& norm, const Normalized& result) {
-    fuseline_norm task = kernel_arguments(norm, any_of({&norm.weight, &norm.bias, &norm.x_bias}));
+    fuseline_norm task = kernel_arguments(norm, norm.residual.has_value() ? *norm.residual : norm.x, result.y,
+                                          any_of({&norm.weight, &norm.bias, &norm.x_bias}));
     task.x = norm.x.const_data_ptr();
     task.residual = fuseline::data_or_null(norm.residual);
     task.x_bias = fuseline::data_or_null(norm.x_bias);
@@ -184,7 +192,7 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     const OptionalTensor none;
     const auto given = [&](const Tensor& t) { return t.defined() ? OptionalTensor(t) : none; };
     const OptionalTensor weight = given(grads.weight), bias = given(grads.bias), x_bias = given(grads.x_bias);
-    fuseline_norm task = kernel_arguments(norm, any_of({&norm.weight, &weight, &bias, &x_bias}));
+    fuseline_norm task = kernel_arguments(norm, saved.sum, *grads.grad_y, any_of({&norm.weight, &weight, &bias, &x_bias}));
     task.x = saved.sum.const_data_ptr();
     task.mean = static_cast<float*>(data_or_null(saved.mean));
     task.rstd = static_cast<float*>(data_or_null(saved.rstd));
@@ -193,7 +201,7 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     Tensor rows = grads.residual, dropped = grads.x;
     if (grads.x_bias.defined()) {  // long rows take its sums from what was written
         Tensor& source = drops(norm) ? dropped : rows;
-        if (!source.defined()) source = at::empty_like(saved.sum);
+        if (!source.defined()) source = at::empty_like(drops(norm) ? *grads.grad_y : saved.sum);
     }
     task.grad_x = data_or_null(rows);
     task.grad_dropped = data_or_null(dropped);

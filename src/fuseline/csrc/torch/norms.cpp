@@ -1,6 +1,9 @@
 // The norms and their gradients: layer_norm, rms_norm, and both of residual + dropout(x + x_bias), which return the sum
 // as well.
 //
+// y may be of fewer bits than what is normalized: where the residual is float32 and x of 16 bits (the sum is then float32,
+// y of 16 bits), or where the caller says so (out_dtype).
+//
 // The names that callers call differ in their arguments alone. Where a gradient will be wanted they run `norm_forward`,
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
 
@@ -34,9 +37,17 @@ struct Arguments {
     c10::SymDimVector shape;  // normalized over: the last dimensions of x
     double eps, p;
     bool centred;
+    std::optional<at::ScalarType> out_dtype = std::nullopt;
 
     size_t depth() const { return shape.size(); }
+    const Tensor& normalized() const { return residual.has_value() ? *residual : x; }  // of its shape and dtype
+    at::ScalarType y_type() const { return out_dtype.value_or(x.scalar_type()); }
 };
+
+// 16 bits that a float32 is rounded to.
+bool narrows(at::ScalarType from, at::ScalarType to) {
+    return from == at::kFloat && (to == at::kHalf || to == at::kBFloat16);
+}
 
 c10::SymDimVector as_vector(Shape shape) { return c10::SymDimVector(shape.begin(), shape.end()); }
 
@@ -62,8 +73,8 @@ void check_affine(const Arguments& a, const OptionalTensor& given, const char* n
                       ", but normalized_shape is ", Shape(a.shape), "; they are the same.");
     TORCH_CHECK_VALUE(given->device() == a.x.device(), a.op, ": ", name, " is on ", given->device(), " and x on ",
                       a.x.device(), ".");
-    TORCH_CHECK_TYPE(given->scalar_type() == a.x.scalar_type() || given->scalar_type() == at::kFloat, a.op, ": ", name,
-                     " is ", given->scalar_type(), " and x ", a.x.scalar_type(), ". It has x's dtype or float32.");
+    TORCH_CHECK_TYPE(given->scalar_type() == a.y_type() || given->scalar_type() == at::kFloat, a.op, ": ", name, " is ",
+                     given->scalar_type(), " and the result ", a.y_type(), ". It has the result's dtype or float32.");
 }
 
 void check_same(const Arguments& a, const OptionalTensor& one, const OptionalTensor& other, const char* names) {
@@ -90,9 +101,14 @@ void check(const Arguments& a) {
                           a.residual->sym_sizes(), " and x ", a.x.sym_sizes(), "; they are the same.");
         TORCH_CHECK_VALUE(a.residual->device() == a.x.device(), a.op, ": residual is on ", a.residual->device(),
                           " and x on ", a.x.device(), ".");
-        TORCH_CHECK_TYPE(a.residual->scalar_type() == a.x.scalar_type(), a.op, ": residual is ",
-                         a.residual->scalar_type(), " and x ", a.x.scalar_type(), "; they are the same.");
+        TORCH_CHECK_TYPE(a.residual->scalar_type() == a.x.scalar_type() ||
+                             narrows(a.residual->scalar_type(), a.x.scalar_type()),
+                         a.op, ": residual is ", a.residual->scalar_type(), " and x ", a.x.scalar_type(),
+                         "; they are the same, or residual is Float and x Half or BFloat16.");
     }
+    TORCH_CHECK_TYPE(a.y_type() == a.x.scalar_type() || narrows(a.x.scalar_type(), a.y_type()), a.op,
+                     ": out_dtype is ", a.y_type(), " and x ", a.x.scalar_type(),
+                     "; they are the same, or x is Float and out_dtype Half or BFloat16.");
     TORCH_CHECK_VALUE(a.p >= 0 && a.p <= 1, a.op, ": dropout probability p=", a.p, " is not between 0 and 1.");
     TORCH_CHECK_VALUE(a.p == 0 || a.seed.has_value(), a.op, ": p is ", a.p, " and there is no seed.");
     if (a.seed.has_value()) {
@@ -118,10 +134,9 @@ template <Device device>
 Normalized forward(const Arguments& a, bool statistics) {
     check(a);
     const c10::OptionalDeviceGuard guard(a.x.device());
-    const auto like_x = [&] { return at::empty_symint(a.x.sym_sizes(), a.x.options()); };
     Normalized result;
-    result.y = like_x();
-    if (a.residual.has_value()) result.sum = like_x();
+    result.y = at::empty_symint(a.x.sym_sizes(), a.x.options().dtype(a.y_type()));
+    if (a.residual.has_value()) result.sum = at::empty_symint(a.x.sym_sizes(), a.residual->options());
     if (statistics) {
         const auto sizes = a.x.sym_sizes().slice(0, a.x.dim() - a.depth());
         const auto options = a.x.options().dtype(accumulator_type(a.x.scalar_type()));
@@ -142,29 +157,30 @@ Normalized forward(const Arguments& a, bool statistics) {
 template <Device device>
 Four norm_forward(const std::string& op, const Tensor& x, const OptionalTensor& residual, Shape shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps, const OptionalTensor& x_bias,
-                  double p, const OptionalTensor& seed, bool centred) {
+                  double p, const OptionalTensor& seed, bool centred, std::optional<at::ScalarType> out_dtype) {
     const auto made = forward<device>(
-        {op.c_str(), x, residual, x_bias, weight, bias, seed, as_vector(shape), eps, p, centred}, true);
+        {op.c_str(), x, residual, x_bias, weight, bias, seed, as_vector(shape), eps, p, centred, out_dtype}, true);
     return {made.y, made.sum, made.mean, made.rstd};
 }
 
-void check_gradient(const OptionalTensor& grad, const Tensor& x, const char* name) {
+void check_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow) {
     if (!grad.has_value()) return;
     TORCH_CHECK_VALUE(grad->sym_sizes() == x.sym_sizes(), "norm_backward: ", name, " has shape ", grad->sym_sizes(),
                       " and x ", x.sym_sizes(), "; they are the same.");
-    TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type(), "norm_backward: ", name, " is ", grad->scalar_type(),
-                     " and x ", x.scalar_type(), "; they are the same.");
+    TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type() ||
+                         (may_narrow && narrows(x.scalar_type(), grad->scalar_type())),
+                     "norm_backward: ", name, " is ", grad->scalar_type(), " and x ", x.scalar_type(), ".");
 }
 
-// `x` is what was normalized. Gradients that are not wanted are undefined; where nothing is dropped, that of x is that
-// of residual.
+// `x` is what was normalized. Gradients that are not wanted are undefined; where nothing is dropped and dtypes are the
+// same, that of x is that of residual.
 template <Device device>
 Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTensor& grad_sum, const Tensor& x,
                    Shape shape, const OptionalTensor& mean, const Tensor& rstd, const OptionalTensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& x_bias, double p, const OptionalTensor& seed,
                    Wanted wanted) {
-    check_gradient(grad_y, x, "grad_y");
-    check_gradient(grad_sum, x, "grad_sum");
+    check_gradient(grad_y, x, "grad_y", true);
+    check_gradient(grad_sum, x, "grad_sum", false);
     const c10::OptionalDeviceGuard guard(x.device());
     const auto wanted_like = [](bool want, const OptionalTensor& like) {
         return want && like.has_value() ? at::empty_symint(like->sym_sizes(), like->options()) : Tensor();
@@ -172,7 +188,7 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
     NormGradients grads{grad_y.contiguous(),
                         contiguous(grad_sum),
                         wanted_like(wanted[0], x),
-                        wanted_like(wanted[1], x),
+                        wanted_like(wanted[1], grad_y),
                         wanted_like(wanted[2], weight),
                         wanted_like(wanted[3], bias),
                         wanted_like(wanted[4], x_bias)};
@@ -195,7 +211,8 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
 Four norm_forward_op(const Arguments& a) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_forward", "").typed<
         decltype(norm_forward<Device::cpu>)>();
-    return op.call(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred);
+    return op.call(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred,
+                   a.out_dtype);
 }
 
 const auto& norm_backward_op() {
@@ -220,6 +237,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
             {x.requires_grad(), wants_grad(residual), wants_grad(weight), wants_grad(bias), wants_grad(x_bias)});
         ctx->saved_data["shape"] = std::vector<c10::SymInt>(a->shape.begin(), a->shape.end());
         ctx->saved_data["p"] = a->p;
+        ctx->saved_data["y_type"] = static_cast<int64_t>(a->y_type());
         ctx->saved_data["op"] = std::string(a->op);
         const auto or_none = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
         ctx->save_for_backward({residual.has_value() ? sum : x, mean, rstd, or_none(weight), or_none(bias),
@@ -245,9 +263,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
             wants[i] = flags.get(i) && ctx->needs_input_grad(edge);
             ++edge;
         }
-        const bool drops = p > 0;
+        const auto y_type = static_cast<at::ScalarType>(ctx->saved_data["y_type"].toInt());
+        const bool drops = p > 0 || (added && y_type != saved[0].scalar_type());  // or rounds: x has a gradient of its own
         const Wanted wanted = {wants[1] || (wants[0] && !drops), wants[0] && drops, wants[2], wants[3], wants[4]};
-        const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0]);
+        const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0], y_type);
         const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op().call(
             ctx->saved_data["op"].toStringRef(), grad_y, given(grad_sum), saved[0], shape, given(saved[1]), saved[2],
             given(saved[3]), given(saved[4]), given(saved[5]), p, given(saved[6]), wanted);
@@ -294,22 +313,24 @@ Five norm_backward_autograd(const std::string& op, const Tensor& grad_y, const O
 
 struct LayerNorm {
     static constexpr const char* kName = "fuseline::layer_norm";
-    using Schema = Tensor(const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double);
+    using Schema = Tensor(const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
+                          std::optional<at::ScalarType>);
 
     static Arguments arguments(const Tensor& x, Shape shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                               double eps) {
+                               double eps, std::optional<at::ScalarType> out_dtype) {
         return {"layer_norm", x, std::nullopt, std::nullopt, weight, bias, std::nullopt, as_vector(shape), eps, 0.0,
-                true};
+                true, out_dtype};
     }
 };
 
 struct RmsNorm {
     static constexpr const char* kName = "fuseline::rms_norm";
-    using Schema = Tensor(const Tensor&, const OptionalTensor&, std::optional<double>);
+    using Schema = Tensor(const Tensor&, const OptionalTensor&, std::optional<double>, std::optional<at::ScalarType>);
 
-    static Arguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps) {
+    static Arguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps,
+                               std::optional<at::ScalarType> out_dtype) {
         return {"rms_norm",   x,   std::nullopt, std::nullopt, weight, std::nullopt, std::nullopt,
-                rms_shape(x, weight, "rms_norm"), rms_eps(x, eps), 0.0, false};
+                rms_shape(x, weight, "rms_norm"), rms_eps(x, eps), 0.0, false, out_dtype};
     }
 };
 
@@ -331,7 +352,7 @@ struct AddRmsNorm {
     static Arguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                std::optional<double> eps) {
         return {"add_rms_norm", x, residual, std::nullopt, weight, std::nullopt, std::nullopt,
-                rms_shape(x, weight, "add_rms_norm"), rms_eps(x, eps), 0.0, false};
+                rms_shape(x, weight, "add_rms_norm"), rms_eps(residual, eps), 0.0, false};
     }
 };
 
@@ -356,7 +377,7 @@ struct DropoutAddRmsNorm {
                                std::optional<double> eps, const OptionalTensor& x_bias, double p,
                                const OptionalTensor& seed) {
         return {"dropout_add_rms_norm", x, residual, x_bias, weight, std::nullopt, seed,
-                rms_shape(x, weight, "dropout_add_rms_norm"), rms_eps(x, eps), p, false};
+                rms_shape(x, weight, "dropout_add_rms_norm"), rms_eps(residual, eps), p, false};
     }
 };
 
@@ -409,9 +430,9 @@ void register_on(torch::Library& m) {
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     for (const char* schema : {
-             "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) "
-             "-> Tensor",
-             "rms_norm(Tensor x, Tensor? weight=None, float? eps=None) -> Tensor",
+             "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+             "*, ScalarType? out_dtype=None) -> Tensor",
+             "rms_norm(Tensor x, Tensor? weight=None, float? eps=None, *, ScalarType? out_dtype=None) -> Tensor",
              "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
              "Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor sum)",
              "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None) -> (Tensor y, Tensor sum)",
@@ -421,7 +442,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
              "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None, *, "
              "Tensor? x_bias=None, float p=0.0, Tensor? seed=None) -> (Tensor y, Tensor sum)",
              "norm_forward(str op, Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
-             "Tensor? bias, float eps, Tensor? x_bias, float p, Tensor? seed, bool centred) "
+             "Tensor? bias, float eps, Tensor? x_bias, float p, Tensor? seed, bool centred, "
+             "ScalarType? out_dtype=None) "
              "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
              "norm_backward(str op, Tensor grad_y, Tensor? grad_sum, Tensor x, SymInt[] normalized_shape, "
              "Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, "

@@ -22,9 +22,9 @@ __device__ __forceinline__ Moments corrected(float mean, float distances, float 
 // Moments of the row of n elements from those of its warps; every lane of the warp has the answer.
 __device__ __forceinline__ Moments combine(const Moments* states, int count, float n, bool centred) {
   const int lane = int(threadIdx.x) % kWarp;
-  const auto warp_sum = [](float value) {
+  const auto warp_sum = [](auto value) {
 #pragma unroll
-    for (int by = kWarp / 2; by > 0; by /= 2) value += from_lane(value, by);
+    for (int by = kWarp / 2; by > 0; by /= 2) value = plus(value, from_lane(value, by));
     return value;
   };
   float mean = 0.f;
@@ -34,15 +34,15 @@ __device__ __forceinline__ Moments combine(const Moments* states, int count, flo
     for (int i = lane; i < count; i += kWarp) sum += states[i].count * states[i].mean;
     mean = warp_sum(sum) / n;
   }
-  float distances = 0.f, squares = 0.f;
+  float2 sums = make_float2(0.f, 0.f);  // of distances, and of squares
 #pragma unroll 1
   for (int i = lane; i < count; i += kWarp) {
     const float apart = states[i].mean - mean;
-    distances += states[i].count * apart;
-    squares += states[i].squares + states[i].count * apart * apart;
+    sums.x += states[i].count * apart;
+    sums.y += states[i].squares + states[i].count * apart * apart;
   }
-  squares = warp_sum(squares);
-  return centred ? corrected(mean, warp_sum(distances), squares, n) : Moments{0.f, squares, n, 0.f};
+  sums = warp_sum(sums);
+  return centred ? corrected(mean, sums.x, sums.y, n) : Moments{0.f, sums.y, n, 0.f};
 }
 
 }  // namespace fuseline

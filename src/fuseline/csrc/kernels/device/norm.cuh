@@ -1,5 +1,6 @@
 // What the norms' kernels take, the same for all of them: layer norm and RMS norm, of x or of a sum that is made on the
-// way (residual + dropout(x + x_bias)).
+// way (residual + dropout(x + x_bias)). What is normalized is of dtype X; y, and with a residual x, are of dtype Y, which
+// is X or 16 bits of an fp32 X.
 #pragma once
 
 #include "launch.cuh"
@@ -16,7 +17,7 @@ struct NormForward {
   const void* weight;
   const void* bias;
   void* y;
-  void* sum;  // what is normalized, rounded to the rows' dtype; null with residual
+  void* sum;  // what is normalized, rounded to X; null without residual
   float* mean;
   float* rstd;
   int64_t rows, n;
@@ -35,7 +36,7 @@ struct NormBackward {
   const float* mean;  // null for an RMS norm
   const float* rstd;
   void* grad_x;        // of what was normalized
-  void* grad_dropped;  // the same, behind the dropout
+  void* grad_dropped;  // the same, behind the dropout, in Y
   void* grad_weight;
   void* grad_bias;
   void* grad_x_bias;
@@ -44,7 +45,6 @@ struct NormBackward {
   float inverse_n;
   Dropout dropout;
   bool fp32_weights;
-  int stages;
   int cluster;
 
   __host__ __device__ bool wants_rows() const { return grad_x || grad_dropped || grad_x_bias; }
@@ -72,15 +72,23 @@ __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t see
 // How many sums over rows a backward has.
 constexpr int kSumsOfLayerNorm = 2, kSumsOfRmsNorm = 1, kSumsOfAddedNorm = 3;
 
-// The backward kernels of each family, by dtype (a fuseline_dtype). Each with the blocks whose partial sums it keeps.
-int layer_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
-int rms_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
-int add_norm_backward(const NormBackward& a, int dtype, const Device& device, void* stream);
-int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
-int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
-int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, const Device& device);
+// Calls run(X{}, Y{}) with the types of what is normalized and of y.
+template <class Run>
+int with_dtypes(int dtype, int y_dtype, Run&& run) {
+  if (dtype == y_dtype) return with_dtype(dtype, [&](auto type) { return run(type, type); });
+  if (dtype != FUSELINE_FLOAT32) return FUSELINE_UNSUPPORTED;
+  return with_dtype(y_dtype, [&](auto type) { return run(float{}, type); });
+}
 
-int norm_forward(const NormForward& a, int dtype, const Device& device, void* stream);
-int add_norm_forward(const NormForward& a, int dtype, const Device& device, void* stream);
+// The kernels of each family, by dtypes (fuseline_dtype). Backward ones each with the blocks whose partial sums it keeps.
+int layer_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int add_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+
+int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

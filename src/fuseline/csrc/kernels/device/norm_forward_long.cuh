@@ -15,37 +15,54 @@ namespace fuseline {
 template <int kSize, class Index>
 __device__ __forceinline__ void add_moments(const float (&values)[kPiece][kSize], Index from, Index step, Index end,
                                             bool centred, Moments& mine) {
-  float total = 0.f, count = 0.f;
+  const auto each = [&](auto&& value) {
+    if (from >= 0 && from + (kPiece - 1) * step + kSize <= end) {
 #pragma unroll
-  for (int k = 0; k < kPiece; ++k) {
-    each_inside<kSize>(Index(from + k * step), end, [&](int i) { total += values[k][i]; });
-    count += float(count_inside<kSize>(Index(from + k * step), end));
-  }
-  const float mean = centred ? total / count : 0.f;
+      for (int k = 0; k < kPiece; ++k) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) value(values[k][i]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      each_inside<kSize>(Index(from + k * step), end, [&](int i) { value(values[k][i]); });
+    }
+  };
   float squares = 0.f;
-#pragma unroll
-  for (int k = 0; k < kPiece; ++k) {
-    each_inside<kSize>(Index(from + k * step), end, [&](int i) {
-      const float apart = values[k][i] - mean;
-      squares += apart * apart;
-    });
+  if (!centred) {
+    each([&](float x) { squares += x * x; });
+    mine.squares += squares;
+    return;
   }
+  int inside = 0;
+#pragma unroll
+  for (int k = 0; k < kPiece; ++k) inside += count_inside<kSize>(Index(from + k * step), end);
+  const float count = float(inside);
+  float total = 0.f;
+  each([&](float x) { total += x; });
+  const float mean = total / count;
+  each([&](float x) { squares += (x - mean) * (x - mean); });
   const float apart = mean - mine.mean;
   const float together = mine.count + count;
-  mine.squares += squares + apart * apart * (mine.count * count / together);
-  mine.mean += apart * (count / together);
+  const float share = count / together;
+  mine.squares += squares + apart * apart * (mine.count * share);
+  mine.mean += apart * share;
   mine.count = together;
 }
 
 // The moments of the row from those of its threads.
 __device__ __forceinline__ Moments meet(const Moments& mine, float n, bool centred, Group<Moments>& group) {
-  const float count = group.warp_sum(mine.count);
-  const float mean = count > 0.f ? group.warp_sum(mine.count * mine.mean) / count : 0.f;
+  if (!centred) {
+    const Moments warp{0.f, group.warp_sum(mine.squares), 0.f, 0.f};
+    return combine(group.publish(warp), group.states, n, false);
+  }
+  const float2 whole = group.warp_sum(make_float2(mine.count, mine.count * mine.mean));
+  const float mean = whole.x > 0.f ? whole.y / whole.x : 0.f;
   const float apart = mine.mean - mean;
-  const float distances = group.warp_sum(mine.count * apart);
-  const float squares = group.warp_sum(mine.squares + mine.count * apart * apart);
-  const Moments warp = centred ? corrected(mean, distances, squares, count) : Moments{0.f, squares, count, 0.f};
-  return combine(group.publish(warp), group.states, n, centred);
+  const float2 sums =
+      group.warp_sum(make_float2(mine.count * apart, mine.squares + mine.count * apart * apart));
+  return combine(group.publish(corrected(mean, sums.x, sums.y, whole.x)), group.states, n, true);
 }
 
 // The rows of a long norm, of which a thread's parts start at multiples of their bytes where the flags say so.
@@ -153,7 +170,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
   const float rstd = rstd_of(a, whole);
   if (group.lane == 0 && group.rank == 0) keep_statistics(a, row, whole.mean, rstd);
   int place = 0;
-#pragma unroll 2
+#pragma unroll 4
   for (int first = begin; first < end; first += step, place += threads) {
     float values[kSize];
     unpack<X>(held[place], values);

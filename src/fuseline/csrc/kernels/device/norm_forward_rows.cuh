@@ -58,11 +58,12 @@ __global__ void __launch_bounds__(most_threads(kOneWarp),
     }
   }
   float count = float(n), mean = 0.f;
-  if (!group.in_one_warp()) {
-    float mine = 0.f;
+  if (!group.in_one_warp()) {  // of this warp's elements
+    const int first = start - group.lane % kWarp * kSize;
+    int mine = 0;
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) mine += float(count_inside<kSize>(start + k * step, inside));
-    count = group.warp_sum(mine);
+    for (int k = 0; k < kHeld; ++k) mine += count_inside<kWarp * kSize>(first + k * step, inside);
+    count = float(mine);
   }
   if (a.centred) {
     float sum = 0.f;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp),
     }
     mean = count > 0.f ? group.warp_sum(sum) / count : 0.f;
   }
-  float distances = 0.f, squares = 0.f;
+  float2 sums = make_float2(0.f, 0.f);  // of distances from the mean, and of their squares
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     float values[kSize];
@@ -87,13 +88,13 @@ __global__ void __launch_bounds__(most_threads(kOneWarp),
     held[k].values(values);
     each_inside<kSize>(start + k * step, inside, [&](int i) {
       const float apart = values[i] - mean;
-      distances += apart;
-      squares += apart * apart;
+      sums.x += apart;
+      sums.y += apart * apart;
     });
   }
-  squares = group.warp_sum(squares);
-  const Moments warp = a.centred ? corrected(mean, group.warp_sum(distances), squares, count)
-                                 : Moments{0.f, squares, count, 0.f};
+  sums = group.warp_sum(sums);
+  const Moments warp =
+      a.centred ? corrected(mean, sums.x, sums.y, count) : Moments{0.f, sums.y, count, 0.f};
   const Moments whole =
       group.in_one_warp() ? warp : combine(group.publish(warp), group.states, float(n), a.centred);
   const float rstd = rstd_of(a, whole);

@@ -58,13 +58,15 @@ __device__ __forceinline__ void second_pass(const float (&x)[kSize], const float
   }
 }
 
-// Weights of columns first .. first + kSize, in either dtype and at any address; ones where there are none, zeros outside
-// the row.
-template <class Y, int kSize>
-__device__ __forceinline__ void weights_of_columns(const NormBackward& a, int64_t first, float (&weight)[kSize]) {
+// Weights of columns first .. first + kSize, in either dtype, with kAnywhere at any address; ones where there are none,
+// zeros outside the row.
+template <class Y, bool kAnywhere, int kSize>
+__device__ __forceinline__ void weights_of_columns(const NormBackward& a, int first, float (&weight)[kSize]) {
+  const int n = int(a.n);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) weight[i] = !a.weight && first + i < a.n ? 1.f : 0.f;
-  if (a.weight) load_weights<Y, false>(a.weight, a.fp32_weights, first, a.n, weight);
+  for (int i = 0; i < kSize; ++i) weight[i] = !a.weight && first + i < n ? 1.f : 0.f;
+  if (!a.weight || first >= n) return;
+  load_weights<Y, !kAnywhere>(a.weight, a.fp32_weights, first, n, weight);
 }
 
 // Adds the sums of all rows that a block had, and writes them as its partial sums. `parts` holds a value for each

@@ -17,22 +17,22 @@ __device__ __forceinline__ float weight_at(const NormBackward& a, int64_t c) {
 }
 
 // Gradients of rows that are too long for the ring.
-template <class T>
+template <class X, class Y>
 __global__ void __launch_bounds__(kLongBlock) norm_backward_long(const NormBackward a) {
   __shared__ float2 shared[2 * kMaxStates];
   Group<float2> group(shared, 1);
   const int64_t row = blockIdx.x;
-  const T* x = static_cast<const T*>(a.x) + row * a.n;
-  const T* grad_y = static_cast<const T*>(a.grad_y) + row * a.n;
-  const T* grad_sum = a.grad_sum ? static_cast<const T*>(a.grad_sum) + row * a.n : nullptr;
-  T* grad_x = a.grad_x ? static_cast<T*>(a.grad_x) + row * a.n : nullptr;
-  T* grad_dropped = a.grad_dropped ? static_cast<T*>(a.grad_dropped) + row * a.n : nullptr;
+  const X* x = static_cast<const X*>(a.x) + row * a.n;
+  const Y* grad_y = static_cast<const Y*>(a.grad_y) + row * a.n;
+  const X* grad_sum = a.grad_sum ? static_cast<const X*>(a.grad_sum) + row * a.n : nullptr;
+  X* grad_x = a.grad_x ? static_cast<X*>(a.grad_x) + row * a.n : nullptr;
+  Y* grad_dropped = a.grad_dropped ? static_cast<Y*>(a.grad_dropped) + row * a.n : nullptr;
   const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   const float mean = a.mean ? a.mean[row] : 0.f, rstd = a.rstd[row];
   float2 sums = make_float2(0.f, 0.f);
 #pragma unroll 4
   for (int64_t c = group.lane; c < a.n; c += group.threads) {
-    const float weighted = to_float(grad_y[c]) * weight_at<T>(a, c);
+    const float weighted = to_float(grad_y[c]) * weight_at<Y>(a, c);
     sums.x += weighted;
     sums.y += weighted * ((to_float(x[c]) - mean) * rstd);
   }
@@ -40,35 +40,41 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(const NormBackw
   const float offset = a.mean ? rstd * (sums.x / float(a.n)) : 0.f, slope = rstd * rstd * (sums.y / float(a.n));
 #pragma unroll 4
   for (int64_t c = group.lane; c < a.n; c += group.threads) {
-    const float weighted = to_float(grad_y[c]) * weight_at<T>(a, c);
+    const float weighted = to_float(grad_y[c]) * weight_at<Y>(a, c);
     float grad = weighted * rstd - offset - (to_float(x[c]) - mean) * slope;
     if (grad_sum) grad += to_float(grad_sum[c]);
-    if (grad_x) grad_x[c] = from_float<T>(grad);
+    if (grad_x) grad_x[c] = from_float<X>(grad);
     if (!grad_dropped) continue;
-    grad_dropped[c] = from_float<T>(grad * dropout_multiplier(a.dropout, seed, row * a.n + c));
+    const float kept = a.dropout.seed ? dropout_multiplier(a.dropout, seed, row * a.n + c) : 1.f;
+    grad_dropped[c] = from_float<Y>(grad * kept);
   }
 }
 
 // Partial sums of such rows: blockIdx.y is a share of the rows, and each thread has a column. The bias before the
 // dropout has the sums of what the kernel before wrote.
-template <class T>
-__global__ void __launch_bounds__(kLongBlock) norm_partials_long(const NormBackward a, const T* grad_x_bias_rows) {
+template <class X, class Y>
+__global__ void __launch_bounds__(kLongBlock) norm_partials_long(const NormBackward a) {
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (c >= a.n) return;
+  const bool from_dropped = a.dropout.seed || !a.grad_x;
   float weight_sum = 0.f, bias_sum = 0.f, x_bias_sum = 0.f;
 #pragma unroll 4
   for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
-    const float grad = to_float(static_cast<const T*>(a.grad_y)[row * a.n + c]);
+    const int64_t at = row * a.n + c;
+    const float grad = to_float(static_cast<const Y*>(a.grad_y)[at]);
     const float mean = a.mean ? a.mean[row] : 0.f;
-    weight_sum += grad * ((to_float(static_cast<const T*>(a.x)[row * a.n + c]) - mean) * a.rstd[row]);
+    weight_sum += grad * ((to_float(static_cast<const X*>(a.x)[at]) - mean) * a.rstd[row]);
     bias_sum += grad;
-    if (grad_x_bias_rows) x_bias_sum += to_float(grad_x_bias_rows[row * a.n + c]);
+    if (a.grad_x_bias) {
+      x_bias_sum += from_dropped ? to_float(static_cast<const Y*>(a.grad_dropped)[at])
+                                 : to_float(static_cast<const X*>(a.grad_x)[at]);
+    }
   }
   float* const mine = a.partials + blockIdx.y * a.n + c;
   const int64_t kind_step = gridDim.y * a.n;
   mine[0] = weight_sum;
-  if (a.grad_bias || grad_x_bias_rows) mine[kind_step] = bias_sum;
-  if (grad_x_bias_rows) mine[2 * kind_step] = x_bias_sum;
+  if (a.grad_bias || a.grad_x_bias) mine[kind_step] = bias_sum;
+  if (a.grad_x_bias) mine[2 * kind_step] = x_bias_sum;
 }
 
 // Adds up `count` partial sums of each column, in fp64: blockIdx.y 0 for weight, 1 for bias, 2 for the bias before the

@@ -4,7 +4,7 @@
 // has to do with: V - 1 shuffles until each lane has one value, and one for each step that is left.
 #pragma once
 
-#include "group.cuh"
+#include "meeting.cuh"
 
 namespace fuseline {
 
@@ -57,6 +57,27 @@ __device__ __forceinline__ void take_sums(const float* states, int count, int la
   for (int step = kCount; step < kWarp; step *= 2) sum += from_lane(sum, step);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = __shfl_sync(kAllLanes, sum, i);
+}
+
+// The same in a cluster: every warp's sums into that row of the states of each block, which each of them waits for with
+// its own `barrier`.
+template <int kCount>
+__device__ __forceinline__ void send_sums(float (&values)[kCount], float* state, uint64_t* barrier, int blocks,
+                                          int lane) {
+  [[maybe_unused]] constexpr int kSame = kWarp / kCount;  // lanes that have the same sum, each for some blocks
+  const float mine = sum_one_of(values, lane);
+#if __CUDA_ARCH__ >= 900
+  for (int rank = lane % kSame; rank < blocks; rank += kSame) {
+    uint32_t to, at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(to)
+                 : "r"(shared_address(state + lane * kCount / kWarp)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(__float_as_uint(mine)), "r"(at)
+                 : "memory");
+  }
+#endif
 }
 
 // A barrier of `threads` threads, `which` of 1 .. 15. A number that is no constant takes all 16 barriers of a block, and

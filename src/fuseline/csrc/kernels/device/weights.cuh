@@ -11,6 +11,10 @@ template <class T, int kCount, class Index>
 __device__ __forceinline__ void load_across(const T* array, Index first, Index n, float (&values)[kCount]) {
   constexpr int kSize = kVector<T>, kVectors = (kCount + kSize - 1) / kSize;
   const int by = elements_into_vector(array + first);
+  if (by * int(sizeof(T)) % (kCount * int(sizeof(T)) < 16 ? 8 : 16) == 0 && first >= 0 && first + kCount <= n) {
+    load_reused<T>(array + first, values);
+    return;
+  }
   uint4 raw[kVectors + 1];
 #pragma unroll
   for (int v = 0; v <= kVectors; ++v) {

@@ -27,7 +27,12 @@ struct HeldKind {
   static constexpr int kSlots = kSlotsOfThread, kRows = kRowsOfTurn, kBlock = kThreadsOfBlock, kSums = kSumsOfColumn;
   static constexpr bool kCentred = kCentredRows, kOneWarp = kOneWarpARow, kShifted = kShiftedRows;
   static constexpr bool kAdded = kSumsOfColumn == kSumsOfAddedNorm;
+  // Weights stay in registers, or are read again for each pass where the sums of many columns need these.
+  static constexpr bool kKeepsWeights = kSlotsOfThread == 1;
 };
+
+// Warps of the blocks that share a row, or of one block.
+constexpr int kMaxStatesOfCluster = 256;
 
 // A slot of a row as it comes from memory. Where rows are shifted, one vector more than its elements fill.
 template <class T, int kSize, bool kShifted>
@@ -106,28 +111,50 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   constexpr bool kCentred = Kind::kCentred;
   constexpr int kValues = 2 * kRows;
   extern __shared__ float parts[];
-  __shared__ float states[kOneWarp ? 1 : 2][kOneWarp ? 1 : Kind::kBlock / kWarp][kValues];
+  __shared__ float states[kOneWarp ? 1 : 2][kOneWarp ? 1 : kMaxStatesOfCluster][kValues];
+  __shared__ uint64_t barriers[2];
 
   const int threads = blockDim.x, n = int(a.n);
+  const int cluster = kOneWarp ? 1 : a.cluster;  // of blocks that share a row, a power of two; then they have one group
+  const int rank = kOneWarp ? 0 : int(blockIdx.x) & (cluster - 1);
   const int width = min(threads, kWarp);  // lanes side by side in a row
   const int lane = int(threadIdx.x) % kWarp, warps = threads / kWarp;
   // Rows side by side in a warp: a group takes kRows times as many.
   const int beside = kOneWarp ? kWarp / threads : 1;
-  const int group = int(blockIdx.x) * (int(blockDim.y) / beside) + int(threadIdx.y) / beside;
-  const int groups = int(gridDim.x) * (int(blockDim.y) / beside);
+  const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
+  const int group = block * (int(blockDim.y) / beside) + int(threadIdx.y) / beside;
+  const int groups = blocks * (int(blockDim.y) / beside);
   const int aside = kOneWarp ? int(threadIdx.y) % beside : 0;
   const int step = threads * kSize;  // between the slots of a thread
-  int start = int(threadIdx.x) * kSize;
+  const int from = rank * kSlots * step;  // this block's columns
+  int start = from + int(threadIdx.x) * kSize;
   const bool centred = kCentred && (!kAdded || a.mean);
   const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   const bool wants_rows = a.wants_rows();
 
-  float weight[kSlots][kSize];
+  float kept[Kind::kKeepsWeights ? kSlots : 1][kSize];
   ColumnSums<kSize, kSums> columns[kSlots] = {};
+  if constexpr (Kind::kKeepsWeights) {
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) weights_of_columns<Y>(a, start + k * step, weight[k]);
+    for (int k = 0; k < kSlots; ++k) weights_of_columns<Y, kShifted>(a, start + k * step, kept[k]);
+  }
+  const auto weights = [&](int k, float (&weight)[kSize]) {
+    if constexpr (Kind::kKeepsWeights) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) weight[i] = kept[k][i];
+    } else {
+      forget(start);
+      weights_of_columns<Y, kShifted>(a, start + k * step, weight);
+    }
+  };
 
-  int set = 0;
+  if (cluster > 1) {
+    if (threadIdx.x < 2) barrier_init(&barriers[threadIdx.x], 1);
+    publish_barriers();
+    cluster_arrive();
+    cluster_wait();
+  }
+  int set = 0, parity = 0;
   for (int64_t first_row = int64_t(group) * kRows * beside; first_row < a.rows;
        first_row += int64_t(groups) * kRows * beside) {
     HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
@@ -169,7 +196,8 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
       const int x_head = head_of(all_x, r), grad_head = head_of(all_grad_y, r);
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
-        float values[kSize], grad[kSize];
+        float values[kSize], grad[kSize], weight[kSize];
+        weights(k, weight);
         x[r][k].values(x_head, values);
         grad_y[r][k].values(grad_head, grad);
         if constexpr (kShifted) {  // beyond the row stand others
@@ -178,7 +206,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
             if (start + k * step + i >= n) values[i] = terms[r].mean, grad[i] = 0.f;
           }
         }
-        first_pass<kSize, kSums, kCentred>(values, grad, weight[k], terms[r].mean, terms[r].rstd, columns[k], sum,
+        first_pass<kSize, kSums, kCentred>(values, grad, weight, terms[r].mean, terms[r].rstd, columns[k], sum,
                                            product_sum);
       }
       sums[2 * r] = sum, sums[2 * r + 1] = product_sum;
@@ -190,10 +218,19 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     if constexpr (kOneWarp) {
       sum_in_warp(sums, width);
     } else {
-      const int at = int(threadIdx.y) * warps;
-      leave_sums(sums, states[set][at + int(threadIdx.x) / kWarp], lane);
-      barrier_of(int(threadIdx.y) + 1, threads);
-      take_sums(states[set][at], warps, lane, sums);
+      const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp;
+      if (cluster == 1) {
+        leave_sums(sums, states[set][at + warp], lane);
+        barrier_of(int(threadIdx.y) + 1, threads);
+        take_sums(states[set][at], warps, lane, sums);
+      } else {
+        const int count = cluster * warps;
+        if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
+        send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
+        barrier_wait(&barriers[set], parity);
+        take_sums(states[set][0], count, lane, sums);
+        parity ^= set;
+      }
       set ^= 1;
     }
 #pragma unroll
@@ -204,12 +241,13 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
         const int first = start + k * step;
-        float values[kSize], grad[kSize];
+        float values[kSize], grad[kSize], weight[kSize];
+        weights(k, weight);
         x[r][k].forget_values();
         grad_y[r][k].forget_values();
         x[r][k].values(x_head, values);
         grad_y[r][k].values(grad_head, grad);
-        second_pass<kSize, kCentred>(values, weight[k], terms[r], grad);
+        second_pass<kSize, kCentred>(values, weight, terms[r], grad);
         if constexpr (kAdded) {
           if (a.grad_sum) {
             grad_sum[r][k].values(head_of(all_grad_sum, r), values);
@@ -218,10 +256,10 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
           }
           if (a.grad_x) store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
           if (a.dropout.seed) {
-            float kept[kSize];
-            dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, kept);
+            float multipliers[kSize];
+            dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, multipliers);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[i] *= kept[i];
+            for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
           }
           if (a.grad_dropped) {
             store_slot<Y, kSize, kShifted>(static_cast<Y*>(a.grad_dropped) + base + offset(r), first, inside, width, grad);
@@ -236,14 +274,14 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   }
   start_next_kernel();
   if (a.partials) {
-    float* const mine = a.partials + int64_t(blockIdx.x) * n;
-    const int64_t kind_step = int64_t(gridDim.x) * n;
+    float* const mine = a.partials + int64_t(block) * n;
+    const int64_t kind_step = int64_t(blocks) * n;
     constexpr int kColumns = kSlots * kSize;
     float sums[kColumns];
     const auto write = [&](auto&& column, int which) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) sums[c] = column(columns[c / kSize], c % kSize);
-      write_partials<kColumns, kSize>(sums, parts, mine + which * kind_step, 0, n, start, step);
+      write_partials<kColumns, kSize>(sums, parts, mine + which * kind_step, from, n, start, step);
     };
     write([](const auto& of, int i) { return of.weight[i]; }, 0);
     if constexpr (kSums > 1) write([](const auto& of, int i) { return of.bias[i]; }, 1);
