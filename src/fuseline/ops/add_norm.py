@@ -50,8 +50,8 @@ def add_layer_norm(
     """Layer norm of x + residual, and that sum, in one pass each way.
 
     Args:
-        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or residual
-            float32 and x of 16 bits.
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or
+            residual float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
 
     Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.

@@ -4,11 +4,12 @@
     dropout_add_layer_norm: y = (sum - mean) * rstd * weight + bias
     dropout_add_rms_norm:   y = sum * rstd * weight
 
-Both return (y, sum). x and residual are [..., N], of one dtype, or residual of float32 and x of 16 bits, as where
-autocast leaves the stream of residuals in float32. x_bias, weight and bias are [N], each optional, in x's dtype or
-float32 (all the same). sum has residual's dtype and is rounded to it, y has x's, and it is this sum that is
-normalized, as where the two are separate operations. Dropout is by Philox words of a seed and a position (ops/philox.py):
-the mask is not stored but computed again in the backward. dtypes and statistics are those of `layer_norm`.
+Both return (y, sum). x and residual are [..., N], of one dtype, or residual of float32 and x of 16 bits, as
+where autocast leaves the stream of residuals in float32. x_bias, weight and bias are [N], each optional, in
+x's dtype or float32 (all the same). sum has residual's dtype and is rounded to it, y has x's, and it is
+this sum that is normalized, as where the two are separate operations. Dropout is by Philox words of a seed
+and a position (ops/philox.py): the mask is not stored but computed again in the backward. dtypes and
+statistics are those of `layer_norm`.
 
 One backward gives the gradients of residual, x, x_bias, weight and bias, the gradient of the returned sum
 included. Not twice differentiable. Sources: as `layer_norm` and `rms_norm`; Srivastava and others, "Dropout",
@@ -99,8 +100,8 @@ def dropout_add_layer_norm(
     """Layer norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
 
     Args:
-        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or residual
-            float32 and x of 16 bits.
+        x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or
+            residual float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         x_bias: [*normalized_shape] in the dtype of weight and bias, added to x.
         p: probability that an element of x + x_bias is made zero; the others are scaled by 1 / (1 - p).

@@ -3,11 +3,11 @@
     y = (x - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
 x is [..., *normalized_shape], weight and bias are [*normalized_shape], each optional. dtypes: float32,
-float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, or for a float32 x
-16 bits if asked for; weight and bias have the result's dtype or float32. Statistics and sums are kept in float32 (float64 for float64), and the variance is
-taken from distances to the mean, so that it does not cancel. Under autocast the dtype stays that of x,
-unlike torch's layer_norm, which returns float32: the op is bound by memory, and its error is that of one
-rounding.
+float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, or for a float32
+x 16 bits if asked for; weight and bias have the result's dtype or float32. Statistics and sums are kept in
+float32 (float64 for float64), and the variance is taken from distances to the mean, so that it does not
+cancel. Under autocast the dtype stays that of x, unlike torch's layer_norm, which returns float32: the op is
+bound by memory, and its error is that of one rounding.
 
 Not twice differentiable. Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, equations 3 and 4.
 """

@@ -3,9 +3,9 @@
     y = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + eps)
 
 x is [..., *weight.shape], or without weight [..., N] and normalized over N. dtypes: float32, float16,
-bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, under autocast too, or for a
-float32 x 16 bits if asked for; weight has the result's dtype or float32. Sums are kept in float32 (float64 for
-float64).
+bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, under autocast too, or for
+a float32 x 16 bits if asked for; weight has the result's dtype or float32. Sums are kept in float32 (float64
+for float64).
 
 Not twice differentiable. Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 """
