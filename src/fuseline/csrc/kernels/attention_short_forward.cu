@@ -48,9 +48,9 @@ __device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t 
 template <class T, int kS, int kD>
 __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     short_forward(const ShortAttention a) {
-  extern __shared__ uint4 memory[];
+  extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2;
-  unsigned char* const base = reinterpret_cast<unsigned char*>(memory);
+  const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
   const Tile<kD> q{base}, k{base + kTile}, v{base + 2 * kTile};
   const auto keys_of = [&](int problem) {
     const Head head = head_of(a, problem);

@@ -55,25 +55,44 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // Rows of kColumns 16-bit elements in shared memory. The 16-byte chunks of a row change places by the row's number, so
-// that eight rows of one chunk, or of one fragment, stand in different banks.
+// that eight rows of one chunk, or of one fragment, stand in different banks. A row starts at a multiple of its bytes:
+// from the address of chunk c, that of chunk c ^ x is one exclusive or away, and eight rows further is one sum.
 template <int kColumns>
 struct Tile {
   static constexpr int kChunks = kColumns / 8;
   static constexpr int kBytes = kColumns * 2;  // of a row
   static_assert((kChunks & (kChunks - 1)) == 0);
 
-  unsigned char* base;
+  uint32_t base;  // in shared memory
 
-  __device__ __forceinline__ unsigned char* chunk(int row, int chunk) const {
+  __device__ __forceinline__ uint32_t chunk(int row, int chunk) const {
     constexpr int kRowsOfBanks = kChunks >= 8 ? 1 : 8 / kChunks;
     constexpr int kPlaces = kChunks >= 8 ? 8 : kChunks;
-    return base + row * kBytes + ((chunk ^ ((row / kRowsOfBanks) % kPlaces)) * 16);
+    return base + row * kBytes + ((chunk ^ (row / kRowsOfBanks % kPlaces)) * 16);
   }
-  // Columns 8 * `tile` + 2 * quad, + 1 of a row: what a lane holds of a product.
-  __device__ __forceinline__ uint32_t& pair(int row, int tile, int quad) const {
-    return *reinterpret_cast<uint32_t*>(chunk(row, tile) + quad * 4);
-  }
+  static __device__ __forceinline__ uint32_t chunks_on(uint32_t address, int chunks) { return address ^ (chunks * 16); }
+  static __device__ __forceinline__ uint32_t rows_on(uint32_t address, int rows) { return address + rows * kBytes; }
 };
+
+// What load_matrices and load_matrices_transposed of mma.cuh do, from an address in shared memory.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&words)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row)
+               : "memory");
+}
+
+// Starts the copy of 16 bytes into shared memory, of zeros if not `wanted`.
+__device__ __forceinline__ void copy_chunk(uint32_t to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
 
 // The number of this thread, asked for anew by each step: addresses that follow from it would else be kept from one step
 // to the next, in registers that the products want.
@@ -129,7 +148,7 @@ __device__ __forceinline__ void fetch(const Tile<kD>& to, const ShortTensor& ten
 #pragma unroll
   for (int i = 0; i < kS / kStep; ++i) {
     const int row = first + i * kStep;
-    copy_async<16>(to.chunk(row, chunk), from + i * kStep * tensor.row, inside && row < rows);
+    copy_chunk(to.chunk(row, chunk), from + i * kStep * tensor.row, inside && row < rows);
   }
 }
 
@@ -142,21 +161,25 @@ __device__ __forceinline__ void clear(float (&sums)[kTiles][4]) {
   }
 }
 
+// Steps of a product that are taken at a time; one where registers are short.
+template <int kS, int kD>
+constexpr int kSteps = kS == 128 && kD < 128 ? 1 : 2;
+
 // sums[16, kN] = left[row .. + 16, kD] * right[kN, kD]^T.
 template <class T, int kD, int kN>
 __device__ __forceinline__ void multiply_rows(float (&sums)[kN / 8][4], const Tile<kD>& left, const Tile<kD>& right,
                                               const Place& place) {
-  const int left_row = place.row + place.lane % 16;
-  const int right_row = place.lane % 8 + place.lane / 16 * 8;
+  const uint32_t left_at = left.chunk(place.row + place.lane % 16, place.lane / 16);
+  const uint32_t right_at = right.chunk(place.lane % 8 + place.lane / 16 * 8, place.lane / 8 % 2);
   clear(sums);
-#pragma unroll 2
+#pragma unroll (kSteps<kN, kD>)
   for (int k = 0; k < kD / 16; ++k) {
     uint32_t a[4];
-    load_matrices(a, left.chunk(left_row, 2 * k + place.lane / 16));
+    load_matrices(a, left.chunks_on(left_at, 2 * k));
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       uint32_t b[4];
-      load_matrices(b, right.chunk(16 * n + right_row, 2 * k + place.lane / 8 % 2));
+      load_matrices(b, right.rows_on(right.chunks_on(right_at, 2 * k), 16 * n));
       mma_16816<T>(sums[2 * n], a, b[0], b[1]);
       mma_16816<T>(sums[2 * n + 1], a, b[2], b[3]);
     }
@@ -167,10 +190,11 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[kN / 8][4], const Ti
 template <class T, int kD>
 __device__ __forceinline__ void multiply_block(float (&sums)[kD / 8][4], const uint32_t (&a)[4], const Tile<kD>& right,
                                                int k, const Place& place) {
+  const uint32_t right_at = right.rows_on(right.chunk(place.lane % 16, place.lane / 16), 16 * k);
 #pragma unroll
   for (int n = 0; n < kD / 16; ++n) {
     uint32_t b[4];
-    load_matrices_transposed(b, right.chunk(16 * k + place.lane % 16, 2 * n + place.lane / 16));
+    load_matrices_transposed(b, right.chunks_on(right_at, 2 * n));
     mma_16816<T>(sums[2 * n], a, b[0], b[1]);
     mma_16816<T>(sums[2 * n + 1], a, b[2], b[3]);
   }
@@ -183,34 +207,6 @@ __device__ __forceinline__ void multiply_held(float (&sums)[kD / 8][4], const ui
   clear(sums);
 #pragma unroll
   for (int k = 0; k < kS / 16; ++k) multiply_block<T, kD>(sums, held[k], right, k, place);
-}
-
-// sums[16, kD] = left[kS, columns row .. + 16]^T * right[kS, kD].
-template <class T, int kS, int kD>
-__device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const Tile<kS>& left, const Tile<kD>& right,
-                                                 const Place& place) {
-  clear(sums);
-#pragma unroll 2
-  for (int k = 0; k < kS / 16; ++k) {
-    uint32_t a[4];
-    load_matrices_transposed(a, left.chunk(16 * k + place.lane % 8 + place.lane / 16 * 8,
-                                           place.row / 8 + place.lane / 8 % 2));
-    multiply_block<T, kD>(sums, a, right, k, place);
-  }
-}
-
-// What `load_matrices` of the same row would load. `pair_of(w)`: where word w of this lane stands.
-template <class PairOf>
-__device__ __forceinline__ void store_matrices(const uint32_t (&words)[4], void* row, PairOf&& pair_of) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   uint32_t(__cvta_generic_to_shared(row))),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-#else
-#pragma unroll
-  for (int w = 0; w < 4; ++w) *pair_of(w) = words[w];
-#endif
 }
 
 __device__ __forceinline__ float quad_sum(float value) {
@@ -238,22 +234,22 @@ __device__ __forceinline__ MaskPlace mask_place(const ShortAttention& a, int pro
           (row8 - row) * a.mask_strides[2]};
 }
 
-// The keys that a boolean mask keeps, for each of the two rows.
+// Takes off the keys that a boolean mask does not keep.
 template <int kS>
 __device__ __forceinline__ void kept_by_mask(uint32_t (&kept)[2], const ShortAttention& a, const MaskPlace& at,
                                              const Place& place) {
   const unsigned char* const mask = static_cast<const unsigned char*>(a.mask) + at.row;
-  kept[0] = kept[1] = 0;
-#pragma unroll 4
+#pragma unroll 2
   for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const unsigned char* const one = mask + min(8 * i + 2 * place.quad + e, a.seqlen_k - 1) * a.mask_step;
-      kept[0] |= uint32_t(*one != 0) << (2 * i + e);
-      if (at.to8 != 0) kept[1] |= uint32_t(one[at.to8] != 0) << (2 * i + e);
+      const uint32_t hidden = uint32_t(*one == 0);
+      const uint32_t hidden8 = at.to8 == 0 ? hidden : uint32_t(one[at.to8] == 0);
+      kept[0] &= ~(hidden << (2 * i + e));
+      kept[1] &= ~(hidden8 << (2 * i + e));
     }
   }
-  if (at.to8 == 0) kept[1] = kept[0];
 }
 
 // Adds a mask of type M to the scores, which become powers of two. Finite values stay finite: a row of nothing but the
@@ -265,7 +261,7 @@ __device__ __forceinline__ void add_mask(float (&scores)[kS / 8][4], const Short
   const M* const mask8 = mask + at.to8;
 #pragma unroll
   for (int i = 0; i < kS / 8; ++i) {
-    if (i % 4 == 0) __syncwarp();  // not more loads at once than there are registers for
+    if (i % 4 == 0) meet<kS>();  // not more loads at once than there are registers for
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int key = min(8 * i + 2 * place.quad + e % 2, a.seqlen_k - 1) * a.mask_step;
@@ -276,15 +272,48 @@ __device__ __forceinline__ void add_mask(float (&scores)[kS / 8][4], const Short
   }
 }
 
-// Applies the mask; answers what the scores are still to be multiplied with to be powers of two.
+// The keys 0 .. last as bits of the pairs that a lane holds.
+template <int kS>
+__device__ __forceinline__ uint32_t keys_to(int last, int quad) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int behind = last - 2 * quad - e;  // the first key of the lane's first pair, and of the next ones 8 further
+    const int pairs = behind < 0 ? 0 : min(behind / 8 + 1, kS / 8);
+    bits |= (pairs == 16 ? ~0u : (1u << (2 * pairs)) - 1) & (0x55555555u << e);
+  }
+  return bits;
+}
+
+// The keys that a row sees by its place.
+template <int kS>
+__device__ __forceinline__ void seen_keys(uint32_t (&kept)[2], const ShortAttention& a, const Place& place) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = place.row + place.group + 8 * half;
+    kept[half] = keys_to<kS>(min(row + a.last, a.seqlen_k - 1), place.quad) & ~keys_to<kS>(row + a.first - 1, place.quad);
+  }
+}
+
+// Applies the mask and hides keys; answers what the scores are still to be multiplied with to be powers of two.
 template <class T, int kS>
 __device__ __forceinline__ float apply_mask(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
                                             const Place& place) {
-  const float factor = a.scale * kLog2E;
-  const MaskPlace at = mask_place(a, problem, place);
-  if (a.mask_kind == FUSELINE_MASK_BOOL) {
-    uint32_t kept[2];
-    kept_by_mask<kS>(kept, a, at, place);
+  float factor = a.scale * kLog2E;
+  const bool by_place = a.bounded || a.seqlen_k < kS;
+  if (a.mask_kind > FUSELINE_MASK_BOOL) {
+    const MaskPlace at = mask_place(a, problem, place);
+    if (a.mask_kind == FUSELINE_MASK_ADD) {
+      add_mask<T, kS>(scores, a, at, factor, place);
+    } else {
+      add_mask<float, kS>(scores, a, at, factor, place);
+    }
+    factor = 1.f;
+  }
+  if (by_place || a.mask_kind == FUSELINE_MASK_BOOL) {
+    uint32_t kept[2] = {~0u, ~0u};
+    if (by_place) seen_keys<kS>(kept, a, place);
+    if (a.mask_kind == FUSELINE_MASK_BOOL) kept_by_mask<kS>(kept, a, mask_place(a, problem, place), place);
 #pragma unroll
     for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
@@ -292,32 +321,8 @@ __device__ __forceinline__ float apply_mask(float (&scores)[kS / 8][4], const Sh
         if (!has_bit(kept[e / 2], i, e % 2)) scores[i][e] = -kInfinity;
       }
     }
-    return factor;
   }
-  if (a.mask_kind == FUSELINE_MASK_ADD) {
-    add_mask<T, kS>(scores, a, at, factor, place);
-  } else {
-    add_mask<float, kS>(scores, a, at, factor, place);
-  }
-  return 1.f;
-}
-
-// Hides the keys that a row does not see by its place, and those behind the last.
-template <int kS>
-__device__ __forceinline__ void hide_keys(float (&scores)[kS / 8][4], const ShortAttention& a, const Place& place) {
-  const int row = place.row + place.group;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int from = row + 8 * half + a.first, to = min(row + 8 * half + a.last, a.seqlen_k - 1);
-#pragma unroll
-    for (int i = 0; i < kS / 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int key = 8 * i + 2 * place.quad + e;
-        if (key < from || key > to) scores[i][2 * half + e] = -kInfinity;
-      }
-    }
-  }
+  return factor;
 }
 
 // Of the rows `group` and `group` + 8: the sum of e^(score - max), and log2 of that with the largest score put back.
@@ -329,9 +334,7 @@ struct RowSums {
 template <class T, int kS>
 __device__ __forceinline__ RowSums exponentials(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
                                                 const Place& place) {
-  float factor = a.scale * kLog2E;
-  if (a.mask_kind != FUSELINE_MASK_NONE) factor = apply_mask<T, kS>(scores, a, problem, place);
-  if (a.bounded || a.seqlen_k < kS) hide_keys<kS>(scores, a, place);
+  const float factor = apply_mask<T, kS>(scores, a, problem, place);
   RowSums sums;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

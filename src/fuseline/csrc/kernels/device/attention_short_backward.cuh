@@ -22,12 +22,25 @@ namespace fuseline {
 template <int kS>
 constexpr bool kOneRoom = kS == 128;
 
+// They also have a second place for queries, and for grad_out where shared memory allows, so that the next problem's are
+// on their way throughout: their blocks are too few for one to compute while another waits.
+template <int kS>
+constexpr bool kQueriesAhead = kOneRoom<kS>;
 template <int kS, int kD>
-constexpr int kBackwardBytes = 4 * kS * kD * 2 + (kOneRoom<kS> ? 1 : 2) * kS * kS * 2;
+constexpr bool kGradientsAhead = kOneRoom<kS> && kD != 64;
 
-// Blocks that a multiprocessor has registers for.
 template <int kS, int kD>
-constexpr int kBackwardBlocks = kS == 128 ? (kD == 128 ? 1 : 2) : (kD == 32 ? 20 : 16) / (kS / 16);
+constexpr int kBackwardBytes = (4 + kQueriesAhead<kS> + kGradientsAhead<kS, kD>)*kS * kD * 2 +
+                               (kOneRoom<kS> ? 1 : 2) * kS * kS * 2;
+
+// Blocks that a multiprocessor has registers for, and of 128 x 128 problems shared memory: 227 KB, 163 before sm_90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kWidestOfTwo = 32;
+#else
+constexpr int kWidestOfTwo = 64;
+#endif
+template <int kS, int kD>
+constexpr int kBackwardBlocks = kS == 128 ? (kD > kWidestOfTwo ? 1 : 2) : (kD == 32 ? 20 : 16) / (kS / 16);
 
 // Probabilities as the left side of a product.
 template <class T, int kS>
@@ -43,40 +56,58 @@ __device__ __forceinline__ void normalize(const float (&p)[kS / 8][4], const Row
   }
 }
 
-// Makes grad_p that of the probabilities before their dropout.
+// Marks what dropout drops of p by its sign.
 template <int kS>
-__device__ __forceinline__ void drop(float (&grad_p)[kS / 8][4], const uint32_t (&kept)[2], float scale) {
+__device__ __forceinline__ void mark(uint32_t (&packed)[kS / 16][4], const uint32_t (&kept)[2]) {
 #pragma unroll
   for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) grad_p[i][e] *= has_bit(kept[e / 2], i, e % 2) ? scale : 0.f;
+    for (int half = 0; half < 2; ++half) {
+      packed[i / 2][i % 2 * 2 + half] |=
+          (has_bit(kept[half], i, 0) ? 0u : 0x00008000u) | (has_bit(kept[half], i, 1) ? 0u : 0x80000000u);
+    }
   }
 }
 
-// Leaves packed rows in shared memory.
+// Leaves the warp's rows, packed as the left side of a product, in shared memory.
 template <int kS>
-__device__ __forceinline__ void leave(const uint32_t (&packed)[4], const Tile<kS>& room, int k, const Place& place) {
-  store_matrices(packed, room.chunk(place.row + place.lane % 16, 2 * k + place.lane / 16),
-                 [&](int w) { return &room.pair(place.row + place.group + w % 2 * 8, 2 * k + w / 2, place.quad); });
-}
-
-template <int kS>
-__device__ __forceinline__ void leave_all(const uint32_t (&packed)[kS / 16][4], const Tile<kS>& room,
-                                          const Place& place) {
+__device__ __forceinline__ void leave(const uint32_t (&packed)[kS / 16][4], const Tile<kS>& room, const Place& place) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t at = room.chunk(place.row + place.lane % 16, place.lane / 16);
 #pragma unroll
-  for (int k = 0; k < kS / 16; ++k) leave<kS>(packed[k], room, k, place);
-}
-
-// Makes the warp's rows of p in shared memory those that are left of them.
-template <int kS>
-__device__ __forceinline__ void drop(const Tile<kS>& room, const uint32_t (&kept)[2], const Place& place) {
+  for (int k = 0; k < kS / 16; ++k) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(room.chunks_on(at, 2 * k)),
+                 "r"(packed[k][0]), "r"(packed[k][1]), "r"(packed[k][2]), "r"(packed[k][3])
+                 : "memory");
+  }
+#else
+  const uint32_t at = room.chunk(place.row + place.group, 0) + place.quad * 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int k = 0; k < kS / 16; ++k) {
 #pragma unroll
-    for (int i = 0; i < kS / 8; ++i) {
-      room.pair(place.row + place.group + 8 * half, i, place.quad) &=
-          (has_bit(kept[half], i, 0) ? 0x0000ffffu : 0u) | (has_bit(kept[half], i, 1) ? 0xffff0000u : 0u);
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t to = room.rows_on(room.chunks_on(at, 2 * k + w / 2), w % 2 * 8);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(packed[k][w]) : "memory");
     }
+  }
+#endif
+}
+
+// sums[16, kD] = left[kS, columns row .. + 16]^T * right[kS, kD]; of a `marked` left side without the marked.
+template <class T, int kS, int kD>
+__device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const Tile<kS>& left, const Tile<kD>& right,
+                                                 bool marked, const Place& place) {
+  const uint32_t left_at = left.chunk(place.lane % 8 + place.lane / 16 * 8, place.row / 8 + place.lane / 8 % 2);
+  clear(sums);
+#pragma unroll (kSteps<kS, kD>)
+  for (int k = 0; k < kS / 16; ++k) {
+    uint32_t a[4];
+    load_matrices_transposed(a, left.rows_on(left_at, 16 * k));
+    if (marked) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) a[w] &= ~((a[w] >> 15 & 0x00010001u) * 0xffffu);
+    }
+    multiply_block<T, kD>(sums, a, right, k, place);
   }
 }
 
@@ -90,18 +121,24 @@ __device__ __forceinline__ void load_rows(float (&grad_lse)[2], const ShortAtten
 }
 
 // grad_p becomes grad_s, packed as the left side of a product. p is read twice: to keep it would take too many registers.
-template <class T, int kS>
-__device__ __forceinline__ void through_softmax(const float (&grad_p)[kS / 8][4], uint32_t (&grad_s)[kS / 16][4],
-                                                const float (&grad_lse)[2], const Tile<kS>& room, const Place& place) {
+template <class T, int kS, bool kDropout>
+__device__ __forceinline__ void through_softmax(float (&grad_p)[kS / 8][4], uint32_t (&grad_s)[kS / 16][4],
+                                                const float (&grad_lse)[2], const Tile<kS>& room, float scale,
+                                                const Place& place) {
+  const uint32_t row = room.chunk(place.row + place.lane % 16, place.lane / 16);
   float sum[2] = {0.f, 0.f}, products[2] = {0.f, 0.f}, delta[2];
 #pragma unroll
   for (int k = 0; k < kS / 16; ++k) {
     uint32_t words[4];
-    load_matrices(words, room.chunk(place.row + place.lane % 16, 2 * k + place.lane / 16));
+    load_matrices(words, room.chunks_on(row, 2 * k));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const float2 p = unpack_pair<T>(words[w]);
-      const float(&grads)[4] = grad_p[2 * k + w / 2];
+      const float2 p = unpack_pair<T>(kDropout ? words[w] & 0x7fff7fffu : words[w]);
+      float(&grads)[4] = grad_p[2 * k + w / 2];
+      if constexpr (kDropout) {
+        grads[w % 2 * 2] *= words[w] & 0x00008000u ? 0.f : scale;
+        grads[w % 2 * 2 + 1] *= words[w] & 0x80000000u ? 0.f : scale;
+      }
       sum[w % 2] += p.x + p.y;
       products[w % 2] = fmaf(p.x, grads[w % 2 * 2], fmaf(p.y, grads[w % 2 * 2 + 1], products[w % 2]));
     }
@@ -115,10 +152,10 @@ __device__ __forceinline__ void through_softmax(const float (&grad_p)[kS / 8][4]
 #pragma unroll
   for (int k = 0; k < kS / 16; ++k) {
     uint32_t words[4];
-    load_matrices(words, room.chunk(place.row + place.lane % 16, 2 * k + place.lane / 16));
+    load_matrices(words, room.chunks_on(row, 2 * k));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const float2 p = unpack_pair<T>(words[w]);
+      const float2 p = unpack_pair<T>(kDropout ? words[w] & 0x7fff7fffu : words[w]);
       const float(&grads)[4] = grad_p[2 * k + w / 2];
       grad_s[k][w] = pack_pair<T>(p.x * (grads[w % 2 * 2] - delta[w % 2]), p.y * (grads[w % 2 * 2 + 1] - delta[w % 2]));
     }
@@ -129,11 +166,16 @@ __device__ __forceinline__ void through_softmax(const float (&grad_p)[kS / 8][4]
 
 template <class T, int kS, int kD>
 __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backward(const ShortAttention a) {
-  extern __shared__ uint4 memory[];
+  extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
-  unsigned char* const base = reinterpret_cast<unsigned char*>(memory);
-  const Tile<kD> q{base}, k{base + kTile}, v{base + 2 * kTile}, grad_out{base + 3 * kTile};
-  const Tile<kS> room{base + 4 * kTile}, grad_room{base + 4 * kTile + (kOneRoom<kS> ? 0 : kRoom)};
+  const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
+  constexpr bool kAheadQ = kQueriesAhead<kS>, kAheadGrad = kGradientsAhead<kS, kD>;
+  const Tile<kD> k{base}, v{base + kTile};
+  Tile<kD> q{base + 2 * kTile}, grad_out{base + 3 * kTile};
+  // The other place of a tensor that has two, from the one it stands in.
+  const auto other_q = [&] { return Tile<kD>{2 * base + 6 * kTile - q.base}; };
+  const auto other_grad_out = [&] { return Tile<kD>{2 * base + 8 * kTile - grad_out.base}; };
+  const Tile<kS> room{base + (4 + kAheadQ + kAheadGrad) * kTile}, grad_room{room.base + (kOneRoom<kS> ? 0 : kRoom)};
   const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem, int rows) {
     if (problem < a.problems) fetch<T, kS>(to, tensor, head_of(a, problem), rows, a.head_dim);
     commit_copies();
@@ -143,54 +185,62 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
   fetch_one(grad_out, a.grad_out, blockIdx.x, a.seqlen_q);
   fetch_one(q, a.q, blockIdx.x, a.seqlen_q);
   for (int problem = blockIdx.x; problem < a.problems; problem += gridDim.x) {
+    const int next = problem + gridDim.x;
     wait_for_all();
     meet<kS>();
+    if constexpr (kAheadQ) fetch_one(other_q(), a.q, next, a.seqlen_q);
+    if constexpr (kAheadGrad) fetch_one(other_grad_out(), a.grad_out, next, a.seqlen_q);
     uint32_t grad_s[kS / 16][4];
     {
       float p[kS / 8][4];
       multiply_rows<T, kD, kS>(p, q, k, Place::here());
       const RowSums sums = exponentials<T, kS>(p, a, problem, Place::here());
       normalize<T, kS>(p, sums, grad_s);
-      leave_all<kS>(grad_s, room, Place::here());  // p
+      if (a.dropout.seed) {
+        uint32_t kept[2];
+        kept_by_dropout<kS>(kept, a, problem, Place::here());
+        mark<kS>(grad_s, kept);
+      }
+      leave<kS>(grad_s, room, Place::here());  // p
       __syncwarp();
-      uint32_t kept[2];
-      if (a.dropout.seed) kept_by_dropout<kS>(kept, a, problem, Place::here());
       float grad_lse[2] = {0.f, 0.f};
       if (a.grad_lse) load_rows(grad_lse, a, problem, Place::here());
       multiply_rows<T, kD, kS>(p, grad_out, v, Place::here());  // the gradient of p
-      if (a.dropout.seed) drop<kS>(p, kept, a.dropout.scale);
-      through_softmax<T, kS>(p, grad_s, grad_lse, room, Place::here());
       if (a.dropout.seed) {
-        __syncwarp();
-        drop<kS>(room, kept, Place::here());
+        through_softmax<T, kS, true>(p, grad_s, grad_lse, room, a.dropout.scale, Place::here());
+      } else {
+        through_softmax<T, kS, false>(p, grad_s, grad_lse, room, 1.f, Place::here());
       }
     }
-    if constexpr (!kOneRoom<kS>) leave_all<kS>(grad_s, grad_room, Place::here());
+    if constexpr (!kOneRoom<kS>) leave<kS>(grad_s, grad_room, Place::here());
     float sums[kD / 8][4];
     if (a.grad_q.at) {
       multiply_held<T, kS, kD>(sums, grad_s, k, Place::here());
       store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, problem, a.seqlen_q, Place::here());
     }
     meet<kS>();
-    const int next = problem + gridDim.x;
     fetch_one(k, a.k, next, a.seqlen_k);
     fetch_one(v, a.v, next, a.seqlen_k);
     if (a.grad_v.at) {
       const float factor = a.dropout.seed ? a.dropout.scale : 1.f;
-      multiply_columns<T, kS, kD>(sums, room, grad_out, Place::here());
+      multiply_columns<T, kS, kD>(sums, room, grad_out, a.dropout.seed, Place::here());
       store_rows<T, kD>(sums, factor, factor, a.grad_v, a, problem, a.seqlen_k, Place::here());
     }
     if constexpr (kOneRoom<kS>) {
       meet<kS>();
-      fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
-      leave_all<kS>(grad_s, grad_room, Place::here());
+      if constexpr (!kAheadGrad) fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
+      leave<kS>(grad_s, grad_room, Place::here());
       meet<kS>();
     }
-    if (a.grad_k.at) multiply_columns<T, kS, kD>(sums, grad_room, q, Place::here());
-    meet<kS>();
-    if constexpr (!kOneRoom<kS>) fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
-    fetch_one(q, a.q, next, a.seqlen_q);
+    if (a.grad_k.at) multiply_columns<T, kS, kD>(sums, grad_room, q, false, Place::here());
+    if constexpr (!kAheadQ) {
+      meet<kS>();
+      fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
+      fetch_one(q, a.q, next, a.seqlen_q);
+    }
     if (a.grad_k.at) store_rows<T, kD>(sums, a.scale, a.scale, a.grad_k, a, problem, a.seqlen_k, Place::here());
+    if constexpr (kAheadQ) q = other_q();
+    if constexpr (kAheadGrad) grad_out = other_grad_out();
   }
 }
 
@@ -200,7 +250,8 @@ template <class T>
 int short_backward_of(const ShortAttention& a, const Device& device, void* stream) {
   return with_tiles(a, [&](auto length, auto head_dim) {
     constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
-    return launch_problems(short_backward<T, kS, kD>, a, 2 * kS, kBackwardBytes<kS, kD>, device, stream);
+    constexpr int kBytes = kBackwardBytes<kS, kD>;
+    return launch_problems(short_backward<T, kS, kD>, a, 2 * kS, kBytes, device, stream);
   });
 }
 
