@@ -1,12 +1,10 @@
 """The kernels against float64, straight through their C API: lengths, alignments, masks, poison, repetition.
 
-An error may be twice that of the same computation in PyTorch at the same dtype, plus one unit in the last
-place (`assert_as_good`). Every output is poisoned first and stands between guards.
+Every output is poisoned first and stands between guards (guarded.py). Softmax and the cross-entropy have
+files of their own.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,20 +13,9 @@ from torch.nn import functional as F
 from fuseline.native import NativeError
 from fuseline.native.kernels import Kernels, open_kernels
 
+from .guarded import DEVICE, DTYPES, OFFSETS, assert_as_good, guards_hold, place, randn, shapes
+
 pytestmark = pytest.mark.gpu
-
-DEVICE = torch.device("cuda")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SMALL = (1, 2, 7, 8, 16, 31, 32, 64, 127, 128, 256, 384, 512, 768, 1000, 1024, 1600, 2048)
-LARGE = (4096, 5120, 8192, 12288, 16384, 32768, 50257, 65536, 131072, 262144, 1048583)
-ELEMENTS = 2**18
-"""About how many elements a case has; rows are odd in number, and at least 3."""
-
-GUARD = 64
-"""Elements of poison before and behind every tensor that `place` makes; a multiple of every vector."""
-
-OFFSETS = ((0, 0), (1, 1), (3, 0))
-"""Elements past 16 bytes at which the inputs and the outputs start."""
 
 
 @pytest.fixture(scope="module")
@@ -39,52 +26,6 @@ def kernels() -> Kernels:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-def place(
-    rows: int, n: int, dtype: torch.dtype, *, offset: int = 0, fill: torch.Tensor | None = None
-) -> torch.Tensor:
-    """A contiguous [rows, n] tensor, `offset` elements past a multiple of 16 bytes, inside a poisoned buffer.
-
-    Holds `fill`, or poison (NaN) for an output.
-    """
-    size = rows * n
-    buffer = torch.full((size + 2 * GUARD + offset,), float("nan"), dtype=dtype, device=DEVICE)
-    view = buffer[GUARD + offset : GUARD + offset + size].view(rows, n)
-    if fill is not None:
-        view.copy_(fill)
-    return view
-
-
-def guards_hold(view: torch.Tensor) -> bool:
-    """Whether nothing was written before or behind a tensor that `place` made."""
-    buffer = view._base
-    assert buffer is not None
-    start = view.storage_offset()
-    return bool(torch.cat([buffer[:start], buffer[start + view.numel() :]]).isnan().all())
-
-
-def shapes() -> Iterator[tuple[int, int]]:
-    for n in SMALL + LARGE:
-        yield max(3, min(ELEMENTS // n, 4096) | 1), n
-
-
-def randn(rows: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, n, device=DEVICE).to(dtype)
-
-
-def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
-    """At most twice eager's error and one ulp, over all elements and for the worst one."""
-    assert guards_hold(out), f"{what}: wrote outside its output"
-    assert not out.isnan().any(), f"{what}: {int(out.isnan().sum())} elements NaN or never written"
-    ulp = torch.finfo(out.dtype).eps
-    norm, most = exact.norm(), exact.abs().max()
-    error, eager_error = ((value.double() - exact).norm() for value in (out, eager))
-    assert error <= 2 * eager_error + ulp * norm, (
-        f"{what}: error {error / norm:.2e}, eager {eager_error / norm:.2e}"
-    )
-    worst, eager_worst = ((value.double() - exact).abs().max() for value in (out, eager))
-    assert worst <= 2 * eager_worst + ulp * most, f"{what}: worst {worst:.2e}, eager {eager_worst:.2e}"
 
 
 def weights_for(n: int, dtype: torch.dtype, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,126 +114,6 @@ def test_gradients_nobody_wants_are_not_computed(kernels: Kernels, wanted: int) 
             assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_softmax_forward(kernels: Kernels, dtype: torch.dtype) -> None:
-    for rows, n in shapes():
-        for offset, offset_out in OFFSETS:
-            x = place(rows, n, dtype, offset=offset, fill=4 * randn(rows, n, torch.float32))
-            y = place(rows, n, dtype, offset=offset_out)
-            kernels.softmax_forward(x, y, scale=0.5)
-            eager = torch.softmax(0.5 * x.float(), -1).to(dtype)
-            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
-            assert_as_good(y, eager, torch.softmax(0.5 * x.double(), -1), what)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
-    for rows, n in shapes():
-        for offset, offset_out in OFFSETS:
-            y = place(rows, n, dtype, offset=offset, fill=torch.softmax(randn(rows, n, torch.float32), -1))
-            grad_out = place(rows, n, dtype, offset=offset_out, fill=randn(rows, n, torch.float32))
-            grad_x = place(rows, n, dtype, offset=offset)
-            kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
-            exact, eager = (
-                softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
-                for wide in (torch.float64, torch.float32)
-            )
-            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
-            assert_as_good(grad_x, eager.to(dtype), exact, what)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [32768, 50257, 65536])
-def test_softmax_of_more_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
-    """Blocks that stay take row after row through their ring."""
-    rows = 700
-    x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
-    y = place(rows, n, dtype)
-    kernels.softmax_forward(x, y)
-    assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), "forward")
-    grad_out = place(rows, n, dtype, fill=randn(rows, n, torch.float32))
-    grad_x = place(rows, n, dtype)
-    kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
-    normalize = dtype != torch.float32
-    eager = softmax_gradient(grad_out.float(), y.float(), normalize=normalize)
-    exact = softmax_gradient(grad_out.double(), y.double(), normalize=normalize)
-    assert_as_good(grad_x, eager.to(dtype), exact, "backward")
-
-
-def softmax_gradient(grad: torch.Tensor, y: torch.Tensor, *, normalize: bool) -> torch.Tensor:
-    """At half scale; `normalize` divides by the sum of y, which its rounding keeps from being 1."""
-    mean = (grad * y).sum(-1, keepdim=True)
-    return 0.5 * y * (grad - (mean / y.sum(-1, keepdim=True) if normalize else mean))
-
-
-def boolean(*shape: int) -> torch.Tensor:
-    return torch.rand(*shape, device=DEVICE) < 0.7
-
-
-def additive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    mask = torch.randn(*shape, device=DEVICE).to(dtype)
-    return mask.masked_fill(torch.rand(*shape, device=DEVICE) < 0.2, float("-inf"))
-
-
-MASKS: dict[str, Callable[[int, int, int, int, torch.dtype], torch.Tensor | None]] = {
-    "none": lambda B, H, T, S, dtype: None,
-    "padding": lambda B, H, T, S, dtype: boolean(B, 1, 1, S),
-    "pairs": lambda B, H, T, S, dtype: boolean(1, 1, T, S),
-    "whole": lambda B, H, T, S, dtype: boolean(B, H, T, S),
-    "rows": lambda B, H, T, S, dtype: boolean(B, H, T, 1),
-    "transposed": lambda B, H, T, S, dtype: boolean(B, H, S, T).transpose(-1, -2),
-    "nothing": lambda B, H, T, S, dtype: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=DEVICE),
-    "added": lambda B, H, T, S, dtype: additive(B, 1, T, S, dtype=dtype),
-    "added_by_head": lambda B, H, T, S, dtype: additive(1, H, 1, S, dtype=dtype),
-    "added_fp32": lambda B, H, T, S, dtype: additive(B, H, T, S, dtype=torch.float32),
-    "added_fp32_slice": lambda B, H, T, S, dtype: additive(B, 1, T, S + 5, dtype=torch.float32)[..., 3:-2],
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("mask_kind", MASKS)
-def test_softmax_masks(kernels: Kernels, dtype: torch.dtype, causal: bool, mask_kind: str) -> None:
-    sizes = (
-        (2, 3, 5, 5),
-        (2, 2, 64, 64),
-        (1, 2, 33, 100),
-        (2, 2, 100, 33),
-        (1, 2, 40, 2049),
-        (2, 1, 3, 40000),
-    )
-    for B, H, T, S in (*sizes, (2, 2, 128, 1024), (1, 1, 2, 300001), (1, 1, 2, 1200000)):
-        rows = B * H * T
-        x = place(rows, S, dtype, fill=3 * randn(rows, S, torch.float32))
-        y = place(rows, S, dtype)
-        mask = MASKS[mask_kind](B, H, T, S, dtype)
-        kernels.softmax_forward(x, y, shape=(B, H, T, S), mask=mask, scale=0.25, causal=causal)
-        exact, eager = (
-            masked_softmax(x.to(wide), (B, H, T, S), mask, causal) for wide in (torch.float64, torch.float32)
-        )
-        what = f"{mask_kind} over {(B, H, T, S)}"
-        assert_as_good(y, eager.to(dtype), exact, what)
-        assert not y[exact == 0].any(), f"{what}: weight on a key that is masked"
-
-
-def masked_softmax(
-    x: torch.Tensor, shape: tuple[int, int, int, int], mask: torch.Tensor | None, causal: bool
-) -> torch.Tensor:
-    T, S = shape[2:]
-    scores = 0.25 * x.view(shape)
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, float("-inf"))
-            if mask.dtype == torch.bool
-            else scores + mask.to(x.dtype)
-        )
-    if causal:
-        seen = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    nothing = (scores == float("-inf")).all(-1, keepdim=True)
-    return torch.softmax(scores, -1).masked_fill(nothing, 0.0).view_as(x)
-
-
 def test_values_that_are_not_finite(kernels: Kernels) -> None:
     for n in (5, 128, 1024, 5000, 40000, 300000):
         x = randn(6, n, torch.float32)
@@ -309,16 +130,6 @@ def test_values_that_are_not_finite(kernels: Kernels) -> None:
         kernels.layer_norm_forward(x, None, None, y, None, None)
         assert y[:4].isnan().all()
         assert y[4:].isfinite().all()
-
-
-@pytest.mark.parametrize("scale", [0.0, -2.0, 300.0])
-def test_softmax_extreme_scales(kernels: Kernels, scale: float) -> None:
-    for dtype in DTYPES:
-        for n in (24, 777, 1024, 20000):
-            x, y = 100 * randn(5, n, dtype), place(5, n, dtype)
-            kernels.softmax_forward(x, y, scale=scale)
-            exact, eager = (torch.softmax(scale * x.to(wide), -1) for wide in (torch.float64, torch.float32))
-            assert_as_good(y, eager.to(dtype), exact, f"scale {scale}, n {n}")
 
 
 def test_variance_does_not_cancel(kernels: Kernels) -> None:

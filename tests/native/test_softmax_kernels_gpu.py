@@ -1,0 +1,184 @@
+"""The softmax's kernels against float64: lengths, alignments, masks, scales, every way of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fuseline.native.kernels import Kernels, open_kernels
+
+from .guarded import DEVICE, DTYPES, OFFSETS, assert_as_good, guards_hold, place, randn, shapes
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return open_kernels()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_forward(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            x = place(rows, n, dtype, offset=offset, fill=4 * randn(rows, n, torch.float32))
+            y = place(rows, n, dtype, offset=offset_out)
+            kernels.softmax_forward(x, y, scale=0.5)
+            eager = torch.softmax(0.5 * x.float(), -1).to(dtype)
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            assert_as_good(y, eager, torch.softmax(0.5 * x.double(), -1), what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in shapes():
+        for offset, offset_out in OFFSETS:
+            y = place(rows, n, dtype, offset=offset, fill=torch.softmax(randn(rows, n, torch.float32), -1))
+            grad_out = place(rows, n, dtype, offset=offset_out, fill=randn(rows, n, torch.float32))
+            grad_x = place(rows, n, dtype, offset=offset)
+            kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
+            exact, eager = (
+                softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
+                for wide in (torch.float64, torch.float32)
+            )
+            what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
+            assert_as_good(grad_x, eager.to(dtype), exact, what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [32768, 50257, 65536])
+def test_softmax_of_more_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
+    """Blocks that stay take row after row through their ring."""
+    rows = 700
+    x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
+    y = place(rows, n, dtype)
+    kernels.softmax_forward(x, y)
+    assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), "forward")
+    grad_out = place(rows, n, dtype, fill=randn(rows, n, torch.float32))
+    grad_x = place(rows, n, dtype)
+    kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
+    normalize = dtype != torch.float32
+    eager = softmax_gradient(grad_out.float(), y.float(), normalize=normalize)
+    exact = softmax_gradient(grad_out.double(), y.double(), normalize=normalize)
+    assert_as_good(grad_x, eager.to(dtype), exact, "backward")
+
+
+def softmax_gradient(grad: torch.Tensor, y: torch.Tensor, *, normalize: bool) -> torch.Tensor:
+    """At half scale; `normalize` divides by the sum of y, which its rounding keeps from being 1."""
+    mean = (grad * y).sum(-1, keepdim=True)
+    return 0.5 * y * (grad - (mean / y.sum(-1, keepdim=True) if normalize else mean))
+
+
+def boolean(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, device=DEVICE) < 0.7
+
+
+def additive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.randn(*shape, device=DEVICE).to(dtype)
+    return mask.masked_fill(torch.rand(*shape, device=DEVICE) < 0.2, float("-inf"))
+
+
+MASKS: dict[str, Callable[[int, int, int, int, torch.dtype], torch.Tensor | None]] = {
+    "none": lambda B, H, T, S, dtype: None,
+    "padding": lambda B, H, T, S, dtype: boolean(B, 1, 1, S),
+    "pairs": lambda B, H, T, S, dtype: boolean(1, 1, T, S),
+    "whole": lambda B, H, T, S, dtype: boolean(B, H, T, S),
+    "rows": lambda B, H, T, S, dtype: boolean(B, H, T, 1),
+    "transposed": lambda B, H, T, S, dtype: boolean(B, H, S, T).transpose(-1, -2),
+    "nothing": lambda B, H, T, S, dtype: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=DEVICE),
+    "added": lambda B, H, T, S, dtype: additive(B, 1, T, S, dtype=dtype),
+    "added_by_head": lambda B, H, T, S, dtype: additive(1, H, 1, S, dtype=dtype),
+    "added_fp32": lambda B, H, T, S, dtype: additive(B, H, T, S, dtype=torch.float32),
+    "added_fp32_slice": lambda B, H, T, S, dtype: additive(B, 1, T, S + 5, dtype=torch.float32)[..., 3:-2],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_softmax_masks(kernels: Kernels, dtype: torch.dtype, causal: bool, mask_kind: str) -> None:
+    sizes = (
+        (2, 3, 5, 5),
+        (2, 2, 64, 64),
+        (1, 2, 33, 100),
+        (2, 2, 100, 33),
+        (1, 2, 40, 2049),
+        (2, 1, 3, 40000),
+    )
+    for B, H, T, S in (*sizes, (2, 2, 128, 1024), (1, 1, 2, 300001), (1, 1, 2, 1200000)):
+        rows = B * H * T
+        x = place(rows, S, dtype, fill=3 * randn(rows, S, torch.float32))
+        y = place(rows, S, dtype)
+        mask = MASKS[mask_kind](B, H, T, S, dtype)
+        kernels.softmax_forward(x, y, shape=(B, H, T, S), mask=mask, scale=0.25, causal=causal)
+        exact, eager = (
+            masked_softmax(x.to(wide), (B, H, T, S), mask, causal) for wide in (torch.float64, torch.float32)
+        )
+        what = f"{mask_kind} over {(B, H, T, S)}"
+        assert_as_good(y, eager.to(dtype), exact, what)
+        assert not y[exact == 0].any(), f"{what}: weight on a key that is masked"
+
+
+def masked_softmax(
+    x: torch.Tensor, shape: tuple[int, int, int, int], mask: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    T, S = shape[2:]
+    scores = 0.25 * x.view(shape)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, float("-inf"))
+            if mask.dtype == torch.bool
+            else scores + mask.to(x.dtype)
+        )
+    if causal:
+        seen = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(scores, -1).masked_fill(nothing, 0.0).view_as(x)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 300.0])
+def test_softmax_extreme_scales(kernels: Kernels, scale: float) -> None:
+    for dtype in DTYPES:
+        for n in (24, 777, 1024, 20000):
+            x, y = 100 * randn(5, n, dtype), place(5, n, dtype)
+            kernels.softmax_forward(x, y, scale=scale)
+            exact, eager = (torch.softmax(scale * x.to(wide), -1) for wide in (torch.float64, torch.float32))
+            assert_as_good(y, eager.to(dtype), exact, f"scale {scale}, n {n}")
+
+
+def test_elements_far_from_zero(kernels: Kernels) -> None:
+    """The largest that there are, whose exponents to base 2 would leave fp32, and rows of only those."""
+    for n in (300, 20000, 70001):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (3e37 * torch.randn(3, n, device=DEVICE)).to(dtype)
+            x[1] = torch.finfo(dtype).min
+            y = place(3, n, dtype)
+            kernels.softmax_forward(x, y)
+            assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), f"n {n}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_short_rows_at_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows, n in ((70001, 3), (70001, 31), (9001, 129), (777, 1023), (5, 257), (1, 31)):
+        x = place(rows, n, dtype, fill=2 * randn(rows, n, torch.float32))
+        y, grad_x = place(rows, n, dtype), place(rows, n, dtype)
+        kernels.softmax_forward(x, y, scale=-0.5)
+        what = f"rows {rows}, n {n}"
+        eager, exact = (torch.softmax(-0.5 * x.to(wide), -1) for wide in (torch.float32, torch.float64))
+        assert_as_good(y, eager.to(dtype), exact, what)
+        kernels.softmax_backward(x, y, grad_x, scale=0.5)
+        normalize = dtype != torch.float32
+        eager, exact = (
+            softmax_gradient(x.to(wide), y.to(wide), normalize=normalize)
+            for wide in (torch.float32, torch.float64)
+        )
+        assert_as_good(grad_x, eager.to(dtype), exact, f"gradient, {what}")
+        assert guards_hold(y)
