@@ -51,7 +51,7 @@ def test_distance_counts_doublings() -> None:
     assert distance(BASE, replace(BASE, batch=8)) == pytest.approx(0.7)
     assert distance(BASE, replace(BASE, direction="fw")) == pytest.approx(4.0)
     assert distance(BASE, replace(BASE, dtype=torch.float16)) == 0, "16 bits are alike"
-    assert distance(BASE, replace(BASE, dtype=torch.float32)) == float("inf")
+    assert distance(BASE, replace(BASE, dtype=torch.float32)) > 1e6
     assert distance(BASE, replace(BASE, causal="top_left")) == 0, "over as many keys as queries both are one"
 
 

@@ -6,6 +6,7 @@ judged by its neighbours: near in the logarithms of its sizes, and alike in its 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fuseline.ops.attention.problem import Problem
@@ -67,6 +69,26 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where problems stand: their sizes in doublings, and their features as numbers that are equal or not."""
+
+    sizes: np.ndarray
+    features: np.ndarray
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> Places:
+        return cls(
+            np.array([_sizes(problem) for problem in problems]),
+            np.array([_codes(problem) for problem in problems]),
+        )
+
+    def distances(self, problem: Problem) -> np.ndarray:
+        """From `problem` to each: between their sizes, and the penalties of what they do not share."""
+        sizes = np.sqrt(((self.sizes - np.array(_sizes(problem))) ** 2).sum(1))
+        return sizes + (self.features != np.array(_codes(problem))) @ _WEIGHTS
+
+
+@dataclass(frozen=True)
 class Table:
     """Entries by their problem, in the form of `plain`."""
 
@@ -87,12 +109,25 @@ class Table:
 
     def neighbours(self, problem: Problem, able: Sequence[str]) -> list[tuple[float, Entry]]:
         """The nearest entries that know any of the `able` candidates, with their distances."""
-        near = []
-        for entry in self.entries.values():
-            apart = distance(problem, entry.problem)
-            if apart <= FAR and not entry.times_us.keys().isdisjoint(able):
-                near.append((apart, entry))
-        return sorted(near, key=lambda pair: pair[0])[:NEIGHBOURS]
+        if not self.entries:
+            return []
+        apart = self._places.distances(problem)
+        near: list[tuple[float, Entry]] = []
+        for i in np.argsort(apart, kind="stable"):
+            if apart[i] > FAR or len(near) == NEIGHBOURS:
+                break
+            entry = self._listed[i]
+            if not entry.times_us.keys().isdisjoint(able):
+                near.append((float(apart[i]), entry))
+        return near
+
+    @functools.cached_property
+    def _listed(self) -> list[Entry]:
+        return list(self.entries.values())
+
+    @functools.cached_property
+    def _places(self) -> Places:
+        return Places.of([entry.problem for entry in self._listed])
 
 
 def slowdowns(near: Sequence[tuple[float, Entry]], able: Sequence[str]) -> dict[str, float]:
@@ -112,13 +147,7 @@ def slowdowns(near: Sequence[tuple[float, Entry]], able: Sequence[str]) -> dict[
 
 def distance(one: Problem, other: Problem) -> float:
     """How far apart two problems are, in doublings of a size."""
-    if (one.dtype.itemsize, one.device.type) != (other.dtype.itemsize, other.device.type):
-        return math.inf
-    sizes = sum((a - b) ** 2 for a, b in zip(_sizes(one), _sizes(other), strict=True))
-    mine, theirs = _features(one), _features(other)
-    return math.sqrt(sizes) + sum(
-        penalty for name, penalty in _PENALTIES.items() if mine[name] != theirs[name]
-    )
+    return float(Places.of([other]).distances(one)[0])
 
 
 def plain(problem: Problem) -> Problem:
@@ -167,6 +196,16 @@ def _features(problem: Problem) -> dict[str, Any]:
         "drops": problem.dropout_p > 0,
         "lse": problem.lse,
     }
+
+
+def _codes(problem: Problem) -> list[int]:
+    """The features in the order of the penalties, and what must be the same at all."""
+    features = _features(problem)
+    never = (problem.dtype.itemsize, problem.device.type)
+    return [hash(features[name]) for name in _PENALTIES] + [hash(never)]
+
+
+_WEIGHTS = np.array([*_PENALTIES.values(), 1e9])
 
 
 def read_entries(file: Path) -> list[Entry]:
