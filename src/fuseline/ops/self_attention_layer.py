@@ -133,7 +133,8 @@ def self_attention_layer(
     shared = qkv_weight.shape[1] != x.shape[-1]
     D = qkv_weight.shape[0] // (3 if shared else max(1, num_heads + 2 * kv))
     scale = 1.0 / math.sqrt(max(1, D)) if softmax_scale is None else softmax_scale
-    check_probability(dropout_p, "self_attention_layer")
+    if dropout_p:
+        check_probability(dropout_p, "self_attention_layer")
     device = x.device.type
     fused = implementation == "fused"
     if device == "cuda" and (implementation == "auto" or (fused and dropout_p > 0)):
@@ -145,7 +146,9 @@ def self_attention_layer(
         and native.ready(device)
         and not (device == "cuda" and x.dtype is torch.float64)
     ):
-        keep, hides = _one_mask(x, mask, key_padding)
+        keep, hides = None, False
+        if mask is not None or key_padding is not None:
+            keep, hides = _one_mask(x, mask, key_padding)
         if dropout_p > 0 and seed is None:
             seed = draw_seed(x.device)
         return torch.ops.fuseline.self_attention_layer.default(

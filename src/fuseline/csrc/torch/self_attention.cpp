@@ -335,7 +335,7 @@ Four forward_fused(const Sizes& s, const Tensor& given, const Tensor& qkv_weight
     const OptionalTensor in_bias = contiguous(qkv_bias), last_bias = contiguous(out_bias);
     const Tensor out = at::empty({s.B, s.S, s.out}, x.options());
     const Tensor attended = at::empty({s.tokens(), s.H * s.D}, x.options());
-    const Tensor qkv = at::empty({keep ? s.tokens() : 0, s.projected()}, x.options());
+    const Tensor qkv = keep ? at::empty({s.tokens(), s.projected()}, x.options()) : Tensor();
     auto layer = sized(s, x, o);
     layer.x = x.const_data_ptr(), layer.qkv_weight = projection.const_data_ptr(), layer.out_weight = last.const_data_ptr();
     layer.qkv_bias = data_or_null(in_bias), layer.out_bias = data_or_null(last_bias);
@@ -345,7 +345,7 @@ Four forward_fused(const Sizes& s, const Tensor& given, const Tensor& qkv_weight
     layer.attended = attended.data_ptr(), layer.out = out.data_ptr();
     static const auto launch = FUSELINE_KERNEL(fuseline_small_layer_forward);
     check_launch(launch(&layer, current_stream(x)), kName);
-    return {out, qkv, attended, at::empty({0}, x.options())};
+    return {out, qkv, attended, keep ? at::empty({0}, x.options()) : Tensor()};
 }
 
 Five backward_fused(const Sizes& s, const Tensor& grad_out, const Tensor& given, const Tensor& qkv_weight,
