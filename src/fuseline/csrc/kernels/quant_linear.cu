@@ -132,6 +132,10 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
       return launch_linear_int4(a, *call, stream);
     default:
       if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
+      if (!call->row_warps && !call->splits) {
+        const int answer = launch_gemv_16(a, *call, stream);
+        if (answer != FUSELINE_UNSUPPORTED) return answer;
+      }
       return launch_linear_16(a, *call, stream);
   }
 }

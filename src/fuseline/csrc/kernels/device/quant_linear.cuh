@@ -611,6 +611,7 @@ int launch_linear(const LinearArguments& a, const fuseline_linear& call, void* s
 }
 
 int launch_linear_16(const LinearArguments& a, const fuseline_linear& call, void* stream);
+int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream);  // up to four rows of x
 int launch_linear_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);
 int launch_linear_int4(const LinearArguments& a, const fuseline_linear& call, void* stream);
 

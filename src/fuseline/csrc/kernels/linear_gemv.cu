@@ -1,0 +1,238 @@
+// One to four rows of activations times weights of 16 bits, as torch.nn.Linear keeps them; what may stand around the
+// layer is that of quant_linear.cuh.
+//
+// Floor: 2 n k bytes over the copy bandwidth. A multiprocessor has to have 18 KB under way to reach it; 64 to 96 KB are.
+// Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
+//
+// Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies; where n is small one), whose 16-byte
+// vectors go from memory to registers. Each register is asked for anew as soon as it is used, across the ends of rows,
+// so that nothing waits but for data: no barrier, no copy through shared memory. x is in shared memory, normed there by
+// every block anew. The first vectors are on their way before the launch before this has ended.
+
+#include "device/quant_linear.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int kMostShared = 96 * 1024;  // of x, so that two blocks fit
+
+// x of all rows to shared memory, [m][k], normed over k if the call says so.
+template <class T, int M>
+__device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to, float* room) {
+  const int thread = threadIdx.x, vectors = a.k / 8;
+  const auto sum_of_block = [&](float value) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    __syncthreads();
+    if (thread % kWarp == 0) room[thread / kWarp] = value;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kLinearWarps; ++w) sum += room[w];
+    return sum;
+  };
+#pragma unroll 1
+  for (int row = 0; row < M; ++row) {
+    uint4* const mine = to + row * vectors;  // each thread norms what it has fetched
+    float sum = 0.f, squares = 0.f;
+    constexpr int kTogether = 4;
+    for (int begin = thread; begin < vectors; begin += kTogether * kLinearThreads) {
+      uint4 raw[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int i = begin + u * kLinearThreads;
+        raw[u] = make_uint4(0, 0, 0, 0);
+        if (row < a.m && i < vectors) raw[u] = *reinterpret_cast<const uint4*>(a.x + row * a.x_stride + int64_t(i) * 16);
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (begin + u * kLinearThreads < vectors) mine[begin + u * kLinearThreads] = raw[u];
+        float values[8];
+        unpack<T>(raw[u], values);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum += values[e], squares = fmaf(values[e], values[e], squares);
+      }
+    }
+    if (a.norm == FUSELINE_NORM_NONE || row >= a.m) continue;
+    float mean = 0.f;
+    if (a.norm == FUSELINE_NORM_LAYER) {
+      mean = sum_of_block(sum) / a.k;
+      squares = 0.f;
+      for (int i = thread; i < vectors; i += kLinearThreads) {
+        float values[8];
+        unpack<T>(mine[i], values);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) squares = fmaf(values[e] - mean, values[e] - mean, squares);
+      }
+    }
+    const float rstd = rsqrtf(sum_of_block(squares) / a.k + a.eps);
+    for (int i = thread; i < vectors; i += kLinearThreads) {
+      float values[8], weight[8], shift[8] = {};
+      unpack<T>(mine[i], values);
+      unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight) + i), weight);
+      if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias) + i), shift);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - mean) * rstd, weight[e], shift[e]);
+      mine[i] = pack<T>(values);
+    }
+  }
+  __syncthreads();
+}
+
+// R rows of W to a warp, kAhead vectors of each under way.
+template <class T, int M, int R>
+__global__ void __launch_bounds__(kLinearThreads, M == 4 ? 2 : 3) gemv_kernel(const __grid_constant__ LinearArguments a) {
+  constexpr int kAhead = 8 / R, kStep = kAhead * kWarp;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ float room[kLinearWarps];
+  const uint4* const x = reinterpret_cast<const uint4*>(shared);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int vectors = a.k / 8, chunks = (vectors + kStep - 1) / kStep;
+  const int halves = a.halves ? a.n / 2 : 0;
+  const int units = halves ? halves : (a.n + R - 1) / R;
+  // The last round, which not all warps have, is spread over all blocks.
+  const int first = warp * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kLinearWarps;
+  const auto row_of = [&](int unit, int r) { return halves ? unit + r * halves : unit * R + r; };
+
+  const uint4* from[R];
+  int ahead_unit = first, ahead_chunk = 0;
+  const auto point = [&] {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int row = min(row_of(ahead_unit, r), a.n - 1);
+      from[r] = reinterpret_cast<const uint4*>(a.weight + row * a.weight_stride);
+    }
+  };
+  uint4 raw[R][kAhead];
+  const auto load = [&](int u) {
+    const int at = ahead_chunk * kStep + u * kWarp + lane;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      raw[r][u] = make_uint4(0, 0, 0, 0);
+      if (ahead_unit < units && at < vectors) raw[r][u] = load_once(from[r] + at);
+    }
+  };
+  const auto go_on = [&] {
+    if (++ahead_chunk == chunks) {
+      ahead_chunk = 0, ahead_unit += step;
+      if (ahead_unit < units) point();
+    }
+  };
+
+  if (!a.overlap) wait_for_earlier();
+  if (first < units) point();
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) load(u);
+  go_on();
+  if (a.overlap) wait_for_earlier();
+  let_next_start();
+  fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
+
+  for (int unit = first; unit < units; unit += step) {
+    float sums[R][M] = {};
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const int at = min(chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
+        float w[R][8];
+#pragma unroll
+        for (int r = 0; r < R; ++r) unpack<T>(raw[r][u], w[r]);
+        load(u);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+          float values[8];
+          unpack<T>(x[m * vectors + at], values);
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sums[r][m] = fmaf(w[r][e], values[e], sums[r][m]);
+          }
+        }
+      }
+      go_on();
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+          sums[r][m] += __shfl_xor_sync(~0u, sums[r][m], offset);
+        }
+      }
+    }
+    // Lane R m + r writes the output of its row of x and of W.
+    const int m_of = lane / R, r_of = lane % R, row = row_of(unit, r_of);
+    if (m_of >= a.m || m_of >= M || row >= a.n || (halves && r_of)) continue;
+    float sum = 0.f, other = 0.f;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (m == m_of && r == r_of) sum = sums[r][m];
+        if (m == m_of && r == R - 1) other = sums[r][m];
+      }
+    }
+    const T* const bias = reinterpret_cast<const T*>(a.bias);
+    if (bias) sum += to_float(bias[row]);
+    if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
+      sum = Silu<T>::value(sum) * (bias ? other + to_float(bias[row + halves]) : other);
+    } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
+      sum = GeluErf<T>::value(sum);
+    } else if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) {
+      sum = GeluTanh<T>::value(sum);
+    }
+    const int64_t to = int64_t(m_of) * (halves ? halves : a.n) + row;
+    if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
+    reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
+  }
+}
+
+template <class T, int M, int R>
+int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
+  const auto kernel = gemv_kernel<T, M, R>;
+  const int shared = M * a.k * 2;
+  int resident = 0;
+  const cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
+  if (error != cudaSuccess) return int(error);
+  const int64_t units = a.halves ? a.n / 2 : divide_up(a.n, R);
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(units, kLinearWarps), std::max(1, resident))));
+  config.blockDim = dim3(kLinearThreads);
+  config.dynamicSmemBytes = size_t(shared);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = device.clusters ? 1 : 0;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
+  const cudaError_t last = cudaGetLastError();
+  return int(launched != cudaSuccess ? launched : last);
+}
+
+template <class T, int M>
+int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
+  // Few rows of W: one to a warp, for more warps.
+  const bool alone = !a.halves && a.n < 24 * device.processors;
+  return alone ? launch_gemv<T, M, 1>(a, device, stream) : launch_gemv<T, M, 2>(a, device, stream);
+}
+
+template <class T>
+int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
+  return a.m == 1   ? launch_gemv<T, 1>(a, device, stream)
+         : a.m == 2 ? launch_gemv<T, 2>(a, device, stream)
+                    : launch_gemv<T, 4>(a, device, stream);
+}
+
+}  // namespace
+
+int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  const int rows = a.m <= 2 ? a.m : 4;
+  if (a.m > 4 || !a.x_vectors || a.k == 0 || int64_t(rows) * a.k * 2 > kMostShared) return FUSELINE_UNSUPPORTED;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  if (call.dtype == FUSELINE_FLOAT16) return launch_gemv<__half>(a, device, stream);
+  return launch_gemv<__nv_bfloat16>(a, device, stream);
+}
+
+}  // namespace fuseline
