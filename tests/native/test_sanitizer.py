@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "sanitized.py"
+HERE = Path(__file__).parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
@@ -18,10 +18,11 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", pa
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_every_op_is_clean(tool: str) -> None:
+@pytest.mark.parametrize("program", ["sanitized.py", "sanitized_attention.py"])
+def test_every_op_is_clean(program: str, tool: str) -> None:
     assert TOOL is not None
     # Only our own kernels: torch's are not ours to judge, and take most of the time.
     ours = ["--kernel-name", "kns=fuseline"]
-    command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(PROGRAM)]
+    command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(HERE / program)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -1,0 +1,76 @@
+"""The attention kernels on small calls with all features, forward and backward, aligned and not.
+
+Not a test: the program that `test_sanitizer.py` runs under compute-sanitizer. --cases prints each call before
+it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fuseline import native
+
+NONE, BOTTOM_RIGHT = 0, 2
+
+
+def calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is particular about a call, and its arguments; sizes are one more or less than whole tiles."""
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        for D in (64, 136):
+            yield f"{name} {D} plain", call(dtype, 130, 150, D)
+            mask = torch.randn(1, 4, 130, 152, device="cuda", requires_grad=True)
+            yield (
+                f"{name} {D} mask in tiles",
+                call(dtype, 130, 152, D, mask=mask, dropout_p=0.1, soft_cap=3.0),
+            )
+            mask = torch.randn(1, 4, 1, 1, device="cuda", requires_grad=True)
+            yield f"{name} {D} mask of one value", call(dtype, 70, 71, D, mask=mask, dropout_p=0.1)
+            mask = torch.rand(2, 1, 1, 151, device="cuda") > 0.2
+            yield f"{name} {D} padded keys", call(dtype, 70, 151, D, mask=mask, window_left=40)
+        starts = torch.tensor([0, 20, 20, 75], device="cuda", dtype=torch.int32)
+        packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 55, "max_seqlen_k": 55}
+        yield f"{name} packed", call(dtype, 80, 78, 64, B=1, **packed)
+    for T, D in ((1, 64), (3, 128), (16, 128), (16, 256)):
+        yield f"split {T} {D}", call(torch.bfloat16, T, 700, D, wants_grad=False)
+
+
+def call(
+    dtype: torch.dtype, T: int, S: int, D: int, *, B: int = 2, wants_grad: bool = True, **options: Any
+) -> dict[str, Any]:
+    def made(heads: int, rows: int) -> torch.Tensor:
+        x = torch.randn(B, rows, heads, D, device="cuda", dtype=dtype)
+        return x.transpose(1, 2).requires_grad_(wants_grad)
+
+    return {
+        "q": made(4, T),
+        "k": made(2, S),
+        "v": made(2, S),
+        "sinks": torch.randn(4, device="cuda", requires_grad=wants_grad),
+        "seed": torch.tensor([7], device="cuda"),
+        "max_seqlen_q": T,
+        "max_seqlen_k": S,
+        "causal": BOTTOM_RIGHT if options.get("mask") is None else NONE,
+        "softmax_scale": D**-0.5,
+    } | options
+
+
+def main() -> None:
+    assert native.ready("cuda"), native.status()
+    for label, arguments in calls():
+        if "--cases" in sys.argv:
+            print(label, flush=True)
+        out, lse = torch.ops.fuseline.attention(**arguments)
+        if out.requires_grad:
+            leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+            torch.autograd.grad([out, lse], leaves, [torch.randn_like(out), torch.randn_like(lse)])
+        torch.cuda.synchronize()  # so that an error comes with its call
+    print("attention ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()
