@@ -4,6 +4,7 @@
 #include "choice.h"
 #include "norm_forward_long.cuh"
 #include "norm_forward_rows.cuh"
+#include "norm_forward_short.cuh"
 
 namespace fuseline {
 
@@ -14,7 +15,7 @@ constexpr int kMostHeld = (sizeof(Y) == 4 ? 8 : 4) / (kAdded ? 2 : 1);
 template <class X, class Y, bool kAdded>
 constexpr int kLeastHeld = kMostHeld<X, Y, kAdded> < 4 ? 1 : kMostHeld<X, Y, kAdded> / 4;
 
-enum class ForwardWay { rows, waiting, streamed };
+enum class ForwardWay { rows, short_rows, waiting, streamed };
 
 struct ForwardPlan {
   ForwardWay way = ForwardWay::rows;
@@ -43,8 +44,7 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   if (slots > int64_t(kMostThreads) * kMost || (wants_waiting && !one_warp)) {
     constexpr int kBytes = kWaitingBytes<X, Y, kAdded>, kParts = kVector<X>;
     const int64_t parts = divide_up(n + kParts - 1, kParts);
-    const Waiting waiting = plan_waiting<X>(divide_up(parts * kBytes, 16) * kParts, sizeof(Moments) * 2 * kMaxStates + 64,
-                                            device);
+    const NormWaiting waiting = plan_norm_waiting(parts * kBytes, sizeof(Moments) * 2 * kMaxStates + 64, device);
     if (n <= (int64_t(1) << 30) && waiting.threads > 0) {
       plan.way = ForwardWay::waiting;
       plan.threads = waiting.threads, plan.cluster = waiting.cluster;
@@ -64,6 +64,15 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
     while (device.clusters && plan.cluster < kMaxCluster && parts > int64_t(plan.cluster) * kMostThreads * kPiece) {
       plan.cluster *= 2;
     }
+    return plan;
+  }
+  if (!aligned && n <= kShortRow) {
+    plan.way = ForwardWay::short_rows;
+    const int64_t spread = divide_up(divide_up(rows, 4 * device.processors), kWarp) * kWarp;
+    const auto shared = [&](int threads) { return short_bytes<X, Y, kAdded>(threads, int(n)); };
+    plan.threads = int(std::min<int64_t>(kShortRowsOfBlock, spread));
+    while (plan.threads > kWarp && shared(plan.threads) > kShortShared) plan.threads -= kWarp;
+    plan.shared = size_t(shared(plan.threads));
     return plan;
   }
   // Few rows: each is spread over more threads, so that all multiprocessors have some.
@@ -94,6 +103,7 @@ auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForwa
   constexpr int kHalf = kMost / 2;
   if (plan.way == ForwardWay::waiting) return norm_forward_waiting<X, Y, kAdded>;
   if (plan.way == ForwardWay::streamed) return norm_forward_streamed<X, Y, kAdded>;
+  if (plan.way == ForwardWay::short_rows) return norm_forward_short<X, Y, kAdded>;
   if (!aligned && plan.held == 1) return norm_forward_rows<X, Y, kAdded, 1, false, true>;
   if (!aligned) return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
   if (!plan.one_warp) {
@@ -121,7 +131,8 @@ int run_forward(NormForward a, const Device& device, void* stream) {
     if (error != cudaSuccess) return int(error);
     if (count == 0) return FUSELINE_UNSUPPORTED;
   }
-  const int64_t grid = divide_up(a.rows, plan.rows) * plan.cluster;
+  const int64_t rows = plan.way == ForwardWay::short_rows ? plan.threads : plan.rows;
+  const int64_t grid = divide_up(a.rows, rows) * plan.cluster;
   const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
   return launch(kernel, a, grid, block, plan.shared, plan.cluster, stream);
 }

@@ -1,13 +1,13 @@
 // The norms' forward for rows that are longer than registers: the same results as in norm_forward_rows.cuh, in parts of
 // kVector<X> elements, 16 bytes of what is normalized.
 //
-// Moves: as there; limit: HBM bandwidth. Threads: rows wait in shared memory (waiting.cuh), each in that of a block or of
+// Moves: as there; limit: HBM bandwidth. Threads: rows wait in shared memory (norm_waiting.cuh), each in that of a block or of
 // a cluster, until their moments have met; two blocks or more share a multiprocessor, and one computes while another's
 // row is on its way. Rows longer than a cluster can hold are read twice.
 #pragma once
 
 #include "norm_elements.cuh"
-#include "waiting.cuh"
+#include "norm_waiting.cuh"
 
 namespace fuseline {
 
