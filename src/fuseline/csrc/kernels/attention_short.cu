@@ -12,20 +12,6 @@ constexpr int kLongest = 128, kWidest = 128;
 constexpr int64_t kMostMaskStep = 1 << 20;  // elements from key to key
 constexpr int64_t kMostProblems = int64_t(1) << 30;
 
-bool fits(const fuseline_attention& call, bool backward) {
-  const int64_t heads = call.heads, kv_heads = call.kv_heads;
-  const bool lengths = call.seqlen_q >= 1 && call.seqlen_q <= kLongest && call.seqlen_k >= 1 && call.seqlen_k <= kLongest;
-  const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
-  const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
-                        call.batch <= kMostProblems / heads;
-  const bool dtype = call.dtype == FUSELINE_FLOAT16 || call.dtype == FUSELINE_BFLOAT16;
-  const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
-                    (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
-  const bool plain = call.soft_cap == 0 && !call.sinks && !call.cu_seqlens_q && !call.cu_seqlens_k;
-  return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
-         (!backward || heads == kv_heads);
-}
-
 // Whether a tensor's rows start at multiples of 16 bytes.
 bool aligned(const void* at, const int64_t (&strides)[3]) {
   return offset_in_vector(at) == 0 && strides[0] % 8 == 0 && strides[1] % 8 == 0 && strides[2] % 8 == 0;
@@ -54,6 +40,30 @@ ShortAttention arguments(const fuseline_attention& call) {
   a.first = int(shift - reach(call.window_left)), a.last = int(shift + reach(right));
   a.bounded = call.window_left >= 0 || right >= 0;
   return a;
+}
+
+// Whether a block's bytes fit the device; there may be none.
+bool has_room(const ShortAttention& a, bool backward) {
+  Device device;
+  if (current_device(device) != cudaSuccess) return false;
+  return with_tiles(a, [&](auto length, auto head_dim) {
+    constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
+    return int((backward ? kBackwardBytes<kS, kD> : kForwardBytes<kS, kD>) <= device.shared_a_block);
+  });
+}
+
+bool fits(const fuseline_attention& call, bool backward) {
+  const int64_t heads = call.heads, kv_heads = call.kv_heads;
+  const bool lengths = call.seqlen_q >= 1 && call.seqlen_q <= kLongest && call.seqlen_k >= 1 && call.seqlen_k <= kLongest;
+  const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
+  const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
+                        call.batch <= kMostProblems / heads;
+  const bool dtype = call.dtype == FUSELINE_FLOAT16 || call.dtype == FUSELINE_BFLOAT16;
+  const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
+                    (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
+  const bool plain = call.soft_cap == 0 && !call.sinks && !call.cu_seqlens_q && !call.cu_seqlens_k;
+  return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
+         (!backward || heads == kv_heads) && has_room(arguments(call), backward);
 }
 
 int forward(const fuseline_attention& call, void* stream) {

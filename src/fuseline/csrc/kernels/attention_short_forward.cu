@@ -12,9 +12,6 @@
 namespace fuseline {
 namespace {
 
-template <int kS, int kD>
-constexpr int kForwardBytes = 3 * kS * kD * 2;
-
 // Blocks that a multiprocessor has registers for.
 template <int kS, int kD>
 constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);

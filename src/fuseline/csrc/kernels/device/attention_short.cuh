@@ -358,26 +358,43 @@ __device__ __forceinline__ RowSums exponentials(float (&scores)[kS / 8][4], cons
   return sums;
 }
 
-// The elements that dropout keeps, for each of the two rows.
+// What dropout keeps of elements first .. + 4, of one block of words, as bits.
+__device__ __forceinline__ uint32_t kept_of_four(const Dropout& dropout, uint64_t seed, int64_t first) {
+  const uint4 words = philox_uniform(seed, uint64_t(first) / 4);
+  return uint32_t(words.x >= dropout.threshold) | uint32_t(words.y >= dropout.threshold) << 1 |
+         uint32_t(words.z >= dropout.threshold) << 2 | uint32_t(words.w >= dropout.threshold) << 3;
+}
+
+// The elements that dropout keeps, for each of the two rows. Where rows start at multiples of four elements, two lanes
+// share each block of words: the even lane draws those of the even tiles, the odd lane the others, and they exchange.
 template <int kS>
 __device__ __forceinline__ void kept_by_dropout(uint32_t (&kept)[2], const ShortAttention& a, int problem,
                                                 const Place& place) {
   const uint64_t seed = uint64_t(*a.dropout.seed);
+  const bool odd = place.quad % 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = int64_t(problem) * a.seqlen_q + place.row + place.group + 8 * half;
-    kept[half] = 0;
+    const int64_t row = (int64_t(problem) * a.seqlen_q + place.row + place.group + 8 * half) * a.seqlen_k;
+    uint32_t bits = 0;
+    if (a.seqlen_k % 4 == 0) {
 #pragma unroll 1
-    for (int i = 0; i < kS / 8; ++i) {
-      const int64_t index = row * a.seqlen_k + 8 * i + 2 * place.quad;
-      const uint4 bits = philox_uniform(seed, uint64_t(index) / 4);
-      const int word = int(index % 4);
-      const uint32_t first = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;
-      uint32_t second = word == 0 ? bits.y : word == 1 ? bits.z : bits.w;
-      if (word == 3) second = philox_uniform(seed, uint64_t(index) / 4 + 1).x;
-      kept[half] |= uint32_t(first >= a.dropout.threshold) << (2 * i);
-      kept[half] |= uint32_t(second >= a.dropout.threshold) << (2 * i + 1);
+      for (int j = 0; j < kS / 16; ++j) {
+        bits |= kept_of_four(a.dropout, seed, row + 16 * j + 8 * odd + place.quad / 2 * 4) << (4 * j);
+      }
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, bits, 1);
+      constexpr uint32_t kFirst = 0x33333333u;  // the first two of each four
+      bits = odd ? (got >> 2 & kFirst) | (bits & ~kFirst) : (bits & kFirst) | (got & kFirst) << 2;
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kS / 8; ++i) {
+        const int64_t index = row + 8 * i + 2 * place.quad;
+        const int word = int(index % 4);
+        uint32_t four = kept_of_four(a.dropout, seed, index - word) >> word;
+        if (word == 3) four |= kept_of_four(a.dropout, seed, index + 1) << 1;
+        bits |= (four & 3) << (2 * i);
+      }
     }
+    kept[half] = bits;
   }
 }
 
@@ -422,6 +439,21 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kD / 8][4], float
     }
   }
 }
+
+// Bytes of shared memory that a block asks for. In the backward, problems of 128 x 128 have one room for p and grad_s, in
+// turn, and a second place for queries, and for grad_out where shared memory allows, so that the next problem's are on
+// their way throughout: their blocks are too few for one to compute while another waits.
+template <int kS>
+constexpr bool kOneRoom = kS == 128;
+template <int kS>
+constexpr bool kQueriesAhead = kOneRoom<kS>;
+template <int kS, int kD>
+constexpr bool kGradientsAhead = kOneRoom<kS> && kD != 64;
+template <int kS, int kD>
+constexpr int kForwardBytes = 3 * kS * kD * 2;
+template <int kS, int kD>
+constexpr int kBackwardBytes = (4 + kQueriesAhead<kS> + kGradientsAhead<kS, kD>)*kS * kD * 2 +
+                               (kOneRoom<kS> ? 1 : 2) * kS * kS * 2;
 
 // Calls run(std::integral_constant<int, length>{}, std::integral_constant<int, head dim>{}) with the sizes of the
 // smallest tiles that hold the problem.

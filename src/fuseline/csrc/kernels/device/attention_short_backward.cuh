@@ -18,21 +18,6 @@
 
 namespace fuseline {
 
-// Problems of 128 x 128 have one room for p and grad_s, in turn.
-template <int kS>
-constexpr bool kOneRoom = kS == 128;
-
-// They also have a second place for queries, and for grad_out where shared memory allows, so that the next problem's are
-// on their way throughout: their blocks are too few for one to compute while another waits.
-template <int kS>
-constexpr bool kQueriesAhead = kOneRoom<kS>;
-template <int kS, int kD>
-constexpr bool kGradientsAhead = kOneRoom<kS> && kD != 64;
-
-template <int kS, int kD>
-constexpr int kBackwardBytes = (4 + kQueriesAhead<kS> + kGradientsAhead<kS, kD>)*kS * kD * 2 +
-                               (kOneRoom<kS> ? 1 : 2) * kS * kS * 2;
-
 // Blocks that a multiprocessor has registers for, and of 128 x 128 problems shared memory: 227 KB, 163 before sm_90.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWidestOfTwo = 32;
