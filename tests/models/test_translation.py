@@ -136,11 +136,13 @@ def test_the_kernels_agree_with_torchs(kernels: Kernels) -> None:
         torch.testing.assert_close(
             kernels.loss(x, targets, smoothing), TORCH.loss(x, targets, smoothing), rtol=1e-5, atol=1e-6
         )
-    scores, keep = torch.randn(2, 3, 4, 6), torch.rand(2, 1, 1, 6) < 0.7
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 8)
+    keep = torch.rand(2, 1, 1, 6) < 0.7
     keep[..., 0] = True
-    torch.testing.assert_close(
-        kernels.attention_weights(scores, 0.3, True, keep), TORCH.attention_weights(scores, 0.3, True, keep)
-    )
+    for causal in (False, True):
+        torch.testing.assert_close(
+            kernels.attention(q, k, v, causal, keep, 0.0), TORCH.attention(q, k, v, causal, keep, 0.0)
+        )
 
 
 @pytest.mark.parametrize("kernels", [FORMULAS, TORCH, FUSED], ids=["formulas", "torch", "fused"])
@@ -155,6 +157,11 @@ def test_dropout_drops_its_share_and_keeps_the_mean(kernels: Kernels) -> None:
         torch.zeros(2, 50, dtype=torch.int64), torch.ones(3, 64), torch.zeros(50, 64), None, 0.25
     )
     assert (embedded == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    # Each query's weights are those of 64 equal keys, and each value tells of one key.
+    equal, values = torch.zeros(1, 8, 64, 64), torch.eye(64).expand(1, 8, 64, 64)
+    weights = kernels.attention(equal, equal, values, False, None, 0.25) * 64
+    torch.testing.assert_close(weights[weights != 0], torch.full_like(weights[weights != 0], 4 / 3))
+    assert (weights == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
 
 
 def test_a_tied_head_shares_the_token_vectors() -> None:

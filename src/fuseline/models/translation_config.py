@@ -22,7 +22,7 @@ class TranslationConfig:
     `norm_first` norms before each branch (pre-norm), else after each sum, as the original Transformer does.
     `tied` shares the token vectors with the head. `pad_id` fills sequences up and is never seen.
 
-    `fused` computes norms, attention's softmax, activation, embedding and loss by Fuseline's ops. Without it
+    `fused` computes norms, attention, activation, embedding and loss by Fuseline's ops. Without it
     `unfused` says what stands in their place: "formulas", each operator of them a kernel, or "torch", torch's
     own kernels.
 

@@ -29,8 +29,9 @@ class Kernels:
 
     `norm(x, weight, bias)` is LayerNorm over the last dimension. `add_norm(x, x_bias, stream, weight, bias,
     p)` drops x + x_bias with probability p, adds it to `stream`, and returns (LayerNorm of the sum, the sum).
-    `attention_weights(scores, scale, causal, keep)` is the softmax over keys, those where `keep`
-    (broadcastable to the scores) is False left out. `activation(x, bias)` is GELU(x + bias), tanh form.
+    `attention(q, k, v, causal, keep, p)` is attention over [B, H, T, D] and [B, H, S, D], the weights of keys
+    where `keep` (broadcastable to the scores) is False left out, and dropped with probability p.
+    `activation(x, bias)` is GELU(x + bias), tanh form.
     `embed(tokens_BT, table_VC, places_PC, positions, p)` adds the rows of tokens and of their positions (0,
     1, .. if None) and drops.
     `loss(logits_NV, targets_N, smoothing)` is the mean cross-entropy over targets that are not -1.
@@ -38,7 +39,7 @@ class Kernels:
 
     norm: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_norm: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    attention_weights: Callable[[Tensor, float, bool, Tensor | None], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], Tensor]
     activation: Callable[[Tensor, Tensor], Tensor]
     embed: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
     loss: Callable[[Tensor, Tensor, float], Tensor]
@@ -68,6 +69,18 @@ def _masked(scores: Tensor, scale: float, causal: bool, keep: Tensor | None) -> 
         seen = visible(scores.shape[-2], scores.shape[-1], scores.device)
         keep = seen if keep is None else keep & seen
     return scores if keep is None else scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+
+
+def by_weights(
+    weights: Callable[[Tensor, float, bool, Tensor | None], Tensor],
+) -> Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], Tensor]:
+    """Attention whose weights are `weights(scores, scale, causal, keep)`, all of them in memory."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor | None, p: float) -> Tensor:
+        found = weights(q @ k.transpose(-2, -1), q.shape[-1] ** -0.5, causal, keep)
+        return dropped(found, p).to(v.dtype) @ v
+
+    return attention
 
 
 def _formula_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -148,8 +161,8 @@ def _fused_add_norm(
     )
 
 
-def _fused_weights(scores: Tensor, scale: float, causal: bool, keep: Tensor | None) -> Tensor:
-    return ops.softmax(scores, scale=scale, causal=causal, mask=keep)
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor | None, p: float) -> Tensor:
+    return ops.attention(q, k, v, causal=causal, mask=keep, dropout_p=p)
 
 
 def _fused_activation(x: Tensor, bias: Tensor) -> Tensor:
@@ -171,7 +184,7 @@ def _fused_loss(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tenso
 FORMULAS = Kernels(
     norm=_formula_norm,
     add_norm=_formula_add_norm,
-    attention_weights=_formula_weights,
+    attention=by_weights(_formula_weights),
     activation=_formula_activation,
     embed=_torch_embed,
     loss=_formula_loss,
@@ -179,7 +192,7 @@ FORMULAS = Kernels(
 TORCH = Kernels(
     norm=_torch_norm,
     add_norm=_torch_add_norm,
-    attention_weights=_torch_weights,
+    attention=by_weights(_torch_weights),
     activation=_torch_activation,
     embed=_torch_embed,
     loss=_torch_loss,
@@ -187,7 +200,7 @@ TORCH = Kernels(
 FUSED = Kernels(
     norm=_fused_norm,
     add_norm=_fused_add_norm,
-    attention_weights=_fused_weights,
+    attention=_fused_attention,
     activation=_fused_activation,
     embed=_fused_embed,
     loss=_fused_loss,

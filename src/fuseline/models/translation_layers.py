@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseline.models.translation_config import TranslationConfig
-from fuseline.models.translation_kernels import EPS, Kernels, dropped
+from fuseline.models.translation_kernels import EPS, Kernels
 
 KeysAndValues = tuple[Tensor, Tensor]
 M = TypeVar("M", bound=nn.Module)
@@ -54,10 +54,9 @@ class _Heads(nn.Module):
         self, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, keep: Tensor | None
     ) -> Tensor:
         B, H, T, D = q_BHTD.shape
-        scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1)
-        weights_BHTS = self.kernels.attention_weights(scores_BHTS, D**-0.5, causal, keep)
-        weights_BHTS = dropped(weights_BHTS, self.dropout_p if self.training else 0.0)
-        y_BTC = (weights_BHTS.to(v_BHSD.dtype) @ v_BHSD).transpose(1, 2).reshape(B, T, H * D)
+        p = self.dropout_p if self.training else 0.0
+        y_BHTD = self.kernels.attention(q_BHTD, k_BHSD, v_BHSD, causal, keep, p)
+        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, H * D)
         return F.linear(y_BTC, self.out.weight)
 
 

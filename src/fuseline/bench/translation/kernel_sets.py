@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuseline.models.translation_kernels import FORMULAS, FUSED, TORCH, Kernels
+from fuseline.models.translation_kernels import FORMULAS, FUSED, TORCH, Kernels, by_weights
 
 
 def _nothing(x: Tensor, *rest: object) -> Tensor:
@@ -29,7 +29,7 @@ def _sum_alone(logits_NV: Tensor, *rest: object) -> Tensor:
 NOTHING = Kernels(
     norm=_nothing,
     add_norm=_no_add_norm,
-    attention_weights=_nothing,
+    attention=by_weights(_nothing),
     activation=_nothing,
     embed=_rows_alone,
     loss=_sum_alone,
