@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -76,7 +77,9 @@ class StepGraph:
         host_random, device_random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
         side = _recording_stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            # Meant so: the side stream is waited for below, whichever stream the gradients are added up on.
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
             for _ in range(WARM_UP_STEPS):
                 self._run(static)
         torch.cuda.current_stream(self._device).wait_stream(side)
