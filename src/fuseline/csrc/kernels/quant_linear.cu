@@ -125,18 +125,19 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
     if (call->n % (2 * kTileRows)) return FUSELINE_UNSUPPORTED;
     a.halves = a.tiles / 2;
   }
+  const bool half = call->dtype == FUSELINE_FLOAT16;
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:
-      return launch_linear_int8(a, *call, stream);
+      return (half ? run_linear<__half, WeightsInt8> : run_linear<__nv_bfloat16, WeightsInt8>)(a, *call, stream);
     case FUSELINE_WEIGHT_INT4:
-      return launch_linear_int4(a, *call, stream);
+      return (half ? run_linear<__half, WeightsInt4> : run_linear<__nv_bfloat16, WeightsInt4>)(a, *call, stream);
     default:
       if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
       if (!call->row_warps && !call->splits) {
         const int answer = launch_gemv_16(a, *call, stream);
         if (answer != FUSELINE_UNSUPPORTED) return answer;
       }
-      return launch_linear_16(a, *call, stream);
+      return (half ? run_linear<__half, Weights16> : run_linear<__nv_bfloat16, Weights16>)(a, *call, stream);
   }
 }
 

@@ -38,6 +38,12 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   return raw;
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t at) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+
 __device__ __forceinline__ void store_shared(uint32_t at, const uint4& raw) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
                : "memory");
