@@ -5,7 +5,7 @@
 
 #include "device/attention_short.cuh"
 
-namespace fuseline {
+namespace fuseline::short_attention {
 namespace {
 
 constexpr int kLongest = 128, kWidest = 128;
@@ -103,16 +103,16 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
 }
 
 }  // namespace
-}  // namespace fuseline
+}  // namespace fuseline::short_attention
 
 int fuseline_attention_short_fits(const fuseline_attention* call, int backward) {
-  return fuseline::fits(*call, backward != 0);
+  return fuseline::short_attention::fits(*call, backward != 0);
 }
 
 int fuseline_attention_short_forward(const fuseline_attention* call, void* stream) {
-  return fuseline::forward(*call, stream);
+  return fuseline::short_attention::forward(*call, stream);
 }
 
 int fuseline_attention_short_backward(const fuseline_attention_gradients* gradients, void* stream) {
-  return fuseline::backward(*gradients, stream);
+  return fuseline::short_attention::backward(*gradients, stream);
 }

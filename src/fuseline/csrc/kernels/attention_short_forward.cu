@@ -9,7 +9,7 @@
 
 #include "device/attention_short.cuh"
 
-namespace fuseline {
+namespace fuseline::short_attention {
 namespace {
 
 // Blocks that a multiprocessor has registers for.
@@ -114,4 +114,4 @@ int attention_short_forward(const ShortAttention& a, int dtype, const Device& de
   return dtype == FUSELINE_FLOAT16 ? run<__half>(a, device, stream) : run<__nv_bfloat16>(a, device, stream);
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::short_attention

@@ -11,7 +11,7 @@
 #include "philox.cuh"
 #include "ring.cuh"
 
-namespace fuseline {
+namespace fuseline::short_attention {
 
 // [batch, heads, rows, head_dim], strides in elements; no pointer where it is not wanted.
 struct ShortTensor {
@@ -490,4 +490,4 @@ int attention_short_forward(const ShortAttention& a, int dtype, const Device& de
 int attention_short_backward_fp16(const ShortAttention& a, const Device& device, void* stream);
 int attention_short_backward_bf16(const ShortAttention& a, const Device& device, void* stream);
 
-}  // namespace fuseline
+}  // namespace fuseline::short_attention

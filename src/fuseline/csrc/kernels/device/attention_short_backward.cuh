@@ -16,7 +16,7 @@
 
 #include "attention_short.cuh"
 
-namespace fuseline {
+namespace fuseline::short_attention {
 
 // Blocks that a multiprocessor has registers for, and of 128 x 128 problems shared memory: 227 KB, 163 before sm_90.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -240,4 +240,4 @@ int short_backward_of(const ShortAttention& a, const Device& device, void* strea
   });
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::short_attention
