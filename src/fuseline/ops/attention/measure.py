@@ -1,8 +1,8 @@
 """The device times of all candidates on one problem.
 
 Each candidate runs inside a CUDA graph, so that times are the device's and not the host's, after the L2 was
-overwritten; the candidates take turns. One that is far behind after its first run is timed no further. On a
-CPU calls are timed as they are.
+overwritten; those that are close take turns. One that is far behind after its first run is timed no further.
+On a CPU calls are timed as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FLUSH_BYTES = 96 * 2**20  # more than any L2
 BEHIND, HOST_US = 3.0, 1500.0  # a first run is also the host's, which for a formula of many operators is this
 # Of what holds [B, H, T, S], by bytes of a number; with more it is never first, and soon does not fit.
 MOST_SCORES = {2: 2**22, 4: 2**27, 8: 2**27}
-LONGEST_ROUND_US = 2e4
+CLOSE = 1.3  # times that are to be told apart
+LONGEST_ROUND_US = 5e3
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,15 @@ def measure(
             failed[name] = f"inside a CUDA graph: {_reason(error)}"
             first.pop(name)
             _check_device(problem.device, name, error)
-    few = max(2, min(repeats, int(LONGEST_ROUND_US / max(best, 1.0))))
+    once = {name: clock(1) for name, clock in clocks.items()}
+    best = min(once.values(), default=best)
+    contest = [name for name, time_us in once.items() if time_us <= CLOSE * best]
+    few = max(1, min(repeats, int(LONGEST_ROUND_US / max(best, 1.0))))
     for number in range(rounds):
-        for name in clocks if number % 2 == 0 else reversed(list(clocks)):
+        for name in contest if number % 2 == 0 else reversed(contest):
             samples.setdefault(name, []).append(clocks[name](few))
-    times = {name: summarize(samples[name]).median if name in samples else first[name] for name in first}
-    return Times(problem, times, failed)
+    known = {**first, **once, **{name: summarize(found).median for name, found in samples.items()}}
+    return Times(problem, {name: known[name] for name in first}, failed)
 
 
 def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
