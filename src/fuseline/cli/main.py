@@ -21,6 +21,7 @@ VERBS = {
     ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
     "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
+    "generate": ("fuseline.cli.generate", "continue prompts with a language model, token by token"),
     "translate": ("fuseline.cli.translate", "translate sentences with a trained model"),
     "bench compile": (
         "fuseline.cli.bench_compile",

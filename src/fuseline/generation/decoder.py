@@ -170,6 +170,18 @@ class Decoder:
             size *= 2
         return min(size, self.cache.shape.capacity)
 
+    def prepare(self, first: int, last: int) -> None:
+        """Record what steps of rows of `first` to `last` positions will replay, so that none records while
+        it is waited for. Forgets the prompts."""
+        size = self.bucket(first)
+        while self._graphs:
+            bucket = size
+            if bucket not in self._recorded:
+                self._recorded[bucket] = self._record(lambda: self.step(bucket))  # noqa: B023 - called at once
+            if size >= min(last, self.cache.shape.capacity):
+                return
+            size = self.bucket(size + 1)
+
     @torch.no_grad()
     def run(self, key: int, work: Callable[[], None]) -> None:
         """Do `work`, which reads and writes the same tensors each time; on a GPU recorded under `key`."""
@@ -222,6 +234,7 @@ class Decoder:
         self.seen_BV.scatter_(1, tokens_B.unsqueeze(1), True)
         return tokens_B
 
+    @torch.no_grad()
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`work` as a graph; what the trial run before it changed is put back."""
         before = [state.clone() for state in self.states()]

@@ -51,8 +51,10 @@ class Rotary(RotaryEmbedding):
         """The tables go where the model goes, and stay in float32: angles have no digits to lose."""
         tables = self.cos, self.sin
         super()._apply(fn, recurse)
-        assert self.cos is not None
-        self.cos, self.sin = (table if table is None else table.to(self.cos.device) for table in tables)
+        for name, before in zip(("cos", "sin"), tables, strict=True):
+            after = getattr(self, name)
+            if before is not None and before.dtype != after.dtype:
+                setattr(self, name, before.to(after.device))
         return self
 
 

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to
 
 // R rows of W to a warp, kAhead vectors of each under way.
 template <class T, int M, int R>
-__global__ void __launch_bounds__(kLinearThreads, M == 4 ? 2 : 3) gemv_kernel(const __grid_constant__ LinearArguments a) {
+__global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(const __grid_constant__ LinearArguments a) {
   constexpr int kAhead = 8 / R, kStep = kAhead * kWarp;
   extern __shared__ __align__(16) char shared[];
   __shared__ float room[kLinearWarps];

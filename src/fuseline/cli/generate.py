@@ -1,0 +1,272 @@
+"""Continue prompts with a language model: a Hugging Face folder (GPT-2, Llama, Mistral, Qwen), a checkpoint
+of `fuseline train gpt` or nanoGPT, or a preset's shape with random weights. Tokens are printed as they come;
+then how fast they came."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuseline.cli.options import Common, resolve_device
+from fuseline.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    from fuseline.generation.choice import Sampling
+    from fuseline.training.text_generator import TextGenerator, Vocabulary, Wanted
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+QUANTS = ("none", "int8", "int4", "fp8")
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    model: Path | None = None
+    """Folder or .safetensors file of Hugging Face's format."""
+    checkpoint: Path | None = None
+    """Folder of a run of `fuseline train gpt`, its best.pt, or nanoGPT's ckpt.pt."""
+    preset: str | None = None
+    """Shape of a model with random weights: gpt2, llama2-7b, ..; its text is bytes, its tokens numbers."""
+    tokenizer: Path | None = None
+    """tokenizer.json to use; the one beside the weights if not named."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; several share a batch."""
+    prompt_ids: str | None = None
+    """Token ids to continue, separated by commas."""
+    batch: int = 1
+    """Continue each prompt so many times."""
+    max_new_tokens: int = 128
+    """Tokens to write at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; above, tokens are drawn."""
+    top_k: int | None = None
+    """Draw among the k likeliest."""
+    top_p: float | None = None
+    """Draw among the fewest that together have this probability."""
+    min_p: float | None = None
+    """Draw among those at least so likely, as a share of the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that were there before become less likely."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a continuation (they are not printed)."""
+    dtype: str = "auto"
+    """fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU."""
+    quant: str = "none"
+    """Format of the linear layers: none, int8, int4, fp8."""
+    group_size: int = 128
+    """Of int4: 32, 64, 128."""
+    cache: str = "model"
+    """Keys and values: model (the model's dtype), int8, fp8."""
+    draft: str | None = None
+    """A smaller model that drafts tokens: a folder, a checkpoint, or a preset."""
+    draft_tokens: int = 4
+    """Tokens drafted at a time."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline.generation.generate import check_room, steps
+    from fuseline.generation.stopping import TextStream
+    from fuseline.training import text_generator
+
+    _check(options)
+    device = torch.device(resolve_device(options.device))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes[options.dtype if options.dtype != "auto" else "bf16" if device.type == "cuda" else "fp32"]
+    path = options.model or options.checkpoint
+    # Prompts are checked before a model is loaded that may take minutes.
+    vocabulary = _vocabulary(options, path)
+    sampling = _sampling(options)
+    prompts = [ids for ids in _prompts(options, vocabulary) for _ in range(options.batch)]
+    longest = max(map(len, prompts))
+    capacity = longest + options.max_new_tokens
+    config = text_generator.config_of(path, options.preset)
+    if config is not None and capacity > config.block_size:
+        raise InputError(
+            f"The longest prompt has {longest} tokens, and {options.max_new_tokens} new ones were asked for; "
+            f"the model's context is {config.block_size}. Shorten the prompt, or ask for fewer."
+        )
+    wanted = text_generator.Wanted(len(prompts), longest, capacity, options.cache)
+    if options.dry_run:
+        name = options.preset or path
+        print(
+            f"{name} on {device} would write {options.max_new_tokens} tokens after {len(prompts)} prompt(s)."
+        )
+        return 0
+    generator = text_generator.load(
+        path,
+        options.preset,
+        device=device,
+        dtype=dtype,
+        wanted=wanted,
+        quant=None if options.quant == "none" else options.quant,
+        group_size=options.group_size,
+        vocabulary=vocabulary,
+        seed=options.seed,
+        progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
+    )
+    check_room(generator.model, prompts, options.max_new_tokens)
+    source = _source(options, generator, wanted, sampling, device, dtype)
+    rows = [TextStream(generator.vocabulary.decode, options.stop) for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    live = len(prompts) == 1 and not options.json
+    if live and options.prompt:
+        sys.stdout.write(options.prompt[0])
+    begin = first = time.perf_counter()
+    taken = 0
+    for step in steps(source, prompts, options.max_new_tokens):
+        taken += 1
+        if taken == 1:
+            first = time.perf_counter()
+        for row, new in enumerate(step):
+            if rows[row].ended:
+                continue
+            kept = [token for token in new if token not in generator.stop_ids]
+            text = rows[row].add(kept)
+            tokens[row] += kept
+            rows[row].ended |= len(kept) < len(new)
+            if live:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        if all(row.ended for row in rows):
+            break
+    end = time.perf_counter()
+    tails = [row.close() for row in rows]
+    figures = _figures(generator, device, tokens, taken, first - begin, end - first)
+    if options.json:
+        texts = [row.text for row in rows]
+        print(
+            json.dumps({"prompts": prompts, "tokens": tokens, "texts": texts, **figures}, ensure_ascii=False)
+        )
+        return 0
+    if live:
+        print(tails[0])
+    else:
+        for number, stream in enumerate(rows, 1):
+            print(f"--- {number}\n{stream.text}")
+    print(_told(figures), file=sys.stderr)
+    return 0
+
+
+def _check(options: Options) -> None:
+    named = [name for name in ("model", "checkpoint", "preset") if getattr(options, name) is not None]
+    if len(named) != 1:
+        raise InputError(
+            "Name one model: --model DIR (Hugging Face), --checkpoint FILE (fuseline or nanoGPT) or --preset "
+            f"NAME (random weights); {', '.join(named) or 'none'} given."
+        )
+    if options.dtype not in DTYPES:
+        raise unknown_name("dtype", options.dtype, DTYPES)
+    if options.quant not in QUANTS:
+        raise unknown_name("format of weights", options.quant, QUANTS)
+    if options.batch < 1 or options.max_new_tokens < 1:
+        raise InputError(
+            f"--batch is {options.batch} and --max-new-tokens {options.max_new_tokens}; each is 1 or more."
+        )
+
+
+def _vocabulary(options: Options, path: Path | None) -> Vocabulary:
+    from fuseline.training.text_generator import Numbers, vocabulary_of
+
+    if options.tokenizer is None and options.prompt_ids is not None:
+        return Numbers()
+    return vocabulary_of(path if options.tokenizer is None else options.tokenizer)
+
+
+def _prompts(options: Options, vocabulary: Vocabulary) -> list[list[int]]:
+    if options.prompt_ids is not None:
+        if options.prompt:
+            raise InputError("Give --prompt or --prompt-ids, not both.")
+        try:
+            return [[int(word) for word in options.prompt_ids.split(",") if word.strip()]]
+        except ValueError as error:
+            raise InputError(f"--prompt-ids are numbers separated by commas: {error}.") from error
+    if not options.prompt:
+        raise InputError('There is no prompt. Give --prompt "Once upon a time", or --prompt-ids 1,2,3.')
+    return [vocabulary.encode(text) for text in options.prompt]
+
+
+def _sampling(options: Options) -> Sampling:
+    from fuseline.generation.choice import Sampling
+
+    return Sampling(
+        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
+    )
+
+
+def _source(
+    options: Options,
+    generator: TextGenerator,
+    wanted: Wanted,
+    sampling: Sampling,
+    device: Any,
+    dtype: Any,
+) -> Any:
+    """What writes, with its steps recorded already."""
+    from fuseline.generation.decoder import Decoder
+    from fuseline.generation.speculation import Speculator
+    from fuseline.training import text_generator
+
+    chosen: dict[str, Any] = {
+        "batch": wanted.batch,
+        "capacity": wanted.capacity,
+        "sampling": sampling,
+        "seed": options.seed,
+        "storage": options.cache,
+    }
+    if options.draft is None:
+        decoder = Decoder(generator.model, **chosen)
+        decoder.prepare(wanted.prompt + 1, wanted.capacity)
+        return decoder
+    path = Path(options.draft)
+    draft = text_generator.load(
+        path if path.exists() else None,
+        None if path.exists() else options.draft,
+        device=device,
+        dtype=dtype,
+        wanted=wanted,
+        vocabulary=generator.vocabulary,
+        seed=options.seed,
+    )
+    return Speculator(generator.model, draft.model, **chosen, ahead=options.draft_tokens)
+
+
+def _figures(
+    generator: TextGenerator,
+    device: Any,
+    tokens: Sequence[Sequence[int]],
+    taken: int,
+    first_s: float,
+    rest_s: float,
+) -> dict[str, float | int | None]:
+    """How fast: the first token apart, which reads the prompt."""
+    from fuseline.timing import copy_bandwidth_gbs, peak_memory_gib
+
+    later = sum(map(len, tokens)) - len(tokens)
+    read_gbs = generator.weight_bytes * (taken - 1) / max(rest_s, 1e-9) / 1e9
+    return {
+        "new_tokens": sum(map(len, tokens)),
+        "ttft_ms": first_s * 1e3,
+        "tokens_per_s": max(0, later) / max(rest_s, 1e-9),
+        "steps": taken,
+        "weight_gib": generator.weight_bytes / 2**30,
+        "bandwidth_gbs": read_gbs,
+        "share_of_copy": read_gbs / copy_bandwidth_gbs(device),
+        "peak_memory_gib": peak_memory_gib(device),
+    }
+
+
+def _told(figures: dict[str, Any]) -> str:
+    memory = figures["peak_memory_gib"]
+    return (
+        f"{figures['new_tokens']} tokens in {figures['steps']} steps: first after "
+        f"{figures['ttft_ms']:.1f} ms, "
+        f"then {figures['tokens_per_s']:.1f} tokens/s. Weights {figures['weight_gib']:.2f} GiB read at "
+        f"{figures['bandwidth_gbs']:.0f} GB/s, {figures['share_of_copy']:.2f} of the copy bandwidth."
+        + ("" if memory is None else f" Memory {memory:.2f} GiB.")
+    )

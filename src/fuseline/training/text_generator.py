@@ -1,0 +1,216 @@
+"""A language model with its tokenizer, ready to continue text: what `fuseline generate` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+import torch
+
+from fuseline.data.tokenizers import load_tokenizer
+from fuseline.errors import InputError, unknown_name
+from fuseline.generation.footprint import check_memory, footprint
+from fuseline.models import gpt_config, llama_config
+from fuseline.models.gpt import GPT
+from fuseline.models.gpt_config import GPTConfig
+from fuseline.models.llama import Llama
+from fuseline.models.llama_config import LlamaConfig
+from fuseline.models.llama_hugging_face import MODEL_TYPES, read_config
+from fuseline.models.pretrained import LanguageModel, load_model
+from fuseline.models.weight_files import CONFIG, read_json
+from fuseline.quant import quantize
+from fuseline.training import checkpoint
+
+TOKENIZER = "tokenizer.json"
+BEST = "best.pt"
+BYTES = 256  # ids that text without a tokenizer has
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer must do here."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class _HuggingFaceTokenizer:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # `tokenizers` raises no narrower class for what it cannot read
+            raise InputError(f"Cannot read a tokenizer from {path}: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text).ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+
+
+class _OurTokenizer:
+    """A tokenizer of Fuseline's; the model's vocabulary may be larger: what it does not know is no text."""
+
+    def __init__(self, path: Path) -> None:
+        self._inner = load_tokenizer(path)
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode(i for i in ids if i < self._inner.vocab_size)
+
+
+class Numbers:
+    """For models without a tokenizer: text is its bytes, and tokens are shown as their numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How much will be generated, for the memory to be counted by."""
+
+    batch: int
+    prompt: int
+    capacity: int
+    storage: str = "model"
+
+
+@dataclass
+class TextGenerator:
+    """`stop_ids` end a text, as the model's config says."""
+
+    name: str
+    model: LanguageModel
+    vocabulary: Vocabulary
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a step reads of the weights: all but the tables that are looked up by row."""
+        held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        looked_up = self.model.rotary.buffers() if isinstance(self.model, Llama) else ()
+        tables = [*looked_up]
+        if isinstance(self.model, Llama) and not self.model.config.tied:
+            tables.append(self.model.embedding.weight)
+        elif isinstance(self.model, GPT):
+            tables.append(self.model.transformer.wpe.weight)
+        return sum(held.values()) - sum(held[t.data_ptr()] for t in tables)
+
+
+def vocabulary_of(path: Path | None) -> Vocabulary:
+    """The tokenizer beside a model's weights; without a model its text is bytes."""
+    if path is None:
+        return Numbers()
+    if not path.exists():
+        raise InputError(f"There is no model at {path}.")
+    folder = path if path.is_dir() else path.parent
+    file = folder / TOKENIZER
+    if not file.exists():
+        raise InputError(
+            f"There is no {TOKENIZER} in {folder}: text cannot be encoded. Name one with --tokenizer, or "
+            "give --prompt-ids."
+        )
+    return _OurTokenizer(file) if "format" in read_json(file) else _HuggingFaceTokenizer(file)
+
+
+def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig | None:
+    """The shape of a model, before its weights are read; None if only they can tell (checkpoints)."""
+    if preset is not None:
+        if preset in gpt_config.PRESETS:
+            return gpt_config.preset(preset, norm="fuseline")
+        if preset in llama_config.PRESETS:
+            return llama_config.preset(preset)
+        raise unknown_name("preset", preset, [*gpt_config.PRESETS, *llama_config.PRESETS])
+    assert path is not None
+    if not path.exists():
+        raise InputError(f"There is no model at {path}.")
+    folder = path if path.is_dir() else path.parent
+    if not (folder / CONFIG).exists() or read_json(folder / CONFIG).get("model_type") not in MODEL_TYPES:
+        return None
+    return read_config(folder)
+
+
+def load(
+    path: Path | None,
+    preset: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: Wanted,
+    quant: str | None = None,
+    group_size: int = 128,
+    vocabulary: Vocabulary | None = None,
+    seed: int = 1337,
+    progress: Callable[[str], None] = lambda _: None,
+) -> TextGenerator:
+    """The model at `path`, or of `preset` with random weights, its linear layers in the format `quant`.
+
+    Raises `InputError` for what cannot be read, and if the memory will not suffice, before it is taken.
+    """
+    config = config_of(path, preset)
+    if config is not None:
+        check_memory(
+            footprint(
+                config,
+                batch=wanted.batch,
+                prompt=wanted.prompt,
+                capacity=wanted.capacity,
+                dtype=dtype,
+                format=quant,
+                group_size=group_size,
+                storage=wanted.storage,
+            ),
+            device,
+        )
+    progress("loading")
+    model: LanguageModel
+    stop_ids: tuple[int, ...] = ()
+    if path is None:
+        assert config is not None
+        torch.manual_seed(seed)
+        model = _random(config, device, dtype)
+    else:
+        model, stop_ids = _read(path, device, dtype)
+    if quant is not None:
+        progress(f"quantizing to {quant}")
+        options: dict[str, Any] = {"group_size": group_size} if quant == "int4" else {}
+        quantize(model, quant, skip=("lm_head",) if isinstance(model, GPT) else ("head",), **options)
+    name = preset or (str(path.name) if path else "")
+    return TextGenerator(name, model.eval(), vocabulary or vocabulary_of(path), stop_ids)
+
+
+def _random(config: GPTConfig | LlamaConfig, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """Weights drawn where they will stand, in their dtype: a model of billions is not drawn twice."""
+    if isinstance(config, GPTConfig):
+        return GPT(config).to(device=device, dtype=dtype)
+    with torch.device("meta"):
+        model = Llama(config)
+    model.allot(device, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def _read(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[LanguageModel, tuple[int, ...]]:
+    own = path / BEST if path.is_dir() else path
+    if own.suffix == ".pt" and own.exists() and checkpoint.is_ours(own):
+        return checkpoint.load_weights(own, norm="fuseline", dropout=0.0).to(device=device, dtype=dtype), ()
+    model = load_model(path, dtype=dtype, device=device)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / CONFIG).exists():
+        return model, ()
+    said = read_json(folder / CONFIG).get("eos_token_id")
+    ids: Sequence[int] = said if isinstance(said, list) else [] if said is None else [said]
+    return model, tuple(ids)

@@ -1,0 +1,153 @@
+"""`fuseline generate`: text and figures, and one clear message for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuseline.cli.main import run
+from fuseline.data.tokenizers import ByteBPETokenizer
+from fuseline.generation.generate import generate
+from fuseline.models.llama import Llama, preset
+from fuseline.models.llama_hugging_face import save_llama
+from fuseline.models.pretrained import load_model
+
+CPU = ["--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    model = Llama(preset("llama-tiny"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    save_llama(model, folder)
+    ByteBPETokenizer.train(["a b c hello world " * 20], 300).save(folder / "tokenizer.json")
+    return folder
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(["generate", *CPU, "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_text_goes_in_and_comes_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = answered(capsys, "--model", str(folder), "--prompt", "hello", "world a", "--max-new-tokens", "9")
+    assert told["tokens"] == generate(load_model(folder), told["prompts"], 9)
+    assert told["new_tokens"] == 18
+    assert told["steps"] == 9
+    assert told["tokens_per_s"] > 0
+    assert told["share_of_copy"] > 0
+    assert run(["generate", *CPU, "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "9"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"hello{told['texts'][0]}\n"
+    assert "9 tokens in 9 steps: first after" in printed.err
+
+
+def test_batches_drafts_caches_and_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = answered(capsys, "--model", str(folder), "--prompt-ids", "1,2,3", "--max-new-tokens", "12")
+    drafted = answered(
+        capsys,
+        "--model",
+        str(folder),
+        "--prompt-ids",
+        "1,2,3",
+        "--max-new-tokens",
+        "12",
+        "--draft",
+        str(folder),
+    )
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["steps"] < plain["steps"]
+    for options in (["--quant", "int8"], ["--quant", "int4", "--group-size", "32"], ["--cache", "int8"]):
+        told = answered(
+            capsys,
+            "--model",
+            str(folder),
+            "--prompt-ids",
+            "1,2",
+            "--batch",
+            "2",
+            "--max-new-tokens",
+            "3",
+            *options,
+        )
+        assert [len(row) for row in told["tokens"]] == [3, 3]
+    smaller = answered(
+        capsys, "--preset", "llama-tiny", "--quant", "int8", "--prompt", "ab", "--max-new-tokens", "2"
+    )
+    assert smaller["weight_gib"] < plain["weight_gib"]
+
+
+def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = answered(capsys, "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "20")["texts"][
+        0
+    ]
+    stop = whole[3:5]
+    assert answered(
+        capsys, "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "20", "--stop", stop
+    )["texts"] == [whole[: whole.index(stop)]]
+    drawn = [
+        "--model",
+        str(folder),
+        "--prompt",
+        "a",
+        "--temperature",
+        "1",
+        "--top-p",
+        "0.9",
+        "--max-new-tokens",
+        "9",
+    ]
+    first, again, other = (answered(capsys, *drawn, "--seed", seed)["tokens"] for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ([], "Name one model"),
+        (["--preset", "llama-tiny", "--model", "x"], "model, preset given"),
+        (["--preset", "llama-tiny"], "There is no prompt"),
+        (["--preset", "llama-tiny", "--prompt", ""], "Prompt 1 is empty"),
+        (["--preset", "llama-tiny", "--prompt-ids", "512"], "ids from 512 to 512"),
+        (["--preset", "llama-tiny", "--prompt-ids", "a"], "numbers separated by commas"),
+        (["--preset", "llama-tiny", "--prompt", "a" * 300], "context is 256"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--max-new-tokens", "256"], "context is 256"),
+        (["--preset", "llama-tinny", "--prompt", "a"], "Did you mean 'llama-tiny'"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int3"], "Did you mean"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--dtype", "bf17"], "Did you mean 'bf16'"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--top-k", "0"], "top_k is 0"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--batch", "0"], "each is 1 or more"),
+        (["--preset", "llama2-7b", "--batch", "4000000", "--prompt", "a"], "GiB on cpu"),
+        (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
+    ],
+)  # fmt: skip
+def test_one_clear_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", *CPU, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.strip().count("\n") <= 1
+
+
+def test_a_config_that_is_not_of_its_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 99}))
+    assert run(["generate", *CPU, "--model", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2"]) == 2
+    assert "do not belong together" in capsys.readouterr().err
+
+
+def test_dry_run_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", *CPU, "--preset", "llama2-7b", "--prompt", "abc", "--dry-run"]) == 0
+    assert "llama2-7b on cpu would write 128 tokens after 1 prompt(s)" in capsys.readouterr().out
