@@ -50,8 +50,8 @@ struct Top {
   __device__ __forceinline__ float rebased(const Top& other, float unit) const {
     return power<T>(far ? (other.max - max) * unit : other.shift - shift);
   }
-  // What the rounding of shift left in every power.
-  __device__ __forceinline__ float rest(float unit) const { return far ? 1.f : power<T>(fmaf(max, unit, -shift)); }
+  // What takes out of a power what the rounding of shift left in it.
+  __device__ __forceinline__ float rest(float unit) const { return far ? 1.f : power<T>(fmaf(-max, unit, shift)); }
 };
 
 // -inf in every element of a word.
