@@ -38,6 +38,7 @@ LENGTHS = (10, 15, 20, 25, 30, 64, 128)
 """10 to 30 are the seed's."""
 
 EMBED_DIMS = (64, 128, 256, 512, 1024)
+DTYPES = ((torch.float32,), (torch.float32, torch.bfloat16))  # on a CPU, on a GPU
 SAMPLE_SECONDS = 2e-3
 CAPTURED_CALLS = 16
 CAPTURED_RUNS = 15
@@ -49,7 +50,7 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SmallBench:
-    """The sweep. `rounds` is how often every peer is timed in turn."""
+    """The sweep. `rounds` is how often every peer is timed in turn; no `dtypes`: those that the device is for."""
 
     device: torch.device
     batch: int = 16
@@ -57,7 +58,7 @@ class SmallBench:
     lengths: tuple[int, ...] = LENGTHS
     embed_dims: tuple[int, ...] = EMBED_DIMS
     forms: tuple[str, ...] = tuple(PEERS)
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    dtypes: tuple[torch.dtype, ...] = ()
     rounds: int = 7
     seed: int = 1337
 
@@ -68,10 +69,11 @@ class SmallBench:
 
     def cases(self) -> list[tuple[str, torch.dtype, int, int]]:
         """Form, dtype, length and embedding of each case."""
+        dtypes = self.dtypes or DTYPES[self.device.type == "cuda"]
         return [
             (form, dtype, length, embed_dim)
             for form in self.forms
-            for dtype in self.dtypes
+            for dtype in dtypes
             for embed_dim in self.embed_dims
             for length in self.lengths
         ]
