@@ -50,7 +50,7 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SmallBench:
-    """The sweep. `rounds` is how often every peer is timed in turn; no `dtypes`: those that the device is for."""
+    """The sweep. `rounds` is how often every peer is timed in turn; without `dtypes` those of the device."""
 
     device: torch.device
     batch: int = 16

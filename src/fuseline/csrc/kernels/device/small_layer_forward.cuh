@@ -72,12 +72,14 @@ struct SmallLayerForward {
 };
 
 // Queues copies of `lines` lines of `length` elements, `from` apart in memory and `pitch` in shared memory; lines from `there`
-// on, and what of `room` elements lies behind a line, are zeros.
+// on, and what of `room` elements lies behind a line, are zeros. The warps from `first_warp` on do it.
 template <class E>
-__device__ __forceinline__ void copy_lines(E* to, int pitch, const E* from, int length, int lines, int there, int room) {
+__device__ __forceinline__ void copy_lines(E* to, int pitch, const E* from, int length, int lines, int there, int room,
+                                           int first_warp) {
   constexpr int kSize = 16 / int(sizeof(E));
 #pragma unroll 1
-  for (int line = threadIdx.x / kWarp; line < lines; line += kTileThreads / kWarp) {
+  for (int line = int(threadIdx.x) / kWarp - first_warp; line < lines; line += kTileThreads / kWarp - first_warp) {
+    if (line < 0) break;
     const E* const row = from + int64_t(line) * length;
 #pragma unroll 1
     for (int at = threadIdx.x % kWarp * kSize; at < room; at += kWarp * kSize) {
@@ -97,12 +99,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   constexpr int kKeyTiles = kRows / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ int weight_rows[kMostProjected];
-  __shared__ float biases[kMostProjected];
+  __shared__ __align__(8) float biases[kMostProjected];
   __shared__ float out_biases[kOutColumns];
 
   const SmallLayer<E>& a = of.layer;
   const ForwardLayout& layout = of.layout;
-  const int batch = blockIdx.x / a.workers, worker = blockIdx.x - batch * a.workers, rows = a.seqlen;
+  const int batch = int(a.by_workers.divide(blockIdx.x)), worker = blockIdx.x - batch * a.workers, rows = a.seqlen;
   const int64_t first = int64_t(batch) * rows;  // of all tokens
   const int width = a.heads_each * a.head_dim, attended = a.heads * a.head_dim;
   E* const qkv = reinterpret_cast<E*>(shared);
@@ -110,15 +112,15 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int warp = threadIdx.x / kWarp;
   const int room = layout.held_pitch - padded<E>(0);
   // Weights of `columns` of the output projection, to be held.
-  const auto fetch_out_weights = [&](int column) {
+  const auto fetch_out_weights = [&](int column, int first_warp) {
     if (column >= a.out_dim) return;
     copy_lines(ring, layout.held_pitch, a.out_weight + int64_t(column) * attended, attended, kOutColumns, a.out_dim - column,
-               room);
+               room, first_warp);
     commit_copies();
   };
 
-  const int rounds = (a.heads / a.heads_each + a.workers - 1) / a.workers;
-  for (int round = 0; round < rounds; ++round) {
+#pragma unroll 1
+  for (int round = 0; round < a.rounds; ++round) {
     const int head = (worker + round * a.workers) * a.heads_each;
     if (head >= a.heads) break;
     for (int column = 0; column < 3 * width; column += kProjected) {
@@ -141,16 +143,19 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       In::finish(sums, from_x, from_weight, ring, length);
       each_pair(sums, In::row(), column + In::column(), [&](int row, int n, float left, float right) {
         if (n >= 3 * width) return;
-        left += biases[n], right += biases[n + 1];
-        if (row >= rows) left = right = 0.f;
+        const float2 bias = *reinterpret_cast<const float2*>(biases + n);
+        left = row < rows ? left + bias.x : 0.f, right = row < rows ? right + bias.y : 0.f;
         store_pair(qkv + row * layout.pitch + n, left, right);
         if (a.qkv && row < rows) store_pair(a.qkv + a.qkv_row(first + row, head) + weight_rows[n], left, right);
       });
     }
     __syncthreads();
-    if (layout.holds && round + 1 == rounds) fetch_out_weights(worker * kOutColumns);
+    const int tasks = a.heads_each * (kRows / 16);
+    if (layout.holds && round + 1 == a.rounds) {  // by the warps that have nothing to attend to, if there are such
+      fetch_out_weights(worker * kOutColumns, tasks < kTileThreads / kWarp ? tasks : 0);
+    }
 
-    for (int task = warp; task < a.heads_each * (kRows / 16); task += kTileThreads / kWarp) {
+    for (int task = warp; task < tasks; task += kTileThreads / kWarp) {
       const int h = task / (kRows / 16), row = task % (kRows / 16) * 16;
       if (row >= rows) continue;
       const E* const q = qkv + row * layout.pitch + h * a.head_dim;
@@ -182,7 +187,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   if (a.workers > 1) {
     cluster_arrive();
     // A block without heads in the last round has not asked for its weights yet.
-    if (layout.holds && (worker + (rounds - 1) * a.workers) * a.heads_each >= a.heads) fetch_out_weights(worker * kOutColumns);
+    if (layout.holds && (worker + (a.rounds - 1) * a.workers) * a.heads_each >= a.heads) fetch_out_weights(worker * kOutColumns, 0);
     cluster_wait();
   }
 
@@ -196,11 +201,11 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     if (layout.holds) {
       E* const held = ring + kOutColumns * layout.held_pitch;
       if (column == worker * kOutColumns) {
-        copy_lines(held, layout.held_pitch, at, attended, kRows, rows, room);
+        copy_lines(held, layout.held_pitch, at, attended, kRows, rows, room, 0);
         commit_copies();
       } else {
         __syncthreads();
-        fetch_out_weights(column);
+        fetch_out_weights(column, 0);
       }
       wait_for_all();
       __syncthreads();
@@ -246,6 +251,7 @@ int launch_forward(const fuseline_small_layer& layer, const Device& device, bool
   auto& a = of.layer;
   const ForwardPlan plan = forward_plan(layer);
   a.heads_each = plan.heads_each, a.workers = plan.workers;
+  a.rounds = int(divide_up(a.heads / a.heads_each, a.workers)), a.by_workers = Divisor(uint32_t(a.workers));
   constexpr int kTables = kMostProjected * 8 + kOutColumns * 4;
   const int most = device.shared_a_block - kTables;
   of.layout = forward_layout<Math, kRows>(a.heads_each, a.head_dim, a.heads * a.head_dim, most);

@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kTall][kWide][4], const t
   if constexpr (kSixteen<Math>) {
     using T = typename Math::Element;
     const int low = lane % 8, middle = lane / 8 % 2 * 8, high = lane / 16 * 8;
-#pragma unroll 2
+#pragma unroll 4
     for (int u = 0; u < units; ++u, a += kA == Order::rows ? 16 : 16 * a_pitch, b += kB == Order::rows ? 16 : 16 * b_pitch) {
       uint32_t left[kTall][4];
 #pragma unroll
