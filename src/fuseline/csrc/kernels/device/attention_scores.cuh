@@ -99,9 +99,7 @@ struct MaskTile {
     for (int at = threadIdx.x; at < rows << shift; at += kThreads) {
       const int down = at >> shift, column = (at & (vectors - 1)) * 16;
       const int there = row + down < sequence.rows ? max(0, min(16, bytes - column)) : 0;
-      copy_bytes(tile + down * pitch + column,
-                 there > 0 ? from + down * c.mask_strides[2] * size + column : static_cast<const unsigned char*>(c.mask),
-                 there);
+      copy_bytes(tile + down * pitch + column, from + down * c.mask_strides[2] * size + column, there);
     }
   }
 };
