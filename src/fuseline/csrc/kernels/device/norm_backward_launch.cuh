@@ -27,9 +27,11 @@ struct BackwardFamily {
   static constexpr int kSize = kVector<Y>;
   static constexpr int kMostSlots = sizeof(Y) == 4 && !kAdded ? 4 : 2;
 
+  static constexpr bool kWide = kAdded || kMixed;
+
   // Rows a turn: fewer where a slot has more tensors, or a thread more slots. Threads of a block: what registers allow.
   static constexpr int rows_a_turn(int slots, bool shifted) {
-    const int most = shifted ? (kAdded || kMixed ? 1 : 2) : (kAdded || kMixed ? 2 : 4);
+    const int most = shifted ? (kWide ? 1 : 2) : (kWide ? 2 : 4);
     return std::max(1, most / slots);
   }
   static constexpr int most_threads_of(int slots, bool shifted) {
@@ -82,7 +84,8 @@ struct BackwardFamily {
     const int beside = std::max(1, kWarp / plan.threads);
     const int64_t turns = divide_up(rows, rows_a_turn(plan.slots, !aligned) * beside);
     if (plan.cluster > 1) {
-      const int64_t most = divide_up(2 * device.processors, plan.cluster);
+      const int at_once = most_threads_of(plan.slots, !aligned) / kTwoBlocks;  // blocks of a multiprocessor
+      const int64_t most = divide_up(int64_t(std::max(1, at_once)) * device.processors, plan.cluster);
       plan.blocks = int(std::min(turns, std::max<int64_t>(1, most)));
       return plan;
     }

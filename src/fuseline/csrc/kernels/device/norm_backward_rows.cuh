@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     cluster_arrive();
     cluster_wait();
   }
-  int set = 0, parity = 0;
+  int turn = 0;  // of meetings: each other one has the other set of states
   for (int64_t first_row = int64_t(group) * kRows * beside; first_row < a.rows;
        first_row += int64_t(groups) * kRows * beside) {
     HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     if constexpr (kOneWarp) {
       sum_in_warp(sums, width);
     } else {
-      const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp;
+      const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp, set = turn % 2;
       if (cluster == 1) {
         leave_sums(sums, states[set][at + warp], lane);
         barrier_of(int(threadIdx.y) + 1, threads);
@@ -227,11 +227,10 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
         const int count = cluster * warps;
         if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
         send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
-        barrier_wait(&barriers[set], parity);
+        barrier_wait(&barriers[set], turn / 2 % 2);
         take_sums(states[set][0], count, lane, sums);
-        parity ^= set;
       }
-      set ^= 1;
+      ++turn;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
