@@ -340,6 +340,12 @@ def test_combinations_on_the_cpu(seed: int) -> None:
     check(replace(spec, T=min(spec.T, 60), S=min(spec.S, 60), lengths=None, D=16, dtype=torch.float32), "cpu")
 
 
+def test_rows_in_tiles_on_the_cpu() -> None:
+    spec = Spec(B=1, H=4, H_kv=2, T=300, S=4000, causal=BOTTOM_RIGHT, sinks=True, dropout_p=0.1)
+    check(replace(spec, mask="float32", mask_dims="ts"), "cpu")
+    check(replace(spec, mask="float32", mask_dims="hs", window=(900, -1), dropout_p=0.0), "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
