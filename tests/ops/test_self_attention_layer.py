@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,6 +185,41 @@ def test_says_what_does_not_fit(change: dict[str, Any], message: str) -> None:
     names = ("x", "qkv_weight", "qkv_bias", "out_weight", "out_bias")
     with pytest.raises(ValueError, match=message):
         ops.self_attention_layer(**{**dict(zip(names, tensors, strict=True)), **options, **change})
+
+
+@pytest.mark.parametrize(
+    "S, E, H, dtype, capturing, small",
+    [
+        (10, 64, 4, torch.bfloat16, False, True),
+        (128, 512, 8, torch.bfloat16, False, True),
+        (128, 512, 8, torch.bfloat16, True, False),
+        (16, 512, 8, torch.float32, True, True),
+        (64, 256, 4, torch.float32, False, True),
+        (128, 256, 4, torch.float32, False, False),  # exact fp32
+        (129, 64, 4, torch.float16, False, False),
+        (128, 256, 2, torch.float16, False, False),  # heads of 128 do not fit
+        (64, 256, 2, torch.float16, False, True),
+        (16, 96, 4, torch.float16, False, False),  # heads of 24
+        (16, 96, 4, torch.float32, False, True),
+        (16, 96, 4, torch.float64, False, False),
+    ],
+)
+def test_which_layers_are_small(
+    S: int, E: int, H: int, dtype: torch.dtype, capturing: bool, small: bool
+) -> None:
+    module = sys.modules["fuseline.ops.self_attention_layer"]
+    x, qkv, out = (torch.empty(s, dtype=dtype, device="meta") for s in ((8, S, E), (3 * E, E), (E, E)))
+    with (
+        patch.object(module, "_has_clusters", return_value=True),
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+    ):
+        assert module._is_small(x, qkv, out, E // H, True) == small
+        assert not module._is_small(x, qkv.requires_grad_(), out, E // H, False)
+    with (
+        patch.object(module, "_has_clusters", return_value=False),
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        assert not module._is_small(x, qkv, out, E // H, True)
 
 
 def test_takes_bool_masks_and_one_dtype() -> None:
