@@ -3,7 +3,16 @@
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Candidate
 from fuseline.ops.attention.candidates import CANDIDATES
-from fuseline.ops.attention.picker import Considered, Explanation, explain, explain_problem, forbid, tune, use
+from fuseline.ops.attention.picker import (
+    Considered,
+    Explanation,
+    explain,
+    explain_problem,
+    forbid,
+    tune,
+    tuning,
+    use,
+)
 from fuseline.ops.attention.problem import Problem
 
 __all__ = [
@@ -17,5 +26,6 @@ __all__ = [
     "explain_problem",
     "forbid",
     "tune",
+    "tuning",
     "use",
 ]

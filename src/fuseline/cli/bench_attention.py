@@ -158,6 +158,8 @@ def _print(outcome: Outcome) -> None:
                 f"and {told['worst_share']:.3f} at worst; picks that computed something else: "
                 f"{told['wrong']:.0f}."
             )
+        if "tuned_within_3_percent" in told:
+            print(f"{suite}: after tuning, {told['tuned_within_3_percent']:.1%}.")
     if outcome.left:
         print(f"{outcome.left} problems were left; --resume goes on with them.")
 

@@ -86,6 +86,17 @@ def test_the_summary_counts_what_is_near() -> None:
     assert told["within_3_percent"] == pytest.approx(0.75)
     assert told["worst_share"] == pytest.approx(0.5)
     assert told["wrong"] == 0
+    assert "tuned_within_3_percent" not in told
+    tuned = [replace(result, tuned="flash") for result in results]
+    assert summary(tuned)["tuned_within_3_percent"] == pytest.approx(0.5)
+
+
+def test_a_random_problem_is_judged_tuned_too() -> None:
+    result = evaluate(SMALL, 0, with_compiled=False, with_tuned=True)
+    assert result.tuned in result.times.times_us
+    records = records_of(result, "picker", Ceilings(10.0, {}), describe(CPU))
+    (record,) = [r for r in records if r.case.get("tuned")]
+    assert (record.peer, record.metric) == ("pick", "share_of_best")
 
 
 def test_truth_is_of_the_first_key_head() -> None:

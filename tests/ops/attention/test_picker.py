@@ -260,6 +260,24 @@ def test_tuning_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.Monke
     assert decide(replace(small, batch=3)).why.startswith("the fastest on the 1 nearest problems measured")
 
 
+def test_a_new_shape_is_measured_before_its_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    q, k, v = qkv(8, 8)
+    attention(q, k, v)
+    assert kept.kept("a-gpu").entries == {}
+    with picker.tuning():
+        attention(q, k, v)
+        attention(q, k, v)
+        attention(q, k, v, backend="math", causal=True)
+    (entry,) = kept.kept("a-gpu").entries.values()
+    assert (entry.problem.seqlen_q, entry.problem.causal) == (8, "none")
+    assert picker.explain(q, k, v).why == "the fastest measured on this machine"
+    assert choice.SETTINGS.tune is None
+
+
 def test_tuning_wants_a_gpu() -> None:
     with pytest.raises(InputError, match="Times are kept by GPU, and cpu is none"):
         picker.tune([BASE])

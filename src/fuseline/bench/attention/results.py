@@ -38,13 +38,18 @@ class Result:
     picked: str | None = None
     errors: dict[str, float] = field(default_factory=dict)
     memory_gib: dict[str, float] = field(default_factory=dict)
+    tuned: str | None = None
+    """What an earlier measurement of the same problem would have the picker take."""
 
     @property
     def share_of_best(self) -> float | None:
         """The fastest candidate's time over that of the picked one."""
+        return self.share_of(self.picked)
+
+    def share_of(self, name: str | None) -> float | None:
         times = self.times.times_us
-        picked = None if self.picked is None else times.get(self.picked)
-        return None if picked is None else min(times.values()) / picked
+        taken = None if name is None else times.get(name)
+        return None if taken is None else min(times.values()) / taken
 
 
 def case_of(problem: Problem, suite: str) -> dict[str, Scalar]:
@@ -102,6 +107,10 @@ def records_of(result: Result, suite: str, ceilings: Ceilings, environment: Envi
             for metric, value in figures.items()
             if value is not None
         ]
+    share = result.share_of(result.tuned)
+    if share is not None:
+        tuned = {**case, "tuned": True}
+        records.append(Record.of(SUITE, tuned, "share_of_best", share, environment, peer=PICK))
     return records
 
 

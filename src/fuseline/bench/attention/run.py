@@ -83,17 +83,23 @@ def run(bench: AttentionBench, out: Path, observe: Observer) -> Outcome:
         if budget.left() <= 0:
             outcome.left += 1
             continue
-        result = evaluate(problem, bench.seed + number, with_compiled=number in compiled)
+        result = evaluate(
+            problem, bench.seed + number, with_compiled=number in compiled, with_tuned=suite == "picker"
+        )
         outcome.results.append((suite, result))
         _keep(records_of(result, suite, ceilings, describe(bench.device)), file, outcome)
     observe("done", len(places), len(places))
     return outcome
 
 
-def evaluate(problem: Problem, seed: int, *, with_compiled: bool) -> Result:
+def evaluate(problem: Problem, seed: int, *, with_compiled: bool, with_tuned: bool = False) -> Result:
     """Times, errors and memory of all candidates on one problem. One that computes something else counts as
-    failed."""
+    failed. `with_tuned` measures before what the picker would take after `fuseline tune`."""
     drawn = draw(problem, seed)
+    tuned = None
+    if with_tuned:
+        before = measure(problem, with_compiled=with_compiled, seed=seed + 1).times_us
+        tuned = min(before, key=lambda name: before[name]) if before else None
     times = measure(problem, with_compiled=with_compiled, seed=seed)
     failed, kept = dict(times.failed), dict(times.times_us)
     errors, memory = {}, {}
@@ -111,13 +117,14 @@ def evaluate(problem: Problem, seed: int, *, with_compiled: bool) -> Result:
     if with_compiled:
         torch.compiler.reset()
     picked = decide(problem).name
-    return Result(Times(problem, kept, failed), picked, errors, memory)
+    return Result(Times(problem, kept, failed), picked, errors, memory, tuned)
 
 
 def summary(results: Sequence[Result]) -> dict[str, float]:
     """How near the picks come to the fastest: the share of problems within 3%, the mean and the worst share
     of the fastest's speed, and how many picks computed something else."""
     shares = [share for result in results if (share := result.share_of_best) is not None]
+    tuned = [share for result in results if (share := result.share_of(result.tuned)) is not None]
     wrong = sum(1 for r in results if r.picked is not None and r.picked in r.times.failed)
     if not shares:
         return {"problems": 0, "wrong": wrong}
@@ -127,6 +134,7 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
         "mean_share": sum(shares) / len(shares),
         "worst_share": min(shares),
         "wrong": wrong,
+        **({"tuned_within_3_percent": sum(s >= 1 / 1.03 for s in tuned) / len(tuned)} if tuned else {}),
     }
 
 

@@ -9,7 +9,7 @@ shapes that vary by the rule.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,12 @@ class Decision:
 
 @dataclass
 class Settings:
-    """What `picker.use` and `picker.forbid` set, for the whole process."""
+    """What `picker.use`, `picker.forbid` and `picker.tuning` set, for the whole process. `tune` measures a
+    problem that was not measured on this machine before it is chosen for."""
 
     used: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
+    tune: Callable[[Problem], object] | None = None
 
 
 SETTINGS = Settings()
@@ -74,11 +76,27 @@ def choose(call: Call, backend: str) -> str:
     key = (problem, backend, used, forbidden, os.environ.get(VARIABLE))
     found = _remembered.get(key)
     if found is None:
+        if backend == PICK:
+            _measure_first(problem)
         found = decide(problem, backend, used, forbidden).name
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def _measure_first(problem: Problem) -> None:
+    """Measure a problem that is new on this machine; not while a graph is captured."""
+    gpu = kept.gpu_name(problem.device)
+    if SETTINGS.tune is None or gpu is None or kept.kept(gpu).find(problem) is not None:
+        return
+    if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    tune, SETTINGS.tune = SETTINGS.tune, None  # what it measures calls attention
+    try:
+        tune(problem)
+    finally:
+        SETTINGS.tune = tune
 
 
 def forget() -> None:
@@ -190,6 +208,8 @@ def _said(reasons: Mapping[str, str]) -> str:
 
 def _choose_traced(*constants: Any) -> str:
     *fields, backend, used, forbidden, is_dynamic = constants
+    if SETTINGS.tune is not None and backend == PICK and not is_dynamic:
+        _measure_first(Problem(*fields))
     return decide(Problem(*fields), backend, used, forbidden, is_dynamic, is_traced=True).name
 
 

@@ -5,6 +5,7 @@
     with fuseline.picker.forbid("cudnn"): ...
     FUSELINE_ATTENTION=flash python train.py        (or -cudnn to forbid it)
     fuseline tune --preset gpt2                      (measures, and keeps what it measured)
+    with fuseline.picker.tuning(): ...               (measures each new shape before its first call)
 
 `use` and `forbid` hold for the whole process while they are open, also for what torch.compile traces
 meanwhile: what it traced before is traced again when they change. The environment is read when a call is
@@ -145,6 +146,21 @@ class forbid:  # noqa: N801
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         SETTINGS.forbidden = self._before
+
+
+class tuning:  # noqa: N801
+    """Measure each shape that is new on this machine before its first call, for a fraction of a second, and
+    keep its times. Not while a CUDA graph is captured; what was chosen before is chosen anew."""
+
+    def __enter__(self) -> None:
+        self._before = SETTINGS.tune
+        SETTINGS.tune = lambda problem: tune([problem])
+        choice.forget()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SETTINGS.tune = self._before
 
 
 def tune(

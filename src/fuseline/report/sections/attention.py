@@ -190,9 +190,12 @@ def _refusals(records: Sequence[Record]) -> Details | None:
 
 def _picker(records: Sequence[Record]) -> list[Block | None]:
     """How many picks are near the fastest, and those that are not."""
-    shares = [r for r in records if r.metric == "share_of_best" and r.value is not None]
+    every = [r for r in records if r.metric == "share_of_best" and r.value is not None]
+    shares = [r for r in every if not r.case.get("tuned")]
+    tuned = [r for r in every if r.case.get("tuned")]
     if not shares:
         return []
+    after = f"{sum((r.value or 0.0) >= NEAR for r in tuned) / len(tuned):.1%}" if tuned else "not measured"
     near = sum((r.value or 0.0) >= NEAR for r in shares) / len(shares)
     mean = sum(r.value or 0.0 for r in shares) / len(shares)
     worst = min(r.value or 0.0 for r in shares)
@@ -203,6 +206,7 @@ def _picker(records: Sequence[Record]) -> list[Block | None]:
         (
             ("mean share of the fastest", percent(mean), ""),
             ("worst", percent(worst), ""),
+            ("within 3% after tuning", after, "the shapes measured before"),
         ),
         source(shares),
     )
