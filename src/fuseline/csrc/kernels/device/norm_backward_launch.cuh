@@ -65,6 +65,7 @@ struct BackwardFamily {
       fits(measured.choice.held, measured.choice.block, slots <= kWarp ? 1 : measured.choice.cluster);
     } else {
       for (const Layout& layout : kLayouts) {
+        if (kAdded && layout.slots > 1 && layout.cluster < kMaxCluster && device.clusters) continue;  // one block at a time
         const int threads = std::min(layout.threads, most_threads_of(layout.slots, !aligned));
         if (layout.cluster > 1 && !device.clusters) {
           if (fits(layout.slots, most_threads_of(layout.slots, !aligned), 1)) break;
@@ -114,8 +115,11 @@ struct BackwardFamily {
       }
       const cudaError_t error =
           resident_clusters(norm_backward_held<Kind>, device, plan.threads, parts, plan.cluster, count);
-      if (error != cudaSuccess) return int(error);
-      if (count == 0) return run_long(a, plan, stream);
+      if (error != cudaSuccess && plan.cluster <= kMaxCluster) return int(error);
+      if (error != cudaSuccess || count == 0) {  // larger clusters than all devices have
+        cudaGetLastError();
+        return run_long(a, plan, stream);
+      }
       plan.blocks = std::min(plan.blocks, count);
     }
     return launch(norm_backward_held<Kind>, a, int64_t(plan.blocks) * plan.cluster, block, parts, plan.cluster, stream);
