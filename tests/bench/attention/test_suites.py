@@ -15,7 +15,8 @@ from fuseline.bench.attention.suites import (
     problems_of,
 )
 from fuseline.ops.attention.candidates import CANDIDATES
-from fuseline.ops.attention.measure import bytes_moved, contenders, flops
+from fuseline.ops.attention.measure import contenders
+from fuseline.ops.attention.work import bytes_moved, flops
 
 GPU = torch.device("cuda")
 

@@ -17,9 +17,10 @@ from fuseline.errors import InputError
 from fuseline.ops import attention
 from fuseline.ops.attention import choice, kept
 from fuseline.ops.attention.choice import Decision, decide
-from fuseline.ops.attention.measure import Times, bytes_moved, flops, measure
+from fuseline.ops.attention.measure import Times, measure
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table
+from fuseline.ops.attention.work import bytes_moved, flops
 
 CPU = torch.device("cpu")
 BASE = Problem(CPU, torch.float32, 2, 4, 4, 64, 64, 32)
@@ -41,6 +42,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
     monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
     monkeypatch.setattr(kept, "kept", lambda gpu: Table.of(tables["kept"]))
     monkeypatch.setattr(kept, "shipped", lambda gpu: Table.of(tables["shipped"]))
+    monkeypatch.setattr(kept, "every", lambda gpu: Table.of(tables["shipped"] + tables["kept"]))
     monkeypatch.setattr(kept, "forget", lambda: None)
     return tables
 
@@ -67,7 +69,7 @@ def test_the_fastest_measured_of_those_that_can(measured: dict[str, list[Entry]]
     assert (decision.name, decision.why) == ("math", "the fastest measured on this machine")
 
 
-def test_neighbours_judge_what_was_not_measured(measured: dict[str, list[Entry]]) -> None:
+def test_what_was_not_measured_is_estimated(measured: dict[str, list[Entry]]) -> None:
     measured["shipped"] += [
         Entry(replace(BASE, seqlen_q=n, seqlen_k=n), {"flash": flash, "math": 10.0})
         for n, flash in ((32, 20.0), (512, 2.0), (1024, 2.0))
@@ -75,8 +77,8 @@ def test_neighbours_judge_what_was_not_measured(measured: dict[str, list[Entry]]
     assert decide(replace(BASE, seqlen_q=40, seqlen_k=40)).name == "math"
     decision = decide(replace(BASE, seqlen_q=700, seqlen_k=700))
     assert decision.name == "flash"
-    assert decision.slowdowns["math"] > 2
-    assert "nearest problems in the package's table" in decision.why
+    assert decision.estimated_us["math"] > 2 * decision.estimated_us["flash"]
+    assert decision.why.startswith("the fastest as estimated from 3 measured problems, the nearest 0.")
     assert decide(replace(BASE, dtype=torch.float64)).why.startswith("by rule"), "another size of numbers"
 
 
@@ -257,7 +259,7 @@ def test_tuning_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.Monke
     decision = decide(small)
     assert decision.why == "the fastest measured on this machine"
     assert decision.name == entry.fastest
-    assert decide(replace(small, batch=3)).why.startswith("the fastest on the 1 nearest problems measured")
+    assert decide(replace(small, batch=3)).why.startswith("the fastest as estimated from 1 measured problem")
 
 
 def test_a_new_shape_is_measured_before_its_first_call(

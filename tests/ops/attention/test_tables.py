@@ -1,4 +1,4 @@
-"""Tables: what is written is read, neighbours are near, and what is kept is there again."""
+"""Tables: what is written is read, what is near tells of others, and what is kept is there again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fuseline.errors import InputError
 from fuseline.ops.attention import kept
+from fuseline.ops.attention.places import distance
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.tables import Entry, Table, as_text, distance, read_entries, slowdowns
+from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
+from fuseline.ops.attention.work import flops
 
 GPU = torch.device("cuda")
 BASE = Problem(GPU, torch.bfloat16, 4, 8, 8, 512, 512, 64, direction="fwbw", causal="bottom_right")
@@ -55,20 +58,38 @@ def test_distance_counts_doublings() -> None:
     assert distance(BASE, replace(BASE, causal="top_left")) == 0, "over as many keys as queries both are one"
 
 
-def test_neighbours_that_know_a_candidate_judge_it() -> None:
-    table = Table.of(
-        [
-            Entry(replace(BASE, seqlen_q=480, seqlen_k=480), {"flash": 10.0, "cudnn": 8.0, "math": 80.0}),
-            Entry(replace(BASE, seqlen_q=4096, seqlen_k=4096), {"flash": 10.0, "cudnn": 20.0}),
-            Entry(replace(BASE, dtype=torch.float32), {"efficient": 1.0}),
-        ]
-    )
-    near = table.neighbours(BASE, ("flash", "cudnn"))
-    assert [round(apart, 1) for apart, _ in near] == [0.1, 4.5]
-    judged = slowdowns(near, ("flash", "cudnn"))
-    assert judged["cudnn"] == pytest.approx(1.0, abs=0.02)
-    assert judged["flash"] == pytest.approx(1.25, abs=0.02)
-    assert table.neighbours(replace(BASE, seqlen_q=16, seqlen_k=65536), ("flash",)) == []
+def test_the_nearest_is_found_within_reach() -> None:
+    table = Table.of([Entry(replace(BASE, seqlen_q=n, seqlen_k=n), {"flash": 1.0}) for n in (480, 4096)])
+    found = table.nearest(BASE)
+    assert found is not None
+    assert found[1].problem.seqlen_q == 480
+    assert found[0] == pytest.approx(0.14, abs=0.01)
+    assert table.nearest(replace(BASE, dtype=torch.float32)) is None
+    assert Table().nearest(BASE) is None
+
+
+def test_an_estimate_is_near_what_was_measured_near() -> None:
+    """Times that grow with the work; one candidate is ahead at short lengths and behind at long ones."""
+
+    def times(problem: Problem) -> dict[str, float]:
+        work = 10.0 + flops(problem) / 3e8
+        lead = 2.0 ** (0.5 * (np.log2(problem.seqlen_k) - 9))
+        return {"flash": work, "cudnn": work * lead}
+
+    problems = [
+        replace(BASE, seqlen_q=n, seqlen_k=n, batch=max(1, 8192 // n))
+        for n in (64, 128, 256, 1024, 2048, 4096)
+    ]
+    table = Table.of([Entry(problem, times(problem)) for problem in problems])
+    for n, fastest in ((96, "cudnn"), (3000, "flash")):
+        problem = replace(BASE, seqlen_q=n, seqlen_k=n, batch=max(1, 8192 // n))
+        found = table.estimator.estimate(problem, ("flash", "cudnn", "fa2"))
+        assert found.keys() == {"flash", "cudnn"}, "nothing is told of what was never measured"
+        assert min(found, key=lambda name: found[name]) == fastest
+        for name, right in times(problem).items():
+            assert found[name] == pytest.approx(right, rel=0.25)
+    measured = table.estimator.estimate(problems[3], ("flash",))
+    assert measured["flash"] == pytest.approx(times(problems[3])["flash"], rel=0.1)
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

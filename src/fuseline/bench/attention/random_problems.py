@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from fuseline.ops.attention.measure import bytes_moved, flops
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.work import bytes_moved, flops
 
 MOST_FLOPS = {2: 2e12, 4: 1.5e11}  # by bytes an element: 3 to 6 ms at the rates of good kernels
 MOST_BYTES = 1.2e9

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuseline.ops.attention.measure import Times, bytes_moved, flops
+from fuseline.ops.attention.measure import Times
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.work import bytes_moved, flops
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
 

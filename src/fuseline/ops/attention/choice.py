@@ -1,7 +1,7 @@
-"""The choice of a candidate for a call: what was asked for, what was measured, what neighbours say, a rule.
+"""The choice of a candidate for a call: what was asked for, what was measured, what that tells, a rule.
 
 In this order: a name given to the call; `picker.use`; the environment's FUSELINE_ATTENTION; the fastest as
-measured on this machine, then in the package's table; the one that did best on the nearest measured problems;
+measured on this machine, then in the package's table; the fastest as estimated from all that was measured;
 `rule.py`. Under torch.compile the choice is made while tracing: from static shapes as in eager mode, from
 shapes that vary by the rule.
 """
@@ -20,7 +20,6 @@ from fuseline.ops.attention import kept, rule
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.tables import Entry, slowdowns
 
 PICK = "pick"
 VARIABLE = "FUSELINE_ATTENTION"
@@ -34,15 +33,14 @@ _MOST_REMEMBERED = 4096
 @dataclass(frozen=True)
 class Decision:
     """What was chosen and why. `refused` has a reason for every candidate that was not free to be chosen,
-    `times_us` what was measured of this very problem, `slowdowns` what neighbours say: times over the
-    fastest."""
+    `times_us` what was measured of this very problem, `estimated_us` what other problems tell of it."""
 
     problem: Problem
     name: str
     why: str
     refused: Mapping[str, str] = field(default_factory=dict)
     times_us: Mapping[str, float] = field(default_factory=dict)
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    estimated_us: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -156,23 +154,21 @@ def _best(problem: Problem, able: Sequence[str], refused: Mapping[str, str], is_
             if known:
                 name = min(known, key=lambda n: known[n])
                 return Decision(problem, name, f"the fastest {where}", refused, known)
-        # What compiles for seconds is taken for this very problem only.
+        # What compiles for seconds is taken for what was measured alone.
         calm = [name for name in able if not CANDIDATES[name].compiles]
-        for table, where in tables:
-            near = table.neighbours(problem, calm)
-            judged = slowdowns(near, calm)
-            if judged:
-                name = min(judged, key=lambda n: judged[n])
-                why = f"the fastest on the {len(near)} nearest problems {where}"
-                return Decision(problem, name, f"{why} ({_nearest(near)})", refused, slowdowns=judged)
+        every = kept.every(gpu)
+        near = every.nearest(problem)
+        estimated = {} if near is None else every.estimator.estimate(problem, calm)
+        if near is not None and estimated:
+            name = min(estimated, key=lambda n: estimated[n])
+            why = (
+                f"the fastest as estimated from {len(every.entries)} measured problems, the nearest "
+                f"{near[0]:.1f} doublings away: {near[1].problem}"
+            )
+            return Decision(problem, name, why, refused, estimated_us=estimated)
     preferred, why = rule.order(problem, is_dynamic)
     name = next((n for n in preferred if n in able), able[0])
     return Decision(problem, name, f"by rule, nothing near was measured: {why}", refused)
-
-
-def _nearest(near: Sequence[tuple[float, Entry]]) -> str:
-    apart, entry = near[0]
-    return f"the nearest {apart:.1f} doublings away: {entry.problem}"
 
 
 def _wishes(used: Sequence[str], forbidden: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]:

@@ -54,6 +54,12 @@ def kept(gpu: str | None) -> Table:
         ) from error
 
 
+@functools.cache
+def every(gpu: str | None) -> Table:
+    """All that is known of a GPU: the package's table, and over it what was measured here."""
+    return shipped(gpu).with_(kept(gpu))
+
+
 def keep(gpu: str, entries: Iterable[Entry]) -> Path:
     """Add entries to what is kept, under a lock, and put the file in place whole."""
     file = kept_file(gpu)
@@ -87,3 +93,4 @@ def forget() -> None:
     """Read tables again when they are next asked for."""
     shipped.cache_clear()
     kept.cache_clear()
+    every.cache_clear()

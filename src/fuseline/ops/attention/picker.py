@@ -36,14 +36,13 @@ Observer = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Considered:
     """One candidate for one call: `reason` says why it was not free to be picked (None: it was), `time_us`
-    what it took where this very problem was measured, `slowdown` its time over the fastest's as the nearest
-    measured problems have it."""
+    what it took where this very problem was measured, `estimated_us` what other problems tell of it."""
 
     name: str
     summary: str
     reason: str | None
     time_us: float | None
-    slowdown: float | None
+    estimated_us: float | None
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Explanation:
             known = []
             if one.time_us is not None:
                 known.append(f"{one.time_us:.1f} us")
-            if one.slowdown is not None:
-                known.append(f"about {one.slowdown:.2f} of the fastest's time")
+            if one.estimated_us is not None:
+                known.append(f"about {one.estimated_us:.3g} us")
             if one.reason is not None:
                 known.append(one.reason)
             lines.append(f" {mark} {one.name:<12}{'; '.join(known) or 'it can, and was not measured'}")
@@ -93,7 +92,7 @@ def explain_problem(problem: Problem, backend: str = PICK) -> Explanation:
             candidate.summary,
             None if name == decision.name else decision.refused.get(name),
             times.get(name),
-            decision.slowdowns.get(name),
+            decision.estimated_us.get(name),
         )
         for name, candidate in CANDIDATES.items()
     )

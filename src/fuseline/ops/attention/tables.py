@@ -1,15 +1,14 @@
 """Measured times by problem: the table in the package, and what `fuseline tune` kept on this machine.
 
-An entry is a problem and the microseconds of each candidate that ran it. A problem that was not measured is
-judged by its neighbours: near in the logarithms of its sizes, and alike in its features.
+An entry is a problem and the microseconds of each candidate that ran it. `estimate.py` says what they tell of
+a problem that was not measured.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fuseline.ops.attention.estimate import Estimator
 from fuseline.ops.attention.problem import Problem
 
-NEIGHBOURS = 5
-FAR = 5.0
-# What a difference counts in doublings of a size; measured times of such pairs differ about as much.
-_PENALTIES = {
-    "direction": 4.0,
-    "causal": 1.0,
-    "is_windowed": 2.0,
-    "mask": 4.0,
-    "mask_dims": 1.0,
-    "is_packed": 6.0,
-    "is_grouped": 1.0,
-    "soft_cap": 1.0,
-    "sinks": 0.5,
-    "drops": 2.0,
-    "lse": 0.5,
-}
+FAR = 8.0
 
 
 @dataclass(frozen=True)
@@ -69,26 +54,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where problems stand: their sizes in doublings, and their features as numbers that are equal or not."""
-
-    sizes: np.ndarray
-    features: np.ndarray
-
-    @classmethod
-    def of(cls, problems: Sequence[Problem]) -> Places:
-        return cls(
-            np.array([_sizes(problem) for problem in problems]),
-            np.array([_codes(problem) for problem in problems]),
-        )
-
-    def distances(self, problem: Problem) -> np.ndarray:
-        """From `problem` to each: between their sizes, and the penalties of what they do not share."""
-        sizes = np.sqrt(((self.sizes - np.array(_sizes(problem))) ** 2).sum(1))
-        return sizes + (self.features != np.array(_codes(problem))) @ _WEIGHTS
-
-
-@dataclass(frozen=True)
 class Table:
     """Entries by their problem, in the form of `plain`."""
 
@@ -107,105 +72,32 @@ class Table:
     def find(self, problem: Problem) -> Entry | None:
         return self.entries.get(plain(problem))
 
-    def neighbours(self, problem: Problem, able: Sequence[str]) -> list[tuple[float, Entry]]:
-        """The nearest entries that know any of the `able` candidates, with their distances."""
+    def nearest(self, problem: Problem) -> tuple[float, Entry] | None:
+        """The nearest entry and how far it is; None where none is within reach."""
         if not self.entries:
-            return []
-        apart = self._places.distances(problem)
-        near: list[tuple[float, Entry]] = []
-        for i in np.argsort(apart, kind="stable"):
-            if apart[i] > FAR or len(near) == NEIGHBOURS:
-                break
-            entry = self._listed[i]
-            if not entry.times_us.keys().isdisjoint(able):
-                near.append((float(apart[i]), entry))
-        return near
+            return None
+        apart = self.estimator.places.distances(problem)
+        i = int(np.argmin(apart))
+        return None if apart[i] > FAR else (float(apart[i]), self._listed[i])
+
+    def with_(self, others: Table) -> Table:
+        """These entries, completed and replaced by `others`."""
+        return Table.of([*self.entries.values(), *others.entries.values()])
 
     @functools.cached_property
     def _listed(self) -> list[Entry]:
         return list(self.entries.values())
 
     @functools.cached_property
-    def _places(self) -> Places:
-        return Places.of([entry.problem for entry in self._listed])
-
-
-def slowdowns(near: Sequence[tuple[float, Entry]], able: Sequence[str]) -> dict[str, float]:
-    """For each of `able` that the neighbours know: its time over that of the fastest, as they saw it."""
-    found: dict[str, float] = {}
-    for name in able:
-        weighed = [
-            (1.0 / (0.05 + apart * apart), math.log(entry.times_us[name] / _best(entry, able)))
-            for apart, entry in near
-            if name in entry.times_us
-        ]
-        if weighed:
-            total = sum(weight for weight, _ in weighed)
-            found[name] = math.exp(sum(weight * log for weight, log in weighed) / total)
-    return found
-
-
-def distance(one: Problem, other: Problem) -> float:
-    """How far apart two problems are, in doublings of a size."""
-    return float(Places.of([other]).distances(one)[0])
+    def estimator(self) -> Estimator:
+        return Estimator(
+            tuple(entry.problem for entry in self._listed), tuple(entry.times_us for entry in self._listed)
+        )
 
 
 def plain(problem: Problem) -> Problem:
     """The problem as tables know it: on a GPU whatever its number, asked for without determinism."""
     return replace(problem, device=torch.device(problem.device.type), deterministic=False)
-
-
-def _best(entry: Entry, able: Sequence[str]) -> float:
-    return min(time for name, time in entry.times_us.items() if name in able)
-
-
-def _sizes(problem: Problem) -> tuple[float, ...]:
-    T, S = problem.seqlen_q, problem.seqlen_k
-    rows = problem.batch * problem.heads
-    if problem.sequences:
-        rows *= problem.sequences
-        T, S = problem.max_seqlen_q, problem.max_seqlen_k
-    seen = S
-    if problem.window_left >= 0:
-        right = max(problem.window_right, 0) if problem.causal == "none" else 0
-        seen = min(S, problem.window_left + right + 1)
-    return (
-        math.log2(max(T, 1)),
-        math.log2(max(S, 1)),
-        0.7 * math.log2(max(rows, 1)),
-        1.5 * math.log2(max(problem.head_dim, 1)),
-        0.7 * math.log2(problem.heads / max(problem.kv_heads, 1)),
-        0.5 * math.log2(max(seen, 1)),
-    )
-
-
-def _features(problem: Problem) -> dict[str, Any]:
-    causal = problem.causal
-    if causal != "none" and problem.is_square:
-        causal = "square"
-    return {
-        "direction": problem.direction,
-        "causal": causal,
-        "is_windowed": problem.is_windowed,
-        "mask": problem.mask,
-        "mask_dims": problem.mask_dims,
-        "is_packed": problem.sequences > 0,
-        "is_grouped": problem.heads != problem.kv_heads,
-        "soft_cap": problem.soft_cap,
-        "sinks": problem.sinks,
-        "drops": problem.dropout_p > 0,
-        "lse": problem.lse,
-    }
-
-
-def _codes(problem: Problem) -> list[int]:
-    """The features in the order of the penalties, and what must be the same at all."""
-    features = _features(problem)
-    never = (problem.dtype.itemsize, problem.device.type)
-    return [hash(features[name]) for name in _PENALTIES] + [hash(never)]
-
-
-_WEIGHTS = np.array([*_PENALTIES.values(), 1e9])
 
 
 def read_entries(file: Path) -> list[Entry]:
