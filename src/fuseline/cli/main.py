@@ -36,6 +36,10 @@ VERBS = {
         "fuseline.cli.bench_linear",
         "linear layers for few rows, int8, int4 and bf16, against cuBLAS, inductor and tinygemm",
     ),
+    "bench decode": (
+        "fuseline.cli.bench_decode",
+        "tokens a second by rows and format: ours, compiled as gpt-fast does it, eager, transformers",
+    ),
     "bench hardware": (
         "fuseline.cli.bench_hardware",
         "the ceilings of this machine, and the roofline with the ops under it",

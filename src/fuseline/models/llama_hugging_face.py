@@ -55,7 +55,7 @@ def load_llama(
     config = read_config(path, block_size=block_size, kernels=kernels)
     with torch.device("meta"):
         model = Llama(config)
-    places = _places(config)
+    found = places(config)
     wanted = dict(model.state_dict())
     filled: dict[str, int] = dict.fromkeys(wanted, 0)
     foreign = []
@@ -65,7 +65,7 @@ def load_llama(
             continue
         if name == "lm_head.weight" and config.tied:
             continue  # the embedding under a second name
-        place = places.get(name if name == "lm_head.weight" else f"model.{name.removeprefix('model.')}")
+        place = found.get(name if name == "lm_head.weight" else f"model.{name.removeprefix('model.')}")
         if place is None:
             foreign.append(name)
             continue
@@ -84,7 +84,7 @@ def load_llama(
     if config.tied:
         filled["head.weight"] = wanted["head.weight"].numel()
     missing = [
-        name for name, (ours, _) in places.items() if ours in filled and filled[ours] != wanted[ours].numel()
+        name for name, (ours, _) in found.items() if ours in filled and filled[ours] != wanted[ours].numel()
     ]
     if missing or foreign:
         what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has unknown {_some(foreign)}"] * bool(foreign)
@@ -97,14 +97,14 @@ def save_llama(model: Llama, folder: Path | str) -> None:
     config, state = model.config, model.state_dict()
     theirs = {
         name: rows(state[ours]).detach().cpu().contiguous().clone()
-        for name, (ours, rows) in _places(config).items()
+        for name, (ours, rows) in places(config).items()
         if ours in state and not (config.tied and name == "lm_head.weight")
     }
     folder = Path(folder)
     with written_whole(folder / WEIGHTS) as part:
         save_file(theirs, part, metadata={"format": "pt"})
     with written_whole(folder / CONFIG) as part:
-        part.write_text(json.dumps(_described(config), indent=2) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(described(config), indent=2) + "\n", encoding="utf-8")
 
 
 def read_config(path: Path | str, *, block_size: int | None = None, kernels: str = "fuseline") -> LlamaConfig:
@@ -185,7 +185,7 @@ def _window(said: dict[str, Any], kind: str, file: Path) -> dict[str, Any]:
     return {"window": window, "first_windowed_layer": first} if window and first < layers else {}
 
 
-def _places(config: LlamaConfig) -> dict[str, tuple[str, Rows]]:
+def places(config: LlamaConfig) -> dict[str, tuple[str, Rows]]:
     """Their names, and where each stands with us: the name, and the rows of it."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
@@ -222,7 +222,8 @@ def _rows(first: int, count: int) -> Rows:
     return lambda weight: weight.narrow(0, first, count)
 
 
-def _described(config: LlamaConfig) -> dict[str, Any]:
+def described(config: LlamaConfig) -> dict[str, Any]:
+    """The config as `transformers` writes it."""
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.out_bias else "llama"
     kind = "mistral" if kind == "llama" and config.window else kind
     scaling = config.rope_scaling

@@ -1,0 +1,137 @@
+"""Who decodes: Fuseline, the same model in plain torch, eager or compiled as gpt-fast does, `transformers`.
+
+All hold the same weights and go on from the same prompts. Greedy: drawing is not what is compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fuseline.errors import InputError
+from fuseline.generation.decoder import Decoder
+from fuseline.generation.static_cache import Continuation
+from fuseline.models.gpt import GPT
+from fuseline.models.llama import Llama
+from fuseline.models.llama_hugging_face import described, places
+from fuseline.models.pretrained import LanguageModel
+
+PEERS = ("fuseline", "eager", "gptfast", "transformers")
+# What each can decode; others' own quantized kernels are measured as products, by `fuseline bench linear`.
+FORMATS = {"fuseline": ("bf16", "fp32", "int8", "int4", "fp8")}
+FLOATS = ("bf16", "fp32")
+
+
+class Contender(Protocol):
+    """`begin` reads the prompts and draws the first token, `advance` draws the next of each row."""
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> object: ...
+    def advance(self) -> object: ...
+    def close(self) -> None: ...
+
+
+def contender(peer: str, model: LanguageModel, *, batch: int, capacity: int) -> Contender:
+    """The contender of that name for `model`. Raises `InputError` where it cannot be had."""
+    if peer == "fuseline":
+        return Decoder(model, batch=batch, capacity=capacity)
+    if peer == "transformers":
+        return _Transformers(model, batch, capacity)
+    plain = in_plain_torch(model)
+    if peer == "eager":
+        return Decoder(plain, batch=batch, capacity=capacity, graphs=False)
+    return Compiled(plain, batch=batch, capacity=capacity)
+
+
+def in_plain_torch(model: LanguageModel) -> LanguageModel:
+    """The same weights in a model that calls none of Fuseline's ops."""
+    plain: LanguageModel
+    with torch.device("meta"):
+        if isinstance(model, Llama):
+            plain = Llama(replace(model.config, kernels="torch"))
+        else:
+            plain = GPT(replace(model.config, norm="torch"))
+    plain.load_state_dict(model.state_dict(), assign=True)
+    if isinstance(plain, Llama) and isinstance(model, Llama):
+        plain.rotary.cos, plain.rotary.sin = model.rotary.cos, model.rotary.sin
+    return plain.eval()
+
+
+class Compiled(Decoder):
+    """gpt-fast's way: a static cache as long as it will ever be, and the whole step under `torch.compile`,
+    which fuses what it can and replays it as a CUDA graph ("reduce-overhead")."""
+
+    def __init__(self, model: LanguageModel, *, batch: int, capacity: int, backend: str = "inductor") -> None:
+        super().__init__(model, batch=batch, capacity=capacity, graphs=False)
+        options: dict[str, Any] = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+        self._compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(
+            self._next, fullgraph=True, dynamic=False, backend=backend, **options
+        )
+
+    def _next(self, tokens_B: Tensor, lengths_B: Tensor) -> Tensor:
+        attend = Continuation(self.cache, 1, self.cache.shape.capacity)
+        x_BTC = self.model.hidden(tokens_B.unsqueeze(1), attend.positions_BT, attend)
+        return self.model.logits(x_BTC[:, 0]).argmax(-1)
+
+    @torch.no_grad()
+    def step(self, bucket: int) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        self.tokens_B.copy_(self._compiled(self.tokens_B, self.cache.lengths_B))
+        self.cache.lengths_B += 1
+
+
+class _Transformers:
+    """`transformers`' own Llama with its static cache, a token at a time."""
+
+    def __init__(self, model: LanguageModel, batch: int, capacity: int) -> None:
+        if not isinstance(model, Llama):
+            raise InputError("only Llamas are compared with transformers here")
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise InputError("transformers is not installed: pip install transformers") from error
+        self._model, self._cache_class = _theirs(model, transformers), transformers.StaticCache
+        self._batch, self._capacity = batch, capacity
+        self._device, self._position = model.norm.weight.device, 0
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        self._cache = self._cache_class(config=self._model.config, max_cache_len=self._capacity)
+        self._position = len(prompts[0])
+        return self._taken(torch.tensor(prompts, device=self._device), 0)
+
+    @torch.no_grad()
+    def advance(self) -> Tensor:
+        self._position += 1
+        return self._taken(self._tokens_B1, self._position - 1)
+
+    def _taken(self, tokens_BT: Tensor, first: int) -> Tensor:
+        positions = torch.arange(first, first + tokens_BT.shape[1], device=self._device)
+        out = self._model(
+            tokens_BT, past_key_values=self._cache, cache_position=positions, use_cache=True, logits_to_keep=1
+        )
+        self._tokens_B1 = out.logits[:, -1].argmax(-1, keepdim=True)
+        return self._tokens_B1
+
+    def close(self) -> None:
+        del self._model, self._cache
+
+
+def _theirs(model: Llama, transformers: Any) -> Any:
+    """Their model over our weights' storage: rows of ours are matrices of theirs."""
+    said = described(model.config)
+    if said["model_type"] != "llama":
+        raise InputError(f"{said['model_type']} is not compared with transformers here")
+    config = transformers.LlamaConfig(**{k: v for k, v in said.items() if k != "sliding_window"})
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    state = model.state_dict()
+    weights = {name: rows(state[ours]) for name, (ours, rows) in places(model.config).items()}
+    theirs.load_state_dict(weights, assign=True)
+    device = model.norm.weight.device
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(device)
+    return theirs.eval()

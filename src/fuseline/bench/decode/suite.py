@@ -1,0 +1,213 @@
+"""The decode suite: each problem by each contender, a token at a time, around one position of the context."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.bench.decode.contenders import FLOATS, FORMATS, PEERS, Contender, contender
+from fuseline.bench.failure import describe_failure
+from fuseline.errors import InputError, unknown_name
+from fuseline.models.pretrained import LanguageModel
+from fuseline.records import Record, append, describe
+from fuseline.timing import (
+    Summary,
+    copy_bandwidth_gbs,
+    peak_memory_gib,
+    reset_peak_memory,
+    summarize,
+    synchronize,
+    time_steps,
+)
+from fuseline.training.text_generator import Numbers, TextGenerator, Wanted, load
+
+SUITE = "decode"
+WARM_UP = 3  # steps: the first records or compiles
+
+Observer = Callable[[str, int, int], None]
+"""Called with what is measured now, measurements done, and measurements in all."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`batch` rows in `format`, timed around `position` of `capacity`."""
+
+    batch: int
+    format: str
+    position: int
+    capacity: int
+    peer: str
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """What to measure. A run takes `steps` tokens; there are `runs` of them, the middle one at a position."""
+
+    device: torch.device
+    preset: str
+    batches: tuple[int, ...] = (1, 8)
+    positions: tuple[int, ...] = (200,)
+    capacity: int = 512
+    formats: tuple[str, ...] = ("bf16", "int8", "int4", "fp8")
+    peers: tuple[str, ...] = PEERS
+    steps: int = 10
+    runs: int = 7
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise unknown_name("peer", peer, PEERS)
+        for name in self.formats:
+            if name not in FORMATS["fuseline"]:
+                raise unknown_name("format", name, FORMATS["fuseline"])
+        before = self.before
+        for position in self.positions:
+            if position <= before or position + self.tokens - before >= self.capacity:
+                raise InputError(
+                    f"Position {position} of {self.capacity} leaves no room for {self.runs} runs of "
+                    f"{self.steps} tokens around it. Take fewer of them, or another position."
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Of all runs and the warm-up."""
+        return WARM_UP + self.runs * self.steps
+
+    @property
+    def before(self) -> int:
+        """Of these, before the middle."""
+        return WARM_UP + self.runs * self.steps // 2
+
+    def problems(self) -> tuple[Problem, ...]:
+        """All of them, those of one format together."""
+        return tuple(
+            Problem(batch, format, position, self.capacity, peer)
+            for format in self.formats
+            for batch in self.batches
+            for position in self.positions
+            for peer in self.peers
+            if format in FORMATS.get(peer, FLOATS)
+        )
+
+
+def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
+    """Measure; records are appended to `<out>/decode.jsonl` problem by problem."""
+    native.ready(bench.device.type)
+    copy = copy_bandwidth_gbs(bench.device)
+    problems = bench.problems()
+    records: list[Record] = []
+    held: tuple[str, TextGenerator] | None = None
+    for number, problem in enumerate(problems):
+        observe(f"{problem.peer} {problem.format}, {problem.batch} rows", number, len(problems))
+        if held is None or held[0] != problem.format:
+            held = None  # room for the next, before it is made
+            _tidy()
+            held = problem.format, _model(bench, problem.format)
+        new = list(_measured(bench, problem, held[1], copy))
+        append(out / f"{SUITE}.jsonl", new)
+        records += new
+    observe("done", len(problems), len(problems))
+    return records
+
+
+def _model(bench: DecodeBench, format: str) -> TextGenerator:
+    most = max(bench.batches)
+    return load(
+        None,
+        bench.preset,
+        device=bench.device,
+        dtype=torch.float32 if format == "fp32" else torch.bfloat16,
+        wanted=Wanted(most, max(bench.positions), bench.capacity),
+        quant=None if format in FLOATS else format,
+        vocabulary=Numbers(),
+        seed=bench.seed,
+    )
+
+
+def _measured(
+    bench: DecodeBench, problem: Problem, generator: TextGenerator, copy: float
+) -> Iterator[Record]:
+    case: dict[str, Any] = {
+        "model": type(generator.model).__name__.lower(),
+        "preset": bench.preset,
+        "batch": problem.batch,
+        "position": problem.position,
+        "seqlen_k": problem.capacity,
+        "format": problem.format,
+    }
+    if problem.format == "int4":
+        case["group_size"] = 128
+    reset_peak_memory(bench.device)
+    try:
+        made = contender(problem.peer, generator.model, batch=problem.batch, capacity=problem.capacity)
+        first_ms, times = timed(made, generator.model, bench, problem)
+        made.close()
+    except (InputError, RuntimeError, TypeError, AttributeError) as error:  # a peer's failure is its result
+        reason = str(error) if isinstance(error, InputError) else describe_failure(error)
+        yield Record.of(
+            SUITE, case | {"reason": reason}, "skipped", None, describe(bench.device), peer=problem.peer
+        )
+        return
+    finally:
+        _tidy()
+    environment = describe(bench.device)
+    version = _version("transformers") if problem.peer == "transformers" else None
+
+    def record(metric: str, value: float | None, **interval: Any) -> Record:
+        return Record.of(
+            SUITE, case, metric, value, environment, peer=problem.peer, peer_version=version, **interval
+        )
+
+    gbs = generator.weight_bytes / times.median / 1e6
+    yield record("iteration_ms", times.median, low=times.low, high=times.high, n=times.n)
+    yield record(
+        "tokens_per_s",
+        problem.batch * 1e3 / times.median,
+        low=problem.batch * 1e3 / times.high,
+        high=problem.batch * 1e3 / times.low,
+        n=times.n,
+    )
+    yield record("ttft_ms", first_ms)
+    yield record("bandwidth_gbs", gbs, n=times.n)
+    yield record("share_of_copy", gbs / copy, n=times.n)
+    memory = peak_memory_gib(bench.device)
+    if memory is not None:
+        yield record("peak_memory_gib", memory)
+
+
+def timed(
+    made: Contender, model: LanguageModel, bench: DecodeBench, problem: Problem
+) -> tuple[float, Summary]:
+    """Milliseconds to the first token (the second time, with nothing made anew), and a step."""
+    draw = torch.Generator().manual_seed(bench.seed)
+    size = problem.batch, problem.position - bench.before
+    prompts = torch.randint(0, model.config.vocab_size, size, generator=draw).tolist()
+    made.begin(prompts)
+    synchronize(bench.device)
+    first_ms = time_steps(lambda: made.begin(prompts), bench.device, steps=1)
+    for _ in range(WARM_UP):
+        made.advance()
+    samples = [time_steps(made.advance, bench.device, steps=bench.steps) for _ in range(bench.runs)]
+    return first_ms, summarize(samples)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tidy() -> None:
+    """Give memory back: a recorded graph holds its own until it is collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

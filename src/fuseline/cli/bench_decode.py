@@ -1,0 +1,123 @@
+"""Tokens a second of a language model with random weights, by rows and format: Fuseline against the same
+model in plain torch, compiled as gpt-fast does it, and `transformers`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.decode.suite import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-decode")
+TABLE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    preset: str = "auto"
+    """Shape of the model: llama2-7b, llama3-8b, gpt2, ..; auto: llama2-7b on a GPU, else llama-tiny."""
+    batches: tuple[int, ...] = (1, 8)
+    """Rows decoded together."""
+    positions: tuple[int, ...] = (200,)
+    """Places in the context around which steps are timed."""
+    capacity: int = 512
+    """Positions that the cache has room for."""
+    formats: tuple[str, ...] = ()
+    """Of bf16, fp32, int8, int4, fp8; on a CPU fp32 and int8 if none is named, on a GPU all but fp32."""
+    peers: tuple[str, ...] = ()
+    """Of fuseline, eager, gptfast, transformers. All if none is named."""
+    steps: int = 10
+    """Tokens of a timed run."""
+    runs: int = 7
+    """Timed runs."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline import report
+    from fuseline.bench import decode as suite
+    from fuseline.records import read
+
+    device = torch.device(resolve_device(options.device))
+    on_gpu = device.type == "cuda"
+    bench = suite.DecodeBench(
+        device,
+        ("llama2-7b" if on_gpu else "llama-tiny") if options.preset == "auto" else options.preset,
+        options.batches,
+        options.positions,
+        options.capacity if on_gpu or options.capacity != 512 else 256,
+        split_names(options.formats) or (("bf16", "int8", "int4", "fp8") if on_gpu else ("fp32", "int8")),
+        split_names(options.peers) or suite.PEERS,
+        options.steps,
+        options.runs,
+        options.seed,
+    )
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        what = f"{bench.preset}: {len(bench.problems())} measurements by {', '.join(bench.peers)}"
+        print(f"{what} on {bench.device}. Records would go to {out / 'decode.jsonl'}.")
+        return 0
+    with _progress() as observe:
+        records = suite.run(bench, out, observe)
+    page = report.build(read(out / "decode.jsonl"), out)
+    if options.json:
+        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    for reason in dict.fromkeys(f"{r.peer}: {r.case['reason']}" for r in records if r.metric == "skipped"):
+        print(f"Skipped: {reason}")
+    print(f"Records: {out / 'decode.jsonl'}\nPage:    {page}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now, completed=done, total=total)
+
+        yield observe
+
+
+def _table(records: Sequence[Record]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    metrics = ("tokens_per_s", "iteration_ms", "share_of_copy", "ttft_ms", "peak_memory_gib")
+    table = Table(title="Decoding", box=box.SIMPLE)
+    for heading in ("rows", "position", "format", "by"):
+        table.add_column(heading)
+    for heading in ("tokens/s", "ms a step", "share of copy", "first token, ms", "memory, GiB"):
+        table.add_column(heading, justify="right")
+    lines: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    for record in records:
+        if record.value is not None:
+            case = record.case
+            line = str(case["batch"]), str(case["position"]), str(case["format"]), record.peer
+            lines.setdefault(line, {})[record.metric] = record.value
+    for line, found in lines.items():
+        table.add_row(*line, *(f"{found[m]:,.4g}" if m in found else "" for m in metrics))
+    return table

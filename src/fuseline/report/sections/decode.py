@@ -1,0 +1,90 @@
+"""The decode suite: tokens a second by rows, position and format, and what a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuseline.records import Record
+from fuseline.report.blocks import Block, Cell, Column, Details, Headline, Row, Section, Table, table
+from fuseline.report.metrics import cell
+from fuseline.report.numbers import percent, plain, whole
+from fuseline.report.provenance import source
+from fuseline.report.selection import Shelf, grouped
+
+READING = (
+    "Random weights, greedy, a token at a time. A step reads all weights once: the share of the copy "
+    "bandwidth is theirs over the time of a step."
+)
+
+
+def sections(shelf: Shelf) -> list[Section]:
+    """Take the suite's records: a section for each model and machine."""
+    records = shelf.take(lambda r: r.suite == "decode" and "position" in r.case)
+    places = grouped(records, lambda r: (str(r.case["preset"]), r.device, r.torch))
+    return [
+        _section(i, preset, device, group) for i, ((preset, device, _), group) in enumerate(places.items(), 1)
+    ]
+
+
+def _section(index: int, preset: str, device: str, records: Sequence[Record]) -> Section:
+    skipped = tuple(
+        dict.fromkeys(
+            (f"{r.peer}, {r.case['format']}", str(r.case.get("reason") or ""))
+            for r in records
+            if r.metric == "skipped"
+        )
+    )
+    ours = [r for r in records if r.peer == "fuseline" and r.metric == "tokens_per_s" and r.value is not None]
+    alone = [r for r in ours if r.case["batch"] == 1]
+    best = max(alone or ours, key=lambda r: r.value or 0.0, default=None)
+    headline = None
+    if best is not None and best.value is not None:
+        words = f"tokens/s with {best.case['batch']} row(s) in {best.case['format']}"
+        headline = Headline(plain(best.value), words, source=source([best]))
+    blocks: tuple[Block | None, ...] = (
+        headline,
+        _rates(records),
+        Details("What was not measured", skipped) if skipped else None,
+    )
+    summary = f"{headline.value} {headline.words}" if headline else device
+    return Section(
+        f"decode-{index}", f"Decoding: {preset}", device, summary, tuple(b for b in blocks if b is not None)
+    )
+
+
+def _rates(records: Sequence[Record]) -> Table | None:
+    measured = [r for r in records if r.value is not None]
+    rows = []
+    for (batch, position, format, peer), group in grouped(measured, _key).items():
+        found = {r.metric: r for r in group}
+        share = found.get("share_of_copy")
+        rows.append(
+            Row(
+                (
+                    Cell(f"{batch} rows" if batch != "1" else "1 row", f"position {whole(float(position))}"),
+                    Cell(format),
+                    Cell(peer),
+                    cell(found.get("tokens_per_s")),
+                    cell(found.get("iteration_ms")),
+                    Cell("" if share is None or share.value is None else percent(share.value)),
+                    cell(found.get("ttft_ms")),
+                    cell(found.get("peak_memory_gib")),
+                )
+            )
+        )
+    columns = [
+        Column("rows", numeric=False),
+        Column("format", numeric=False),
+        Column("by", numeric=False),
+        Column("tokens/s"),
+        Column("ms a step"),
+        Column("share of copy"),
+        Column("first token, ms"),
+        Column("memory, GiB"),
+    ]
+    return table("Tokens a second", columns, rows, source(measured), READING)
+
+
+def _key(record: Record) -> tuple[str, str, str, str]:
+    case = record.case
+    return str(case["batch"]), str(case["position"]), str(case["format"]), record.peer

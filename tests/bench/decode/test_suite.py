@@ -1,0 +1,116 @@
+"""The decode suite: every contender goes on with the same tokens, and the records say what was run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuseline import report
+from fuseline.bench.decode import DecodeBench, run
+from fuseline.bench.decode.contenders import Compiled, contender, in_plain_torch
+from fuseline.cli.main import run as command
+from fuseline.errors import InputError
+from fuseline.models.gpt import GPT, GPTConfig
+from fuseline.models.llama import Llama, preset
+from fuseline.records import read
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [9, 8, 1]]
+
+
+def written(made: Any, count: int = 6) -> list[list[int]]:
+    made.begin(PROMPTS)
+    rows = []
+    for _ in range(count):
+        rows.append(torch.as_tensor(made.advance()).flatten().tolist())
+    made.close()
+    return rows
+
+
+@pytest.fixture
+def model() -> Llama:
+    torch.manual_seed(0)
+    model = Llama(preset("llama-tiny")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+def test_all_write_the_same(model: Llama) -> None:
+    options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    expected = written(contender("fuseline", model, **options))
+    assert written(contender("eager", model, **options)) == expected
+    assert written(Compiled(in_plain_torch(model), **options, backend="eager")) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own deprecations are not ours to mend
+        pytest.importorskip("transformers", reason="needs transformers to compare with")
+        assert written(contender("transformers", model, **options)) == expected
+
+
+def test_a_gpt_is_compared_too() -> None:
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(64, 37, 1, 2, 16, norm="fuseline")).eval()
+    options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    expected = written(contender("fuseline", gpt, **options))
+    assert written(contender("eager", gpt, **options)) == expected
+    with pytest.raises(InputError, match="only Llamas"):
+        contender("transformers", gpt, **options)
+
+
+def test_records_say_what_was_run(tmp_path: Path) -> None:
+    bench = DecodeBench(
+        CPU, "llama-tiny", (1, 2), (40,), 64, ("fp32", "int8"), ("fuseline", "eager"), steps=2, runs=3
+    )
+    seen: list[str] = []
+    records = run(bench, tmp_path, lambda now, done, total: seen.append(now))
+    assert read(tmp_path / "decode.jsonl") == records
+    assert seen[-1] == "done"
+    assert {(r.peer, r.case["format"]) for r in records} == {
+        ("fuseline", "fp32"),
+        ("fuseline", "int8"),
+        ("eager", "fp32"),
+    }
+    rates = [r for r in records if r.metric == "tokens_per_s"]
+    times = [r for r in records if r.metric == "iteration_ms"]
+    for rate, time in zip(rates, times, strict=True):
+        assert rate.value == pytest.approx(int(str(rate.case["batch"])) * 1e3 / (time.value or 0))
+        assert (rate.low or 0) <= (rate.value or 0) <= (rate.high or 0)
+        assert rate.n == 3
+    page = report.build(records, tmp_path).read_text()
+    assert "Decoding: llama-tiny" in page
+    assert "tokens/s with 1 row(s) in" in page
+
+
+def test_what_cannot_be_measured_is_refused_or_said(tmp_path: Path) -> None:
+    for options, message in (
+        ({"peers": ("vllm",)}, "no peer named 'vllm'"),
+        ({"formats": ("int3",)}, "no format named 'int3'"),
+        ({"positions": (500,)}, "Position 500 of 512"),
+        ({"positions": (30,)}, "Position 30 of 512"),
+    ):
+        with pytest.raises(InputError, match=message):
+            DecodeBench(CPU, "llama-tiny", **options)  # type: ignore[arg-type]
+    bench = DecodeBench(
+        CPU, "tiny", (1,), (40,), 64, ("fp32",), ("transformers", "fuseline"), steps=2, runs=3
+    )
+    records = run(bench, tmp_path, lambda *_: None)
+    skipped = [r for r in records if r.metric == "skipped"]
+    assert [(r.peer, r.case["reason"]) for r in skipped] == [
+        ("transformers", "only Llamas are compared with transformers here")
+    ]
+    assert "What was not measured" in report.build(records, tmp_path).read_text()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "decode", "--device", "cpu", "--out", str(tmp_path)]
+    assert command([*arguments, "--dry-run"]) == 0
+    assert "llama-tiny: " in capsys.readouterr().out
+    small = ["--peers", "fuseline", "--formats", "fp32", "--batches", "1", "--steps", "2", "--runs", "3"]
+    assert command([*arguments, *small, "--positions", "40"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert (tmp_path / "index.html").exists()
