@@ -14,6 +14,7 @@ namespace fuseline {
 constexpr int kPiece = 4;                    // vectors of a piece that a thread takes
 constexpr int kPieceSlots = kPiece * kWarp;  // of a warp
 constexpr int kPieces = 8;                   // of a warp's part, at most
+constexpr int kMostBlocks = 16;              // of a row; more than 8 is more than sm_90 promises, and H100 grants
 constexpr int kPartSlots = kPieces * kPieceSlots;
 
 // Bytes (a multiple of 16, between multiples of 16) from HBM to shared memory; `barrier` counts them.
@@ -80,7 +81,7 @@ __device__ __forceinline__ Value sum_over_warp(Value value) {
 // Where the warps of a row meet, and the barriers at which their pieces arrive.
 template <class State>
 struct WaitingRoom {
-  State states[kMaxStates];
+  State states[kMostBlocks * kMostThreads / kWarp];
   uint64_t met;
   uint64_t arrived[kMostThreads / kWarp][kPieces];
 };
@@ -221,7 +222,7 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
   for (;; plan.cluster *= 2) {
     const int64_t bytes = divide_up(vectors, plan.cluster) * 16 * tensors + 4096;
     blocks = bytes > device.shared_a_block - int64_t(room) ? 0 : device.shared_a_processor / (bytes + beside);
-    if (blocks >= 2 || plan.cluster == kMaxCluster) break;
+    if (blocks >= 2 || plan.cluster == kMostBlocks) break;
   }
   // Few rows have more blocks each.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
@@ -242,9 +243,16 @@ template <class Arguments>
 int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting& plan, int64_t rows,
                    const Device& device, void* stream, bool& fits) {
   int count = 0;
-  const int error = int(resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count));
-  fits = count > 0;
-  if (error || !fits) return error;
+  cudaError_t error = cudaSuccess;
+  if (plan.cluster > kMaxCluster) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) {
+    error = resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count);
+  }
+  fits = error == cudaSuccess && count > 0;
+  if (error != cudaSuccess && plan.cluster > kMaxCluster) return cudaGetLastError(), 0;  // it grants no such clusters
+  if (!fits) return int(error);
   return launch(kernel, a, rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream);
 }
 
