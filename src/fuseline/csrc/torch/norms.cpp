@@ -1,8 +1,8 @@
 // The norms and their gradients: layer_norm, rms_norm, and both of residual + dropout(x + x_bias), which return the sum
 // as well.
 //
-// y may be of fewer bits than what is normalized: where the residual is float32 and x of 16 bits (the sum is then float32,
-// y of 16 bits), or where the caller says so (out_dtype).
+// y may be of fewer bits than what is normalized: where the residual is float32 and x of 16 bits (the sum is then
+// float32, y of 16 bits), or where the caller says so (out_dtype).
 //
 // The names that callers call differ in their arguments alone. Where a gradient will be wanted they run `norm_forward`,
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
@@ -21,33 +21,12 @@
 namespace fuseline {
 namespace {
 
-using Shape = c10::SymIntArrayRef;
 using Two = std::tuple<Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 5>;  // gradients of residual, x, weight, bias, x_bias
 
 enum class Device { cpu, cuda, meta };
-
-// What callers pass, whatever the op.
-struct Arguments {
-    const char* op;
-    const Tensor& x;
-    OptionalTensor residual, x_bias, weight, bias, seed;
-    c10::SymDimVector shape;  // normalized over: the last dimensions of x
-    double eps, p;
-    bool centred;
-    std::optional<at::ScalarType> out_dtype = std::nullopt;
-
-    size_t depth() const { return shape.size(); }
-    const Tensor& normalized() const { return residual.has_value() ? *residual : x; }  // of its shape and dtype
-    at::ScalarType y_type() const { return out_dtype.value_or(x.scalar_type()); }
-};
-
-// 16 bits that a float32 is rounded to.
-bool narrows(at::ScalarType from, at::ScalarType to) {
-    return from == at::kFloat && (to == at::kHalf || to == at::kBFloat16);
-}
 
 c10::SymDimVector as_vector(Shape shape) { return c10::SymDimVector(shape.begin(), shape.end()); }
 
@@ -67,72 +46,9 @@ double rms_eps(const Tensor& x, std::optional<double> eps) {
                                    : std::numeric_limits<float>::epsilon();
 }
 
-void check_affine(const Arguments& a, const OptionalTensor& given, const char* name) {
-    if (!given.has_value()) return;
-    TORCH_CHECK_VALUE(given->sym_sizes() == Shape(a.shape), a.op, ": ", name, " has shape ", given->sym_sizes(),
-                      ", but normalized_shape is ", Shape(a.shape), "; they are the same.");
-    TORCH_CHECK_VALUE(given->device() == a.x.device(), a.op, ": ", name, " is on ", given->device(), " and x on ",
-                      a.x.device(), ".");
-    TORCH_CHECK_TYPE(given->scalar_type() == a.y_type() || given->scalar_type() == at::kFloat, a.op, ": ", name, " is ",
-                     given->scalar_type(), " and the result ", a.y_type(), ". It has the result's dtype or float32.");
-}
-
-void check_same(const Arguments& a, const OptionalTensor& one, const OptionalTensor& other, const char* names) {
-    TORCH_CHECK_TYPE(!one.has_value() || !other.has_value() || one->scalar_type() == other->scalar_type(), a.op, ": ",
-                     names, " are ", one->scalar_type(), " and ", other->scalar_type(), "; they are the same.");
-}
-
-void check(const Arguments& a) {
-    cpu_type(a.x, a.op);
-    const auto depth = static_cast<int64_t>(a.depth());
-    const bool fits = depth >= 1 && depth <= a.x.dim() && a.x.sym_sizes().slice(a.x.dim() - depth) == Shape(a.shape);
-    TORCH_CHECK_VALUE(fits, a.op, ": normalized_shape ", Shape(a.shape),
-                      " are not the last dimensions of x, whose shape is ", a.x.sym_sizes(), ".");
-    check_affine(a, a.weight, "weight");
-    check_affine(a, a.bias, "bias");
-    check_affine(a, a.x_bias, "x_bias");
-    TORCH_CHECK_TYPE(!a.weight.has_value() || !a.bias.has_value() || a.weight->scalar_type() == a.bias->scalar_type(),
-                     a.op, ": weight is ", a.weight->scalar_type(), " and bias ", a.bias->scalar_type(),
-                     "; they are the same.");
-    const OptionalTensor& affine = a.weight.has_value() ? a.weight : a.bias;
-    check_same(a, affine, a.x_bias, "the norm's weights and x_bias");
-    if (a.residual.has_value()) {
-        TORCH_CHECK_VALUE(a.residual->sym_sizes() == a.x.sym_sizes(), a.op, ": residual has shape ",
-                          a.residual->sym_sizes(), " and x ", a.x.sym_sizes(), "; they are the same.");
-        TORCH_CHECK_VALUE(a.residual->device() == a.x.device(), a.op, ": residual is on ", a.residual->device(),
-                          " and x on ", a.x.device(), ".");
-        TORCH_CHECK_TYPE(a.residual->scalar_type() == a.x.scalar_type() ||
-                             narrows(a.residual->scalar_type(), a.x.scalar_type()),
-                         a.op, ": residual is ", a.residual->scalar_type(), " and x ", a.x.scalar_type(),
-                         "; they are the same, or residual is Float and x Half or BFloat16.");
-    }
-    TORCH_CHECK_TYPE(a.y_type() == a.x.scalar_type() || narrows(a.x.scalar_type(), a.y_type()), a.op,
-                     ": out_dtype is ", a.y_type(), " and x ", a.x.scalar_type(),
-                     "; they are the same, or x is Float and out_dtype Half or BFloat16.");
-    TORCH_CHECK_VALUE(a.p >= 0 && a.p <= 1, a.op, ": dropout probability p=", a.p, " is not between 0 and 1.");
-    TORCH_CHECK_VALUE(a.p == 0 || a.seed.has_value(), a.op, ": p is ", a.p, " and there is no seed.");
-    if (a.seed.has_value()) {
-        TORCH_CHECK_TYPE(a.seed->scalar_type() == at::kLong, a.op, ": seed is ", a.seed->scalar_type(), ", not Long.");
-        TORCH_CHECK_VALUE(a.seed->sym_numel() == 1, a.op, ": seed has shape ", a.seed->sym_sizes(),
-                          "; it is one element.");
-        TORCH_CHECK_VALUE(a.seed->device() == a.x.device(), a.op, ": seed is on ", a.seed->device(), " and x on ",
-                          a.x.device(), ".");
-    }
-}
-
-// x as [rows, n]: the dimensions before `shape`, and the product of `shape`.
-Norm as_rows(const Arguments& a) {
-    int64_t rows = 1, n = 1;
-    const int64_t split = a.x.dim() - static_cast<int64_t>(a.depth());
-    for (int64_t i = 0; i < a.x.dim(); ++i) (i < split ? rows : n) *= a.x.size(i);
-    return {a.x.contiguous(), contiguous(a.residual), contiguous(a.x_bias), contiguous(a.weight), contiguous(a.bias),
-            a.seed,           a.eps,                  a.p,                  a.centred,            rows,
-            n};
-}
-
 template <Device device>
-Normalized forward(const Arguments& a, bool statistics) {
-    check(a);
+Normalized forward(const NormArguments& a, bool statistics) {
+    check_norm(a);
     const c10::OptionalDeviceGuard guard(a.x.device());
     Normalized result;
     result.y = at::empty_symint(a.x.sym_sizes(), a.x.options().dtype(a.y_type()));
@@ -163,15 +79,6 @@ Four norm_forward(const std::string& op, const Tensor& x, const OptionalTensor& 
     return {made.y, made.sum, made.mean, made.rstd};
 }
 
-void check_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow) {
-    if (!grad.has_value()) return;
-    TORCH_CHECK_VALUE(grad->sym_sizes() == x.sym_sizes(), "norm_backward: ", name, " has shape ", grad->sym_sizes(),
-                      " and x ", x.sym_sizes(), "; they are the same.");
-    TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type() ||
-                         (may_narrow && narrows(x.scalar_type(), grad->scalar_type())),
-                     "norm_backward: ", name, " is ", grad->scalar_type(), " and x ", x.scalar_type(), ".");
-}
-
 // `x` is what was normalized. Gradients that are not wanted are undefined; where nothing is dropped and dtypes are the
 // same, that of x is that of residual.
 template <Device device>
@@ -179,8 +86,8 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
                    Shape shape, const OptionalTensor& mean, const Tensor& rstd, const OptionalTensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& x_bias, double p, const OptionalTensor& seed,
                    Wanted wanted) {
-    check_gradient(grad_y, x, "grad_y", true);
-    check_gradient(grad_sum, x, "grad_sum", false);
+    check_norm_gradient(grad_y, x, "grad_y", true);
+    check_norm_gradient(grad_sum, x, "grad_sum", false);
     const c10::OptionalDeviceGuard guard(x.device());
     const auto wanted_like = [](bool want, const OptionalTensor& like) {
         return want && like.has_value() ? at::empty_symint(like->sym_sizes(), like->options()) : Tensor();
@@ -208,7 +115,7 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
     return {grads.residual, grads.x, grads.weight, grads.bias, grads.x_bias};
 }
 
-Four norm_forward_op(const Arguments& a) {
+Four norm_forward_op(const NormArguments& a) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_forward", "").typed<
         decltype(norm_forward<Device::cpu>)>();
     return op.call(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred,
@@ -229,7 +136,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     // y, and the sum where there is a residual.
     static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
                                  const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
-                                 const OptionalTensor& seed, const Arguments* a) {
+                                 const OptionalTensor& seed, const NormArguments* a) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         auto [y, sum, mean, rstd] = norm_forward_op(*a);
         // ctx->needs_input_grad(i) counts only tensors that are there, so what is wanted is noted here.
@@ -264,7 +171,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
             ++edge;
         }
         const auto y_type = static_cast<at::ScalarType>(ctx->saved_data["y_type"].toInt());
-        const bool drops = p > 0 || (added && y_type != saved[0].scalar_type());  // or rounds: x has a gradient of its own
+        // What drops, or rounds to fewer bits, gives x a gradient of its own.
+        const bool drops = p > 0 || (added && y_type != saved[0].scalar_type());
         const Wanted wanted = {wants[1] || (wants[0] && !drops), wants[0] && drops, wants[2], wants[3], wants[4]};
         const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0], y_type);
         const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op().call(
@@ -277,12 +185,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
 };
 
-bool needs_graph(const Arguments& a) {
+bool needs_graph(const NormArguments& a) {
     return at::GradMode::is_enabled() && (wants_grad(a.x) || wants_grad(a.residual) || wants_grad(a.weight) ||
                                           wants_grad(a.bias) || wants_grad(a.x_bias));
 }
 
-variable_list with_graph(const Arguments& a) {
+variable_list with_graph(const NormArguments& a) {
     return NormFunction::apply(a.x, a.residual, a.weight, a.bias, a.x_bias, a.seed, &a);
 }
 
@@ -316,8 +224,9 @@ struct LayerNorm {
     using Schema = Tensor(const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
                           std::optional<at::ScalarType>);
 
-    static Arguments arguments(const Tensor& x, Shape shape, const OptionalTensor& weight, const OptionalTensor& bias,
-                               double eps, std::optional<at::ScalarType> out_dtype) {
+    static NormArguments arguments(const Tensor& x, Shape shape, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, double eps,
+                                   std::optional<at::ScalarType> out_dtype) {
         return {"layer_norm", x, std::nullopt, std::nullopt, weight, bias, std::nullopt, as_vector(shape), eps, 0.0,
                 true, out_dtype};
     }
@@ -327,7 +236,7 @@ struct RmsNorm {
     static constexpr const char* kName = "fuseline::rms_norm";
     using Schema = Tensor(const Tensor&, const OptionalTensor&, std::optional<double>, std::optional<at::ScalarType>);
 
-    static Arguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps,
+    static NormArguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps,
                                std::optional<at::ScalarType> out_dtype) {
         return {"rms_norm",   x,   std::nullopt, std::nullopt, weight, std::nullopt, std::nullopt,
                 rms_shape(x, weight, "rms_norm"), rms_eps(x, eps), 0.0, false, out_dtype};
@@ -338,7 +247,7 @@ struct AddLayerNorm {
     static constexpr const char* kName = "fuseline::add_layer_norm";
     using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double);
 
-    static Arguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
+    static NormArguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps) {
         return {"add_layer_norm", x, residual, std::nullopt, weight, bias, std::nullopt, as_vector(shape), eps, 0.0,
                 true};
@@ -349,7 +258,7 @@ struct AddRmsNorm {
     static constexpr const char* kName = "fuseline::add_rms_norm";
     using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>);
 
-    static Arguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+    static NormArguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                std::optional<double> eps) {
         return {"add_rms_norm", x, residual, std::nullopt, weight, std::nullopt, std::nullopt,
                 rms_shape(x, weight, "add_rms_norm"), rms_eps(residual, eps), 0.0, false};
@@ -361,7 +270,7 @@ struct DropoutAddLayerNorm {
     using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
                        const OptionalTensor&, double, const OptionalTensor&);
 
-    static Arguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
+    static NormArguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps, const OptionalTensor& x_bias, double p,
                                const OptionalTensor& seed) {
         return {"dropout_add_layer_norm", x, residual, x_bias, weight, bias, seed, as_vector(shape), eps, p, true};
@@ -373,7 +282,7 @@ struct DropoutAddRmsNorm {
     using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>,
                        const OptionalTensor&, double, const OptionalTensor&);
 
-    static Arguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+    static NormArguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                std::optional<double> eps, const OptionalTensor& x_bias, double p,
                                const OptionalTensor& seed) {
         return {"dropout_add_rms_norm", x, residual, x_bias, weight, std::nullopt, seed,
@@ -398,7 +307,7 @@ struct Kernels<Op, Result(Given...)> {
     }
 
     static Result autograd(Given... given) {
-        const Arguments a = Op::arguments(given...);
+        const NormArguments a = Op::arguments(given...);
         if (needs_graph(a)) {
             const auto made = with_graph(a);
             if constexpr (std::is_same_v<Result, Tensor>) {

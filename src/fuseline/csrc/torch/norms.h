@@ -7,6 +7,27 @@
 namespace fuseline {
 
 using OptionalTensor = std::optional<Tensor>;
+using Shape = c10::SymIntArrayRef;
+
+// What callers pass, whatever the op.
+struct NormArguments {
+    const char* op;
+    const Tensor& x;
+    OptionalTensor residual, x_bias, weight, bias, seed;
+    c10::SymDimVector shape;  // normalized over: the last dimensions of x
+    double eps, p;
+    bool centred;
+    std::optional<at::ScalarType> out_dtype = std::nullopt;
+
+    size_t depth() const { return shape.size(); }
+    at::ScalarType y_type() const { return out_dtype.value_or(x.scalar_type()); }
+};
+
+// Throws where they do not fit each other.
+void check_norm(const NormArguments& a);
+
+// The same of a gradient and what was normalized, x; `may_narrow`: it may have 16 bits of an x of float32.
+void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow);
 
 // What is normalized is x, or with a residual the sum residual + dropout(x + x_bias). Tensors are contiguous.
 struct Norm {
@@ -27,6 +48,9 @@ struct NormGradients {
     OptionalTensor grad_y, grad_sum;             // incoming
     Tensor residual, x, weight, bias, x_bias;    // filled where defined; `residual` is x's too where nothing is dropped
 };
+
+// The tensors of a call, made contiguous: x as [rows, n], the dimensions before `shape`, and the product of `shape`.
+Norm as_rows(const NormArguments& a);
 
 void norm_forward_cpu(const Norm& norm, const Normalized& result);
 void norm_forward_cuda(const Norm& norm, const Normalized& result);
