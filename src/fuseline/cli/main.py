@@ -40,6 +40,10 @@ VERBS = {
         "fuseline.cli.bench_decode",
         "tokens a second by rows and format: ours, compiled as gpt-fast does it, eager, transformers",
     ),
+    "bench quality": (
+        "fuseline.cli.bench_quality",
+        "the perplexity that each format of quantized weights costs a trained model",
+    ),
     "bench hardware": (
         "fuseline.cli.bench_hardware",
         "the ceilings of this machine, and the roofline with the ops under it",

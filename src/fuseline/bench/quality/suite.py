@@ -1,0 +1,159 @@
+"""The perplexity of a trained GPT on text that was held out, format by format.
+
+The model is one of `fuseline train gpt`, and the text its run's own validation part: nothing of it was
+trained on. Calibration reads training text. All formats see the same crops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fuseline.bench.failure import describe_failure
+from fuseline.data.batches import validation_batches
+from fuseline.data.corpora import load_corpus
+from fuseline.data.token_files import prepare
+from fuseline.errors import InputError, unknown_name
+from fuseline.models.gpt import GPT
+from fuseline.quant import quantize
+from fuseline.records import Record, append, describe
+from fuseline.records.record import Scalar
+from fuseline.training.checkpoint import BEST, LATEST, load_weights, peek
+
+SUITE = "quality"
+
+Observer = Callable[[str, int, int], None]
+"""Called with what is measured now, formats done, and formats in all."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format of the linear layers: how it is called, and how its weights are rounded."""
+
+    format: str
+    group_size: int = 0
+    calibrated: bool = False
+
+
+FORMATS = {
+    "int8": Kind("int8"),
+    "int8-calibrated": Kind("int8", calibrated=True),
+    "int4": Kind("int4", 128),
+    "int4-calibrated": Kind("int4", 128, calibrated=True),
+    "int4-32-calibrated": Kind("int4", 32, calibrated=True),
+    "fp8": Kind("fp8"),
+}
+
+
+@dataclass(frozen=True)
+class QualityBench:
+    """`run` is the folder of a training run. Perplexity is over `batches` batches of the run's shape, and
+    calibration over `calibration` of them. On a GPU the model is in bf16, on a CPU in fp32."""
+
+    device: torch.device
+    run: Path
+    formats: tuple[str, ...] = tuple(FORMATS)
+    batches: int = 40
+    calibration: int = 8
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.formats:
+            if name not in FORMATS:
+                raise unknown_name("format", name, FORMATS)
+        if self.batches < 1 or self.calibration < 1:
+            raise InputError(
+                f"batches is {self.batches} and calibration {self.calibration}; each is 1 or more."
+            )
+        if not (self.run / LATEST).exists():
+            raise InputError(f"{self.run} is not the folder of a run of `fuseline train gpt`: no {LATEST}.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | None = None) -> list[Record]:
+    """Measure; records are appended to `<out>/quality.jsonl` format by format."""
+    config, step = peek(bench.run / LATEST)
+    dataset = prepare(
+        load_corpus(config.data, cache_dir),
+        config.tokenizer,
+        vocab_size=config.vocab_size,
+        validation_fraction=config.validation_fraction,
+        cache_dir=cache_dir,
+    )
+    shape = bench.batch_size or config.batch_size, config.block_size
+    case: dict[str, Scalar] = {
+        "section": "formats",
+        "run": bench.run.name,
+        "data": config.data,
+        "step": step,
+        "tokens": bench.batches * shape[0] * shape[1],
+    }
+    records: list[Record] = []
+    plain = str(bench.dtype).removeprefix("torch.")
+    names = (plain, *bench.formats)
+    base = math.nan
+
+    def crops(tokens: np.ndarray, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return validation_batches(
+            tokens, batch_size=shape[0], block_size=shape[1], count=count, device=bench.device
+        )
+
+    for number, name in enumerate(names):
+        observe(name, number, len(names))
+        kind = FORMATS.get(name, Kind(name))
+        of: dict[str, Scalar] = {
+            **case,
+            "format": kind.format,
+            "group_size": kind.group_size or None,
+            "rounding": "calibrated" if kind.calibrated else "nearest",
+        }
+        try:
+            model = _model(bench, dataset.vocab_size)
+            if name != plain:
+                batches = [batch[:1] for batch in crops(dataset.train, bench.calibration)]
+                quantize(
+                    model,
+                    kind.format,
+                    calibrate=batches if kind.calibrated else None,
+                    group_size=kind.group_size or 128,
+                )
+            found = perplexity(model, crops(dataset.validation, bench.batches))
+        except (InputError, RuntimeError, NotImplementedError) as error:
+            of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
+            new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]
+        else:
+            base = found if name == plain else base
+            environment = describe(bench.device)
+            new = [Record.of(SUITE, of, "perplexity", found, environment, n=bench.batches)]
+            if name != plain:
+                new.append(Record.of(SUITE, of, "loss_error", found / base - 1, environment))
+        append(out / f"{SUITE}.jsonl", new)
+        records += new
+    observe("done", len(names), len(names))
+    return records
+
+
+def _model(bench: QualityBench, vocab_size: int) -> GPT:
+    best = bench.run / BEST
+    model = load_weights(best if best.exists() else bench.run / LATEST, norm="fuseline", dropout=0.0)
+    if model.config.vocab_size != vocab_size:
+        raise InputError(
+            f"{bench.run} knows {model.config.vocab_size} tokens, and its data now has {vocab_size}: the "
+            "text or the tokenizer is not that of the run."
+        )
+    return model.to(device=bench.device, dtype=bench.dtype).eval()
+
+
+@torch.no_grad()
+def perplexity(model: GPT, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """e to the mean loss in nats a token, over batches of one size."""
+    losses = [model(tokens_BT, targets_BT).double() for tokens_BT, targets_BT in batches]
+    return math.exp(float(torch.stack(losses).mean()))

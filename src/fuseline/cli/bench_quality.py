@@ -1,0 +1,114 @@
+"""What the formats of quantized weights cost a GPT that `fuseline train gpt` trained: its perplexity on the
+text that was held out, in each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+from fuseline.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.quality.suite import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-quality")
+TABLE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    checkpoint: Path | None = None
+    """Folder of a run of `fuseline train gpt`."""
+    formats: tuple[str, ...] = ()
+    """Of int8, int8-calibrated, int4, int4-calibrated, int4-32-calibrated, fp8. All if none is named."""
+    batches: int = 40
+    """Batches of held-out text."""
+    calibration: int = 8
+    """Batches of training text that calibration reads."""
+    batch: int | None = None
+    """Sequences a batch; the run's own if not given."""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from fuseline import report
+    from fuseline.bench import quality as suite
+    from fuseline.records import read
+
+    if options.checkpoint is None:
+        raise InputError("Name the run to measure: --checkpoint FOLDER, as `fuseline train gpt` wrote it.")
+    bench = suite.QualityBench(
+        torch.device(resolve_device(options.device)),
+        options.checkpoint,
+        split_names(options.formats) or tuple(suite.FORMATS),
+        options.batches,
+        options.calibration,
+        options.batch,
+    )
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        what = f"{bench.run}: perplexity in {', '.join(bench.formats)}"
+        print(f"{what} on {bench.device}. Records would go to {out / 'quality.jsonl'}.")
+        return 0
+    with _progress() as observe:
+        records = suite.run(bench, out, observe)
+    page = report.build(read(out / "quality.jsonl"), out)
+    if options.json:
+        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    for record in records:
+        if record.metric == "skipped":
+            print(f"Skipped: {record.case['format']}: {record.case['reason']}")
+    print(f"Records: {out / 'quality.jsonl'}\nPage:    {page}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    """A bar on stderr that says what is being measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+
+        def observe(now: str, done: int, total: int) -> None:
+            progress.update(task, description=now, completed=done, total=total)
+
+        yield observe
+
+
+def _table(records: Sequence[Record]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Perplexity on held-out text", box=box.SIMPLE)
+    for heading in ("format", "groups of", "rounding"):
+        table.add_column(heading)
+    for heading in ("perplexity", "over the plain model's"):
+        table.add_column(heading, justify="right")
+    lines: dict[tuple[str, str, str], dict[str, float]] = {}
+    for record in records:
+        if record.value is not None:
+            line = tuple(str(record.case[key] or "") for key in ("format", "group_size", "rounding"))
+            lines.setdefault((line[0], line[1], line[2]), {})[record.metric] = record.value
+    for line, found in lines.items():
+        over = f"{found['loss_error']:+.3%}" if "loss_error" in found else ""
+        table.add_row(*line, f"{found['perplexity']:.4f}", over)
+    return table

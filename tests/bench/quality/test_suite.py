@@ -1,0 +1,93 @@
+"""The quality suite: a small trained model, its perplexity by format on the text it never saw."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline import report
+from fuseline.bench.quality import QualityBench, run
+from fuseline.cli.main import run as command
+from fuseline.data.batches import validation_batches
+from fuseline.data.corpora import load_corpus
+from fuseline.data.token_files import prepare
+from fuseline.errors import InputError
+from fuseline.training.checkpoint import load_weights
+from fuseline.training.config import preset
+from fuseline.training.train import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {i} of {i * i} lines\n" for i in range(800)))
+    config = preset(
+        "tiny",
+        data=str(text),
+        tokenizer="char",
+        num_layers=1,
+        num_heads=2,
+        embed_dim=64,
+        block_size=32,
+        batch_size=8,
+        steps=30,
+        warmup_steps=2,
+        execution="eager",
+        eval_interval=0,
+        sample_interval=0,
+    )
+    train(config, folder=folder / "run", cache_dir=folder)
+    return folder
+
+
+def test_formats_are_measured_on_the_held_out_text(trained: Path, tmp_path: Path) -> None:
+    bench = QualityBench(
+        CPU, trained / "run", ("int8", "int4", "int4-32-calibrated"), batches=3, calibration=2
+    )
+    records = run(bench, tmp_path, lambda *_: None, cache_dir=trained)
+    found = {(r.case["format"], r.case["group_size"]): r.value for r in records if r.metric == "perplexity"}
+    plain = found.pop(("float32", None))
+    assert plain is not None
+    dataset = prepare(
+        load_corpus(str(trained / "text.txt"), trained), "char", validation_fraction=0.1, cache_dir=trained
+    )
+    model = load_weights(trained / "run" / "best.pt").eval()
+    with torch.no_grad():
+        losses = [
+            float(model(*batch))
+            for batch in validation_batches(
+                dataset.validation, batch_size=8, block_size=32, count=3, device="cpu"
+            )
+        ]
+    assert plain == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
+    assert set(found) == {("int8", None), ("int4", 128), ("int4", 32)}
+    errors = {(r.case["format"], r.case["group_size"]): r.value for r in records if r.metric == "loss_error"}
+    for key, value in found.items():
+        assert value is not None
+        assert value != plain
+        assert errors[key] == pytest.approx(value / plain - 1)
+    assert abs(errors["int8", None] or 1) < abs(errors["int4", 128] or 0)
+    assert "perplexity" in report.build(records, tmp_path).read_text()
+
+
+def test_what_cannot_be_is_refused(trained: Path) -> None:
+    with pytest.raises(InputError, match="Did you mean 'int8'"):
+        QualityBench(CPU, trained / "run", ("int9",))
+    with pytest.raises(InputError, match="not the folder of a run"):
+        QualityBench(CPU, trained)
+    with pytest.raises(InputError, match="batches is 0"):
+        QualityBench(CPU, trained / "run", batches=0)
+
+
+def test_the_command(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["bench", "quality", "--device", "cpu"]) == 2
+    assert "--checkpoint FOLDER" in capsys.readouterr().err
+    arguments = ["bench", "quality", "--device", "cpu", "--checkpoint", str(trained / "run")]
+    assert command([*arguments, "--dry-run"]) == 0
+    assert "int4-calibrated" in capsys.readouterr().out
