@@ -70,10 +70,11 @@ def choose(call: Call, backend: str) -> str:
     if torch.compiler.is_compiling():
         parts, is_dynamic = _with_stand_ins(call.parts())
         return _choose_traced(*parts, backend, used, forbidden, is_dynamic)
-    problem = call.problem()
-    key = (problem, backend, used, forbidden, os.environ.get(VARIABLE))
+    parts = call.parts()
+    key = (parts, backend, used, forbidden, os.environ.get(VARIABLE))
     found = _remembered.get(key)
     if found is None:
+        problem = Problem(*parts)
         if backend == PICK:
             _measure_first(problem)
         found = decide(problem, backend, used, forbidden).name
