@@ -70,7 +70,7 @@ def run(options: Options) -> int:
         what = f"{bench.preset}: {len(bench.problems())} measurements by {', '.join(bench.peers)}"
         print(f"{what} on {bench.device}. Records would go to {out / 'decode.jsonl'}.")
         return 0
-    with _progress() as observe:
+    with progress() as observe:
         records = suite.run(bench, out, observe)
     page = report.build(read(out / "decode.jsonl"), out)
     if options.json:
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Observer]:
+def progress() -> Iterator[Observer]:
     """A bar on stderr that says what is being measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from fuseline.cli.options import Common, resolve_device
+from fuseline.errors import unknown_name
 
 if TYPE_CHECKING:
     from fuseline.bench.ladder import Outcome, Settings
@@ -22,6 +23,9 @@ DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 
 @dataclass(frozen=True)
 class Options(Common):
+    workload: str = "train"
+    """train: a GPT that trains on text; generate: a language model with random weights, token by token (of
+    the options below --preset, --batch and --rungs count)."""
     preset: str = "auto"
     """tiny, shakespeare, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: gpt2 on a GPU, else tiny."""
     data: str = "python"
@@ -54,6 +58,12 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
+    if options.workload == "generate":
+        from fuseline.cli import ladder_generate
+
+        return ladder_generate.run(options, options.preset, options.batch, options.rungs)
+    if options.workload != "train":
+        raise unknown_name("workload", options.workload, ("train", "generate"))
     from fuseline.bench import ladder
     from fuseline.cli.ladder_view import LadderView, print_outcome, print_plan
 

@@ -110,7 +110,7 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
         if held is None or held[0] != problem.format:
             held = None  # room for the next, before it is made
             _tidy()
-            held = problem.format, _model(bench, problem.format)
+            held = problem.format, made_model(bench, problem.format)
         new = list(_measured(bench, problem, held[1], copy))
         append(out / f"{SUITE}.jsonl", new)
         records += new
@@ -118,7 +118,8 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
     return records
 
 
-def _model(bench: DecodeBench, format: str) -> TextGenerator:
+def made_model(bench: DecodeBench, format: str) -> TextGenerator:
+    """The model with random weights, its linear layers in `format`."""
     most = max(bench.batches)
     return load(
         None,

@@ -29,7 +29,7 @@ def sections(shelf: Shelf) -> list[Section]:
 def _section(index: int, preset: str, device: str, records: Sequence[Record]) -> Section:
     skipped = tuple(
         dict.fromkeys(
-            (f"{r.peer}, {r.case['format']}", str(r.case.get("reason") or ""))
+            (str(r.case.get("rung") or f"{r.peer}, {r.case['format']}"), str(r.case.get("reason") or ""))
             for r in records
             if r.metric == "skipped"
         )
@@ -43,13 +43,34 @@ def _section(index: int, preset: str, device: str, records: Sequence[Record]) ->
         headline = Headline(plain(best.value), words, source=source([best]))
     blocks: tuple[Block | None, ...] = (
         headline,
-        _rates(records),
+        _climb([r for r in records if "rung" in r.case]),
+        _rates([r for r in records if "rung" not in r.case]),
         Details("What was not measured", skipped) if skipped else None,
     )
     summary = f"{headline.value} {headline.words}" if headline else device
     return Section(
         f"decode-{index}", f"Decoding: {preset}", device, summary, tuple(b for b in blocks if b is not None)
     )
+
+
+def _climb(records: Sequence[Record]) -> Table | None:
+    """A row a rung, in the order of the climb."""
+    measured = [r for r in records if r.value is not None]
+    rows = []
+    for (rung, lever), group in grouped(
+        measured, lambda r: (str(r.case["rung"]), str(r.case["lever"]))
+    ).items():
+        found = {r.metric: r for r in group}
+        figures = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib")
+        rows.append(Row((Cell(rung, lever), *(cell(found.get(metric)) for metric in figures))))
+    columns = [
+        Column("rung", numeric=False),
+        Column("ms a step"),
+        Column("tokens/s"),
+        Column("over eager"),
+        Column("memory, GiB"),
+    ]
+    return table("Levers", columns, rows, source(measured), READING)
 
 
 def _rates(records: Sequence[Record]) -> Table | None:

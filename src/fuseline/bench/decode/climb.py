@@ -1,0 +1,121 @@
+"""The levers on a generation, rung upon rung: what each is worth in time a token and in memory.
+
+Each rung but the last two replaces how a step is carried out; those replace its weights. What formats cost in
+perplexity a trained model tells: `fuseline bench quality`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseline import native
+from fuseline.bench.decode.contenders import Compiled, Contender, in_plain_torch
+from fuseline.bench.decode.suite import SUITE, DecodeBench, Observer, Problem, made_model, timed
+from fuseline.bench.failure import describe_failure
+from fuseline.errors import InputError, unknown_name
+from fuseline.generation.decoder import Decoder
+from fuseline.models.pretrained import LanguageModel
+from fuseline.records import Record, append, describe
+from fuseline.timing import Summary, peak_memory_gib, reset_peak_memory
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to decode: its lever, who carries out a step, the format of the weights ("": as they are)."""
+
+    name: str
+    lever: str
+    step: str
+    format: str = ""
+
+
+RUNGS = (
+    Rung("eager", "none", "eager"),
+    Rung("compiled", "fuse", "compiled"),
+    Rung("cuda-graph", "less overhead", "recorded"),
+    Rung("fused", "custom kernels", "fused"),
+    Rung("int8", "quantize", "fused", "int8"),
+    Rung("int4", "quantize", "fused", "int4"),
+)
+
+
+def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str, ...] = ()) -> list[Record]:
+    """Run the rungs (all if none is named) with the first batch and position of `bench`; records are appended
+    to `<out>/decode.jsonl` rung by rung."""
+    known = {rung.name: rung for rung in RUNGS}
+    for name in rungs:
+        if name not in known:
+            raise unknown_name("rung", name, known)
+    native.ready(bench.device.type)
+    wanted = [rung for rung in RUNGS if rung.name in rungs or not rungs]
+    plain = bench.formats[0]
+    records: list[Record] = []
+    held: tuple[str, LanguageModel] | None = None
+    ground: float | None = None
+    for order, rung in enumerate(wanted):
+        observe(rung.name, order, len(wanted))
+        format = rung.format or plain
+        if held is None or held[0] != format:
+            held = None  # room for the next, before it is made
+            gc.collect()
+            held = format, made_model(replace(bench, formats=(format,)), format).model
+        problem = Problem(bench.batches[0], format, bench.positions[0], bench.capacity, "fuseline")
+        case: dict[str, Any] = {
+            "section": "climb",
+            "preset": bench.preset,
+            "rung": rung.name,
+            "lever": rung.lever,
+            "order": order,
+            "batch": problem.batch,
+            "position": problem.position,
+            "seqlen_k": problem.capacity,
+            "format": format,
+        }
+        reset_peak_memory(bench.device)
+        try:
+            made = _made(rung, held[1], problem, bench.device)
+            _, times = timed(made, held[1], bench, problem)
+            made.close()
+        except (InputError, RuntimeError) as error:
+            case["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
+            new = [Record.of(SUITE, case, "skipped", None, describe(bench.device))]
+        else:
+            if rung.step == "eager":
+                ground = times.median
+            new = list(_records(case, times, problem.batch, ground, bench.device))
+        append(out / f"{SUITE}.jsonl", new)
+        records += new
+    observe("done", len(wanted), len(wanted))
+    return records
+
+
+def _made(rung: Rung, model: LanguageModel, problem: Problem, device: torch.device) -> Contender:
+    sizes: dict[str, Any] = {"batch": problem.batch, "capacity": problem.capacity}
+    if rung.step == "fused":
+        return Decoder(model, **sizes)
+    if rung.step == "compiled":
+        return Compiled(in_plain_torch(model), **sizes)
+    if rung.step == "recorded" and device.type != "cuda":
+        raise InputError("CUDA graphs are recorded on a GPU")
+    return Decoder(in_plain_torch(model), **sizes, graphs=rung.step == "recorded")
+
+
+def _records(
+    case: dict[str, Any], times: Summary, batch: int, ground: float | None, device: torch.device
+) -> Iterator[Record]:
+    environment = describe(device)
+    yield Record.of(
+        SUITE, case, "iteration_ms", times.median, environment, low=times.low, high=times.high, n=times.n
+    )
+    yield Record.of(SUITE, case, "tokens_per_s", batch * 1e3 / times.median, environment, n=times.n)
+    if ground is not None:
+        yield Record.of(SUITE, case, "speedup", ground / times.median, environment, n=times.n)
+    memory = peak_memory_gib(device)
+    if memory is not None:
+        yield Record.of(SUITE, case, "peak_memory_gib", memory, environment)

@@ -1,0 +1,83 @@
+"""`fuseline ladder --workload generate`: the levers on a generation, for the verb `ladder`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.bench_decode import TABLE_WIDTH, progress
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Common, resolve_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-ladder-generate")
+
+
+def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) -> int:
+    """Climb with `preset` ("auto": llama2-7b on a GPU, else llama-tiny) and `batch` rows (default 1)."""
+    import torch
+
+    from fuseline import report
+    from fuseline.bench.decode import DecodeBench
+    from fuseline.bench.decode.climb import RUNGS, climb
+    from fuseline.records import read
+
+    device = torch.device(resolve_device(common.device))
+    on_gpu = device.type == "cuda"
+    bench = DecodeBench(
+        device,
+        ("llama2-7b" if on_gpu else "llama-tiny") if preset == "auto" else preset,
+        (batch or 1,),
+        (200,),
+        512 if on_gpu else 256,
+        ("bf16" if on_gpu else "fp32",),
+        seed=common.seed,
+    )
+    out = common.out or DEFAULT_OUT
+    named = split_names(rungs)
+    if common.dry_run:
+        print(f"{bench.preset} on {device}: {', '.join(named or (rung.name for rung in RUNGS))}.")
+        return 0
+    with progress() as observe:
+        records = climb(bench, out, observe, rungs=named)
+    page = report.build(read(out / "decode.jsonl"), out)
+    if common.json:
+        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
+        return 0
+    from rich.console import Console
+
+    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
+    for record in records:
+        if record.metric == "skipped":
+            print(f"Skipped: {record.case['rung']}: {record.case['reason']}")
+    print(f"Records: {out / 'decode.jsonl'}\nPage:    {page}")
+    return 0
+
+
+def _table(records: Sequence[Record]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    metrics = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib")
+    table = Table(title="Levers on a generation", box=box.SIMPLE)
+    for heading in ("rung", "lever"):
+        table.add_column(heading)
+    for heading in ("ms a step", "tokens/s", "over eager", "memory, GiB"):
+        table.add_column(heading, justify="right")
+    lines: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        if record.value is not None:
+            line = str(record.case["rung"]), str(record.case["lever"])
+            lines.setdefault(line, {})[record.metric] = record.value
+    for line, found in lines.items():
+        table.add_row(*line, *(f"{found[m]:,.4g}" if m in found else "" for m in metrics))
+    return table

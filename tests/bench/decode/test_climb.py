@@ -1,0 +1,39 @@
+"""The levers on a generation: each rung runs or says why not, and is counted from eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline import report
+from fuseline.bench.decode import DecodeBench
+from fuseline.bench.decode.climb import RUNGS, climb
+from fuseline.cli.main import run as command
+from fuseline.errors import InputError
+
+BENCH = DecodeBench(torch.device("cpu"), "llama-tiny", (1,), (40,), 64, ("fp32",), steps=2, runs=3)
+
+
+def test_rungs_are_counted_from_eager(tmp_path: Path) -> None:
+    records = climb(BENCH, tmp_path, lambda *_: None, rungs=("eager", "cuda-graph", "fused", "int8"))
+    times = {r.case["rung"]: r.value for r in records if r.metric == "iteration_ms"}
+    speedups = {r.case["rung"]: r.value for r in records if r.metric == "speedup"}
+    assert set(times) == set(speedups) == {"eager", "fused", "int8"}
+    for rung, time in times.items():
+        assert speedups[rung] == pytest.approx((times["eager"] or 0) / (time or 1))
+    skipped = {r.case["rung"]: r.case["reason"] for r in records if r.metric == "skipped"}
+    assert skipped == {"cuda-graph": "CUDA graphs are recorded on a GPU"}
+    page = report.build(records, tmp_path).read_text()
+    assert "Levers" in page
+    assert "custom kernels" in page
+
+
+def test_unknown_rungs_and_workloads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="Did you mean 'fused'"):
+        climb(BENCH, tmp_path, lambda *_: None, rungs=("fuse",))
+    assert command(["ladder", "--workload", "generat"]) == 2
+    assert "Did you mean 'generate'" in capsys.readouterr().err
+    assert command(["ladder", "--workload", "generate", "--device", "cpu", "--dry-run"]) == 0
+    assert f"llama-tiny on cpu: {', '.join(rung.name for rung in RUNGS)}." in capsys.readouterr().out
