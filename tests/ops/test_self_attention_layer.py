@@ -67,6 +67,26 @@ def test_is_the_definition(heads: str, mask: str, implementation: str) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"key_padding": torch.arange(40).expand(16, 40) >= torch.arange(25, 41)[:, None]},
+        {"causal": True, "mask": torch.ones(40, 40, dtype=torch.bool).triu(-3)},
+        {"mask": torch.ones(40, 40, dtype=torch.bool).triu(1)},  # the last query sees nothing
+    ],
+)
+def test_many_scores_are_the_definition_too(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (16, 40, E), (3 * E, E), (3 * E,), (E, E), (E,)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    options = {**options, "num_heads": H}
+    found = gradients(ops.self_attention_layer, tensors, options)
+    for ours, wanted in zip(found, gradients(reference, tensors, options), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_composition_is_the_definition(heads: str, mask: str) -> None:

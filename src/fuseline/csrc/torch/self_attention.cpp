@@ -8,16 +8,23 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/triu.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <array>
+#include <limits>
 #include <string>
 #include <tuple>
 
@@ -183,11 +190,19 @@ struct Composed {
     const Sizes s;
     const Options& o;
     OptionalTensor mask;  // True keeps, [H, B, S, S]
+    Tensor bias;          // the same added to the scores, with the causal limit, or undefined
     Tensor multipliers;   // of dropout, [H, B, S, S], or undefined
+    // On a CPU many short rows are torch's own softmax's, which knows no mask: hidden keys get a bias of -inf. It makes
+    // NaN of a row whose keys are all hidden; where there is one, and elsewhere, the softmax is ours.
+    bool by_torch = false;
 
     Composed(const Sizes& sizes, const Tensor& x, const OptionalTensor& given, const OptionalTensor& seed, const Options& options)
         : s(sizes), o(options) {
         if (given.has_value()) mask = (o.mask_hides ? given->logical_not() : *given).expand({s.B, s.H, s.S, s.S}).transpose(0, 1);
+        constexpr int64_t few = 32768;  // scores: under it the bias takes longer than what it saves
+        by_torch = x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) &&
+                   s.H * s.B * s.S * s.S >= few;
+        if (by_torch && (given.has_value() || o.causal)) set_bias(x, given);
         if (o.dropout_p == 0) return;
         TORCH_CHECK_NOT_IMPLEMENTED(x.is_cpu(), kName, ": this layer does not fit the kernel, and dropout on ", x.device(),
                                     " is only in the kernel.");
@@ -202,6 +217,16 @@ struct Composed {
         x.scalar_type() == at::kDouble ? fill(multipliers.mutable_data_ptr<double>())
                                        : fill(multipliers.mutable_data_ptr<float>());
         multipliers = multipliers.to(x.scalar_type()).transpose(0, 1);
+    }
+
+    void set_bias(const Tensor& x, const OptionalTensor& given) {
+        constexpr double hidden = -std::numeric_limits<double>::infinity();
+        if (o.causal) bias = at::triu(at::full({s.S, s.S}, hidden, x.options()), 1);
+        if (!given.has_value()) return;
+        const Tensor hides = (o.mask_hides ? *given : given->logical_not()).transpose(0, 1);
+        const Tensor added = at::zeros(hides.sizes(), x.options()).masked_fill_(hides, hidden);
+        bias = bias.defined() ? added.add(bias) : added;
+        by_torch = bias.numel() == 0 || !bias.amax(-1).eq(hidden).any().item<bool>();
     }
 
     // x as the projection sees it: a row for each token, or with a shared one for each head of a token.
@@ -232,7 +257,18 @@ struct Composed {
     Tensor keys(const Tensor& qkv) const { return heads(qkv, s.H, s.kv); }
     Tensor values(const Tensor& qkv) const { return heads(qkv, s.H + s.kv, s.kv); }
 
+    // softmax_scale * left * right.
+    Tensor scaled_product(const Tensor& left, const Tensor& right) const {
+        Tensor product = at::empty({left.size(0), left.size(1), right.size(2)}, left.options());
+        return at::baddbmm_out(product, product, left, right, 0, o.softmax_scale);
+    }
+
     Tensor probabilities(const Tensor& qkv) const {
+        if (by_torch) {
+            Tensor scores = scaled_product(queries(qkv), keys(qkv).transpose(1, 2)).view({s.H, s.B, s.S, s.S});
+            if (bias.defined()) scores.add_(bias);
+            return at::_softmax(scores, -1, false);
+        }
         const Tensor scores = at::bmm(queries(qkv), keys(qkv).transpose(1, 2));
         return softmax_op(scores.view({s.H, s.B, s.S, s.S}), o.softmax_scale, o.causal, mask);
     }
@@ -256,24 +292,28 @@ struct Composed {
         const Tensor grad = grad_attended.view({s.B, s.S, s.H, s.D}).permute({2, 0, 1, 3}).reshape({s.H * s.B, s.S, s.D});
         Tensor grad_weights = at::bmm(grad, values(qkv).transpose(1, 2));
         if (multipliers.defined()) grad_weights.view({s.H, s.B, s.S, s.S}).mul_(multipliers);
+        const Tensor of_weights = grad_weights.view({s.H, s.B, s.S, s.S});
         const Tensor grad_scores =
-            softmax_backward_op(grad_weights.view({s.H, s.B, s.S, s.S}), weights, o.softmax_scale).view({s.H * s.B, s.S, s.S});
+            (by_torch ? at::_softmax_backward_data(of_weights, weights, -1, weights.scalar_type())
+                      : softmax_backward_op(of_weights, weights, o.softmax_scale))
+                .view({s.H * s.B, s.S, s.S});
+        const double scale = by_torch ? o.softmax_scale : 1;  // what is missing in grad_scores
         Tensor grads = at::empty({s.groups(), s.B * s.S, s.D}, qkv.options());
         const auto part = [&](int64_t first, int64_t count) { return grads.narrow(0, first, count); };
-        const auto put = [&](int64_t first, const Tensor& left, const Tensor& right) {
-            if (s.kv == s.H) {
+        const auto put = [&](int64_t first, int64_t count, const Tensor& left, const Tensor& right, double by) {
+            if (count == s.H) {
                 Tensor to = part(first, s.H).view({s.H * s.B, s.S, s.D});
-                at::bmm_out(to, left, right);
+                at::baddbmm_out(to, to, left, right, 0, by);
                 return;
             }
-            Tensor to = part(first, s.kv).view({s.kv, s.B, s.S, s.D});
-            const Tensor each = at::bmm(left, right).view({s.kv, s.H / s.kv, s.B, s.S, s.D});
-            at::sum_out(to, each, at::IntArrayRef{1});
+            Tensor to = part(first, count).view({count, s.B, s.S, s.D});
+            Tensor each = at::empty({s.H * s.B, s.S, s.D}, qkv.options());
+            at::baddbmm_out(each, each, left, right, 0, by);
+            at::sum_out(to, each.view({count, s.H / count, s.B, s.S, s.D}), at::IntArrayRef{1});
         };
-        Tensor to_queries = part(0, s.H).view({s.H * s.B, s.S, s.D});
-        at::bmm_out(to_queries, grad_scores, keys(qkv));
-        put(s.H, grad_scores.transpose(1, 2), queries(qkv));
-        put(s.H + s.kv, dropped(weights).transpose(1, 2), grad);
+        put(0, s.H, grad_scores, keys(qkv), scale);
+        put(s.H, s.kv, grad_scores.transpose(1, 2), queries(qkv), scale);
+        put(s.H + s.kv, s.kv, dropped(weights).transpose(1, 2), grad, 1);
         return unproject(grads);
     }
 
