@@ -17,10 +17,12 @@ BENCH = DecodeBench(torch.device("cpu"), "llama-tiny", (1,), (40,), 64, ("fp32",
 
 
 def test_rungs_are_counted_from_eager(tmp_path: Path) -> None:
-    records = climb(BENCH, tmp_path, lambda *_: None, rungs=("eager", "cuda-graph", "fused", "int8"))
+    records = climb(
+        BENCH, tmp_path, lambda *_: None, rungs=("eager", "cuda-graph", "fused", "int8", "speculation")
+    )
     times = {r.case["rung"]: r.value for r in records if r.metric == "iteration_ms"}
     speedups = {r.case["rung"]: r.value for r in records if r.metric == "speedup"}
-    assert set(times) == set(speedups) == {"eager", "fused", "int8"}
+    assert set(times) == set(speedups) == {"eager", "fused", "int8", "speculation"}
     for rung, time in times.items():
         assert speedups[rung] == pytest.approx((times["eager"] or 0) / (time or 1))
     skipped = {r.case["rung"]: r.case["reason"] for r in records if r.metric == "skipped"}

@@ -1,7 +1,8 @@
 """The levers on a generation, rung upon rung: what each is worth in time a token and in memory.
 
-Each rung but the last two replaces how a step is carried out; those replace its weights. What formats cost in
-perplexity a trained model tells: `fuseline bench quality`.
+First what carries out a step is replaced, then the format of its weights; last the model's own int4 copy
+drafts tokens for it, and time is that of a token kept. What formats cost in perplexity a trained model tells:
+`fuseline bench quality`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from fuseline.bench.decode.suite import SUITE, DecodeBench, Observer, Problem, m
 from fuseline.bench.failure import describe_failure
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
+from fuseline.generation.speculation import Speculator
 from fuseline.models.pretrained import LanguageModel
 from fuseline.records import Record, append, describe
-from fuseline.timing import Summary, peak_memory_gib, reset_peak_memory
+from fuseline.timing import Summary, peak_memory_gib, reset_peak_memory, summarize, time_steps
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ RUNGS = (
     Rung("fused", "custom kernels", "fused"),
     Rung("int8", "quantize", "fused", "int8"),
     Rung("int4", "quantize", "fused", "int4"),
+    Rung("speculation", "speculate", "drafted"),
 )
+AHEAD = 4  # tokens that the model's own int4 copy drafts a round
 
 
 def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str, ...] = ()) -> list[Record]:
@@ -79,9 +83,12 @@ def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str,
         }
         reset_peak_memory(bench.device)
         try:
-            made = _made(rung, held[1], problem, bench.device)
-            _, times = timed(made, held[1], bench, problem)
-            made.close()
+            if rung.step == "drafted":
+                times = _drafted(held[1], bench, problem)
+            else:
+                made = _made(rung, held[1], problem, bench.device)
+                _, times = timed(made, held[1], bench, problem)
+                made.close()
         except (InputError, RuntimeError) as error:
             case["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, case, "skipped", None, describe(bench.device))]
@@ -104,6 +111,29 @@ def _made(rung: Rung, model: LanguageModel, problem: Problem, device: torch.devi
     if rung.step == "recorded" and device.type != "cuda":
         raise InputError("CUDA graphs are recorded on a GPU")
     return Decoder(in_plain_torch(model), **sizes, graphs=rung.step == "recorded")
+
+
+def _drafted(model: LanguageModel, bench: DecodeBench, problem: Problem) -> Summary:
+    """Milliseconds a token and row: those of a round over the tokens that its rows kept."""
+    draft = made_model(replace(bench, formats=("int4",)), "int4").model
+    capacity = problem.capacity - AHEAD - 1
+    speculator = Speculator(model, draft, batch=problem.batch, capacity=capacity, ahead=AHEAD)
+    draw = torch.Generator().manual_seed(bench.seed)
+    size = problem.batch, problem.position - bench.before
+    speculator.begin(torch.randint(0, model.config.vocab_size, size, generator=draw).tolist())
+    speculator.advance()
+    samples = []
+    for _ in range(bench.runs):
+        kept: list[int] = []
+        rounds = max(1, bench.steps // (AHEAD + 1))  # about as many tokens as others take
+
+        def advance(kept: list[int] = kept) -> None:
+            kept.append(sum(map(len, speculator.advance())))
+
+        taken_ms = rounds * time_steps(advance, bench.device, steps=rounds)
+        samples.append(taken_ms * problem.batch / sum(kept))
+    speculator.close()
+    return summarize(samples)
 
 
 def _records(
