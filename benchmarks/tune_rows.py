@@ -10,7 +10,7 @@ written anew; the next build takes it up. Families that are not measured keep th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import tyro
 
 from fuseline.native import NativeError
 from fuseline.native.kernels import FAMILIES, Kernels, open_kernels
-from fuseline.native.layouts import TABLE, Layout, candidates, choose, read, write
+from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, write
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda")
 class Options:
     """What to measure, and whether to write the table."""
 
-    families: tuple[str, ...] = ("softmax_forward", "softmax_backward", "cross_entropy")
+    families: tuple[str, ...] = FAMILIES
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = 10
     write: bool = False
@@ -48,6 +48,13 @@ class Family:
     bind: Callable[[Kernels, torch.Tensor], Callable[[], None]]
     moves: int
     held: dict[int, tuple[int, ...]]
+    stays: bool = False
+    """Blocks stay, and clusters share long rows."""
+
+    def layouts(self, n: int, size: int) -> Iterable[Layout]:
+        if self.stays:
+            return clustered(n, size, self.held[size])
+        return candidates(n, size, self.held[size], ())
 
 
 def softmax_forward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
@@ -69,10 +76,26 @@ def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
     return lambda: kernels.cross_entropy_forward(x, target, loss, statistics, grad)
 
 
+def layer_norm_forward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+    weight, bias = torch.randn(2, x.shape[1], device=DEVICE, dtype=x.dtype)
+    y, (mean, rstd) = torch.empty_like(x), torch.empty(2, x.shape[0], device=DEVICE)
+    return lambda: kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
+
+
+def layer_norm_backward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+    """All three gradients, by one call for each layout: the scratch is that of the layout in force."""
+    weight = torch.randn(x.shape[1], device=DEVICE, dtype=x.dtype)
+    mean, rstd = x.float().mean(1), x.float().std(1).reciprocal()
+    grads = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    return lambda: kernels.layer_norm_backward(x, x, weight, mean, rstd, *grads)
+
+
 MEASURED = {
     "softmax_forward": Family(softmax_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4, 8)}),
     "softmax_backward": Family(softmax_backward, 3, {2: (1, 2, 4), 4: (1, 2, 4)}),
     "cross_entropy": Family(cross_entropy, 2, {2: (1, 4), 4: (1, 8)}),
+    "layer_norm_forward": Family(layer_norm_forward, 2, {2: (1, 2, 4), 4: (2, 4, 8)}),
+    "layer_norm_backward": Family(layer_norm_backward, 3, {2: (1, 2), 4: (1, 2, 4)}, stays=True),
 }
 
 
@@ -82,7 +105,7 @@ def measure(kernels: Kernels, name: str, size: int, n: int, repeats: int) -> dic
     x = torch.randn(BYTES // size // n, n, device=DEVICE, dtype=DTYPES[size])
     call = family.bind(kernels, x)
     times = {}
-    for layout in candidates(n, size, family.held[size], ()):
+    for layout in family.layouts(n, size):
         kernels.override_plan(name, (layout.held, layout.block, layout.cluster, layout.stages))
         try:
             call()

@@ -8,7 +8,7 @@ import pytest
 
 from fuseline.errors import InputError
 from fuseline.native.kernels import FAMILIES
-from fuseline.native.layouts import TABLE, Layout, candidates, choose, read, write
+from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, write
 
 SMALL, LARGE, STAYING = Layout(1, 128), Layout(4, 512), Layout(8, 512, 2, 3)
 
@@ -71,3 +71,12 @@ def test_candidates_hold_the_row() -> None:
 def test_text_without_a_table_is_refused() -> None:
     with pytest.raises(InputError, match="No table"):
         read("// nothing")
+
+
+def test_clusters_share_what_a_block_does_not_hold() -> None:
+    assert list(clustered(64, 2, (1, 2))) == [Layout(1, 256), Layout(2, 256)]
+    shared = list(clustered(16384, 2, (1, 2)))
+    assert Layout(1, 256, 8) in shared
+    assert Layout(2, 512, 2) in shared
+    assert all(layout.threads(16384, 2) <= layout.block for layout in shared)
+    assert not any(layout.cluster == 1 for layout in shared)

@@ -107,6 +107,21 @@ def candidates(
             yield layout
 
 
+def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout]:
+    """Layouts worth trying for rows of n in a kernel whose blocks stay, and share rows in clusters."""
+    for one in held:
+        for block in (256, 512):
+            for cluster in (1, 2, 4, 8, 16):
+                layout = Layout(one, block, cluster)
+                threads = layout.threads(n, element_size)
+                if (
+                    threads <= block
+                    and (cluster == 1 or threads >= 4 * WARP)
+                    and (block == 256 or threads > 256)
+                ):
+                    yield layout
+
+
 def write(table: Table, families: Sequence[str], device: str) -> str:
     """The header's text. `families` gives the order; each has lists for elements of 2 and of 4 bytes."""
     lists = [

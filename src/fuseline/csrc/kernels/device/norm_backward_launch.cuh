@@ -47,31 +47,29 @@ struct BackwardFamily {
   static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device) {
     BackwardPlan plan;
     const int64_t slots = divide_up(n, kSize);
-    const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_BACKWARD];
     const auto fits = [&](int held, int threads, int cluster) {
-      if (held > most_slots(aligned)) return false;
-      if (slots > int64_t(held) * threads * cluster) return false;
+      if (held > most_slots(aligned) || (cluster > 1 && !device.clusters)) return false;
+      if (slots > int64_t(held) * std::min(threads, most_threads_of(held, !aligned)) * cluster) return false;
       plan.slots = held, plan.cluster = cluster;
       return true;
     };
-    // In order of preference.
+    // Layouts are measured, and stand in the table, for rows of one dtype at multiples of 16 bytes. What has more in
+    // registers takes the first of these that holds its rows.
     struct Layout {
       int slots, threads, cluster;
     };
     constexpr Layout kLayouts[] = {{1, kTwoBlocks, 1}, {2, kTwoBlocks, 1}, {1, kTwoBlocks, 2}, {2, kTwoBlocks, 2},
                                    {1, kTwoBlocks, 4}, {2, kTwoBlocks, 4}, {1, kTwoBlocks, 8}, {2, kTwoBlocks, 8},
-                                   {1, 512, 8},        {2, 512, 8},        {2, 512, 16},       {4, 512, 16}};
-    if (measured.given) {
-      fits(measured.choice.held, measured.choice.block, slots <= kWarp ? 1 : measured.choice.cluster);
-    } else {
+                                   {1, 512, 8},        {2, 512, 8},        {2, 512, 16},       {4, 512, 16},
+                                   {2, 512, 1},        {4, 512, 1}};
+    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const bool measured = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    const bool by_table = measured || (choice && aligned && !kWide);
+    if (!(by_table && fits(choice->held, choice->block, slots <= kWarp ? 1 : choice->cluster)) && !measured) {
       for (const Layout& layout : kLayouts) {
-        if (kAdded && layout.slots > 1 && layout.cluster < kMaxCluster && device.clusters) continue;  // one block at a time
-        const int threads = std::min(layout.threads, most_threads_of(layout.slots, !aligned));
-        if (layout.cluster > 1 && !device.clusters) {
-          if (fits(layout.slots, most_threads_of(layout.slots, !aligned), 1)) break;
-        } else if (fits(layout.slots, threads, layout.cluster)) {
-          break;
-        }
+        // Of an added norm a multiprocessor has one block at a time with two slots.
+        if (kAdded && layout.slots > 1 && layout.cluster < kMaxCluster && device.clusters) continue;
+        if (fits(layout.slots, layout.threads, layout.cluster)) break;
       }
     }
     if (plan.slots == 0) {

@@ -27,20 +27,17 @@ struct ForwardPlan {
   size_t shared = 0;
 };
 
-// Threads of a row read side by side before one holds more than one slot.
-constexpr int kNeighbours = 8;
-
-// Bytes of rows that are longer than what registers hold well: they wait in shared memory.
-constexpr int64_t kLongRow = 32768;
-
 template <class X, class Y, bool kAdded>
 ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& device) {
   ForwardPlan plan;
   constexpr int kSize = kVector<Y>, kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
-  const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
+  // The table is for rows of one dtype. What a thread holds is counted in slots, those of Y; rows of X that the table does
+  // not know, or that have rows ahead there, wait in shared memory.
+  const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(Y), n);
+  const RowChoice* const of_bytes = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(X), n);
   const int64_t slots = aligned ? n / kSize : divide_up(n + kSize - 1, kSize);
   const bool one_warp = slots <= kWarp * kMost;
-  const bool wants_waiting = measured.given ? measured.choice.stages > 0 : n * int64_t(sizeof(X)) > kLongRow;
+  const bool wants_waiting = !of_bytes || of_bytes->stages > 0;
   if (slots > int64_t(kMostThreads) * kMost || (wants_waiting && !one_warp)) {
     constexpr int kBytes = kWaitingBytes<X, Y, kAdded>, kParts = kVector<X>;
     const int64_t parts = divide_up(n + kParts - 1, kParts);
@@ -81,8 +78,9 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   plan.held = kMost;
   if (plan.one_warp) {
     if (aligned) {
-      plan.held = kLeast;
-      while (!few && plan.held < kMost && plan.held * kNeighbours < slots) plan.held *= 2;
+      const int held = choice ? power_of_two_from(choice->held) : kMost;
+      plan.held = few ? kLeast : std::max(kLeast, std::min(kMost, held));
+      while (plan.held * kWarp < slots) plan.held *= 2;
     } else {
       plan.held = slots <= kWarp ? 1 : kMost;
     }
