@@ -33,7 +33,8 @@ struct Top {
   float max, shift;
   bool far;
 
-  __device__ __forceinline__ Top(float largest, float unit) : max(finite(largest)), shift(max * unit) {
+  // The product is not to be fused with what it is subtracted from: shifts of the same element have to be equal.
+  __device__ __forceinline__ Top(float largest, float unit) : max(finite(largest)), shift(__fmul_rn(max, unit)) {
     far = !(fabsf(shift) < 67108864.f) && fabsf(max) < kInfinity;
   }
   // Elements become their powers.
