@@ -27,14 +27,16 @@ __device__ __forceinline__ float power(float exponent) {
   }
 }
 
+// Not to be fused with what it is subtracted from: shifts of the same element have to be equal.
+__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+
 // What exponents are taken against.
 template <class T>
 struct Top {
   float max, shift;
   bool far;
 
-  // The product is not to be fused with what it is subtracted from: shifts of the same element have to be equal.
-  __device__ __forceinline__ Top(float largest, float unit) : max(finite(largest)), shift(__fmul_rn(max, unit)) {
+  __device__ __forceinline__ Top(float largest, float unit) : max(finite(largest)), shift(product(max, unit)) {
     far = !(fabsf(shift) < 67108864.f) && fabsf(max) < kInfinity;
   }
   // Elements become their powers.
