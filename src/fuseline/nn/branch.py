@@ -17,7 +17,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 HALF = (torch.float16, torch.bfloat16)
 
 # Rows up to which the kernel reads a 16-bit weight no slower than torch's product does, and a quantized one.
-FEW_ROWS = {"plain": 8, "int8": 32, "int4": 32}
+# 8 rows of Llama-2-7B in bf16: a step took 6.29 ms by torch's products on an H100, 6.63 by the kernel's.
+FEW_ROWS = {"plain": 4, "int8": 32, "int4": 32}
 # A norm is computed by every block of the kernel, which holds the normed rows: so many elements.
 NORMED = 16384
 
