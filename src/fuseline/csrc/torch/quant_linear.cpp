@@ -271,7 +271,9 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
     call.m = M, call.x_stride = x.stride(0);
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
-    check_launch(launch(&call, current_stream(x)), kName);
+    const int answer = launch(&call, current_stream(x));
+    if (answer == FUSELINE_UNSUPPORTED) return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
+    check_launch(answer, kName);
     return y;
 }
 

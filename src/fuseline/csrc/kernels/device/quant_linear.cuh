@@ -87,8 +87,11 @@ struct LinearShape {
   static constexpr int kBlocks = kTiles == 2 || kColumnBlocks == 8                                ? 1
                                  : kColumnBlocks == 1 && Weights::kFormat == FUSELINE_WEIGHT_INT8 ? 3
                                                                                                   : 2;
-  // 48 to 96 KB under way in a block.
-  static constexpr int kStages = kWeightBytes < 16 * 1024 || (kColumnBlocks == 1 && kBlocks == 2) ? 6 : 4;
+  // 32 to 96 KB under way in a block; what x takes of many rows leaves no more, on an A100 of 32.
+  static constexpr int kStages =
+      kColumnBlocks == 4 && Weights::kGrouped                                                         ? 3
+      : kColumnBlocks < 8 && (kWeightBytes < 16 * 1024 || (kColumnBlocks == 1 && kBlocks == 2)) ? 6
+                                                                                                : 4;
 };
 
 // Eight elements of 16 bits, of which `there` are, and zeros.
