@@ -26,6 +26,7 @@ struct NormForward {
   bool centred;       // the mean is taken out: a layer norm
   bool fp32_weights;  // weight, bias, x_bias
   int cluster;
+  int stages;
 };
 
 struct NormBackward {
