@@ -535,7 +535,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearShape<Weights, kColumnBl
 
 // Fills in what follows from row_warps and splits. Answers the bytes of shared memory that a block takes.
 template <class Weights, int kColumnBlocks>
-int lay_out_linear(LinearArguments& a, int row_warps, int splits) {
+int lay_out_linear(LinearArguments& a, int row_warps, int splits, const Device& device) {
   using Shape = LinearShape<Weights, kColumnBlocks>;
   constexpr int kStays = 64 * 1024, kPass = 16 * 1024;
   const int columns = std::min(a.m, 8 * kColumnBlocks), depth_warps = kLinearWarps / row_warps;
@@ -545,7 +545,10 @@ int lay_out_linear(LinearArguments& a, int row_warps, int splits) {
   a.units = int(divide_up(a.tiles, row_warps * Shape::kTiles)) * a.over_m;
   a.chunks_a_split = int(divide_up(divide_up(a.chunks, splits), Shape::kDepth)) * Shape::kDepth;
   a.stages = int(divide_up(a.chunks_a_split, stage_chunks));
-  a.x_stays = a.over_m == 1 && int64_t(a.stages) * stage_bytes <= kStays;
+  a.ring_bytes = Shape::kStages * Shape::kStageBytes;
+  const int plane_bytes = depth_warps * columns * (row_warps * Shape::kTiles * kTileRows + 4) * 4;
+  const int room = std::min(kStays, device.shared_a_block - a.ring_bytes - plane_bytes);
+  a.x_stays = a.over_m == 1 && int64_t(a.stages) * stage_bytes <= room;
   if (a.x_stays) {
     a.stages_a_pass = a.stages;
   } else {  // equal passes no shorter than the ring: x of a pass is asked for while the pass before is computed
@@ -555,8 +558,7 @@ int lay_out_linear(LinearArguments& a, int row_warps, int splits) {
   }
   a.pass_bytes = a.stages_a_pass * stage_bytes;
   a.x_bytes = a.pass_bytes * (a.x_stays ? 1 : 2);
-  a.ring_bytes = Shape::kStages * Shape::kStageBytes;
-  return a.ring_bytes + a.x_bytes + depth_warps * columns * (row_warps * Shape::kTiles * kTileRows + 4) * 4;
+  return a.ring_bytes + a.x_bytes + plane_bytes;
 }
 
 // Blocks of so much shared memory that a multiprocessor holds.
@@ -581,7 +583,7 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
     if (a.halves && row_warps * Shape::kTiles % 2) continue;  // a block has both of a pair
     for (int splits = 1; splits <= (device.clusters ? kMostSplits : 1); splits *= 2) {
       if (call.splits && call.splits != splits) continue;
-      const int shared = lay_out_linear<Weights, kColumnBlocks>(a, row_warps, splits);
+      const int shared = lay_out_linear<Weights, kColumnBlocks>(a, row_warps, splits, device);
       const int64_t a_split = a.chunks_a_split, rows = row_warps * Shape::kTiles * kTileRows;
       if (splits > 1 && a_split * (splits - 1) >= a.chunks) continue;  // a block would have nothing
       if (shared > device.shared_a_block || (a.norm && !a.x_stays)) continue;  // x is normed once, before the products
@@ -596,7 +598,7 @@ int plan_linear(LinearArguments& a, const fuseline_linear& call, const Device& d
       if (best == 0 || cost < best) best = cost, best_row_warps = row_warps, best_splits = splits;
     }
   }
-  return best == 0 ? 0 : lay_out_linear<Weights, kColumnBlocks>(a, best_row_warps, best_splits);
+  return best == 0 ? 0 : lay_out_linear<Weights, kColumnBlocks>(a, best_row_warps, best_splits, device);
 }
 
 template <class T, class Weights, int kColumnBlocks>
