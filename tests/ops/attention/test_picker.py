@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import fuseline
+from fuseline import native
 from fuseline.errors import InputError
 from fuseline.ops import attention
 from fuseline.ops.attention import choice, kept
@@ -318,6 +319,22 @@ def test_the_package_knows_its_picker_without_being_asked_twice() -> None:
 
 
 def test_a_decision_says_what_was_refused() -> None:
-    decision = decide(BASE, "math")
-    assert isinstance(decision, Decision)
+    assert decide(BASE, "math") == Decision(BASE, "math", "the call names it")
+    decision = decide(BASE)
     assert decision.refused["fa2"] == "flash-attn is not installed"
+    assert decision.refused["naive"] == "it runs on request"
+
+
+def test_a_cpu_is_not_asked_for_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking builds it, for a minute, and torch's kernels are faster there."""
+    asked: list[str] = []
+    monkeypatch.setattr(native, "ready", lambda device: asked.append(device) or False)
+    q, k, v = qkv()
+    attention(q, k, v)
+    with picker.use("math"):
+        attention(q, k, v)
+    attention(q, k, v, backend="math")
+    assert asked == []
+    with pytest.raises(InputError, match="the native library is not loaded for cpu"):
+        attention(q, k, v, backend="fuseline")
+    assert asked == ["cpu"]

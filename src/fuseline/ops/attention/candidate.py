@@ -20,17 +20,17 @@ HALF = (torch.float16, torch.bfloat16)
 class Candidate:
     """One way to compute attention.
 
-    `supports` says why not (None: it can), `run` computes. `is_offered`: the picker may choose it; the others
-    run on request. `varies` says why two runs may differ in their bits (None: they do not). `is_linear`: its
-    memory does not hold [B, H, T, S]. `compiles`: it compiles for each new shape, for seconds. `traces`:
-    torch.compile takes it into its graph.
+    `supports` says why not (None: it can), `run` computes. `offered_on`: the kinds of device for which the
+    picker may choose it; elsewhere it runs on request. `varies` says why two runs may differ in their bits (None: they
+    do not). `is_linear`: its memory does not hold [B, H, T, S]. `compiles`: it compiles for each new shape, for
+    seconds. `traces`: torch.compile takes it into its graph.
     """
 
     name: str
     summary: str
     supports: Callable[[Problem], str | None]
     run: Callable[[Call], Attended]
-    is_offered: bool = True
+    offered_on: tuple[str, ...] = ("cpu", "cuda")
     varies: Callable[[Problem], str | None] = lambda problem: None
     is_linear: bool = True
     compiles: bool = False

@@ -32,7 +32,7 @@ _MOST_REMEMBERED = 4096
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen and why. `refused` has a reason for every candidate that was not free to be chosen,
+    """What was chosen and why. `refused` has reasons of candidates that were not free to be chosen,
     `times_us` what was measured of this very problem, `estimated_us` what other problems tell of it."""
 
     problem: Problem
@@ -116,32 +116,44 @@ def decide(
 
     Raises InputError if what was asked for does not do the problem, or nothing does.
     """
-    refused = {name: reason for name, c in CANDIDATES.items() if (reason := c.refuses(problem))}
-    if is_traced:
-        refused.update({n: "torch.compile cannot trace it" for n, c in CANDIDATES.items() if not c.traces})
     if backend != PICK:
-        if backend in refused:
+        reason = _reason(problem, backend, is_traced)
+        if reason is not None:
             raise InputError(
-                f"attention: {backend} does not run here: {refused[backend]}. {_others(refused)}"
+                f"attention: {backend} does not run here: {reason}. {_others(problem, is_traced)}"
             )
-        return Decision(problem, backend, "the call names it", refused)
+        return Decision(problem, backend, "the call names it")
     wished, banned, source = _wishes(used, forbidden)
     banned_by = dict.fromkeys(banned, f"{source} forbids it")
     if wished:
-        able = [name for name in wished if name not in refused and name not in banned_by]
+        refused = {n: r for n in wished if (r := banned_by.get(n) or _reason(problem, n, is_traced))}
+        able = [name for name in wished if name not in refused]
         if not able:
-            reasons = "; ".join(f"{n}: {refused.get(n) or banned_by[n]}" for n in wished)
-            raise InputError(f"attention: of what {source} asks for, nothing runs here ({reasons}).")
-        others = {n: f"{source} asks for {', '.join(wished)}" for n in CANDIDATES if n not in wished}
+            raise InputError(f"attention: of what {source} asks for, nothing runs here ({_said(refused)}).")
+        refused.update({n: f"{source} asks for {', '.join(wished)}" for n in CANDIDATES if n not in wished})
         if len(able) == 1:
-            return Decision(problem, able[0], f"{source} asks for it", {**others, **refused})
-        return _best(problem, able, {**others, **banned_by, **refused}, is_dynamic)
-    free = {name: "it runs on request" for name, c in CANDIDATES.items() if not c.is_offered}
-    reasons_all = {**free, **banned_by, **refused}
-    able = [name for name in CANDIDATES if name not in reasons_all]
+            return Decision(problem, able[0], f"{source} asks for it", refused)
+        return _best(problem, able, refused, is_dynamic)
+    refused = {}
+    for name, candidate in CANDIDATES.items():
+        if name in banned_by:
+            refused[name] = banned_by[name]
+        elif problem.device.type not in candidate.offered_on:
+            refused[name] = "it runs on request"
+        elif reason := _reason(problem, name, is_traced):
+            refused[name] = reason
+    able = [name for name in CANDIDATES if name not in refused]
     if not able:
-        raise InputError(f"attention: nothing runs {problem}: {_said(reasons_all)}.")
-    return _best(problem, able, reasons_all, is_dynamic)
+        raise InputError(f"attention: nothing runs {problem}: {_said(refused)}.")
+    return _best(problem, able, refused, is_dynamic)
+
+
+def _reason(problem: Problem, name: str, is_traced: bool) -> str | None:
+    """Why a candidate does not run the problem; None where it does."""
+    candidate = CANDIDATES[name]
+    if is_traced and not candidate.traces:
+        return "torch.compile cannot trace it"
+    return candidate.refuses(problem)
 
 
 def _best(problem: Problem, able: Sequence[str], refused: Mapping[str, str], is_dynamic: bool) -> Decision:
@@ -194,8 +206,9 @@ def check_name(name: str) -> None:
         raise unknown_name("attention candidate", name, CANDIDATES)
 
 
-def _others(refused: Mapping[str, str]) -> str:
-    able = [name for name, c in CANDIDATES.items() if c.is_offered and name not in refused]
+def _others(problem: Problem, is_traced: bool) -> str:
+    offered = [name for name, c in CANDIDATES.items() if problem.device.type in c.offered_on]
+    able = [name for name in offered if _reason(problem, name, is_traced) is None]
     return f"Take {PICK!r}" + (f", or one of {', '.join(able)}." if able else ".")
 
 

@@ -39,7 +39,7 @@ def contenders(problem: Problem, with_compiled: bool) -> dict[str, str | None]:
     """The candidates that the picker may choose, each with its reason not to be measured or None."""
     found: dict[str, str | None] = {}
     for name, candidate in CANDIDATES.items():
-        if not candidate.is_offered:
+        if problem.device.type not in candidate.offered_on:
             continue
         reason = candidate.refuses(problem)
         scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k

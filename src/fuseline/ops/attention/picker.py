@@ -90,7 +90,7 @@ def explain_problem(problem: Problem, backend: str = PICK) -> Explanation:
         Considered(
             name,
             candidate.summary,
-            None if name == decision.name else decision.refused.get(name),
+            None if name == decision.name else decision.refused.get(name) or candidate.refuses(problem),
             times.get(name),
             decision.estimated_us.get(name),
         )

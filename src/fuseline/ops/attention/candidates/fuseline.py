@@ -56,4 +56,5 @@ def _run(call: Call) -> Attended:
     return out, lse if call.return_lse else None
 
 
-CANDIDATE = Candidate("fuseline", "Fuseline's own kernels", _supports, _run)
+# On a CPU it is slower than torch's kernels, and asking for it there would build the library.
+CANDIDATE = Candidate("fuseline", "Fuseline's own kernels", _supports, _run, offered_on=("cuda",))

@@ -53,8 +53,8 @@ def _naive_fused(call: Call) -> Attended:
 
 
 NAIVE = Candidate(
-    "naive", "the formula in torch's operators", _supports, _naive, is_offered=False, is_linear=False
+    "naive", "the formula in torch's operators", _supports, _naive, offered_on=(), is_linear=False
 )
 NAIVE_FUSED = Candidate(
-    "naive_fused", "the formula over ops.softmax", _supports, _naive_fused, is_offered=False, is_linear=False
+    "naive_fused", "the formula over ops.softmax", _supports, _naive_fused, offered_on=(), is_linear=False
 )

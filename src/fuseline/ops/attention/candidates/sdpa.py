@@ -37,4 +37,4 @@ def _run(call: Call) -> Attended:
     return out, None
 
 
-CANDIDATE = Candidate("auto", "SDPA as torch picks", _supports, _run, is_offered=False)
+CANDIDATE = Candidate("auto", "SDPA as torch picks", _supports, _run, offered_on=())
