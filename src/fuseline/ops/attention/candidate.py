@@ -21,9 +21,9 @@ class Candidate:
     """One way to compute attention.
 
     `supports` says why not (None: it can), `run` computes. `offered_on`: the kinds of device for which the
-    picker may choose it; elsewhere it runs on request. `varies` says why two runs may differ in their bits (None: they
-    do not). `is_linear`: its memory does not hold [B, H, T, S]. `compiles`: it compiles for each new shape, for
-    seconds. `traces`: torch.compile takes it into its graph.
+    picker may choose it; elsewhere it runs on request. `varies` says why two runs may differ in their bits
+    (None: they do not). `is_linear`: its memory does not hold [B, H, T, S]. `compiles`: it compiles for each
+    new shape, for seconds. `traces`: torch.compile takes it into its graph.
     """
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -72,24 +71,9 @@ def unseeing(call: Call) -> torch.Tensor | None:
     return ~(seen if limits is None else seen & limits).any(-1, keepdim=True)
 
 
-class _GradientLike(torch.autograd.Function):
-    """x; its gradient arrives in x's layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.layout = x.size(), x.stride()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _laid_out(grad, *ctx.layout)
-
-
 def with_gradient_like(x: torch.Tensor) -> torch.Tensor:
-    """x, whose backward is handed the gradient in x's own layout."""
-    if torch.compiler.is_compiling():
-        return _GradientLike.apply(x)
-    if x.requires_grad:
+    """x, whose backward is handed the gradient in x's own layout; traced, in the one that is compiled."""
+    if x.requires_grad and not torch.compiler.is_compiling():
         size, stride = x.size(), x.stride()
         x.register_hook(lambda grad: _laid_out(grad, size, stride))
     return x

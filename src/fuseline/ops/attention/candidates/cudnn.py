@@ -2,8 +2,8 @@
 
 A row that sees nothing is not zero there: what is hidden gets the lowest number instead of -inf, and such
 rows are zeroed afterwards. Its backward does not repeat its bits, and it is not trusted with a mask: cuDNN
-9.19 gives NaN at some lengths (pytorch issue 196678), and torch 2.11 keeps one plan for gradients of all
-layouts, so that the second layout of a shape is read as the first (seen with a mask: errors of 1.4). The
+9.19 gives NaN at some lengths (pytorch issue 196678). torch 2.11 keeps one plan for gradients of all layouts,
+so that the second layout of a shape is read as the first (errors of 1.4, with a mask and without): the
 gradient is therefore brought into the layout of the output.
 """
 
