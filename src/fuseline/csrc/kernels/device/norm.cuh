@@ -26,7 +26,6 @@ struct NormForward {
   bool centred;       // the mean is taken out: a layer norm
   bool fp32_weights;  // weight, bias, x_bias
   int cluster;
-  int stages;
 };
 
 struct NormBackward {

@@ -3,10 +3,8 @@
 
 #include "choice.h"
 #include "norm_forward_long.cuh"
-#include "norm_forward_ring.cuh"
 #include "norm_forward_rows.cuh"
 #include "norm_forward_short.cuh"
-#include "resident.cuh"
 
 namespace fuseline {
 
@@ -17,7 +15,7 @@ constexpr int kMostHeld = (sizeof(Y) == 4 ? 8 : 4) / (kAdded ? 2 : 1);
 template <class X, class Y, bool kAdded>
 constexpr int kLeastHeld = kMostHeld<X, Y, kAdded> < 4 ? 1 : kMostHeld<X, Y, kAdded> / 4;
 
-enum class ForwardWay { rows, short_rows, ring, waiting, streamed };
+enum class ForwardWay { rows, short_rows, waiting, streamed };
 
 struct ForwardPlan {
   ForwardWay way = ForwardWay::rows;
@@ -41,22 +39,6 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   const bool one_warp = slots <= kWarp * kMost;
   const bool wants_waiting = !of_bytes || of_bytes->stages > 0;
   if (slots > int64_t(kMostThreads) * kMost || (wants_waiting && !one_warp)) {
-    const bool may_ring = aligned && sizeof(X) == sizeof(Y) && rows >= device.processors && !(of_bytes && wants_waiting);
-    if (may_ring && device.shared_a_block >= 2 * kRingStage<kAdded> + int(sizeof(RingRoom))) {
-      const int64_t threads = divide_up(slots, kRingHeld<kAdded>);
-      // Several rows to a block: one is worked on while others meet, and all read the same weights.
-      while (device.clusters && plan.cluster < kMaxCluster && threads > int64_t(plan.cluster) * (kRingBlock / 4)) {
-        plan.cluster *= 2;
-      }
-      plan.threads = int(divide_up(divide_up(threads, plan.cluster), kWarp)) * kWarp;
-      if (plan.threads <= kRingBlock) {
-        const int64_t spread = divide_up(rows, std::max(1, device.processors / plan.cluster));
-        plan.way = ForwardWay::ring;
-        plan.rows = int(std::min<int64_t>(kRingBlock / plan.threads, spread));
-        return plan;
-      }
-      plan.cluster = 1;
-    }
     constexpr int kBytes = kWaitingBytes<X, Y, kAdded>, kParts = kVector<X>;
     const int64_t parts = divide_up(n + kParts - 1, kParts);
     const NormWaiting waiting = plan_norm_waiting(parts * kBytes, sizeof(Moments) * 2 * kMaxStates + 64, device);
@@ -131,16 +113,6 @@ auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForwa
   return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
 }
 
-template <class T, bool kAdded>
-int run_forward_ring(NormForward a, const ForwardPlan& plan, const Device& device, void* stream) {
-  const int most_shared = device.shared_a_block - int(sizeof(RingRoom)) - 64;
-  a.stages = std::max(2, std::min(kMostStages, most_shared / kRingStage<kAdded>));
-  int blocks = int(std::min<int64_t>(std::max(1, device.processors / plan.cluster), divide_up(a.rows, plan.rows)));
-  const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
-  return launch_resident<norm_forward_ring<T, kAdded>>(a, blocks, block, plan.cluster,
-                                                       size_t(a.stages) * kRingStage<kAdded>, most_shared, device, stream);
-}
-
 template <class X, class Y, bool kAdded>
 int run_forward(NormForward a, const Device& device, void* stream) {
   bool aligned = a.n % kVector<Y> == 0;
@@ -150,9 +122,6 @@ int run_forward(NormForward a, const Device& device, void* stream) {
   }
   const ForwardPlan plan = plan_forward<X, Y, kAdded>(a.rows, a.n, aligned, device);
   a.cluster = plan.cluster;
-  if constexpr (sizeof(X) == sizeof(Y)) {
-    if (plan.way == ForwardWay::ring) return run_forward_ring<X, kAdded>(a, plan, device, stream);
-  }
   const auto kernel = forward_kernel<X, Y, kAdded>(plan, aligned);
   if (plan.way == ForwardWay::waiting) {
     int count = 0;
