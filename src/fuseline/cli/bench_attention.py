@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 from fuseline.errors import InputError, unknown_name
@@ -18,7 +18,7 @@ from fuseline.errors import InputError, unknown_name
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.bench.attention.run import AttentionBench, Observer, Outcome
+    from fuseline.bench.attention.run import AttentionBench, Outcome
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-attention")
@@ -80,9 +80,9 @@ def run(options: Options) -> int:
         return _write_table(bench, options.write_table, options.problems, out)
     layers: list[Record] = []
     if small.SECTION in suites:
-        with _progress() as observe:
+        with measuring(100) as observe:
             layers = small.run_small(small.SmallBench(device, seed=options.seed), out, observe)
-    with _progress() as observe:
+    with measuring(100) as observe:
         outcome = measure(bench, out, observe)
     outcome.records[:0] = layers
     page = report.build(read(out / "attention.jsonl"), out)
@@ -97,7 +97,7 @@ def run(options: Options) -> int:
 def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) -> int:
     from fuseline.bench.attention.table import write_table
 
-    with _progress() as observe:
+    with measuring(100) as observe:
         found = write_table(
             file,
             out / "times.jsonl",
@@ -119,22 +119,6 @@ def _print_plan(bench: AttentionBench, out: Path, *, as_json: bool) -> None:
     for suite, problem in places:
         print(f"  {suite:<8}{problem}")
     print(f"Records would go to {out / 'attention.jsonl'}.")
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<100}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now[:100], completed=done, total=total)
-
-        yield observe
 
 
 def _print(outcome: Outcome) -> None:

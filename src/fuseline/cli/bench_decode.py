@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.bench.decode.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-decode")
@@ -70,7 +69,7 @@ def run(options: Options) -> int:
         what = f"{bench.preset}: {len(bench.problems())} measurements by {', '.join(bench.peers)}"
         print(f"{what} on {bench.device}. Records would go to {out / 'decode.jsonl'}.")
         return 0
-    with progress() as observe:
+    with measuring(28) as observe:
         records = suite.run(bench, out, observe)
     page = report.build(read(out / "decode.jsonl"), out)
     if options.json:
@@ -84,22 +83,6 @@ def run(options: Options) -> int:
         print(f"Skipped: {reason}")
     print(f"Records: {out / 'decode.jsonl'}\nPage:    {page}")
     return 0
-
-
-@contextmanager
-def progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now, completed=done, total=total)
-
-        yield observe
 
 
 def _table(records: Sequence[Record]) -> Table:

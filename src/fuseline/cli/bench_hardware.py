@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.bench.hardware.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-hardware")
@@ -51,7 +50,7 @@ def run(options: Options) -> int:
     if options.dry_run:
         print(f"{', '.join(bench.parts)} of {device}. Records would go to {out / 'hardware.jsonl'}.")
         return 0
-    with _progress() as observe:
+    with measuring(12) as observe:
         records = suite.run(bench, out, observe)
     page = report.build(read(out / "hardware.jsonl"), out)
     if options.json:
@@ -66,22 +65,6 @@ def run(options: Options) -> int:
             print(f"{record.case['what']} ({record.peer}) skipped: {record.case['reason']}")
     print(f"Records: {out / 'hardware.jsonl'}\nPage:    {page}")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now, completed=done, total=total)
-
-        yield observe
 
 
 def _table(records: Sequence[Record]) -> Table:

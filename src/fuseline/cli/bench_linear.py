@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.bench.linear.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-linear")
@@ -67,7 +66,7 @@ def run(options: Options) -> int:
         print(f"{what} on {bench.device}. Records would go to {out / 'linear.jsonl'}.")
         return 0
     torch.manual_seed(options.seed)
-    with _progress() as observe:
+    with measuring(22) as observe:
         records = suite.run(bench, out, observe)
     page = report.build(read(out / "linear.jsonl"), out)
     if options.json:
@@ -81,22 +80,6 @@ def run(options: Options) -> int:
         print(f"Skipped: {reason}")
     print(f"Records: {out / 'linear.jsonl'}\nPage:    {page}")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now, completed=done, total=total)
-
-        yield observe
 
 
 def _table(records: Sequence[Record]) -> Table:

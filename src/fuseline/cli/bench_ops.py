@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
 if TYPE_CHECKING:
     from fuseline.bench.ops import OpsBench
-    from fuseline.bench.ops.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-ops")
@@ -107,7 +105,7 @@ def run(options: Options) -> int:
 def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
     from fuseline.bench import ops as suite
 
-    with _progress() as observe:
+    with measuring(48) as observe:
         outcome = suite.run(bench, out, observe)
     return outcome.records, [place.words() for place in outcome.left]
 
@@ -172,24 +170,8 @@ def _seed_shapes(options: Options, out: Path) -> tuple[list[Record], list[str]]:
     if options.dry_run:
         print(f"{len(seed_shapes.SHAPES)} shapes on {device}; records would go to {out / 'ops.jsonl'}.")
         return [], []
-    with _progress() as observe:
+    with measuring(48) as observe:
         return seed_shapes.run(device, out, observe, quick=options.quick, seed=options.seed), []
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now, completed=done, total=total)
-
-        yield observe
 
 
 def _place(record: Record) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 from fuseline.errors import InputError
@@ -18,7 +18,6 @@ from fuseline.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.bench.quality.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-quality")
@@ -61,7 +60,7 @@ def run(options: Options) -> int:
         what = f"{bench.run}: perplexity in {', '.join(bench.formats)}"
         print(f"{what} on {bench.device}. Records would go to {out / 'quality.jsonl'}.")
         return 0
-    with _progress() as observe:
+    with measuring(28) as observe:
         records = suite.run(bench, out, observe)
     page = report.build(read(out / "quality.jsonl"), out)
     if options.json:
@@ -76,22 +75,6 @@ def run(options: Options) -> int:
             print(f"Skipped: {record.case['format']}: {record.case['reason']}")
     print(f"Records: {out / 'quality.jsonl'}\nPage:    {page}")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now, completed=done, total=total)
-
-        yield observe
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuseline.cli.bench_decode import TABLE_WIDTH, progress
+from fuseline.cli.bench_decode import TABLE_WIDTH
+from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
 
@@ -46,7 +47,7 @@ def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) 
     if common.dry_run:
         print(f"{bench.preset} on {device}: {', '.join(named or (rung.name for rung in RUNGS))}.")
         return 0
-    with progress() as observe:
+    with measuring(28) as observe:
         records = climb(bench, out, observe, rungs=named)
     page = report.build(read(out / "decode.jsonl"), out)
     if common.json:

@@ -4,18 +4,17 @@ machine: from then on `fuseline.ops.attention` takes the fastest there."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fuseline.cli.measuring import measuring
 from fuseline.cli.options import Common, resolve_device
 from fuseline.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
     import torch
 
-    from fuseline.ops.attention.picker import Observer
     from fuseline.ops.attention.problem import Problem
     from fuseline.ops.attention.tables import Entry
 
@@ -62,7 +61,7 @@ def run(options: Options) -> int:
         where = "nowhere: there is no GPU" if gpu is None else str(kept.kept_file(gpu))
         print(f"Times would be kept in {where}.")
         return 0
-    with _progress() as observe:
+    with measuring(80) as observe:
         entries = picker.tune(problems, with_compiled=options.flex, observe=observe)
     file = "" if gpu is None else str(kept.kept_file(gpu))
     if options.json:
@@ -121,22 +120,6 @@ def _parsed(shape: str) -> tuple[int, int, int, int, int, int]:
     if min(found) < 1 or found[1] % found[2]:
         raise InputError(f"--shapes {shape}: sizes are 1 and more, and H is a multiple of Hkv.")
     return found
-
-
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    """A bar on stderr that says what is being measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<80}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-
-        def observe(now: str, done: int, total: int) -> None:
-            progress.update(task, description=now[:80], completed=done, total=total)
-
-        yield observe
 
 
 def _print(entries: Sequence[Entry]) -> None:
