@@ -12,6 +12,9 @@ from fuseline import native
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        # A GPU test that ran a reference in the kernels' place would prove nothing.
+        os.environ.setdefault("FUSELINE_STRICT", "1")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     # The same examples on every run: a failure is then the change's, not the draw's.
