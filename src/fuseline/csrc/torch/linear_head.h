@@ -14,27 +14,18 @@
 
 #include <array>
 
-#include "fuseline_torch.h"
+#include "cross_entropy.h"
 
 namespace fuseline::linear_head {
 
-using OptionalTensor = std::optional<Tensor>;
-using OptionalSize = std::optional<c10::SymInt>;
+using losses::OptionalSize;
+using losses::OptionalTensor;
 
 constexpr const char* kName = "linear_cross_entropy";
 
-// What every op of this family takes after its tensors.
-struct Options {
-    int64_t ignore_index;
-    double label_smoothing;
-    c10::string_view reduction;
-    std::optional<double> soft_cap;
-    double z_loss;
-    OptionalSize vocab_size;
+// What every op of this family takes after its tensors: the loss's options, and the rows of a chunk.
+struct Options : losses::Options {
     c10::SymInt chunk_size;
-
-    bool mean() const { return reduction == "mean"; }
-    bool none() const { return reduction == "none"; }
 };
 
 #define FUSELINE_OPTION_TYPES \
@@ -43,7 +34,7 @@ struct Options {
     int64_t ignore_index, double label_smoothing, c10::string_view reduction, std::optional<double> soft_cap, \
         double z_loss, OptionalSize vocab_size, c10::SymInt chunk_size
 #define FUSELINE_OPTIONS \
-    Options { ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size, chunk_size }
+    Options { {ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size}, chunk_size }
 #define FUSELINE_OPTION_VALUES(o) \
     (o).ignore_index, (o).label_smoothing, (o).reduction, (o).soft_cap, (o).z_loss, (o).vocab_size, (o).chunk_size
 
