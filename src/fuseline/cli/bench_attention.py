@@ -4,15 +4,15 @@ the fastest over random problems."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 from fuseline.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-attention")
-TABLE_WIDTH = 130
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,11 @@ class Options(Common):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline import report
     from fuseline.bench.attention import small
     from fuseline.bench.attention.run import AttentionBench
     from fuseline.bench.attention.run import run as measure
     from fuseline.bench.attention.suites import SUITES
     from fuseline.bench.ladder.budget import parse_duration
-    from fuseline.records import read
 
     device = torch.device(resolve_device(options.device))
     known = (small.SECTION, *SUITES)
@@ -85,13 +82,8 @@ def run(options: Options) -> int:
     with measuring(100) as observe:
         outcome = measure(bench, out, observe)
     outcome.records[:0] = layers
-    page = report.build(read(out / "attention.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in outcome.records], "page": str(page)}))
-        return 0
-    _print(outcome)
-    print(f"Records: {out / 'attention.jsonl'}\nPage:    {page}")
-    return 0
+    tables, remarks = _told(outcome)
+    return publish(outcome.records, out / "attention.jsonl", tables, remarks, width=130, as_json=options.json)
 
 
 def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) -> int:
@@ -121,31 +113,28 @@ def _print_plan(bench: AttentionBench, out: Path, *, as_json: bool) -> None:
     print(f"Records would go to {out / 'attention.jsonl'}.")
 
 
-def _print(outcome: Outcome) -> None:
-    from rich.console import Console
-
+def _told(outcome: Outcome) -> tuple[list[Table], list[str]]:
+    """A table a suite, and what to say of the picks."""
     from fuseline.bench.attention.run import summary
 
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    suites = dict.fromkeys(suite for suite, _ in outcome.results)
-    for suite in suites:
+    tables, remarks = [], []
+    for suite in dict.fromkeys(suite for suite, _ in outcome.results):
         results = [result for name, result in outcome.results if name == suite]
-        console.print(
-            _table(suite, [(str(r.times.problem), dict(r.times.times_us), r.picked) for r in results])
-        )
+        rows = [(str(r.times.problem), dict(r.times.times_us), r.picked) for r in results]
+        tables.append(_table(suite, rows))
         told = summary(results)
         if told.get("problems"):
-            print(
+            remarks.append(
                 f"{suite}: the pick is within 3% of the fastest on {told['within_3_percent']:.1%} of "
                 f"{told['problems']:.0f} problems, at {told['mean_share']:.3f} of its speed in the mean "
                 f"and {told['worst_share']:.3f} at worst; picks that computed something else: "
                 f"{told['wrong']:.0f}."
             )
         if "tuned_within_3_percent" in told:
-            print(f"{suite}: after tuning, {told['tuned_within_3_percent']:.1%}.")
+            remarks.append(f"{suite}: after tuning, {told['tuned_within_3_percent']:.1%}.")
     if outcome.left:
-        print(f"{outcome.left} problems were left; --resume goes on with them.")
+        remarks.append(f"{outcome.left} problems were left; --resume goes on with them.")
+    return tables, remarks
 
 
 def _table(suite: str, rows: Sequence[tuple[str, dict[str, float], str | None]]) -> Table:

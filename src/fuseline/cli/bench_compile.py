@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +15,7 @@ import tyro
 
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("fuseline-compile")
 CPU_ITERATIONS, GPU_ITERATIONS = 20, 1000
-TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
-    from fuseline import report
     from fuseline.bench import compile as suite
-    from fuseline.records import read
 
     bench = _bench(options)
     out = options.out or DEFAULT_OUT
@@ -60,17 +57,9 @@ def run(options: Options) -> int:
         return 0
     with _progress(bench) as observe:
         records = suite.run(bench, out, observe)
-    page = report.build(read(out / "compile.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
-
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    print(*_skipped(records), sep="\n")
-    print(f"Records: {out / 'compile.jsonl'}\nPage:    {page}")
-    return 0
+    return publish(
+        records, out / "compile.jsonl", [_table(records)], _skipped(records), width=140, as_json=options.json
+    )
 
 
 def _bench(options: Options) -> CompileBench:

@@ -3,16 +3,15 @@ of each level of memory; and the roofline with Fuseline's ops under it."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-hardware")
-TABLE_WIDTH = 120
 FORMS = {
     "bandwidth_gbs": "{:,.0f} GB/s",
     "tflops": "{:.4g} TFLOP/s",
@@ -40,9 +38,7 @@ class Options(Common):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline import report
     from fuseline.bench import hardware as suite
-    from fuseline.records import read
 
     device = torch.device(resolve_device(options.device))
     bench = suite.HardwareBench(device, split_names(options.parts) or suite.PARTS, options.seed)
@@ -52,19 +48,17 @@ def run(options: Options) -> int:
         return 0
     with measuring(12) as observe:
         records = suite.run(bench, out, observe)
-    page = report.build(read(out / "hardware.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
+    return publish(
+        records, out / "hardware.jsonl", [_table(records)], _skipped(records), as_json=options.json
+    )
 
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    for record in records:
-        if record.metric == "skipped":
-            print(f"{record.case['what']} ({record.peer}) skipped: {record.case['reason']}")
-    print(f"Records: {out / 'hardware.jsonl'}\nPage:    {page}")
-    return 0
+
+def _skipped(records: Sequence[Record]) -> list[str]:
+    return [
+        f"{record.case['what']} ({record.peer}) skipped: {record.case['reason']}"
+        for record in records
+        if record.metric == "skipped"
+    ]
 
 
 def _table(records: Sequence[Record]) -> Table:

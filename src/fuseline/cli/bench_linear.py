@@ -3,16 +3,15 @@ GEMV chart of the crash course (weights per second over K = N), and the layers o
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-linear")
-TABLE_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,9 @@ class Options(Common):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline import report
     from fuseline.bench import linear as suite
     from fuseline.bench.linear.contenders import PEERS
     from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, ROWS
-    from fuseline.records import read
 
     bench = suite.LinearBench(
         torch.device(resolve_device(options.device)),
@@ -68,18 +64,13 @@ def run(options: Options) -> int:
     torch.manual_seed(options.seed)
     with measuring(22) as observe:
         records = suite.run(bench, out, observe)
-    page = report.build(read(out / "linear.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
+    return publish(records, out / "linear.jsonl", [_table(records)], _skipped(records), as_json=options.json)
 
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    for reason in dict.fromkeys(f"{r.peer}: {r.case['reason']}" for r in records if r.metric == "skipped"):
-        print(f"Skipped: {reason}")
-    print(f"Records: {out / 'linear.jsonl'}\nPage:    {page}")
-    return 0
+
+def _skipped(records: Sequence[Record]) -> list[str]:
+    """A line a reason."""
+    skipped = (record for record in records if record.metric == "skipped")
+    return [*dict.fromkeys(f"Skipped: {record.peer}: {record.case['reason']}" for record in skipped)]
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -4,8 +4,7 @@ time, bandwidth and the share of this machine's copy bandwidth, forward and back
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ import tyro
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from fuseline.bench.ops import OpsBench
@@ -32,8 +32,6 @@ GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
 LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
 MOST_JOBS = 12
-
-TABLE_WIDTH = 150
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
-    from fuseline import report
-    from fuseline.records import read
+
+    from fuseline.cli.ops_tables import tables
 
     out = options.out or DEFAULT_OUT
     if options.seed_shapes:
@@ -79,27 +77,13 @@ def run(options: Options) -> int:
         records, left = _sweep(bench, out)
     if options.dry_run:
         return 0
-    page = report.build(read(out / "ops.jsonl"), out)
-    if options.json:
-        print(
-            json.dumps({"records": [asdict(record) for record in records], "left": left, "page": str(page)})
-        )
-        return 0
-    from rich.console import Console
-
-    from fuseline.cli.ops_tables import tables
-
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    for table in tables(records):
-        console.print(table)
-    for record in records:
-        if record.metric == "skipped":
-            print(f"{record.peer} skipped, {_place(record)}: {record.case['reason']}")
+    skipped = (record for record in records if record.metric == "skipped")
+    remarks = [f"{record.peer} skipped, {_place(record)}: {record.case['reason']}" for record in skipped]
     if left:
-        print(f"The budget left out {len(left)} cases, from {left[0]} on; --resume measures them.")
-    print(f"Records: {out / 'ops.jsonl'}\nPage:    {page}")
-    return 0
+        remarks.append(f"The budget left out {len(left)} cases, from {left[0]} on; --resume measures them.")
+    return publish(
+        records, out / "ops.jsonl", tables(records), remarks, width=150, as_json=options.json, left=left
+    )
 
 
 def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:

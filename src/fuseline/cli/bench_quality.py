@@ -3,16 +3,15 @@ text that was held out, in each."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 from fuseline.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-quality")
-TABLE_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class Options(Common):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline import report
     from fuseline.bench import quality as suite
-    from fuseline.records import read
 
     if options.checkpoint is None:
         raise InputError("Name the run to measure: --checkpoint FOLDER, as `fuseline train gpt` wrote it.")
@@ -62,19 +58,15 @@ def run(options: Options) -> int:
         return 0
     with measuring(28) as observe:
         records = suite.run(bench, out, observe)
-    page = report.build(read(out / "quality.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
+    return publish(records, out / "quality.jsonl", [_table(records)], _skipped(records), as_json=options.json)
 
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    for record in records:
-        if record.metric == "skipped":
-            print(f"Skipped: {record.case['format']}: {record.case['reason']}")
-    print(f"Records: {out / 'quality.jsonl'}\nPage:    {page}")
-    return 0
+
+def _skipped(records: Sequence[Record]) -> list[str]:
+    return [
+        f"Skipped: {record.case['format']}: {record.case['reason']}"
+        for record in records
+        if record.metric == "skipped"
+    ]
 
 
 def _table(records: Sequence[Record]) -> Table:

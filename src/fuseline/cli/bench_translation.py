@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-translation")
-TABLE_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,7 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
-    from fuseline import report
     from fuseline.bench import translation as suite
-    from fuseline.records import read
 
     bench = _bench(options)
     out = options.out or DEFAULT_OUT
@@ -65,15 +62,7 @@ def run(options: Options) -> int:
         return 0
     with _progress() as observe:
         records = suite.run(bench, out, observe)
-    page = report.build(read(out / "translation.jsonl"), out)
-    if options.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    print(f"Records: {out / 'translation.jsonl'}\nPage:    {page}")
-    return 0
+    return publish(records, out / "translation.jsonl", [_table(records)], as_json=options.json)
 
 
 def _bench(options: Options) -> TranslationBench:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuseline.cli.bench_decode import TABLE_WIDTH
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,10 +23,8 @@ def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) 
     """Climb with `preset` ("auto": llama2-7b on a GPU, else llama-tiny) and `batch` rows (default 1)."""
     import torch
 
-    from fuseline import report
     from fuseline.bench.decode import DecodeBench
     from fuseline.bench.decode.climb import RUNGS, climb
-    from fuseline.records import read
 
     device = torch.device(resolve_device(common.device))
     on_gpu = device.type == "cuda"
@@ -49,19 +44,9 @@ def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) 
         return 0
     with measuring(28) as observe:
         records = climb(bench, out, observe, rungs=named)
-    page = report.build(read(out / "decode.jsonl"), out)
-    if common.json:
-        print(json.dumps({"records": [asdict(record) for record in records], "page": str(page)}))
-        return 0
-    from rich.console import Console
-
-    # A pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(_table(records))
-    for record in records:
-        if record.metric == "skipped":
-            print(f"Skipped: {record.case['rung']}: {record.case['reason']}")
-    print(f"Records: {out / 'decode.jsonl'}\nPage:    {page}")
-    return 0
+    skipped = (r for r in records if r.metric == "skipped")
+    remarks = [f"Skipped: {record.case['rung']}: {record.case['reason']}" for record in skipped]
+    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=common.json)
 
 
 def _table(records: Sequence[Record]) -> Table:
