@@ -115,6 +115,7 @@ class Decoder:
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(batch, config.vocab_size, dtype=torch.bool, device=self.device)
         self.companions: tuple[Tensor, ...] = ()  # what else a recorded step changes
+        self.draws = not sampling.is_greedy  # whether it takes random numbers
         self._graphs = self.device.type == "cuda" if graphs is None else graphs
         self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
         self._longest = 0
@@ -210,7 +211,7 @@ class Decoder:
         return kept if self.seen_BV is None else (*kept, self.seen_BV)
 
     def generators(self) -> tuple[torch.Generator, ...]:
-        return () if self.sampling.is_greedy else (self.generator,)
+        return (self.generator,) if self.draws else ()
 
     def _read(self, prompts: Sequence[Sequence[int]], first: int) -> Tensor:
         """The logits [R, V] after each of R prompts, whose keys and values go to rows `first` and on."""

@@ -76,6 +76,7 @@ class Speculator:
         )
         self.kept_BK = torch.zeros(batch, ahead + 1, dtype=torch.int64, device=self.target.device)
         self.target.companions = (self.draft.cache.lengths_B, self.kept_BK)
+        self.target.draws = True  # greedy too: what is kept is a draw, if only of certainties
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read a prompt for each row and draw the first token of each, [B]."""
