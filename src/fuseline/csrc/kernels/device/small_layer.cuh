@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../fuseline_small_layer.h"
+#include "elementwise.cuh"
 #include "launch.cuh"
 #include "philox.cuh"
 #include "tile_product.cuh"
@@ -21,15 +22,17 @@ struct SmallLayer {
   int projected;   // columns of qkv: (heads + 2 kv_heads) head_dim
   int heads_each;  // heads that a block has at a time
   int workers;     // blocks of a cluster, which share the heads
+  int rounds;      // of heads that a block takes
+  Divisor by_head_dim, by_group, by_workers;  // group: query heads that see the same keys
   bool mask_hides, causal, shared;
 
   // Row of qkv_weight, and column of qkv, of column n of the heads that begin at `head`: theirs of q, of k, of v.
   __device__ __forceinline__ int weight_row(int head, int n) const {
-    const int width = heads_each * head_dim, part = n / width, within = n - part * width;
+    const int width = heads_each * head_dim, part = (n >= width) + (n >= 2 * width), within = n - part * width;
     if (shared) return part * head_dim + within;
-    const int h = head + within / head_dim, d = within % head_dim;
+    const int own = int(by_head_dim.divide(uint32_t(within))), h = head + own, d = within - own * head_dim;
     if (part == 0) return h * head_dim + d;
-    return (heads + (part - 1) * kv_heads + h / (heads / kv_heads)) * head_dim + d;
+    return (heads + (part - 1) * kv_heads + int(by_group.divide(uint32_t(h)))) * head_dim + d;
   }
   // Where row m of qkv begins, for the heads that begin at `head`, so that weight_row is a column of it.
   __device__ __forceinline__ int64_t qkv_row(int64_t m, int head) const {
@@ -56,7 +59,8 @@ SmallLayer<E> small_layer_of(const fuseline_small_layer& layer) {
   a.heads = int(layer.num_heads), a.kv_heads = int(layer.num_kv_heads), a.head_dim = int(layer.head_dim);
   a.out_dim = int(layer.out_dim);
   a.projected = (a.heads + 2 * a.kv_heads) * a.head_dim;
-  a.heads_each = 1, a.workers = 1;
+  a.by_head_dim = Divisor(uint32_t(a.head_dim)), a.by_group = Divisor(uint32_t(a.heads / a.kv_heads));
+  a.heads_each = 1, a.workers = 1, a.rounds = 1;
   a.mask_hides = layer.mask_hides != 0, a.causal = layer.causal != 0, a.shared = layer.shared_projection != 0;
   return a;
 }
@@ -77,22 +81,34 @@ __device__ __forceinline__ float over_quad(float value, bool largest) {
   return value;
 }
 
-// What of 16 queries' scores is seen: bit 4 t + w is place w of key tile t. The loop is not unrolled, here and below: a
-// kernel that runs for microseconds waits for each instruction that it executes once.
+// The lowest 4 * count bits.
+__device__ __forceinline__ uint64_t nibbles(int count) {
+  return count >= 16 ? ~uint64_t(0) : count <= 0 ? 0 : (uint64_t(1) << (4 * count)) - 1;
+}
+
+// What of 16 queries' scores is seen: bit 4 t + w is place w of key tile t. The loops over masks, here and below, are not
+// unrolled: a kernel that runs for microseconds waits for each instruction that it executes once.
 template <class E, int kTiles>
 __device__ __forceinline__ uint64_t visible(const SmallLayer<E>& a, int batch, int head, int query) {
   static_assert(kTiles <= 16);
-  const int lane = threadIdx.x % kWarp, row = query + lane / 4;
-  const unsigned char* const mask = a.mask ? a.mask + batch * a.mask_strides[0] + head * a.mask_strides[1] : nullptr;
+  const int lane = threadIdx.x % kWarp, row = query + lane / 4, first = lane % 4 * 2;
   uint64_t bits = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int limit = (a.causal ? min(a.seqlen, row + 8 * half + 1) : a.seqlen) - first;  // tile t's first key: 8 t < limit
+    bits |= nibbles((limit + 7) >> 3) & uint64_t(0x1111111111111111) << (2 * half);
+    bits |= nibbles((limit + 6) >> 3) & uint64_t(0x2222222222222222) << (2 * half);
+  }
+  if (a.mask == nullptr) return bits;
+  const unsigned char* const mask = a.mask + batch * a.mask_strides[0] + head * a.mask_strides[1];
 #pragma unroll 1
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int at = row + w / 2 * 8, key = 8 * t + lane % 4 * 2 + w % 2;
-      bool seen = key < a.seqlen && at < a.seqlen && (!a.causal || key <= at);
-      if (mask && seen) seen = (mask[at * a.mask_strides[2] + key * a.mask_strides[3]] != 0) != a.mask_hides;
-      bits |= uint64_t(seen) << (4 * t + w);
+      const int at = row + w / 2 * 8, key = 8 * t + first + w % 2;
+      if (at >= a.seqlen || key >= a.seqlen) continue;
+      const bool set = mask[at * a.mask_strides[2] + key * a.mask_strides[3]] != 0;
+      if (set == a.mask_hides) bits &= ~(uint64_t(1) << (4 * t + w));
     }
   }
   return bits;

@@ -19,7 +19,7 @@ constexpr int kHeadColumns = 64;  // of a head that a block multiplies at a time
 
 template <class Math, int kRows>
 using HeadProduct = TileProduct<Math, Order::rows, Order::across, kRows, kHeadColumns, kRows >= 64 ? 2 : 1,
-                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4, kRows == 16 ? 8 : 4>;
+                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4, kRows == 128 ? 3 : 4>;
 
 // Shared memory: q, k, v and grad of attended, kRows lines each; then the ring, whose place kRows x kRows probabilities, and
 // after them the gradients of the scores, take.
@@ -194,7 +194,7 @@ struct SmallLayerRemaining {
 };
 
 constexpr int kSide = 64;         // of a tile
-constexpr int kRemainingStages = 6;
+constexpr int kRemainingStages = 4;
 constexpr int kSumColumns = 16;   // that a block sums
 constexpr int kSumParts = kTileThreads / kSumColumns;
 
@@ -281,7 +281,11 @@ template <class Math>
 int run_heads(const SmallLayerHeads<typename Math::Element>& a, const Device& device, bool only_asking, void* stream) {
   if (a.layer.seqlen <= 16) return launch_heads<Math, 16>(a, device, only_asking, stream);
   if (a.layer.seqlen <= 64) return launch_heads<Math, 64>(a, device, only_asking, stream);
-  return launch_heads<Math, 128>(a, device, only_asking, stream);
+  if constexpr (std::is_same_v<Math, Exact>) {
+    return FUSELINE_UNSUPPORTED;
+  } else {
+    return launch_heads<Math, 128>(a, device, only_asking, stream);
+  }
 }
 
 template <class Math>

@@ -33,7 +33,7 @@ constexpr bool kSixteen = sizeof(typename Math::Element) == 2;
 enum class Order { rows, across };
 
 constexpr int kTileThreads = 256;
-constexpr int kStepBytes = 64;  // of k that a stage holds
+constexpr int kStepBytes = 128;  // of k that a stage holds: a step costs a barrier and two latencies, however short it is
 
 // Elements from line to line in shared memory, of lines of a multiple of 32 bytes: such that what eight lines have at the same
 // place lies in different banks. fp32 lines that are only read [k][row] want 32 bytes more.
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kTall][kWide][4], const t
   if constexpr (kSixteen<Math>) {
     using T = typename Math::Element;
     const int low = lane % 8, middle = lane / 8 % 2 * 8, high = lane / 16 * 8;
-#pragma unroll 2
+#pragma unroll 4
     for (int u = 0; u < units; ++u, a += kA == Order::rows ? 16 : 16 * a_pitch, b += kB == Order::rows ? 16 : 16 * b_pitch) {
       uint32_t left[kTall][4];
 #pragma unroll
@@ -307,19 +307,25 @@ struct TileProduct {
   static __device__ __forceinline__ int row() { return int(threadIdx.x) / kWarp / kWarpsAcross * 16 * kTall; }
   static __device__ __forceinline__ int column() { return int(threadIdx.x) / kWarp % kWarpsAcross * 8 * kWide; }
 
-  // The ring may hold anything, but nobody may be reading it; the same holds at the end.
-  static __device__ __forceinline__ void run(float (&sums)[kTall][kWide][4], FeedA& a, FeedB& b, E* ring, int length) {
+  // Queues the first stages. The ring may hold anything, but nobody may be reading it.
+  static __device__ __forceinline__ void begin(FeedA& a, FeedB& b, E* ring, int length) {
     constexpr int kStep = FeedA::kStep;
-    const int steps = (length + kStep - 1) / kStep;
 #pragma unroll 1
     for (int s = 0; s < kStages - 1; ++s) {
-      if (s < steps) {
+      if (s * kStep < length) {
         a.copy(ring + s * kStage, s * kStep, length);
         b.copy(ring + s * kStage + FeedA::kElements, s * kStep, length);
       }
       commit_copies();
     }
+  }
+
+  // The product, begun before. Nobody reads the ring any more when this returns.
+  static __device__ __forceinline__ void finish(float (&sums)[kTall][kWide][4], FeedA& a, FeedB& b, E* ring, int length) {
+    constexpr int kStep = FeedA::kStep;
+    const int steps = (length + kStep - 1) / kStep;
     int stage = 0, next = kStages - 1;
+#pragma unroll 1
     for (int s = 0; s < steps; ++s) {
       wait_but<kStages - 2>();
       __syncthreads();
@@ -338,6 +344,11 @@ struct TileProduct {
     }
     wait_for_all();
     __syncthreads();
+  }
+
+  static __device__ __forceinline__ void run(float (&sums)[kTall][kWide][4], FeedA& a, FeedB& b, E* ring, int length) {
+    begin(a, b, ring, length);
+    finish(sums, a, b, ring, length);
   }
 };
 
