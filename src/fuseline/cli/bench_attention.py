@@ -41,6 +41,8 @@ class Options(Common):
     `src/fuseline/ops/attention/shipped/`."""
     problems: int = 1000
     """How many random problems the table is from."""
+    processes: int = 0
+    """How many processes prepare problems side by side on a GPU; one at a time is timed. 0: by the cores."""
 
 
 def run(options: Options) -> int:
@@ -49,6 +51,7 @@ def run(options: Options) -> int:
     from fuseline.bench.attention import small
     from fuseline.bench.attention.run import AttentionBench
     from fuseline.bench.attention.run import run as measure
+    from fuseline.bench.attention.side_by_side import processes_for
     from fuseline.bench.attention.suites import SUITES
     from fuseline.bench.ladder.budget import parse_duration
 
@@ -68,6 +71,7 @@ def run(options: Options) -> int:
         with_compiled=options.flex,
         seed=options.seed,
         every=options.every,
+        processes=options.processes or processes_for(device),
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -96,6 +100,7 @@ def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) ->
             problems,
             bench.device,
             budget_seconds=bench.budget_seconds,
+            processes=bench.processes,
             observe=observe,
         )
     print(f"{found.entries} problems in {file}, {found.left} left for another run.")

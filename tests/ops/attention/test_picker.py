@@ -287,7 +287,7 @@ def test_tuning_wants_a_gpu() -> None:
 
 
 def test_measuring_says_why_others_were_not() -> None:
-    times = measure(replace(BASE, direction="fwbw", seqlen_q=8, seqlen_k=8), rounds=1, repeats=1)
+    times = measure(replace(BASE, direction="fwbw", seqlen_q=8, seqlen_k=8))
     assert isinstance(times, Times)
     assert times.failed["cudnn"] == "it is a CUDA kernel; the device is cpu"
     assert min(times.times_us.values()) > 0

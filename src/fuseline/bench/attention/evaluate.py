@@ -71,11 +71,10 @@ class Truth:
 
 
 def peak_gib(drawn: Drawn, backend: str, device: torch.device) -> float | None:
-    """Most memory beside the inputs while the call runs; None on a CPU."""
+    """Most memory beside the inputs while the call, which has run before, runs; None on a CPU."""
     if device.type != "cuda":
         return None
     call = whole_call(drawn, backend)
-    call()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device) / 2**30
     reset_peak_memory(device)

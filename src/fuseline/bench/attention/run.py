@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 
 from fuseline import native
 from fuseline.bench.attention.evaluate import LARGEST_ERROR, Truth, peak_gib
+from fuseline.bench.attention.measured import is_out_of_memory
 from fuseline.bench.attention.results import (
     SUITE,
     Ceilings,
@@ -20,11 +22,11 @@ from fuseline.bench.attention.results import (
     matrix_dtypes,
     records_of,
 )
+from fuseline.bench.attention.side_by_side import SideBySide
 from fuseline.bench.attention.suites import COMPILED_CASES, problems_of
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
-from fuseline.ops.attention.draw import draw
-from fuseline.ops.attention.measure import Times, measure
+from fuseline.ops.attention.measure import Times, Turn, clock, prepare
 from fuseline.ops.attention.problem import Problem
 from fuseline.records import Environment, Record, append, describe, read
 from fuseline.timing import copy_bandwidth_gbs, time_calls
@@ -36,7 +38,7 @@ Observer = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class AttentionBench:
     """What to run. `with_compiled` measures FlexAttention too, in the picker's suite on 30 problems; `every`
-    thins a suite out to each so many'th problem."""
+    thins a suite out to each so many'th problem. `processes` prepare side by side."""
 
     suites: tuple[str, ...]
     device: torch.device
@@ -45,6 +47,7 @@ class AttentionBench:
     with_compiled: bool = True
     seed: int = 0
     every: int = 1
+    processes: int = 1
 
     def places(self) -> list[tuple[str, Problem]]:
         return [
@@ -76,48 +79,83 @@ def run(bench: AttentionBench, out: Path, observe: Observer) -> Outcome:
     ceilings = _ceilings(bench.device)
     _keep(ceiling_records(ceilings, environment), file, outcome)
     compiled = _compiled(places, bench)
-    for number, (suite, problem) in enumerate(places):
-        observe(f"{suite}: {problem}", number, len(places))
-        if _key(case_of(problem, suite)) in done:
-            continue
-        if budget.left() <= 0:
-            outcome.left += 1
-            continue
-        result = evaluate(
-            problem, bench.seed + number, with_compiled=number in compiled, with_tuned=suite == "picker"
-        )
-        outcome.results.append((suite, result))
-        _keep(records_of(result, suite, ceilings, describe(bench.device)), file, outcome)
+    items = [
+        Item(suite, problem, bench.seed + number, number in compiled)
+        for number, (suite, problem) in enumerate(places)
+        if _key(case_of(problem, suite)) not in done
+    ]
+    side_by_side = SideBySide(_evaluate, bench.device, bench.processes, _died, _is_out_of_memory)
+    for number, result in side_by_side.run(items, lambda: budget.left() <= 0):
+        item = items[number]
+        observe(f"{item.suite}: {item.problem}", len(places) - len(items) + len(outcome.results), len(places))
+        outcome.results.append((item.suite, result))
+        _keep(records_of(result, item.suite, ceilings, describe(bench.device)), file, outcome)
+    outcome.left = len(items) - len(outcome.results)
     observe("done", len(places), len(places))
     return outcome
 
 
-def evaluate(problem: Problem, seed: int, *, with_compiled: bool, with_tuned: bool = False) -> Result:
+@dataclass(frozen=True)
+class Item:
+    """One problem of a suite."""
+
+    suite: str
+    problem: Problem
+    seed: int
+    with_compiled: bool
+
+
+def _evaluate(item: Item, turn: Turn) -> Result:
+    try:
+        return evaluate(
+            item.problem,
+            item.seed,
+            with_compiled=item.with_compiled,
+            with_tuned=item.suite == "picker",
+            turn=turn,
+        )
+    except torch.OutOfMemoryError as error:
+        return _died(item, f"OutOfMemoryError: {error}")
+
+
+def _died(item: Item, reason: str) -> Result:
+    return Result(Times(item.problem, {}, {"fuseline": reason}))
+
+
+def _is_out_of_memory(result: Result) -> bool:
+    return is_out_of_memory(result.times)
+
+
+def evaluate(
+    problem: Problem, seed: int, *, with_compiled: bool, with_tuned: bool = False, turn: Turn | None = None
+) -> Result:
     """Times, errors and memory of all candidates on one problem. One that computes something else counts as
-    failed. `with_tuned` measures before what the picker would take after `fuseline tune`."""
-    drawn = draw(problem, seed)
+    failed. `with_tuned` times before what the picker would take after `fuseline tune`."""
+    held = turn or contextlib.nullcontext()
+    prepared = prepare(problem, with_compiled=with_compiled, seed=seed, turn=turn)
     tuned = None
-    if with_tuned:
-        before = measure(problem, with_compiled=with_compiled, seed=seed + 1).times_us
-        tuned = min(before, key=lambda name: before[name]) if before else None
-    times = measure(problem, with_compiled=with_compiled, seed=seed)
-    failed, kept = dict(times.failed), dict(times.times_us)
-    errors, memory = {}, {}
-    truth = Truth(problem, drawn) if Truth.fits(problem) else None
-    for name in times.times_us:
-        if truth is not None:
-            errors[name] = truth.error(name)
-            if errors[name] > LARGEST_ERROR[problem.dtype.itemsize]:
-                failed[name] = f"computes something else: error {errors[name]:.2g} against float64"
-                kept.pop(name)
-                continue
-        used = peak_gib(drawn, name, problem.device)
-        if used is not None:
-            memory[name] = used
+    with held:
+        if with_tuned:
+            before = clock(prepared).times_us
+            tuned = min(before, key=lambda name: before[name]) if before else None
+        times = clock(prepared)
+        drawn = prepared.drawn
+        failed, kept = dict(times.failed), dict(times.times_us)
+        errors, memory = {}, {}
+        truth = Truth(problem, drawn) if Truth.fits(problem) else None
+        for name in times.times_us:
+            if truth is not None:
+                errors[name] = truth.error(name)
+                if errors[name] > LARGEST_ERROR[problem.dtype.itemsize]:
+                    failed[name] = f"computes something else: error {errors[name]:.2g} against float64"
+                    kept.pop(name)
+                    continue
+            used = peak_gib(drawn, name, problem.device)
+            if used is not None:
+                memory[name] = used
     if with_compiled:
         torch.compiler.reset()
-    picked = decide(problem).name
-    return Result(Times(problem, kept, failed), picked, errors, memory, tuned)
+    return Result(Times(problem, kept, failed), decide(problem).name, errors, memory, tuned)
 
 
 def summary(results: Sequence[Result]) -> dict[str, float]:

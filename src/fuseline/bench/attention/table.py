@@ -29,11 +29,12 @@ def write_table(
     device: torch.device,
     *,
     budget_seconds: float | None = None,
+    processes: int = 1,
     observe: Observer = lambda now, done, total: None,
 ) -> Written:
     """Measure `count` random problems (those in `lines` are done) and add them to the table in `file`."""
     problems = random_problems(TABLE_SEEDS, count, device)
-    found = measure_all(problems, lines, budget_seconds=budget_seconds, observe=observe)
+    found = measure_all(problems, lines, budget_seconds=budget_seconds, processes=processes, observe=observe)
     entries = [as_entry(times) for times in found.times if times.times_us]
     table = Table.of([*read_entries(file), *entries])
     ordered = sorted(table.entries.values(), key=lambda entry: str(plain(entry.problem)))

@@ -1,15 +1,21 @@
 """The device times of all candidates on one problem.
 
-Each candidate runs inside a CUDA graph, so that times are the device's and not the host's, after the L2 was
-overwritten; those that are close take turns. One that is far behind after its first run is timed no further.
-On a CPU calls are timed as they are.
+Each candidate runs inside a CUDA graph, so that times are the device's and not the host's, with an L2 that
+holds none of its inputs: what a step of a model meets. All are looked at once; those within `CLOSE` of the
+fastest then take turns. On a CPU calls are timed as they are.
+
+Most of the time goes to the host: inputs, plans of cuDNN, captures. `prepare` does that and `clock` the
+timing, and where several processes measure on one GPU they hold a lock for the latter alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,12 +24,15 @@ from fuseline.ops.attention.draw import Drawn, draw
 from fuseline.ops.attention.problem import Problem
 from fuseline.timing import summarize
 
-FLUSH_BYTES = 96 * 2**20  # more than any L2
-BEHIND, HOST_US = 3.0, 1500.0  # a first run is also the host's, which for a formula of many operators is this
+FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches
 # Of what holds [B, H, T, S], by bytes of a number; with more it is never first, and soon does not fit.
 MOST_SCORES = {2: 2**22, 4: 2**27, 8: 2**27}
-CLOSE = 1.3  # times that are to be told apart
-LONGEST_ROUND_US = 5e3
+CLOSE, CLOSE_US = 1.3, 4.0  # times that are to be told apart; a single one is off by some microseconds
+LONGEST_CONTEST_US = 1.2e4
+FEWEST, MOST = 3, 9  # samples of those that are close
+LONG_US = 2e4  # one sample is enough
+
+Turn = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,16 @@ class Times:
     problem: Problem
     times_us: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A problem with its tensors and a call for each candidate that runs it; a graph's replay, on a GPU."""
+
+    problem: Problem
+    drawn: Drawn
+    calls: Mapping[str, Callable[[], object]]
+    failed: Mapping[str, str]
 
 
 def contenders(problem: Problem, with_compiled: bool) -> dict[str, str | None]:
@@ -52,17 +71,27 @@ def contenders(problem: Problem, with_compiled: bool) -> dict[str, str | None]:
 
 
 def measure(
+    problem: Problem, *, with_compiled: bool = False, seed: int = 0, names: Sequence[str] | None = None
+) -> Times:
+    """Times of all that can run it (or of `names`)."""
+    return clock(prepare(problem, with_compiled=with_compiled, seed=seed, names=names))
+
+
+def prepare(
     problem: Problem,
     *,
     with_compiled: bool = False,
-    rounds: int = 3,
-    repeats: int = 5,
     seed: int = 0,
     names: Sequence[str] | None = None,
-) -> Times:
-    """Times of all that can run it (or of `names`)."""
-    drawn = draw(problem, seed)
-    first: dict[str, float] = {}
+    turn: Turn | None = None,
+) -> Prepared:
+    """Draw the inputs and capture what can run. `turn` is held while the device works."""
+    held = turn or contextlib.nullcontext()
+    with held:
+        _warm_up(problem.device)
+        drawn = draw(problem, seed)
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
     calls: dict[str, Callable[[], object]] = {}
     failed: dict[str, str] = {}
     for name, reason in contenders(problem, with_compiled).items():
@@ -73,34 +102,38 @@ def measure(
             continue
         try:
             call = whole_call(drawn, name)
-            call()
-            first[name] = _clock(call, problem.device, 1)
-            calls[name] = call
+            if CANDIDATES[name].compiles:
+                call()
+            calls[name] = captured(call, problem.device, held)
         except Exception as error:  # a kernel may raise anything, and the others still count
             failed[name] = _reason(error)
             _check_device(problem.device, name, error)
-    if not first:
-        return Times(problem, {}, failed)
-    best = min(first.values())
-    near = {name: call for name, call in calls.items() if first[name] <= BEHIND * best + HOST_US}
-    samples: dict[str, list[float]] = {}
-    clocks: dict[str, Callable[[int], float]] = {}
-    for name, call in near.items():
+    return Prepared(problem, drawn, calls, failed)
+
+
+def clock(prepared: Prepared) -> Times:
+    """Run what was prepared: once to warm up, once to drop what is behind, and the close ones in turns."""
+    problem, failed = prepared.problem, dict(prepared.failed)
+    calls = dict(prepared.calls)
+    for name, call in list(calls.items()):
         try:
-            clocks[name] = _captured_clock(call, problem.device)
+            call()
+            if problem.device.type == "cuda":
+                torch.cuda.synchronize(problem.device)
         except Exception as error:
-            failed[name] = f"inside a CUDA graph: {_reason(error)}"
-            first.pop(name)
+            failed[name] = _reason(error)
+            calls.pop(name)
             _check_device(problem.device, name, error)
-    once = {name: clock(1) for name, clock in clocks.items()}
-    best = min(once.values(), default=best)
-    contest = [name for name, time_us in once.items() if time_us <= CLOSE * best]
-    few = max(1, min(repeats, int(LONGEST_ROUND_US / max(best, 1.0))))
-    for number in range(rounds):
-        for name in contest if number % 2 == 0 else reversed(contest):
-            samples.setdefault(name, []).append(clocks[name](few))
-    known = {**first, **once, **{name: summarize(found).median for name, found in samples.items()}}
-    return Times(problem, {name: known[name] for name in first}, failed)
+    if not calls:
+        return Times(problem, {}, failed)
+    once = {name: times[0] for name, times in _samples(calls, [list(calls)], problem.device).items()}
+    best = min(once.values())
+    contest = [name for name, time_us in once.items() if time_us <= CLOSE * best + CLOSE_US]
+    fewest = FEWEST if best < LONG_US else 1
+    count = max(fewest, min(MOST, int(LONGEST_CONTEST_US / (max(best, 1.0) * len(contest)))))
+    orders = [contest if number % 2 == 0 else contest[::-1] for number in range(count)]
+    medians = {name: summarize(s).median for name, s in _samples(calls, orders, problem.device).items()}
+    return Times(problem, {**once, **medians}, failed)
 
 
 def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
@@ -122,45 +155,114 @@ def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
     return forward_and_backward
 
 
-def _captured_clock(call: Callable[[], object], device: torch.device) -> Callable[[int], float]:
-    """A function that gives the median microseconds of so many runs."""
+def captured(call: Callable[[], object], device: torch.device, turn: Turn) -> Callable[[], object]:
+    """The replay of a graph of `call`. It is captured unseen, and where that fails after a run."""
     if device.type != "cuda":
-        return lambda repeats: _clock(call, device, repeats)
+        return call
+    try:
+        return _graph_of(call, device)
+    except RuntimeError:
+        _let_go()  # a broken capture leaves neither its stream nor its memory in a state to go on with
+    with turn:
+        stream = _capturing_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            call()
+        stream.synchronize()
+    return _graph_of(call, device)
+
+
+@functools.cache
+def _warm_up(device: torch.device) -> None:
+    """Have a process make what every capture needs and none may begin: handles, threads, streams."""
+    if device.type != "cuda":
+        return
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        drawn = draw(Problem(device, dtype, 2, 2, 2, 64, 64, 64, direction="fwbw"))
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(stream):
+            whole_call(drawn, "math")()
+        stream.synchronize()
+
+
+def release() -> None:
+    """Give the memory of graphs that are gone back to the device."""
+    _let_go()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _graph_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    first = _first_graph(device)
     graph = torch.cuda.CUDAGraph()
+    kept = _capture(graph, call, device, first.pool())
+    del kept
+
+    def replay(call: Callable[[], object] = call) -> None:  # the call's tensors are what the graph reads
+        graph.replay()
+
+    return replay
+
+
+def _capture(
+    graph: torch.cuda.CUDAGraph,
+    call: Callable[[], object],
+    device: torch.device,
+    pool: Any,
+) -> object:
     # Not torch.cuda.graph: it collects garbage and empties the allocator's cache, for a quarter of a second.
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+    # Relaxed, because a first call may load its kernels.
+    with torch.cuda.stream(_capturing_stream(device)):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
-            kept = call()
+            return call()
         finally:
             graph.capture_end()
-    del kept
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return lambda repeats: _clock(graph.replay, device, repeats)
 
 
-def _clock(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+@functools.cache
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _first_graph(device: torch.device) -> torch.cuda.CUDAGraph:
+    """It keeps one memory for all graphs: none runs beside another, and nothing reads what they leave."""
+    graph = torch.cuda.CUDAGraph()
+    _capture(graph, lambda: torch.zeros(1, device=device), device, None)
+    return graph
+
+
+def _let_go() -> None:
+    _first_graph.cache_clear()
+    _capturing_stream.cache_clear()
+
+
+def _samples(
+    calls: Mapping[str, Callable[[], object]], orders: Iterable[Iterable[str]], device: torch.device
+) -> dict[str, list[float]]:
+    """Microseconds of each call in those orders."""
+    found: dict[str, list[float]] = {}
     if device.type != "cuda":
-        samples = []
-        for _ in range(repeats):
+        for name in (name for order in orders for name in order):
             begin = time.perf_counter()
-            call()
-            samples.append(1e6 * (time.perf_counter() - begin))
-        return summarize(samples).median
+            calls[name]()
+            found.setdefault(name, []).append(1e6 * (time.perf_counter() - begin))
+        return found
     scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
+    events = []
+    for name in (name for order in orders for name in order):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         scratch.zero_()
         start.record()
-        call()
+        calls[name]()
         end.record()
+        events.append((name, start, end))
     torch.cuda.synchronize(device)
-    return summarize([1e3 * start.elapsed_time(end) for start, end in events]).median
+    for name, start, end in events:
+        found.setdefault(name, []).append(1e3 * start.elapsed_time(end))
+    return found
 
 
 def _reason(error: Exception) -> str:
