@@ -155,7 +155,7 @@ def sweep(options: Options, copy: float) -> Iterator[str]:
                 moved = layers[0].bytes + 2 * rows * (k + n)
                 line = f"{shape:>12} {format:>5} rows {rows:<3}"
                 for row_warps in (0, 1, 2, 4, 8):
-                    for splits in (1, 2, 4, 8) if row_warps else (0,):
+                    for splits in (1, 2, 4, 8) if row_warps else (0, 1, 2, 4, 8):
                         plan = row_warps, splits
                         try:
                             calls = [partial(layer.planned, kernels, x, *plan) for layer in layers]

@@ -119,8 +119,14 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
     }
   };
 
-  if (!a.overlap) wait_for_earlier();
   if (first < units) point();
+  if (!a.overlap) {
+    if (lane < R && first < units) {  // towards the L2 at least, while the launch before may still be at work
+      const int row = min(row_of(first, lane), a.n - 1);
+      prefetch_to_l2(a.weight + row * a.weight_stride, min(2 * kStep, vectors) * 16);
+    }
+    wait_for_earlier();
+  }
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(u);
   go_on();

@@ -3,6 +3,7 @@
 // Dequantizing reads each byte of W once and writes n k elements; 16 bytes of W a thread, whose eight columns of a row go
 // out as one access, or two in fp32.
 
+#include "device/linear_stream_launch.cuh"
 #include "device/quant_linear.cuh"
 
 namespace fuseline {
@@ -102,6 +103,15 @@ int read_call(const fuseline_linear& call, LinearArguments& a) {
   return 0;
 }
 
+template <class T, class Weights>
+int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  if (!call.row_warps) {
+    const int answer = run_stream<T, Weights>(a, call, stream);
+    if (answer != FUSELINE_UNSUPPORTED) return answer;
+  }
+  return run_linear<T, Weights>(a, call, stream);
+}
+
 }  // namespace
 }  // namespace fuseline
 
@@ -128,16 +138,16 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   const bool half = call->dtype == FUSELINE_FLOAT16;
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:
-      return (half ? run_linear<__half, WeightsInt8> : run_linear<__nv_bfloat16, WeightsInt8>)(a, *call, stream);
+      return half ? run<__half, WeightsInt8>(a, *call, stream) : run<__nv_bfloat16, WeightsInt8>(a, *call, stream);
     case FUSELINE_WEIGHT_INT4:
-      return (half ? run_linear<__half, WeightsInt4> : run_linear<__nv_bfloat16, WeightsInt4>)(a, *call, stream);
+      return half ? run<__half, WeightsInt4>(a, *call, stream) : run<__nv_bfloat16, WeightsInt4>(a, *call, stream);
     default:
       if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
       if (!call->row_warps && !call->splits) {
         const int answer = launch_gemv_16(a, *call, stream);
         if (answer != FUSELINE_UNSUPPORTED) return answer;
       }
-      return (half ? run_linear<__half, Weights16> : run_linear<__nv_bfloat16, Weights16>)(a, *call, stream);
+      return half ? run<__half, Weights16>(a, *call, stream) : run<__nv_bfloat16, Weights16>(a, *call, stream);
   }
 }
 

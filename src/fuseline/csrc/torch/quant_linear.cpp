@@ -283,7 +283,7 @@ Tensor backward_cuda(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::Sy
     const Weight w = FUSELINE_WEIGHT;
     check_weight(grad_out, in_features, w);
     const c10::DeviceGuard guard(grad_out.device());
-    return at::matmul(grad_out, dequantize_cuda(w, in_features.expect_int(), grad_out));
+    return at::matmul(grad_out.contiguous(), dequantize_cuda(w, in_features.expect_int(), grad_out));
 }
 
 // ---- Meta and Autograd ----

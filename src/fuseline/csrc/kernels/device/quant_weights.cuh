@@ -21,6 +21,18 @@ __device__ __forceinline__ uint32_t minus(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 
+// (a & mask) | c and (a & mask) ^ c, in one instruction each: the compiler makes two of them where both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t mask, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(mask), "r"(c));
+  return d;
+}
+
 // Two of the number whose last places are integers: 1024 in fp16, 128 in bf16. A small integer, put in its last bits, is
 // added to it.
 template <class T>
@@ -41,10 +53,10 @@ struct WeightsInt8 {
   template <class T>
   __device__ static __forceinline__ uint32_t even_bytes(uint32_t word) {
     if constexpr (std::is_same_v<T, __half>) {
-      return minus<T>((word & 0x00ff00ffu) ^ 0x64806480u, 0x64806480u);  // 1152 + q - 1152
+      return minus<T>(and_xor(word, 0x00ff00ffu, 0x64806480u), 0x64806480u);  // 1152 + q - 1152
     } else {
       // Seven bits after 128; the sign bit turns 128 into 256.
-      return minus<T>((word & 0x007f007fu) | 0x43004300u, (word & 0x00800080u) | 0x43004300u);
+      return minus<T>(and_or(word, 0x007f007fu, 0x43004300u), and_or(word, 0x00800080u, 0x43004300u));
     }
   }
 
@@ -67,7 +79,7 @@ struct WeightsInt4 {
   __device__ static __forceinline__ void step(uint32_t (&a)[4], uint32_t word, const uint32_t (&zero)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = minus<T>(((word >> (4 * i)) & 0x000f000fu) | kIntegers<T>, zero[i % 2]);
+      a[i] = minus<T>(and_or(word >> (4 * i), 0x000f000fu, kIntegers<T>), zero[i % 2]);
     }
   }
 };

@@ -1,0 +1,58 @@
+// What the kernels of linear layers for few rows are told, and what they share.
+#pragma once
+
+#include "activation.cuh"
+#include "launch.cuh"
+#include "overlap.cuh"
+#include "quant_copies.cuh"
+#include "quant_weights.cuh"
+
+namespace fuseline {
+
+constexpr int kMostSplits = kMaxCluster;
+
+struct LinearArguments {
+  const char* x;
+  const char* weight;
+  const uint32_t* scales;  // int4: rows g and g + 8; else of one row
+  const uint32_t* zeros;   // rows g, g + 8, g + 1, g + 9
+  const char* bias;
+  char* y;
+  int64_t x_stride, weight_stride;  // bytes
+  int m, n, k;
+  int tiles, chunks;        // of n by 16 and of k by 64, rounded up
+  int groups, group_shift;  // a group is 32 << group_shift columns
+  int over_m, units;        // blocks of rows of x, and these times blocks of rows of W
+  int base, extra;          // streams: units of a cluster, and how many clusters have a grain more
+  int steps, steps_a_split; // streams: of k, and of it that a block has
+  int row_warps, splits;
+  int chunks_a_split;
+  int stages_a_pass, stages;  // turns that a warp takes: for a pass of x, for a unit
+  bool x_stays;
+  int ring_bytes, pass_bytes, x_bytes;
+  bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
+  bool overlap;    // weights may be read before earlier launches have ended
+  int norm;        // a fuseline_linear_norm
+  const char* norm_weight;
+  const char* norm_bias;
+  float eps;
+  int activation;  // a fuseline_linear_activation
+  int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
+  const char* residual;
+};
+
+// The tile of W that stands at `place` among those of all blocks: gates and what they multiply take turns.
+__device__ __forceinline__ int tile_at(const LinearArguments& a, int place) {
+  return a.halves ? place / 2 + place % 2 * a.halves : place;
+}
+
+// What stands after the product: one output, of `feature` and, for SwiGLU, the sum of what its gate multiplies.
+template <class T>
+__device__ __forceinline__ float activated(const LinearArguments& a, float sum, float other) {
+  if (a.activation == FUSELINE_ACTIVATION_SWIGLU) return Silu<T>::value(sum) * other;
+  if (a.activation == FUSELINE_ACTIVATION_GELU) return GeluErf<T>::value(sum);
+  if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) return GeluTanh<T>::value(sum);
+  return sum;
+}
+
+}  // namespace fuseline

@@ -1,0 +1,332 @@
+// Linear layers for up to 32 rows of activations: y = x W^T + bias, each warp a stream of weights.
+//
+// Floor: the bytes of W over the copy bandwidth; for 4096 x 12288 that is 16.7 us in int8 and 8.4 in int4 at 3.0 TB/s.
+// A multiprocessor has to have 18 KB under way to reach it; 48 KB are. Arithmetic: in int4 a scheduler has 160 cycles
+// for the 1,024 weights of a tile, and some 80 instructions to issue, 32 of them where one takes two cycles.
+//
+// Tiles (16 rows of W) are dealt to clusters of blocks, one block a multiprocessor, as evenly as whole tiles go; the
+// blocks of a cluster share the columns, so that x of theirs fits shared memory (one block where x is small). What a
+// block has is one run of steps, tile after tile, cut evenly among its warps, wherever the cuts fall in a tile. A warp
+// reads its steps from memory into registers, each asked for anew as soon as it is used: between the first step and the
+// last there is no barrier and nothing to wait for but data.
+//
+// Weights are the A of tensor-core products, as integers, which fp16 and bf16 hold exactly; x is the B. Sums of a group
+// of columns are scaled in fp32. Pieces of a tile meet in shared memory, in the order of warps, then of blocks: the same
+// bits each run.
+//
+// What stands around the layer costs next to nothing here and a launch elsewhere: a norm over k is computed by every
+// block anew while the first weights are on their way, an activation and a residual are applied to the sums. For SwiGLU
+// a cluster has both of a gate and what it multiplies. The launch overlaps the end of the one before (overlap.cuh).
+#pragma once
+
+#include "linear_call.cuh"
+#include "linear_x.cuh"
+
+namespace fuseline {
+
+constexpr int kStreamWarps = 12;  // 4 of 80 registers a thread: two blocks, this launch's and the next one's
+constexpr int kStreamThreads = kStreamWarps * kWarp;
+constexpr int kStreamRows = 32;
+constexpr int kPitch = kTileRows + 4;  // floats between rows of x in a plane of sums: banks apart
+
+// How much a warp holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
+template <class Weights, int kColumnBlocks, bool kAnyGroups>
+struct StreamShape {
+  static constexpr bool kInt4 = Weights::kFormat == FUSELINE_WEIGHT_INT4;
+  // Two tiles at a time halve what is read of x from shared memory.
+  static constexpr int kTiles = kInt4 && kColumnBlocks == 4 && !kAnyGroups ? 2 : 1;
+  static constexpr int kChunks = kInt4 ? 2 : 1;  // of 64 columns in a step
+  static constexpr int kVectors = kChunks * Weights::kVectors;
+  // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
+  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16 ? 2 : kTiles == 2 || (kInt4 && kColumnBlocks == 1) ? 3 : 4;
+  static constexpr int kBlocks = kColumnBlocks == 1 ? 2 : 1;
+};
+
+// What a lane has of a step of one tile.
+template <class Shape>
+struct Step {
+  uint4 raw[Shape::kVectors];
+  uint32_t scale, zero;
+};
+
+// sums += the products of one step of all tiles. `x_at`: this lane's columns of its row in each block of columns.
+template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
+__device__ __forceinline__ void multiply_step(
+    const LinearArguments& a, const Step<StreamShape<Weights, kColumnBlocks, kAnyGroups>> (
+                                  &step)[StreamShape<Weights, kColumnBlocks, kAnyGroups>::kTiles],
+    const uint32_t (&x_at)[kColumnBlocks], int x_offset,
+    float (&sums)[StreamShape<Weights, kColumnBlocks, kAnyGroups>::kTiles][kColumnBlocks][4]) {
+  using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
+  constexpr int kTiles = Shape::kTiles, kHalves = 2 * Shape::kChunks;
+  float part[kTiles][kColumnBlocks][4];
+  const auto scaled = [&](int t, uint32_t word) {
+    const float2 scale = unpack_pair<__nv_bfloat16>(word);
+#pragma unroll
+    for (int c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[t][c][i] = fmaf(i < 2 ? scale.x : scale.y, part[t][c][i], sums[t][c][i]);
+    }
+  };
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    uint32_t w[kTiles][2][4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if constexpr (Weights::kFormat == FUSELINE_WEIGHT_16) {
+        const uint4 above = step[t].raw[2 * half], below = step[t].raw[2 * half + 1];
+        w[t][0][0] = above.x, w[t][0][1] = below.x, w[t][0][2] = above.y, w[t][0][3] = below.y;
+        w[t][1][0] = above.z, w[t][1][1] = below.z, w[t][1][2] = above.w, w[t][1][3] = below.w;
+      } else if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) {
+        const uint4 raw = step[t].raw[half];
+        Weights::template step<T>(w[t][0], raw.x, raw.y);
+        Weights::template step<T>(w[t][1], raw.z, raw.w);
+      } else {
+        const uint4 raw = step[t].raw[half / 2];
+        uint32_t zero[2] = {kIntegers<T> + 0x00080008u, kIntegers<T> + 0x00080008u};
+        if constexpr (kAnyGroups) {  // of half q of the step lane 4 g + q has rows g and g + 8
+          const uint32_t both = __shfl_sync(~0u, step[t].zero, (threadIdx.x & 28) + half);
+          zero[0] = kIntegers<T> + (both & 0xffu) * 0x10001u;
+          zero[1] = kIntegers<T> + (both >> 8) * 0x10001u;
+        }
+        Weights::template step<T>(w[t][0], half % 2 == 0 ? raw.x : raw.z, zero);
+        Weights::template step<T>(w[t][1], half % 2 == 0 ? raw.y : raw.w, zero);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumnBlocks; ++c) {
+      const uint4 b = load_shared(x_at[c] + x_offset + half * 64);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        float(&to)[4] = Shape::kInt4 ? part[t][c] : sums[t][c];
+        if (Shape::kInt4 && (kAnyGroups || half == 0)) to[0] = to[1] = to[2] = to[3] = 0.f;
+        mma_16816<T>(to, w[t][0], b.x, b.y);
+        mma_16816<T>(to, w[t][1], b.z, b.w);
+      }
+    }
+    if constexpr (kAnyGroups) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) scaled(t, __shfl_sync(~0u, step[t].scale, (threadIdx.x & 28) + half));
+    }
+  }
+  if constexpr (Shape::kInt4 && !kAnyGroups) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) scaled(t, step[t].scale);
+  }
+}
+
+// What of the work this block has. Asked for again after the products: registers are short during them.
+struct Share {
+  int rank, first_unit, units, most_units;
+
+  __device__ __forceinline__ Share(const LinearArguments& a, int grain) {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    const int cluster = block / a.splits;
+    rank = block - cluster * a.splits;
+    first_unit = (cluster * a.base + min(cluster, a.extra)) * grain;
+    units = (a.base + (cluster < a.extra)) * grain;
+    most_units = (a.base + (a.extra > 0)) * grain;
+  }
+};
+
+template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
+__global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
+    linear_stream_kernel(const __grid_constant__ LinearArguments a) {
+  using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
+  constexpr int kTiles = Shape::kTiles, kChunks = Shape::kChunks, kAhead = Shape::kAhead;
+  constexpr bool kPlain = Weights::kFormat == FUSELINE_WEIGHT_16;
+  constexpr int kVectorBytes = kWarp * 16;
+  constexpr int kStepBytes = kPlain ? kTileColumns * 2 : Shape::kVectors * kVectorBytes;  // from a step to the next
+  extern __shared__ __align__(16) char shared[];
+  __shared__ int cut_unit[kStreamWarps];  // the unit that a warp begins within, or none
+
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  const int group = lane / 4, quad = lane % 4;
+  const int grain = a.halves && kTiles == 1 ? 2 : 1;
+  const int plane = a.m * kPitch;  // floats
+  float* const planes = reinterpret_cast<float*>(shared + a.x_bytes);  // of what warps begin within a unit, then of units
+  const auto scales_and_shifts = [&](const Share& share) {
+    return reinterpret_cast<float2*>(planes + (kStreamWarps + share.most_units) * kTiles * plane);
+  };
+  const auto feature_of = [&](const Share& share, int row) {  // of a row of this cluster; a.n where there is none
+    const int place = share.first_unit * kTiles + row / kTileRows;
+    return place < a.tiles ? min(tile_at(a, place) * kTileRows + row % kTileRows, a.n) : a.n;
+  };
+
+  const Share share(a, grain);
+  const int slice_begin = share.rank * a.steps_a_split, slice_end = min(slice_begin + a.steps_a_split, a.steps);
+  const int slice = slice_end - slice_begin, total = share.units * slice;
+  const int begin = int(int64_t(total) * warp / kStreamWarps);
+  int left = int(int64_t(total) * (warp + 1) / kStreamWarps) - begin;  // steps to be multiplied
+
+  // The next step to be asked for, and where it stands: 16-byte vectors of weights, words of scales.
+  int unit = begin / slice, at = begin % slice;
+  uint32_t from = 0, scales_from = 0;
+  int next_tile = 0, next_scales = 0;  // from there to the next tile's; of 16-bit weights to row g + 8
+  int load_unit = unit, load_at = slice_begin + at;
+  const auto point = [&] {
+    const int place = (share.first_unit + load_unit) * kTiles, tile = tile_at(a, min(place, a.tiles - 1));
+    const int tile_step = kTiles == 1 ? 0 : place + 1 < a.tiles ? tile_at(a, place + 1) - tile : 0;
+    if constexpr (kPlain) {
+      const int row = min(tile * kTileRows + group, a.n - 1), row_vectors = int(a.weight_stride / 16);
+      from = uint32_t(row) * row_vectors + load_at * (kStepBytes / 16) + quad;
+      next_tile = (min(row + 8, a.n - 1) - row) * row_vectors;
+    } else {
+      const int tile_vectors = a.chunks * (Weights::kVectors * kWarp);
+      from = uint32_t(tile) * tile_vectors + load_at * (kStepBytes / 16) + lane;
+      next_tile = tile_step * tile_vectors;
+    }
+    if constexpr (Shape::kInt4) scales_from = tile * a.groups * 8 + group, next_scales = tile_step * a.groups * 8;
+  };
+  Step<Shape> steps[kAhead][kTiles];
+  const auto load = [&](Step<Shape>(&step)[kTiles], int ahead) {
+    if (left <= ahead) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int v = 0; v < Shape::kVectors; ++v) {
+        if constexpr (kPlain) {
+          step[t].raw[v] = make_uint4(0, 0, 0, 0);
+          const bool inside = load_at * kTileColumns + v / 2 * 32 + quad * 8 < a.k;
+          if (inside) step[t].raw[v] = load_once(a.weight + (int64_t(from) + v % 2 * next_tile + v / 2 * 4) * 16);
+        } else {  // past the end any integers will do: x is zero there
+          const bool inside = kChunks == 1 || v == 0 || load_at * kChunks + v < a.chunks;
+          const char* const tile = a.weight + (int64_t(from) + t * next_tile) * 16;
+          step[t].raw[v] = load_once(tile + (inside ? v * kVectorBytes : 0));
+        }
+      }
+      if constexpr (Shape::kInt4) {
+        const int of = min(kAnyGroups ? (load_at * 4 + quad) >> a.group_shift : load_at >> (a.group_shift - 2), a.groups - 1);
+        const int64_t word = int64_t(scales_from) + t * next_scales + of * 8;
+        step[t].scale = __ldg(a.scales + word);
+        step[t].zero = 0x0808u;
+        if (kAnyGroups && a.zeros) step[t].zero = __ldg(reinterpret_cast<const uint16_t*>(a.zeros) + word);
+      }
+    }
+    from += kStepBytes / 16;
+    if (++load_at == slice_end) {
+      load_at = slice_begin, ++load_unit;
+      point();
+    }
+  };
+
+  if (left > 0) point();
+  if (!a.overlap) {
+    if constexpr (!kPlain) {  // towards the L2 at least, while the kernel before may still be at work
+      if (lane < kTiles && left > 0) {
+        const int chunks = min(min(min(kAhead, left), slice_end - load_at) * kChunks, a.chunks - load_at * kChunks);
+        prefetch_to_l2(a.weight + (int64_t(from) - lane + lane * next_tile) * 16, chunks * (Weights::kVectors * kVectorBytes));
+      }
+    }
+    wait_for_earlier();
+  }
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) load(steps[u], u);
+  if (a.overlap) wait_for_earlier();
+  let_next_start();
+
+  for (int row = thread; row < share.units * kTiles * kTileRows; row += kStreamThreads) {
+    const int feature = feature_of(share, row);
+    if (feature >= a.n) continue;
+    const float scale = Weights::kFormat == FUSELINE_WEIGHT_INT8 ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
+    scales_and_shifts(share)[row] = make_float2(scale, a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f);
+  }
+  if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
+  const uint32_t x_shared = uint32_t(__cvta_generic_to_shared(shared));
+  const int pitch = x_pitch(a.steps_a_split * kChunks);
+  {
+    const StretchOfRows<kStreamThreads> stretch(x_shared, a.m, slice_begin * kChunks, a.steps_a_split * kChunks,
+                                                min(slice_end * kChunks * kTileColumns, a.k));
+    if (a.norm == FUSELINE_NORM_NONE) {
+      load_rows(a, stretch);
+    } else {
+      load_normed_rows<T>(a, planes, stretch);
+    }
+  }
+  __syncthreads();
+
+  float sums[kTiles][kColumnBlocks][4] = {};
+  uint32_t x_at[kColumnBlocks];  // rows past the last read the last one's x, and nobody their sums
+#pragma unroll
+  for (int c = 0; c < kColumnBlocks; ++c) x_at[c] = x_shared + min(c * 8 + group, a.m - 1) * pitch + quad * 16;
+  int slot = at > 0 ? warp : kStreamWarps + unit;
+  const auto put_down = [&] {
+    float* const to = planes + slot * kTiles * plane;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = c * 8 + quad * 2 + i % 2;
+          if (column < a.m) to[t * plane + column * kPitch + group + i / 2 * 8] = sums[t][c][i];
+          sums[t][c][i] = 0.f;
+        }
+      }
+    }
+    slot = kStreamWarps + ++unit;
+    at = 0;
+  };
+  for (; left > 0; left -= kAhead) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (u >= left) break;
+      multiply_step<T, Weights, kColumnBlocks, kAnyGroups>(a, steps[u], x_at, at * (kChunks * kTileColumns * 2), sums);
+      load(steps[u], u + kAhead);
+      if (++at == slice) put_down();
+    }
+  }
+  if (at > 0) put_down();  // of a warp with nothing to do nobody reads it
+  __syncthreads();
+
+  const Share mine(a, grain);
+  const int rows_here = mine.units * kTiles * kTileRows;
+  const float* const of_units = planes + kStreamWarps * kTiles * plane;
+  const float2* const scale_shift = scales_and_shifts(mine);
+
+  const auto whole = [&](int row, int column) {  // of all warps
+    const int tile = row / kTileRows, place = column * kPitch + row % kTileRows;
+    float sum = of_units[tile * plane + place];
+#pragma unroll
+    for (int w = 1; w < kStreamWarps; ++w) {
+      if (cut_unit[w] == tile / kTiles) sum += planes[(w * kTiles + tile % kTiles) * plane + place];
+    }
+    return sum;
+  };
+  const int count = rows_here * a.m;
+  if (a.splits > 1) {
+    for (int i = thread; i < count; i += kStreamThreads) {
+      const int column = i / rows_here, row = i - column * rows_here;
+      planes[kStreamWarps * kTiles * plane + row / kTileRows * plane + column * kPitch + row % kTileRows] = whole(row, column);
+    }
+    cluster_arrive();
+    cluster_wait();
+  }
+  for (int i = mine.rank * kStreamThreads + thread; i < count; i += a.splits * kStreamThreads) {
+    const int column = i / rows_here, row = i - column * rows_here, feature = feature_of(mine, row);
+    if (feature >= a.n || (a.halves && row / kTileRows % 2)) continue;
+    const auto sum_at = [&](int of) {
+      if (a.splits == 1) return whole(of, column);
+      const float* const here = of_units + of / kTileRows * plane + column * kPitch + of % kTileRows;
+      float sum = 0.f;
+      for (int s = 0; s < a.splits; ++s) sum += load_in_cluster(here, s);
+      return sum;
+    };
+    const int64_t to = int64_t(column) * (a.halves ? a.n / 2 : a.n) + feature;
+    const float residual = a.residual ? to_float(reinterpret_cast<const T*>(a.residual)[to]) : 0.f;
+    const float2 own = scale_shift[row];
+    float other = 0.f;
+    if (a.halves) {
+      const float2 its = scale_shift[row + kTileRows];
+      other = fmaf(sum_at(row + kTileRows), its.x, its.y);
+    }
+    const float y = activated<T>(a, fmaf(sum_at(row), own.x, own.y), other);
+    reinterpret_cast<T*>(a.y)[to] = from_float<T>(y + residual);
+  }
+  if (a.splits > 1) {  // nobody leaves while others of the cluster read here
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace fuseline

@@ -1,0 +1,109 @@
+// The host's half of linear_stream.cuh: which kernel, and how many blocks share the columns.
+#pragma once
+
+#include "linear_stream.cuh"
+
+namespace fuseline {
+
+// Deals `a.tiles` to clusters of `splits` blocks, `clusters` of them at most. Answers the bytes of shared memory.
+template <class Shape>
+int deal_units(LinearArguments& a, int splits, int clusters) {
+  const int grain = a.halves && Shape::kTiles == 1 ? 2 : 1;
+  const int grains = int(divide_up(a.tiles, Shape::kTiles * grain));
+  a.splits = splits, a.units = std::min(grains, std::max(1, clusters));
+  a.base = grains / a.units, a.extra = grains % a.units;
+  a.steps = int(divide_up(a.chunks, Shape::kChunks));
+  a.steps_a_split = int(divide_up(a.steps, splits));
+  const int most_tiles = (a.base + (a.extra > 0)) * grain * Shape::kTiles;
+  const int64_t x = int64_t(a.m) * x_pitch(a.steps_a_split * Shape::kChunks);
+  const int64_t sums = int64_t(most_tiles + kStreamWarps * Shape::kTiles) * a.m * kPitch * 4 + most_tiles * kTileRows * 8;
+  a.x_bytes = int(std::min<int64_t>(x, 1 << 24));
+  return int(std::min<int64_t>(x + sums, 1 << 24));
+}
+
+// By the nanoseconds that the busiest multiprocessor should take. Answers 0 if x fits no way.
+template <class Weights, class Shape>
+int plan_stream(const LinearArguments& given, const fuseline_linear& call, const Device& device) {
+  constexpr double kHbm = 22.8, kL2 = 40, kInCluster = 20;  // bytes a nanosecond and multiprocessor
+  constexpr double kMeeting = 900, kAlone = 700;  // of clusters, and of blocks that leave the next launch no room
+  double best = 0;
+  int best_splits = 0;
+  for (int splits = 1; splits <= (device.clusters ? kMostSplits : 1); splits *= 2) {
+    if (call.splits && call.splits != splits) continue;
+    LinearArguments a = given;
+    const int shared = deal_units<Shape>(a, splits, device.processors / splits);
+    if (shared > device.shared_a_block || a.steps_a_split * (splits - 1) >= a.steps) continue;
+    const double step = Shape::kTiles * Shape::kVectors * kWarp * 16.;
+    const double most = a.base + (a.extra > 0), mean = double(a.base * a.units + a.extra) * splits / device.processors;
+    const int grain = a.halves && Shape::kTiles == 1 ? 2 : 1;
+    // Blocks that are done leave the bandwidth to the others.
+    double cost = (mean + 2 * most) / 3 * grain * a.steps_a_split * step / kHbm;
+    cost += std::max(0., a.x_bytes / kL2 - 1000);
+    if (splits > 1) cost += kMeeting + most * grain * Shape::kTiles * kTileRows * a.m * 4 / kInCluster;
+    if (2 * (shared + 1024) > device.shared_a_processor) cost += kAlone;
+    if (best_splits == 0 || cost < best) best = cost, best_splits = splits;
+  }
+  return best_splits;
+}
+
+template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
+int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& device, void* stream) {
+  using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
+  const auto kernel = linear_stream_kernel<T, Weights, kColumnBlocks, kAnyGroups>;
+  const int splits = plan_stream<Weights, Shape>(a, call, device);
+  if (splits == 0) return FUSELINE_UNSUPPORTED;
+  int clusters = device.processors / splits, shared = 0;
+  for (;;) {  // the device may hold fewer clusters than multiprocessors / splits
+    shared = deal_units<Shape>(a, splits, clusters);
+    if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
+    int resident = 0;
+    const cudaError_t error = resident_clusters(kernel, device, kStreamThreads, size_t(shared), splits, resident);
+    if (error != cudaSuccess) return int(error);
+    if (resident == 0) return FUSELINE_UNSUPPORTED;
+    if (resident >= a.units) break;
+    clusters = resident;
+  }
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(a.units * splits));
+  config.blockDim = dim3(kStreamThreads);
+  config.dynamicSmemBytes = size_t(shared);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  if (device.clusters) {  // sm_90, which has both
+    attributes[0] = overlapping();
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = unsigned(splits);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.numAttrs = splits > 1 ? 2 : 1;
+  }
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
+  const cudaError_t last = cudaGetLastError();
+  return int(launched != cudaSuccess ? launched : last);
+}
+
+template <class T, class Weights, bool kAnyGroups>
+int launch_stream(const LinearArguments& a, const fuseline_linear& call, const Device& device, void* stream) {
+  if (a.m <= 8) return launch_stream<T, Weights, 1, kAnyGroups>(a, call, device, stream);
+  if (a.m <= 16) return launch_stream<T, Weights, 2, kAnyGroups>(a, call, device, stream);
+  return launch_stream<T, Weights, 4, kAnyGroups>(a, call, device, stream);
+}
+
+// Up to kStreamRows rows of x. FUSELINE_UNSUPPORTED where x does not fit shared memory.
+template <class T, class Weights>
+int run_stream(const LinearArguments& a, const fuseline_linear& call, void* stream);
+
+#define FUSELINE_STREAM_KERNELS(T, Weights)                                                             \
+  template <>                                                                                           \
+  int run_stream<T, Weights>(const LinearArguments& a, const fuseline_linear& call, void* stream) {    \
+    if (a.m > kStreamRows) return FUSELINE_UNSUPPORTED;                                                 \
+    Device device;                                                                                      \
+    const cudaError_t error = current_device(device);                                                   \
+    if (error != cudaSuccess) return int(error);                                                        \
+    if constexpr (Weights::kGrouped) {                                                                  \
+      if (a.zeros || a.group_shift < 2) return launch_stream<T, Weights, true>(a, call, device, stream); \
+    }                                                                                                   \
+    return launch_stream<T, Weights, false>(a, call, device, stream);                                   \
+  }
+
+}  // namespace fuseline

@@ -1,0 +1,115 @@
+// Activations of a linear layer in shared memory, as the B of its products reads them: [row of x][columns of k], rows a
+// pitch apart that lets eight of them be read at once. Zeros stand past the columns that there are.
+#pragma once
+
+#include "linear_call.cuh"
+
+namespace fuseline {
+
+// Bytes from row to row: 64 more than a multiple of 128, so that 16 bytes of each of 8 rows by 4 quads lie in all banks.
+__host__ __device__ constexpr int x_pitch(int chunks) { return chunks * kTileColumns * 2 + 64; }
+
+// Eight elements of 16 bits, of which `there` are, and zeros.
+__device__ __forceinline__ uint4 load_few(const char* at, int there) {
+  uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < there) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Which 16 bytes (8 columns) of a stretch of x a thread moves: one row, one quad of every `step`-th half chunk.
+template <int kThreads>
+struct StretchOfRows {
+  int row, now, step, count, first, limit;
+  uint32_t to;
+
+  // `rows` of x, `chunks` of 64 columns from chunk `begin` on, of which those before column `limit` are there.
+  __device__ __forceinline__ StretchOfRows(uint32_t shared, int rows, int begin, int chunks, int limit_)
+      : count(2 * chunks), first(begin * kTileColumns + int(threadIdx.x) % 4 * 8), limit(limit_) {
+    const int row_bits = rows == 1 ? 0 : 32 - __clz(rows - 1);  // threads for rows, a power of two
+    row = (int(threadIdx.x) / 4) & ((1 << row_bits) - 1);
+    now = row < rows ? (int(threadIdx.x) / 4) >> row_bits : count;
+    step = (kThreads / 4) >> row_bits;
+    to = shared + row * x_pitch(chunks) + int(threadIdx.x) % 4 * 16;
+  }
+  __device__ __forceinline__ int column(int half) const { return first + half * 32; }
+  __device__ __forceinline__ uint32_t place(int half) const { return to + half * 64; }
+};
+
+template <int kThreads>
+__device__ __forceinline__ void load_rows(const LinearArguments& a, StretchOfRows<kThreads> of) {
+  constexpr int kTogether = 4;
+  const char* const x = a.x + of.row * a.x_stride;
+  for (; of.now < of.count; of.now += kTogether * of.step) {
+    uint4 raw[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int half = of.now + u * of.step, column = of.column(half);
+      raw[u] = make_uint4(0, 0, 0, 0);
+      if (half >= of.count || column >= of.limit) continue;
+      const char* const at = x + int64_t(column) * 2;
+      raw[u] = a.x_vectors ? *reinterpret_cast<const uint4*>(at) : load_few(at, of.limit - column);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int half = of.now + u * of.step;
+      if (half < of.count) store_shared(of.place(half), raw[u]);
+    }
+  }
+}
+
+// The same, normed over all of k. `room` holds a float for each warp and row of x and two for each row.
+template <class T, int kThreads>
+__device__ __forceinline__ void load_normed_rows(const LinearArguments& a, float* room, StretchOfRows<kThreads> of) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  float2* const moments = reinterpret_cast<float2*>(room);  // mean and 1 / standard deviation
+  float* const partial = room + 2 * a.m;
+  const bool layer = a.norm == FUSELINE_NORM_LAYER;
+  for (int centred = layer ? 0 : 1; centred < 2; ++centred) {  // the mean, then squares around it
+    for (int row = 0; row < a.m; ++row) {
+      const float mean = layer && centred ? moments[row].x : 0.f;
+      float sum = 0.f;
+      for (int i = thread; i < a.k / 8; i += kThreads) {
+        float values[8];
+        unpack<T>(*reinterpret_cast<const uint4*>(a.x + row * a.x_stride + int64_t(i) * 16), values);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const float off = values[e] - mean;
+          sum = centred ? fmaf(off, off, sum) : sum + off;
+        }
+      }
+#pragma unroll
+      for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      if (lane == 0) partial[row * kWarps + warp] = sum;
+    }
+    __syncthreads();
+    for (int row = thread; row < a.m; row += kThreads) {
+      float sum = 0.f;
+      for (int w = 0; w < kWarps; ++w) sum += partial[row * kWarps + w];
+      sum /= a.k;
+      moments[row] = centred ? make_float2(layer ? moments[row].x : 0.f, rsqrtf(sum + a.eps)) : make_float2(sum, 0.f);
+    }
+    __syncthreads();
+  }
+  const char* const x = a.x + of.row * a.x_stride;
+  for (; of.now < of.count; of.now += of.step) {
+    const int column = of.column(of.now);
+    uint4 raw = make_uint4(0, 0, 0, 0);
+    if (column < of.limit) {
+      float values[8], weight[8], shift[8] = {};
+      unpack<T>(*reinterpret_cast<const uint4*>(x + int64_t(column) * 2), values);
+      unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(column) * 2)), weight);
+      if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(column) * 2)), shift);
+      const float2 of_row = moments[of.row];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - of_row.x) * of_row.y, weight[e], shift[e]);
+      raw = pack<T>(values);
+    }
+    store_shared(of.place(of.now), raw);
+  }
+}
+
+}  // namespace fuseline
