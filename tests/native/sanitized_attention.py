@@ -35,6 +35,10 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         starts = torch.tensor([0, 20, 20, 75], device="cuda", dtype=torch.int32)
         packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 55, "max_seqlen_k": 55}
         yield f"{name} packed", call(dtype, 80, 78, 64, B=1, **packed)
+    for T, D in ((16, 32), (40, 64), (128, 64), (100, 128)):
+        for mask in (None, torch.randn(2, 1, T, T, device="cuda")):
+            options: dict[str, Any] = {} if mask is None else {"mask": mask, "dropout_p": 0.1}
+            yield f"short {T} {D} {sorted(options)}", call(torch.bfloat16, T, T, D, sinks=None, **options)
     for T, D in ((1, 64), (3, 128), (16, 128), (16, 256)):
         yield f"split {T} {D}", call(torch.bfloat16, T, 700, D, wants_grad=False)
 

@@ -125,7 +125,10 @@ def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, 
 
 
 def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
-    """Forward and, without shared heads of keys, backward: right, inside of their outputs, and repeatable."""
+    """Forward and, without shared heads of keys, backward: right, inside of their outputs, and repeatable.
+
+    The second runs have a counter of problems, which blocks take in any order.
+    """
     what = f"{shape} {options}"
     q, k, v = place(shape, True), place(shape.keys(), True), place(shape.keys(), True)
     out = place(replace(shape, layout="bthd"), False)
@@ -141,7 +144,8 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     assert_as_good(out, eager, exact, f"out of {what}")
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4, msg=f"lse of {what}")
     again = place(replace(shape, layout="bthd"), False)
-    assert kernels.forward(record(q, k, v, options, again)) == 0
+    counter = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+    assert kernels.forward(record(q, k, v, options, again, workspace=counter)) == 0
     assert torch.equal(out, again), f"out of {what} differs from run to run"
     if shape.kv_heads not in (None, shape.heads):
         assert not kernels.fits(call, True)
@@ -154,9 +158,9 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     exact_grads = torch.autograd.grad(outputs[0], wide, [g.double() for g in incoming])
     eager_grads = torch.autograd.grad(outputs[1], narrow, [g.to(shape.dtype) for g in incoming])
     runs = []
-    for _ in range(2):
+    for workspace in (None, counter):
         grads = [place(s, False) for s in (shape, shape.keys(), shape.keys())]
-        assert kernels.backward(gradients_record(call, grad_out, *grads, grad_lse)) == 0, what
+        assert kernels.backward(gradients_record(call, grad_out, *grads, grad_lse, workspace)) == 0, what
         runs.append(grads)
     for name, one, two, narrow_grad, wide_grad in zip("qkv", *runs, eager_grads, exact_grads, strict=True):
         assert only_wrote(one), f"grad_{name} of {what}"
@@ -232,6 +236,12 @@ def test_a_row_of_nothing_but_the_lowest_number(kernels: ShortAttention, seqlen:
     assert kernels.forward(record(q, k, v, Options(softmax_scale=0.125, mask=mask), out)) == 0
     mean = v.float().mean(-2, keepdim=True).expand(out.shape)
     torch.testing.assert_close(out.float(), mean, rtol=1e-2, atol=1e-2)
+
+
+def test_a_counter_of_problems_is_for_many(kernels: ShortAttention) -> None:
+    for batch, wanted in ((1, 0), (2**16, 4)):
+        q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE).expand(batch, 1, 128, 64)
+        assert kernels.workspace(record(q, q, q, Options())) == wanted
 
 
 def test_gradients_that_nobody_wants(kernels: ShortAttention) -> None:

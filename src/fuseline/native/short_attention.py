@@ -75,6 +75,7 @@ def record(
     options: Options,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> Record:
     call = Record()
     call.dtype, call.causal = DTYPES[q.dtype], CAUSAL.index(options.causal)
@@ -96,6 +97,7 @@ def record(
         )
         mask = options.mask.expand(*q.shape[:3], k.shape[2])
         call.mask, call.mask_strides = mask.data_ptr(), _FOUR(*mask.stride())
+    call.workspace = None if workspace is None else workspace.data_ptr()
     return call
 
 
@@ -106,6 +108,7 @@ def gradients_record(
     grad_k: torch.Tensor | None,
     grad_v: torch.Tensor | None,
     grad_lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> GradientsRecord:
     gradients = GradientsRecord()
     gradients.call = call
@@ -115,6 +118,7 @@ def gradients_record(
             setattr(gradients, name, tensor.data_ptr())
             setattr(gradients, f"{name}_strides", _THREE(*tensor.stride()[:3]))
     gradients.grad_lse = None if grad_lse is None else grad_lse.data_ptr()
+    gradients.workspace = None if workspace is None else workspace.data_ptr()
     return gradients
 
 
@@ -127,6 +131,9 @@ class ShortAttention:
     def fits(self, call: Record, backward: bool) -> bool:
         return bool(self.library.fuseline_attention_short_fits(ctypes.byref(call), int(backward)))
 
+    def workspace(self, call: Record) -> int:
+        return self.library.fuseline_attention_short_workspace(ctypes.byref(call))
+
     def forward(self, call: Record) -> int:
         return self.library.fuseline_attention_short_forward(ctypes.byref(call), _stream())
 
@@ -137,6 +144,8 @@ class ShortAttention:
 def open_short_attention() -> ShortAttention:
     library = open_kernels().library
     library.fuseline_attention_short_fits.argtypes = [_POINTER, _INT]
+    library.fuseline_attention_short_workspace.argtypes = [_POINTER]
+    library.fuseline_attention_short_workspace.restype = _SIZE
     library.fuseline_attention_short_forward.argtypes = [_POINTER, _POINTER]
     library.fuseline_attention_short_backward.argtypes = [_POINTER, _POINTER]
     return ShortAttention(library)

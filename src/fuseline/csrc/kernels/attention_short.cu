@@ -3,12 +3,11 @@
 
 #include <cstdlib>
 
-#include "device/attention_short.cuh"
+#include "device/attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
 namespace {
 
-constexpr int kLongest = 128, kWidest = 128;
 constexpr int64_t kMostMaskStep = 1 << 20;  // elements from key to key
 constexpr int64_t kMostProblems = int64_t(1) << 30;
 
@@ -46,9 +45,11 @@ ShortAttention arguments(const fuseline_attention& call) {
 bool has_room(const ShortAttention& a, bool backward) {
   Device device;
   if (current_device(device) != cudaSuccess) return false;
-  return with_tiles(a, [&](auto length, auto head_dim) {
-    constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
-    return int((backward ? kBackwardBytes<kS, kD> : kForwardBytes<kS, kD>) <= device.shared_a_block);
+  return with_length(a, [&](auto length) {
+    return with_head_dim(a.head_dim, [&](auto head_dim) {
+      constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
+      return int((backward ? kBackwardBytes<kS, kD> : kForwardBytes<kS, kD>) <= device.shared_a_block);
+    });
   });
 }
 
@@ -66,6 +67,15 @@ bool fits(const fuseline_attention& call, bool backward) {
          (!backward || heads == kv_heads) && has_room(arguments(call), backward);
 }
 
+// A counter of problems, where these are many to a block: it is cleared beforehand, which takes 2 us.
+size_t workspace(const fuseline_attention& call) {
+  constexpr int64_t kFewTurns = 16, kRowsAtOnce = 256;  // of queries, on a multiprocessor
+  Device device;
+  if (current_device(device) != cudaSuccess) return 0;
+  const int64_t rows = call.batch * call.heads * std::max(call.seqlen_q, call.seqlen_k);
+  return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(unsigned) : 0;
+}
+
 int forward(const fuseline_attention& call, void* stream) {
   if (!fits(call, false) || !aligned(call.q, call.q_strides) || !aligned(call.k, call.k_strides) ||
       !aligned(call.v, call.v_strides) || !aligned(call.out, call.out_strides)) {
@@ -77,7 +87,9 @@ int forward(const fuseline_attention& call, void* stream) {
   ShortAttention a = arguments(call);
   a.out = tensor(call.out, call.out_strides);
   a.lse = call.lse;
-  return attention_short_forward(a, call.dtype, device, stream);
+  a.taken = static_cast<unsigned*>(call.workspace);
+  return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half>(a, device, stream)
+                                        : forward_of<__nv_bfloat16>(a, device, stream);
 }
 
 int backward(const fuseline_attention_gradients& gradients, void* stream) {
@@ -98,8 +110,12 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
   a.grad_k = tensor(gradients.grad_k, gradients.grad_k_strides);
   a.grad_v = tensor(gradients.grad_v, gradients.grad_v_strides);
   a.grad_lse = gradients.grad_lse;
-  return call.dtype == FUSELINE_FLOAT16 ? attention_short_backward_fp16(a, device, stream)
-                                        : attention_short_backward_bf16(a, device, stream);
+  a.taken = static_cast<unsigned*>(gradients.workspace);
+  return with_length(a, [&](auto length) {
+    constexpr int kS = decltype(length)::value;
+    return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)
+                                          : backward_of<__nv_bfloat16, kS>(a, device, stream);
+  });
 }
 
 }  // namespace
@@ -107,6 +123,10 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
 
 int fuseline_attention_short_fits(const fuseline_attention* call, int backward) {
   return fuseline::short_attention::fits(*call, backward != 0);
+}
+
+size_t fuseline_attention_short_workspace(const fuseline_attention* call) {
+  return fuseline::short_attention::workspace(*call);
 }
 
 int fuseline_attention_short_forward(const fuseline_attention* call, void* stream) {

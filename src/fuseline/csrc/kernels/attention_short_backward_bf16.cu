@@ -1,10 +1,10 @@
-// The gradients of attention over short sequences, in bf16 (device/attention_short_backward.cuh).
+// The gradients of attention over short sequences of up to 64 rows and keys, in bf16 (device/attention_short_backward.cuh).
 #include "device/attention_short_backward.cuh"
 
 namespace fuseline::short_attention {
 
-int attention_short_backward_bf16(const ShortAttention& a, const Device& device, void* stream) {
-  return short_backward_of<__nv_bfloat16>(a, device, stream);
-}
+template int backward_of<__nv_bfloat16, 16>(const ShortAttention& a, const Device& device, void* stream);
+template int backward_of<__nv_bfloat16, 32>(const ShortAttention& a, const Device& device, void* stream);
+template int backward_of<__nv_bfloat16, 64>(const ShortAttention& a, const Device& device, void* stream);
 
 }  // namespace fuseline::short_attention

@@ -1,5 +1,5 @@
 /* Attention over short sequences: whole (batch, head) problems on chip. The structs and what they mean stand in
- * fuseline_attention.h; out, lse and workspaces of the backward's record are not read, so that a forward by any kernel
+ * fuseline_attention.h; out and lse of the backward's record are not read, so that a forward by any kernel
  * may go before. */
 #ifndef FUSELINE_ATTENTION_SHORT_H
 #define FUSELINE_ATTENTION_SHORT_H
@@ -13,6 +13,9 @@ extern "C" {
 /* Whether these kernels take the call: 16-bit dtypes, both lengths 1 .. 128, head dims 8 .. 128 by 8, a positive scale,
  * no soft cap, sinks or packed sequences. `backward`: and its gradients, which want kv_heads = heads. */
 FUSELINE_API int fuseline_attention_short_fits(const fuseline_attention* call, int backward);
+
+/* Bytes of scratch that a call and its gradients may have in workspace, and go faster with; 0 if there is nothing in it. */
+FUSELINE_API size_t fuseline_attention_short_workspace(const fuseline_attention* call);
 
 /* FUSELINE_UNSUPPORTED where they do not, where a pointer or stride is no multiple of 16 bytes, and where the gradient
  * of a mask or of sinks is wanted. */

@@ -14,7 +14,9 @@
 // as the room of this one's is free.
 #pragma once
 
-#include "attention_short.cuh"
+#include "attention_short_launch.cuh"
+#include "attention_short_products.cuh"
+#include "attention_short_scores.cuh"
 
 namespace fuseline::short_attention {
 
@@ -78,14 +80,16 @@ __device__ __forceinline__ void leave(const uint32_t (&packed)[kS / 16][4], cons
 #endif
 }
 
-// sums[16, kD] = left[kS, columns row .. + 16]^T * right[kS, kD]; of a `marked` left side without the marked.
-template <class T, int kS, int kD>
+// sums[16, kD] = left[kS, columns row .. + 16]^T * right[kS, kD]; of a `marked` left side without the marked, and without
+// what stands outside of `blocks` if some are skipped.
+template <class T, int kS, int kD, bool kSkips>
 __device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const Tile<kS>& left, const Tile<kD>& right,
-                                                 bool marked, const Place& place) {
+                                                 bool marked, uint32_t blocks, const Place& place) {
   const uint32_t left_at = left.chunk(place.lane % 8 + place.lane / 16 * 8, place.row / 8 + place.lane / 8 % 2);
   clear(sums);
 #pragma unroll (kSteps<kS, kD>)
   for (int k = 0; k < kS / 16; ++k) {
+    if (kSkips && !(blocks & 1u << k)) continue;
     uint32_t a[4];
     load_matrices_transposed(a, left.rows_on(left_at, 16 * k));
     if (marked) {
@@ -149,17 +153,21 @@ __device__ __forceinline__ void through_softmax(float (&grad_p)[kS / 8][4], uint
 
 // ---- kernel ----
 
-template <class T, int kS, int kD>
+// kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
+template <class T, int kS, int kD, bool kSkips>
 __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
   constexpr bool kAheadQ = kQueriesAhead<kS>, kAheadGrad = kGradientsAhead<kS, kD>;
   const Tile<kD> k{base}, v{base + kTile};
-  Tile<kD> q{base + 2 * kTile}, grad_out{base + 3 * kTile};
-  // The other place of a tensor that has two, from the one it stands in.
-  const auto other_q = [&] { return Tile<kD>{2 * base + 6 * kTile - q.base}; };
-  const auto other_grad_out = [&] { return Tile<kD>{2 * base + 8 * kTile - grad_out.base}; };
+  Turns turns{base + kBackwardBytes<kS, kD> - Turns::kBytes};
+  const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
+  // Tensors that have two places change them every turn; `ahead`: where the next problem's stands.
+  const auto q = [&](bool ahead = false) { return Tile<kD>{base + (kAheadQ && turns.odd() != ahead ? 4 : 2) * kTile}; };
+  const auto grad_out = [&](bool ahead = false) {
+    return Tile<kD>{base + (kAheadGrad && turns.odd() != ahead ? 5 : 3) * kTile};
+  };
   const Tile<kS> room{base + (4 + kAheadQ + kAheadGrad) * kTile}, grad_room{room.base + (kOneRoom<kS> ? 0 : kRoom)};
   const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem, int rows) {
     if (problem < a.problems) fetch<T, kS>(to, tensor, head_of(a, problem), rows, a.head_dim);
@@ -167,76 +175,85 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
   };
   fetch_one(k, a.k, blockIdx.x, a.seqlen_k);
   fetch_one(v, a.v, blockIdx.x, a.seqlen_k);
-  fetch_one(grad_out, a.grad_out, blockIdx.x, a.seqlen_q);
-  fetch_one(q, a.q, blockIdx.x, a.seqlen_q);
-  for (int problem = blockIdx.x; problem < a.problems; problem += gridDim.x) {
-    const int next = problem + gridDim.x;
+  fetch_one(grad_out(), a.grad_out, blockIdx.x, a.seqlen_q);
+  fetch_one(q(), a.q, blockIdx.x, a.seqlen_q);
+  turns.begin(a);
+  blocks.begin(a, Place::here<kS>());
+  do {
     wait_for_all();
     meet<kS>();
-    if constexpr (kAheadQ) fetch_one(other_q(), a.q, next, a.seqlen_q);
-    if constexpr (kAheadGrad) fetch_one(other_grad_out(), a.grad_out, next, a.seqlen_q);
+    const int asked = turns.ask(a);
+    if constexpr (kAheadQ) fetch_one(q(true), a.q, turns.next(), a.seqlen_q);
+    if constexpr (kAheadGrad) fetch_one(grad_out(true), a.grad_out, turns.next(), a.seqlen_q);
     uint32_t grad_s[kS / 16][4];
     {
       float p[kS / 8][4];
-      multiply_rows<T, kD, kS>(p, q, k, Place::here());
-      const RowSums sums = exponentials<T, kS>(p, a, problem, Place::here());
+      multiply_rows<T, kD, kS, kSkips>(p, q(), k, blocks.keys(Place::here<kS>()), Place::here<kS>());
+      turns.answer(asked);
+      const RowSums sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
       normalize<T, kS>(p, sums, grad_s);
       if (a.dropout.seed) {
         uint32_t kept[2];
-        kept_by_dropout<kS>(kept, a, problem, Place::here());
+        kept_by_dropout<kS>(kept, a, turns.problem(), Place::here<kS>());
         mark<kS>(grad_s, kept);
       }
-      leave<kS>(grad_s, room, Place::here());  // p
+      leave<kS>(grad_s, room, Place::here<kS>());  // p
       __syncwarp();
       float grad_lse[2] = {0.f, 0.f};
-      if (a.grad_lse) load_rows(grad_lse, a, problem, Place::here());
-      multiply_rows<T, kD, kS>(p, grad_out, v, Place::here());  // the gradient of p
+      if (a.grad_lse) load_rows(grad_lse, a, turns.problem(), Place::here<kS>());
+      const uint32_t seen = blocks.keys(Place::here<kS>());
+      multiply_rows<T, kD, kS, kSkips>(p, grad_out(), v, seen, Place::here<kS>());  // the gradient of p
       if (a.dropout.seed) {
-        through_softmax<T, kS, true>(p, grad_s, grad_lse, room, a.dropout.scale, Place::here());
+        through_softmax<T, kS, true>(p, grad_s, grad_lse, room, a.dropout.scale, Place::here<kS>());
       } else {
-        through_softmax<T, kS, false>(p, grad_s, grad_lse, room, 1.f, Place::here());
+        through_softmax<T, kS, false>(p, grad_s, grad_lse, room, 1.f, Place::here<kS>());
       }
     }
-    if constexpr (!kOneRoom<kS>) leave<kS>(grad_s, grad_room, Place::here());
+    if constexpr (!kOneRoom<kS>) leave<kS>(grad_s, grad_room, Place::here<kS>());
     float sums[kD / 8][4];
     if (a.grad_q.at) {
-      multiply_held<T, kS, kD>(sums, grad_s, k, Place::here());
-      store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, problem, a.seqlen_q, Place::here());
+      multiply_held<T, kS, kD, kSkips>(sums, grad_s, k, blocks.keys(Place::here<kS>()), Place::here<kS>());
+      store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, turns.problem(), a.seqlen_q, Place::here<kS>());
     }
     meet<kS>();
-    fetch_one(k, a.k, next, a.seqlen_k);
-    fetch_one(v, a.v, next, a.seqlen_k);
+    fetch_one(k, a.k, turns.next(), a.seqlen_k);
+    fetch_one(v, a.v, turns.next(), a.seqlen_k);
     if (a.grad_v.at) {
       const float factor = a.dropout.seed ? a.dropout.scale : 1.f;
-      multiply_columns<T, kS, kD>(sums, room, grad_out, a.dropout.seed, Place::here());
-      store_rows<T, kD>(sums, factor, factor, a.grad_v, a, problem, a.seqlen_k, Place::here());
+      const uint32_t seen = blocks.rows(Place::here<kS>());
+      multiply_columns<T, kS, kD, kSkips>(sums, room, grad_out(), a.dropout.seed, seen, Place::here<kS>());
+      store_rows<T, kD>(sums, factor, factor, a.grad_v, a, turns.problem(), a.seqlen_k, Place::here<kS>());
     }
     if constexpr (kOneRoom<kS>) {
       meet<kS>();
-      if constexpr (!kAheadGrad) fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
-      leave<kS>(grad_s, grad_room, Place::here());
+      if constexpr (!kAheadGrad) fetch_one(grad_out(), a.grad_out, turns.next(), a.seqlen_q);
+      leave<kS>(grad_s, grad_room, Place::here<kS>());
       meet<kS>();
     }
-    if (a.grad_k.at) multiply_columns<T, kS, kD>(sums, grad_room, q, false, Place::here());
+    if (a.grad_k.at) {
+      const uint32_t seen = blocks.rows(Place::here<kS>());
+      multiply_columns<T, kS, kD, kSkips>(sums, grad_room, q(), false, seen, Place::here<kS>());
+    }
     if constexpr (!kAheadQ) {
       meet<kS>();
-      fetch_one(grad_out, a.grad_out, next, a.seqlen_q);
-      fetch_one(q, a.q, next, a.seqlen_q);
+      fetch_one(grad_out(), a.grad_out, turns.next(), a.seqlen_q);
+      fetch_one(q(), a.q, turns.next(), a.seqlen_q);
     }
-    if (a.grad_k.at) store_rows<T, kD>(sums, a.scale, a.scale, a.grad_k, a, problem, a.seqlen_k, Place::here());
-    if constexpr (kAheadQ) q = other_q();
-    if constexpr (kAheadGrad) grad_out = other_grad_out();
-  }
+    if (a.grad_k.at) store_rows<T, kD>(sums, a.scale, a.scale, a.grad_k, a, turns.problem(), a.seqlen_k, Place::here<kS>());
+    turns.advance();
+  } while (turns.problem() < a.problems);
 }
 
 // ---- launcher ----
 
-template <class T>
-int short_backward_of(const ShortAttention& a, const Device& device, void* stream) {
-  return with_tiles(a, [&](auto length, auto head_dim) {
-    constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
-    constexpr int kBytes = kBackwardBytes<kS, kD>;
-    return launch_problems(short_backward<T, kS, kD>, a, 2 * kS, kBytes, device, stream);
+template <class T, int kS>
+int backward_of(const ShortAttention& a, const Device& device, void* stream) {
+  return with_head_dim(a.head_dim, [&](auto head_dim) {
+    constexpr int kD = decltype(head_dim)::value, kBytes = kBackwardBytes<kS, kD>;
+    if constexpr (kS == kLongest) {
+      if (skips(a)) return launch_problems(short_backward<T, kS, kD, true>, a, 2 * kS, kBytes, device, stream);
+    }
+    return launch_problems(short_backward<T, kS, kD, false>, a, 2 * kS, kBytes, device, stream);
   });
 }
 

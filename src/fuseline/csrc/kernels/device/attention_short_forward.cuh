@@ -6,12 +6,13 @@
 // Threads: a warp has 16 queries. Its scores and probabilities stay in registers, in which the product with the keys
 // leaves them as the product with the values wants them. While a block multiplies by the values, the queries and keys of
 // its next problem are on their way, and its next values while it stores.
+#pragma once
 
-#include "device/attention_short.cuh"
+#include "attention_short_launch.cuh"
+#include "attention_short_products.cuh"
+#include "attention_short_scores.cuh"
 
 namespace fuseline::short_attention {
-namespace {
-
 // Blocks that a multiprocessor has registers for.
 template <int kS, int kD>
 constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);
@@ -42,7 +43,8 @@ __device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t 
 
 // ---- kernel ----
 
-template <class T, int kS, int kD>
+// kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
+template <class T, int kS, int kD, bool kSkips>
 __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     short_forward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
@@ -66,52 +68,58 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
   };
   fetch_scores(blockIdx.x);
   fetch_values(blockIdx.x);
-  for (int problem = blockIdx.x; problem < a.problems; problem += gridDim.x) {
+  Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
+  const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
+  turns.begin(a);
+  blocks.begin(a, Place::here<kS>());
+  do {
     wait_for_oldest(2);
     meet<kS>();
+    const int asked = turns.ask(a);
     uint32_t packed[kS / 16][4];
     RowSums sums;
     {
       float p[kS / 8][4];
-      multiply_rows<T, kD, kS>(p, q, k, Place::here());
-      sums = exponentials<T, kS>(p, a, problem, Place::here());
-      pack_kept<T, kS>(p, packed, a, problem, Place::here());
+      multiply_rows<T, kD, kS, kSkips>(p, q, k, blocks.keys(Place::here<kS>()), Place::here<kS>());
+      sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
+      pack_kept<T, kS>(p, packed, a, turns.problem(), Place::here<kS>());
     }
+    turns.answer(asked);
     wait_for_all();
     meet<kS>();
-    fetch_scores(problem + gridDim.x);
+    fetch_scores(turns.next());
     float out[kD / 8][4];
-    multiply_held<T, kS, kD>(out, packed, v, Place::here());
+    multiply_held<T, kS, kD, kSkips>(out, packed, v, blocks.keys(Place::here<kS>()), Place::here<kS>());
     meet<kS>();
-    fetch_values(problem + gridDim.x);
-    const Place place = Place::here();
+    fetch_values(turns.next());
+    const Place place = Place::here<kS>();
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = place.row + place.group + 8 * half;
       factor[half] = sums.sum[half] == 0.f ? 0.f : (a.dropout.seed ? a.dropout.scale : 1.f) * fast_reciprocal(sums.sum[half]);
       if (a.lse && place.quad == 0 && row < a.seqlen_q) {
-        a.lse[int64_t(problem) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
+        a.lse[int64_t(turns.problem()) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
       }
     }
-    store_rows<T, kD>(out, factor[0], factor[1], a.out, a, problem, a.seqlen_q, Place::here());
-  }
+    store_rows<T, kD>(out, factor[0], factor[1], a.out, a, turns.problem(), a.seqlen_q, Place::here<kS>());
+    turns.advance();
+  } while (turns.problem() < a.problems);
 }
 
 // ---- launcher ----
 
 template <class T>
-int run(const ShortAttention& a, const Device& device, void* stream) {
-  return with_tiles(a, [&](auto length, auto head_dim) {
-    constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
-    return launch_problems(short_forward<T, kS, kD>, a, 2 * kS, kForwardBytes<kS, kD>, device, stream);
+int forward_of(const ShortAttention& a, const Device& device, void* stream) {
+  return with_length(a, [&](auto length) {
+    return with_head_dim(a.head_dim, [&](auto head_dim) {
+      constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
+      if constexpr (kS == kLongest) {
+        if (skips(a)) return launch_problems(short_forward<T, kS, kD, true>, a, 2 * kS, kBytes, device, stream);
+      }
+      return launch_problems(short_forward<T, kS, kD, false>, a, 2 * kS, kBytes, device, stream);
+    });
   });
-}
-
-}  // namespace
-
-int attention_short_forward(const ShortAttention& a, int dtype, const Device& device, void* stream) {
-  return dtype == FUSELINE_FLOAT16 ? run<__half>(a, device, stream) : run<__nv_bfloat16>(a, device, stream);
 }
 
 }  // namespace fuseline::short_attention

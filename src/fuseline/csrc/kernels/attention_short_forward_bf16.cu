@@ -1,0 +1,8 @@
+// Attention over short sequences, in bf16 (device/attention_short_forward.cuh).
+#include "device/attention_short_forward.cuh"
+
+namespace fuseline::short_attention {
+
+template int forward_of<__nv_bfloat16>(const ShortAttention& a, const Device& device, void* stream);
+
+}  // namespace fuseline::short_attention

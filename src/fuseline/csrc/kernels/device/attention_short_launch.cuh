@@ -1,0 +1,72 @@
+// Attention over short sequences, the host's half: tiles for a problem, bytes of shared memory, the launch.
+#pragma once
+
+#include "attention_short.cuh"
+#include "attention_short_products.cuh"
+
+namespace fuseline::short_attention {
+
+// Bytes of shared memory that a block asks for. In the backward, problems of 128 x 128 have one room for p and grad_s, in
+// turn, and a second place for queries, and for grad_out where shared memory allows, so that the next problem's are on
+// their way throughout: their blocks are too few for one to compute while another waits.
+template <int kS>
+constexpr bool kOneRoom = kS == 128;
+template <int kS>
+constexpr bool kQueriesAhead = kOneRoom<kS>;
+template <int kS, int kD>
+constexpr bool kGradientsAhead = kOneRoom<kS> && kD != 64;
+template <int kS>
+constexpr int kOrderBytes = Turns::kBytes + Blocks<kS, true>::kBytes;  // behind the tiles
+template <int kS, int kD>
+constexpr int kForwardBytes = 3 * kS * kD * 2 + kOrderBytes<kS>;
+template <int kS, int kD>
+constexpr int kBackwardBytes = (4 + kQueriesAhead<kS> + kGradientsAhead<kS, kD>)*kS * kD * 2 +
+                               (kOneRoom<kS> ? 1 : 2) * kS * kS * 2 + kOrderBytes<kS>;
+
+// Call run(std::integral_constant<int, size>{}) with the size of the smallest tiles that hold the problem.
+template <class Run>
+int with_head_dim(int head_dim, Run&& run) {
+  if (head_dim <= 32) return run(std::integral_constant<int, 32>{});
+  if (head_dim <= 64) return run(std::integral_constant<int, 64>{});
+  return run(std::integral_constant<int, 128>{});
+}
+
+template <class Run>
+int with_length(const ShortAttention& a, Run&& run) {
+  const int length = std::max(a.seqlen_q, a.seqlen_k);
+  if (length <= 16) return run(std::integral_constant<int, 16>{});
+  if (length <= 32) return run(std::integral_constant<int, 32>{});
+  if (length <= 64) return run(std::integral_constant<int, 64>{});
+  return run(std::integral_constant<int, 128>{});
+}
+
+// Whether blocks of 16 x 16 of a longest problem are hidden as a whole.
+inline bool skips(const ShortAttention& a) {
+  return a.bounded || std::min(a.seqlen_q, a.seqlen_k) <= kLongest - 16;
+}
+
+// Blocks that stay, each taking problem after problem.
+inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention& a, int threads, size_t shared,
+                           const Device& device, void* stream) {
+  if (int(shared) > device.shared_a_block) return FUSELINE_UNSUPPORTED;
+  int count = 0;
+  const cudaError_t error = resident_clusters(kernel, device, threads, shared, 1, count);
+  if (error != cudaSuccess) return int(error);
+  if (count == 0) return FUSELINE_UNSUPPORTED;
+  ShortAttention given = a;
+  if (a.problems <= count) given.taken = nullptr;
+  if (given.taken != nullptr) {
+    const cudaError_t cleared = cudaMemsetAsync(given.taken, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+    if (cleared != cudaSuccess) return int(cleared);
+  }
+  return launch(kernel, given, std::min(a.problems, count), dim3(threads), shared, 1, stream);
+}
+
+// Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them, the latter two: for problems
+// of up to 64 rows and keys, and for longer ones.
+template <class T>
+int forward_of(const ShortAttention& a, const Device& device, void* stream);
+template <class T, int kS>
+int backward_of(const ShortAttention& a, const Device& device, void* stream);
+
+}  // namespace fuseline::short_attention
