@@ -72,14 +72,14 @@ def unseeing(call: Call) -> torch.Tensor | None:
 
 
 def with_gradient_like(x: torch.Tensor) -> torch.Tensor:
-    """x, whose backward is handed the gradient in x's own layout; traced, in the one that is compiled."""
-    if x.requires_grad and not torch.compiler.is_compiling():
+    """x, whose backward is handed the gradient in x's own layout. Not for a trace, where hooks are lost."""
+    if x.requires_grad:
         size, stride = x.size(), x.stride()
-        x.register_hook(lambda grad: _laid_out(grad, size, stride))
+        x.register_hook(lambda grad: laid_out_like(grad, size, stride))
     return x
 
 
-def _laid_out(grad: torch.Tensor, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+def laid_out_like(grad: torch.Tensor, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     if grad.stride() == stride:
         return grad
     return torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)

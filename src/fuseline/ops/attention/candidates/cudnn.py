@@ -4,7 +4,7 @@ A row that sees nothing is not zero there: what is hidden gets the lowest number
 rows are zeroed afterwards. Its backward does not repeat its bits, and it is not trusted with a mask: cuDNN
 9.19 gives NaN at some lengths (pytorch issue 196678). torch 2.11 keeps one plan for gradients of all layouts,
 so that the second layout of a shape is read as the first (errors of 1.4, with a mask and without): the
-gradient is therefore brought into the layout of the output.
+gradient is therefore brought into the layout of the output, traced or not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_cuda, refuse_extras
 from fuseline.ops.attention.candidates.arguments import aligned, bias, unseeing, with_gradient_like
+from fuseline.ops.attention.candidates.cudnn_traced import attend_traced
 from fuseline.ops.attention.problem import Problem
 
 _LARGEST_GRID = 65535
@@ -51,6 +52,8 @@ def _varies(problem: Problem) -> str | None:
 def _run(call: Call) -> Attended:
     # The operator's own limit is that of the top left; the others, and those beside a mask, are added.
     is_causal = call.mask is None and call.is_causal_alone()
+    if call.wants_grad and torch.compiler.is_compiling():
+        return _run_traced(call, is_causal)
     added = bias(call, with_limits=not is_causal, lowest=torch.finfo(call.q.dtype).min)
     if added is not None:
         T, S = call.q.shape[2], call.k.shape[2]
@@ -73,6 +76,12 @@ def _run(call: Call) -> Attended:
         out = out.masked_fill(blind, 0.0)
         lse = None if lse is None else lse.masked_fill(blind.squeeze(-1), -torch.inf)
     return out, lse
+
+
+def _run_traced(call: Call, is_causal: bool) -> Attended:
+    """With a gradient there is no mask, and no lse."""
+    q, k, v = aligned(call.q), aligned(call.k), aligned(call.v)
+    return attend_traced(q, k, v, call.dropout_p, is_causal, call.softmax_scale)[0], None
 
 
 CANDIDATE = Candidate("cudnn", "SDPA's cuDNN kernel", _supports, _run, varies=_varies)
