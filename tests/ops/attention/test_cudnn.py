@@ -1,5 +1,5 @@
-"""cuDNN keeps one plan for the gradients of all layouts: eager and compiled calls over one shape, in any order,
-are right all the same."""
+"""cuDNN keeps one plan for the gradients of all layouts. Eager and compiled calls over one shape, in any
+order, are right all the same."""
 
 from __future__ import annotations
 
