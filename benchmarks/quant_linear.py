@@ -5,7 +5,7 @@
 One line a shape and number of rows: for each format the time and the share of the copy bandwidth, and
 beside them bf16 cuBLAS and tinygemm. Traffic counts weights, scales, activations and outputs once each.
 Calls stand in one CUDA graph over weights that together exceed the L2. `--sweep` times every plan
-(warps with rows apart, blocks that share columns) instead.
+(kernels, blocks that share columns) instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 import tyro
 from torch.nn import functional as F
 
-from fuseline.native.kernels import Kernels, NativeError, open_kernels
+from fuseline.native.kernels import Kernels, open_kernels
+from fuseline.native.library import NativeError
 from fuseline.native.quant_kernels import launch_quant_linear
 from fuseline.ops import quant_linear
 from fuseline.timing import copy_bandwidth_gbs, time_captured
@@ -69,7 +70,7 @@ class Layer:
             group_size=self.group_size,
         )
 
-    def planned(self, kernels: Kernels, x: torch.Tensor, row_warps: int, splits: int) -> torch.Tensor:
+    def planned(self, kernels: Kernels, x: torch.Tensor, kernel: str, splits: int) -> torch.Tensor:
         y = x.new_empty((x.shape[0], self.n))
         launch_quant_linear(
             kernels,
@@ -79,7 +80,7 @@ class Layer:
             format=self.format,
             scales=self.scales,
             group_size=self.group_size,
-            row_warps=row_warps,
+            kernel=kernel,
             splits=splits,
         )
         return y
@@ -154,15 +155,15 @@ def sweep(options: Options, copy: float) -> Iterator[str]:
                 x = torch.randn((rows, k), device=DEVICE, dtype=torch.bfloat16)
                 moved = layers[0].bytes + 2 * rows * (k + n)
                 line = f"{shape:>12} {format:>5} rows {rows:<3}"
-                for row_warps in (0, 1, 2, 4, 8):
-                    for splits in (1, 2, 4, 8) if row_warps else (0, 1, 2, 4, 8):
-                        plan = row_warps, splits
+                for kernel in ("gemv", "stream", "tiles"):
+                    for splits in (0,) if kernel == "gemv" else (0, 1, 2, 3, 4, 6, 8):
+                        plan = kernel, splits
                         try:
                             calls = [partial(layer.planned, kernels, x, *plan) for layer in layers]
                             us = graph_time(calls, options.repeats)
                         except NativeError:
                             continue
-                        line += f" {row_warps}/{splits}:{moved / us / 1e3 / copy:.2f}"
+                        line += f" {kernel} {splits}:{moved / us / 1e3 / copy:.2f}"
                 yield line
 
 

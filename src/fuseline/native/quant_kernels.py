@@ -13,6 +13,7 @@ from fuseline.native.kernels import DTYPES, Kernels
 from fuseline.native.library import NativeError
 
 WEIGHT_FORMATS = {"plain": 0, "int8": 1, "int4": 2}
+LINEAR_KERNELS = {"any": 0, "stream": 1, "tiles": 2, "gemv": 3}
 
 
 class _Call(ctypes.Structure):
@@ -33,7 +34,7 @@ class _Call(ctypes.Structure):
         ("x_stride", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
-        ("row_warps", ctypes.c_int),
+        ("kernel", ctypes.c_int),
         ("splits", ctypes.c_int),
         ("norm", ctypes.c_int),
         ("norm_weight", ctypes.c_void_p),
@@ -56,12 +57,12 @@ def launch_quant_linear(
     zeros: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     group_size: int = 0,
-    row_warps: int = 0,
+    kernel: str = "any",
     splits: int = 0,
 ) -> None:
     """y [M, N] = x [M, K] W^T + bias on the current stream, x's rows any distance apart.
 
-    `row_warps` and `splits`, where given, are the layout to take; `NativeError` if it cannot be.
+    `kernel` and `splits`, where given, are what is to be taken; `NativeError` if it cannot be.
     """
     call = _Call(
         format=WEIGHT_FORMATS[format],
@@ -78,7 +79,7 @@ def launch_quant_linear(
         x_stride=x.stride(0),
         weight_stride=x.shape[1],
         group_size=group_size,
-        row_warps=row_warps,
+        kernel=LINEAR_KERNELS[kernel],
         splits=splits,
     )
     function = kernels.library.fuseline_quant_linear

@@ -28,6 +28,8 @@ GENCODE = (
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_90,code=compute_90",
 )
+# Sources named *_sm90a.cu use instructions that only the H100 has.
+HOPPER_GENCODE = ("-gencode=arch=compute_90a,code=sm_90a",)
 NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
 NVCC_CORES = 2
 
@@ -48,12 +50,11 @@ ISA_FLAGS = {
 
 def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
     """`libfuseline_kernels.so` from every `.cu` in csrc/kernels."""
-    flags = (*host_compiler_flags(cxx), *GENCODE, *NVCC_FLAGS, f"-I{KERNELS}")
     units = tuple(
         Unit(
             source,
             nvcc,
-            flags,
+            (*host_compiler_flags(cxx), *gencode(source), *NVCC_FLAGS, f"-I{KERNELS}"),
             included_headers(source, (KERNELS,)),
             (cxx.version,),
             source.name,
@@ -63,6 +64,11 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
     )
     link = (*host_compiler_flags(cxx), "-shared", "--cudart=static", *toolkit_library_flags(nvcc))
     return Recipe(KERNELS_NAME, units, nvcc, link)
+
+
+def gencode(source: Path) -> tuple[str, ...]:
+    """The machines that a `.cu` is compiled for."""
+    return HOPPER_GENCODE if source.stem.endswith("_sm90a") else GENCODE
 
 
 def torch_recipe(cxx: Compiler) -> Recipe:

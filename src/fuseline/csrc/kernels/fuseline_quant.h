@@ -25,6 +25,13 @@ typedef enum {
   FUSELINE_WEIGHT_INT4 = 2
 } fuseline_weight_format;
 
+typedef enum {
+  FUSELINE_LINEAR_ANY = 0,
+  FUSELINE_LINEAR_STREAM = 1, /* up to 32 rows of x */
+  FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; no norm, no SwiGLU */
+  FUSELINE_LINEAR_GEMV = 3    /* up to 4 rows of x, 16-bit weights */
+} fuseline_linear_kernel;
+
 typedef enum { FUSELINE_NORM_NONE = 0, FUSELINE_NORM_RMS = 1, FUSELINE_NORM_LAYER = 2 } fuseline_linear_norm;
 
 typedef enum {
@@ -47,10 +54,10 @@ typedef struct {
   int64_t x_stride;
   int64_t weight_stride; /* 16 bits: elements between rows, a multiple of 8, and k one too */
   int64_t group_size;    /* int4: 32 or more, a power of two */
-  int row_warps;         /* for measuring; 0 takes the plan: warps of a block (1, 2, 4 or 8 of its 8) with rows apart */
-  int splits;            /* and blocks (1, 2, 4 or 8) that share the columns of a row */
+  int kernel;            /* for measuring, a fuseline_linear_kernel; 0 takes the plan */
+  int splits;            /* likewise: blocks (1 .. 8) that share the columns of a row */
   /* y = residual + activation(norm(x) W^T + bias), each part optional (0, null). A norm wants rows of x at multiples of
-   * 16 bytes, of k a multiple of 8, and as many as fit: m * k rounded up to 512 at most 16,384. */
+   * 16 bytes, of k a multiple of 8, and 32 of them at most. */
   int norm;                /* over k, a fuseline_linear_norm; the normed x is rounded to x's dtype */
   const void* norm_weight; /* [k] of x's dtype, at a multiple of 16 bytes */
   const void* norm_bias;   /* [k] likewise; may be null */

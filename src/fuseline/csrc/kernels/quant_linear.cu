@@ -4,9 +4,12 @@
 // out as one access, or two in fp32.
 
 #include "device/linear_stream_launch.cuh"
-#include "device/quant_linear.cuh"
+#include "device/linear_tiles_launch.cuh"
 
 namespace fuseline {
+
+int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv.cu
+
 namespace {
 
 template <class T>
@@ -103,13 +106,38 @@ int read_call(const fuseline_linear& call, LinearArguments& a) {
   return 0;
 }
 
+// A stream's blocks hold all rows of x: fewer at a time, where they do not fit.
+template <class T, class Weights>
+int run_streams(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  int answer = FUSELINE_UNSUPPORTED;
+  for (int rows = kStreamRows; rows >= 1 && answer == FUSELINE_UNSUPPORTED; rows /= 2) {
+    if (a.m <= rows / 2) continue;
+    for (int first = 0; first < a.m; first += rows) {
+      LinearArguments some = a;
+      some.m = std::min(a.m - first, rows);
+      some.x = a.x + first * a.x_stride;
+      const int64_t written = int64_t(first) * (a.halves ? a.n / 2 : a.n) * 2;
+      some.y = a.y + written;
+      if (a.residual) some.residual = a.residual + written;
+      answer = run_stream<T, Weights>(some, call, stream);
+      if (answer != 0) break;
+    }
+  }
+  return answer;
+}
+
 template <class T, class Weights>
 int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  if (!call.row_warps) {
-    const int answer = run_stream<T, Weights>(a, call, stream);
-    if (answer != FUSELINE_UNSUPPORTED) return answer;
+  constexpr int kMostStreams = 128;  // rows of x, beyond which the weight is better dequantized
+  if constexpr (Weights::kFormat != FUSELINE_WEIGHT_16) {
+    const bool tiles = call.kernel ? call.kernel == FUSELINE_LINEAR_TILES : a.m > kStreamRows;
+    if (tiles) {
+      const int answer = run_tiles<T, Weights>(a, call, stream);
+      if (answer != FUSELINE_UNSUPPORTED || call.kernel) return answer;
+    }
   }
-  return run_linear<T, Weights>(a, call, stream);
+  if (call.kernel > FUSELINE_LINEAR_STREAM || a.m > kMostStreams) return FUSELINE_UNSUPPORTED;
+  return run_streams<T, Weights>(a, call, stream);
 }
 
 }  // namespace
@@ -143,9 +171,9 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
       return half ? run<__half, WeightsInt4>(a, *call, stream) : run<__nv_bfloat16, WeightsInt4>(a, *call, stream);
     default:
       if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
-      if (!call->row_warps && !call->splits) {
+      if (call->kernel == FUSELINE_LINEAR_GEMV || (!call->kernel && !call->splits)) {
         const int answer = launch_gemv_16(a, *call, stream);
-        if (answer != FUSELINE_UNSUPPORTED) return answer;
+        if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
       }
       return half ? run<__half, Weights16>(a, *call, stream) : run<__nv_bfloat16, Weights16>(a, *call, stream);
   }

@@ -248,7 +248,7 @@ Tensor dequantize_cuda(const Weight& w, int64_t K, const Tensor& like) {
 }
 
 // Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster.
-int64_t kernel_rows(const Weight& w) { return w.plain() ? 32 : 128; }
+int64_t kernel_rows(const Weight& w) { return w.plain() ? 32 : 256; }
 
 Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                          FUSELINE_FORMAT_PARAMETERS) {

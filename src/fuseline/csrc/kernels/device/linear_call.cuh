@@ -10,6 +10,8 @@
 namespace fuseline {
 
 constexpr int kMostSplits = kMaxCluster;
+constexpr int kLinearThreads = 256;
+constexpr int kLinearWarps = kLinearThreads / kWarp;
 
 struct LinearArguments {
   const char* x;
@@ -22,14 +24,10 @@ struct LinearArguments {
   int m, n, k;
   int tiles, chunks;        // of n by 16 and of k by 64, rounded up
   int groups, group_shift;  // a group is 32 << group_shift columns
-  int over_m, units;        // blocks of rows of x, and these times blocks of rows of W
-  int base, extra;          // streams: units of a cluster, and how many clusters have a grain more
-  int steps, steps_a_split; // streams: of k, and of it that a block has
-  int row_warps, splits;
-  int chunks_a_split;
-  int stages_a_pass, stages;  // turns that a warp takes: for a pass of x, for a unit
-  bool x_stays;
-  int ring_bytes, pass_bytes, x_bytes;
+  int splits;                // blocks that share the columns
+  int units, base, extra;    // streams: clusters; of each, units of tiles, and how many clusters have one more
+  int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams pairs of them
+  int x_bytes;               // of shared memory
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
   bool overlap;    // weights may be read before earlier launches have ended
   int norm;        // a fuseline_linear_norm
@@ -39,6 +37,7 @@ struct LinearArguments {
   int activation;  // a fuseline_linear_activation
   int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
   const char* residual;
+  bool y_fours;  // four outputs at a time
 };
 
 // The tile of W that stands at `place` among those of all blocks: gates and what they multiply take turns.

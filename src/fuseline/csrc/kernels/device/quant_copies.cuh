@@ -72,4 +72,20 @@ __device__ __forceinline__ float load_in_cluster(const float* here, int rank) {
   return value;
 }
 
+// Four of them, at a multiple of 16 bytes.
+__device__ __forceinline__ float4 load_four_in_cluster(const float* here, int rank) {
+  float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
+#if __CUDA_ARCH__ >= 900
+  const uint32_t local = uint32_t(__cvta_generic_to_shared(here));
+  asm volatile(
+      "{\n .reg .u32 remote;\n"
+      " mapa.shared::cluster.u32 remote, %4, %5;\n"
+      " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}\n"
+      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+      : "r"(local), "r"(rank)
+      : "memory");
+#endif
+  return four;
+}
+
 }  // namespace fuseline

@@ -21,6 +21,13 @@ __device__ __forceinline__ uint32_t minus(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 
+template <class T>
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
 // (a & mask) | c and (a & mask) ^ c, in one instruction each: the compiler makes two of them where both are constants.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c) {
   uint32_t d;

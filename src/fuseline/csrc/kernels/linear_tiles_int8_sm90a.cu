@@ -1,0 +1,10 @@
+// Many rows of activations times weights of 8 bits on Hopper. See device/linear_tiles.cuh.
+
+#include "device/linear_tiles_launch.cuh"
+
+namespace fuseline {
+
+FUSELINE_TILES_KERNELS(__half, WeightsInt8)
+FUSELINE_TILES_KERNELS(__nv_bfloat16, WeightsInt8)
+
+}  // namespace fuseline

@@ -1,9 +1,0 @@
-// Few rows of activations in fp16 times weights of 8 bits. See device/quant_linear.cuh.
-
-#include "device/quant_linear.cuh"
-
-namespace fuseline {
-
-FUSELINE_LINEAR_KERNELS(__half, WeightsInt8)
-
-}  // namespace fuseline
