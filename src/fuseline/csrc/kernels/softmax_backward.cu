@@ -11,6 +11,7 @@
 // (waiting.cuh), and short ones at odd addresses pass through it (tiled.cuh). What fits neither is read twice.
 
 #include "device/launch.cuh"
+#include "device/overlap.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -74,10 +75,12 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
     softmax_backward_rows(const SoftmaxBackward a) {
   __shared__ Sums<T> shared[2 * kMaxStates];
   Group<Sums<T>, kOneWarp> group(shared, a.cluster);
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int n = int(a.n);
   const int step = group.threads * kSize;
-    const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
+  const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
   const int inside = row < a.rows ? n : 0;
   const T* grad_out = static_cast<const T*>(a.grad_out) + row * a.n;
   const T* y = static_cast<const T*>(a.y) + row * a.n;
@@ -117,6 +120,8 @@ __global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const So
   const Tile<T> grad_tile(ring, rows, n);
   const Tile<T> y_tile(ring + (a.part * n + kVector<T> - 1) / kVector<T>, rows, n);
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 2), publish_barriers();
+  let_next_start();
+  wait_for_earlier();
   grad_tile.fetch(static_cast<const T*>(a.grad_out) + first * n, &arrived);
   y_tile.fetch(static_cast<const T*>(a.y) + first * n, &arrived);
   __syncthreads();
@@ -148,6 +153,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Sums<T>> room;
   Seat<Sums<T>> seat(room, a.cluster, 2);
+  let_next_start();
+  wait_for_earlier();
   const int place = seat.rank * seat.warps + seat.warp;
   const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, place, a.part);
   const Part<T> y_part(a.y, seat.row, a.rows, a.n, place, a.part);
@@ -191,6 +198,8 @@ template <class T>
 __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBackward a) {
   __shared__ Sums<T> shared[2 * kMaxStates];
   Group<Sums<T>> group(shared, a.cluster);
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -235,7 +244,9 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
   if (plan.stages > 0) return nullptr;
   if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
-  if (!plan.one_warp) return plan.held == kMost ? softmax_backward_rows<T, kMost, true, false> : nullptr;
+  if (!plan.one_warp && plan.held == kMost) return softmax_backward_rows<T, kMost, true, false>;
+  if (!plan.one_warp && plan.held == 2) return softmax_backward_rows<T, 2, true, false>;
+  if (!plan.one_warp) return plan.held == 1 ? softmax_backward_rows<T, 1, true, false> : nullptr;
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
   return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
@@ -248,7 +259,7 @@ bool run_tiled(SoftmaxBackward a, const Device& device, void* stream, int& error
   const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 2, device);
   if (plan.threads == 0) return false;
   a.part = plan.rows;
-  error = launch_tiles(softmax_backward_tiled<T>, a, plan, device, stream);
+  error = launch_tiles(softmax_backward_tiled<T>, a, plan, device, stream, true);
   return true;
 }
 
@@ -262,7 +273,7 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part;
   bool fits = false;
-  error = launch_waiting(softmax_backward_waiting<T>, a, plan, a.rows, device, stream, fits);
+  error = launch_waiting(softmax_backward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 
@@ -273,16 +284,21 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
-  if (!row_overrides[FUSELINE_SOFTMAX_BACKWARD].given) {
+  const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
+  RowPlan plan = plan_spread(a.rows, a.n / kVector<T>, 2, device.clusters ? kMaxCluster : 1, device);
+  const bool few = aligned && !measuring && plan.fits && at_once(a.rows * plan.threads * plan.cluster, device);
+  if (!few && !measuring) {
     int error = 0;
     if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, aligned, device, stream, error)) return error;
   }
-  const RowPlan plan =
-      plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, false, kMostHeld, device);
+  if (!few) {
+    plan = plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, false, kMostHeld, device);
+  }
   a.cluster = plan.cluster;
   const auto kernel = plan.fits ? kernel_for<T>(plan, aligned) : nullptr;
   if (!kernel) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream,
+                device.clusters);
 }
 
 }  // namespace

@@ -9,83 +9,13 @@
 // to the maximum of the row. Long rows wait in shared memory until they have met (waiting.cuh), and short ones at odd
 // addresses pass through it (tiled.cuh). What fits neither is read twice (the second time from L2 if it has it).
 
-#include "device/launch.cuh"
-#include "device/max_sum.cuh"
+#include "device/overlap.cuh"
 #include "device/powers.cuh"
+#include "device/softmax.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
 namespace {
-
-struct SoftmaxForward {
-  const void* x;
-  const void* mask;
-  void* y;
-  int64_t mask_strides[4];
-  int64_t rows, n;        // of [B * H * T, S]
-  int64_t heads, height;  // H and T
-  float scale;
-  int mask_kind;
-  bool causal;
-  bool y_vectors;     // y stands in its 16-byte vectors as x does
-  bool mask_vectors;  // the mask can be read a vector of x at a time
-  int cluster;
-  int part;           // slots of a warp's part of a row that waits, or rows of a tile
-};
-
-// Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
-struct Row {
-  int64_t mask_at;
-  int64_t visible;
-};
-
-template <class Integer>
-__device__ __forceinline__ Row locate(const SoftmaxForward& a, Integer row) {
-  const Integer bh = row / Integer(a.height);
-  const Integer t = row - bh * Integer(a.height);
-  const Integer b = bh / Integer(a.heads);
-  const Integer h = bh - b * Integer(a.heads);
-  const int64_t reach = int64_t(t) + 1 + a.n - a.height;
-  return {int64_t(b) * a.mask_strides[0] + int64_t(h) * a.mask_strides[1] + int64_t(t) * a.mask_strides[2],
-          a.causal ? (reach < 0 ? 0 : (reach < a.n ? reach : a.n)) : a.n};
-}
-
-__device__ __forceinline__ Row locate_row(const SoftmaxForward& a, int64_t row) {
-  if (row >= a.rows) return {0, 0};
-  if (!a.causal && a.mask_kind == FUSELINE_MASK_NONE) return {0, a.n};
-  return a.rows <= 0xffffffffll ? locate<uint32_t>(a, uint32_t(row)) : locate<int64_t>(a, row);
-}
-
-template <class T>
-__device__ __forceinline__ float mask_one(const SoftmaxForward& a, int64_t at, float score) {
-  if (a.mask_kind == FUSELINE_MASK_BOOL) return static_cast<const uint8_t*>(a.mask)[at] ? score : -kInfinity;
-  if (a.mask_kind == FUSELINE_MASK_ADD) return score + to_float(static_cast<const T*>(a.mask)[at]);
-  return score + static_cast<const float*>(a.mask)[at];
-}
-
-template <class T>
-__device__ __forceinline__ void mask_vector(const SoftmaxForward& a, int64_t at, float (&score)[kVector<T>]) {
-  if (a.mask_kind == FUSELINE_MASK_BOOL) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(a.mask) + at);
-#pragma unroll
-    for (int w = 0; w < kVector<T> / 4; ++w) {
-      const uint32_t four = __ldg(words + w);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if ((four & (0xffu << (8 * i))) == 0) score[4 * w + i] = -kInfinity;
-      }
-    }
-    return;
-  }
-  float added[kVector<T>];
-  if (a.mask_kind == FUSELINE_MASK_ADD) {
-    load_reused<T>(static_cast<const T*>(a.mask) + at, added);
-  } else {
-    load_reused<float>(static_cast<const float*>(a.mask) + at, added);
-  }
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) score[i] += added[i];
-}
 
 // The scaled and masked scores first .. first + kVector of a row from their 16 bytes; -inf where not visible.
 template <class T, bool kPlain, class Index>
@@ -110,23 +40,6 @@ __device__ __forceinline__ void score_vector(const SoftmaxForward& a, const Row&
   }
 }
 
-// What the exponentials are multiplied by: factor / sum, for fp32 rows with what its rounding left out.
-struct Share {
-  float whole, rest;
-};
-
-__device__ __forceinline__ Share divide(float factor, float sum) { return {sum == 0.f ? 0.f : factor / sum, 0.f}; }
-__device__ __forceinline__ Share divide(float factor, double sum) {
-  const float reciprocal = sum == 0. ? 0.f : 1.f / float(sum);
-  const float whole = factor * reciprocal;
-  return {whole, float(fma(-double(whole), sum, double(factor))) * reciprocal};
-}
-
-template <class T>
-__device__ __forceinline__ float times(float value, const Share& share) {
-  return sizeof(T) == 4 ? fmaf(value, share.whole, value * share.rest) : value * share.whole;
-}
-
 // ---- kernels ----
 
 // kPlain: rows keep to 16-byte steps and there is no mask.
@@ -135,10 +48,12 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
     softmax_forward_rows(const SoftmaxForward a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>, kOneWarp> group(shared, a.cluster);
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int n = int(a.n);
   const int step = group.threads * kSize;
-    int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
+  int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
   const Row at = locate_row(a, row);
   const int visible = int(at.visible);
   const T* x = static_cast<const T*>(a.x) + row * a.n;
@@ -191,6 +106,8 @@ __global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softma
   const int rows = int(min(a.rows - first, int64_t(a.part)));
   const Tile<T> tile(ring, rows, n);
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  let_next_start();
+  wait_for_earlier();
   tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
   __syncthreads();
   barrier_wait(&arrived, 0);
@@ -231,6 +148,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Powers<T>> room;
   Seat<Powers<T>> seat(room, a.cluster, 1);
+  let_next_start();
+  wait_for_earlier();
   const Part<T> part(a.x, seat.row, a.rows, a.n, seat.rank * seat.warps + seat.warp, a.part);
   uint4* const slots = ring + seat.warp * a.part;
   if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
@@ -271,6 +190,8 @@ template <class T>
 __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxForward a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>> group(shared, a.cluster);
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -331,7 +252,9 @@ auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   if (plan.stages > 0) return nullptr;
   if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
-  if (!plan.one_warp) return plan.held == kMost ? softmax_forward_rows<T, kMost, true, false> : nullptr;
+  if (!plan.one_warp && plan.held == kMost) return softmax_forward_rows<T, kMost, true, false>;
+  if (!plan.one_warp && plan.held == 2) return softmax_forward_rows<T, 2, true, false>;
+  if (!plan.one_warp) return plan.held == 1 ? softmax_forward_rows<T, 1, true, false> : nullptr;
   if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
   if (plan.held == kMost / 4) return softmax_forward_rows<T, kMost / 4, true, true>;
@@ -346,7 +269,7 @@ bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error)
   a.part = plan.rows;
   const bool few = a.n <= kWarp * kFewTiled;
   const auto kernel = few ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>;
-  error = launch_tiles(kernel, a, plan, device, stream);
+  error = launch_tiles(kernel, a, plan, device, stream, true);
   return true;
 }
 
@@ -360,7 +283,7 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part;
   bool fits = false;
-  error = launch_waiting(softmax_forward_waiting<T>, a, plan, a.rows, device, stream, fits);
+  error = launch_waiting(softmax_forward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 
@@ -374,16 +297,21 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
-  if (!masked && !row_overrides[FUSELINE_SOFTMAX_FORWARD].given) {
+  const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
+  RowPlan plan = plan_spread(a.rows, a.n / kSize, 2, device.clusters ? kMaxCluster : 1, device);
+  const bool few = plain && !measuring && plan.fits && at_once(a.rows * plan.threads * plan.cluster, device);
+  if (!masked && !few && !measuring) {
     int error = 0;
     if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, plain, device, stream, error)) return error;
   }
-  const RowPlan plan =
-      plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, false, kMostHeld<T>, device);
+  if (!few) {
+    plan = plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, false, kMostHeld<T>, device);
+  }
   a.cluster = plan.cluster;
   const auto kernel = plan.fits ? kernel_for<T>(plan, plain) : nullptr;
   if (!kernel) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream);
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream,
+                device.clusters);
 }
 
 }  // namespace
@@ -406,5 +334,7 @@ int fuseline_softmax_forward(const void* x, const void* mask, int mask_kind, con
   if (mask_kind != FUSELINE_MASK_NONE) std::copy(mask_strides, mask_strides + 4, a.mask_strides);
   a.rows = B * H * T, a.n = S, a.heads = H, a.height = T;
   a.scale = float(scale), a.mask_kind = mask_kind, a.causal = causal != 0;
+  int failed = 0;
+  if ((a.causal || mask_kind != FUSELINE_MASK_NONE) && run_softmax_masked(a, dtype, device, stream, failed)) return failed;
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
 }

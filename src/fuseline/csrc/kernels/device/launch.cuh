@@ -9,6 +9,7 @@
 #include "../fuseline_kernels.h"
 #include "choice.h"
 #include "group.cuh"
+#include "overlap.cuh"
 #include "vector.cuh"
 
 namespace fuseline {
@@ -90,6 +91,19 @@ struct RowPlan {
   bool streamed = false;   // the row does not fit: read it in pieces, and once more to write
 };
 
+// Whether the chip has room for so many threads.
+inline bool at_once(int64_t threads, const Device& device) { return threads <= int64_t(device.processors) * 1024; }
+
+// Rows of no more threads than a warp: whole warps of them to a block of at most `block` threads, and few rows spread
+// over all multiprocessors rather than stacked on some.
+inline void share_warps(RowPlan& plan, int64_t threads, int block, int64_t rows, const Device& device) {
+  plan.one_warp = true;
+  plan.threads = power_of_two_from(threads);
+  const int a_warp = kWarp / plan.threads;
+  const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
+  plan.rows = int(std::min<int64_t>(std::max(block, kWarp) / plan.threads, spread));
+}
+
 // The layout of `rows` rows of n elements: the table's, or the one to be measured. Blocks that do not stay hold 1 or
 // `most_held` vectors a thread of rows that do not keep to 16-byte steps, and `most_held` of long rows whose blocks may
 // not stay.
@@ -125,12 +139,7 @@ inline RowPlan plan_rows(fuseline_family family, int element_size, int64_t rows,
   }
   const int64_t threads = threads_for(plan.cluster);
   if (threads <= kWarp && plan.cluster == 1 && plan.stages == 0) {
-    plan.one_warp = true;
-    plan.threads = power_of_two_from(threads);
-    // Whole warps, and few rows spread over all multiprocessors rather than stacked on some.
-    const int a_warp = kWarp / plan.threads;
-    const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
-    plan.rows = int(std::min<int64_t>(std::max(choice->block, kWarp) / plan.threads, spread));
+    share_warps(plan, threads, choice->block, rows, device);
     plan.fits = choice->block <= kMostShortRowBlock;
     return plan;
   }
@@ -141,25 +150,48 @@ inline RowPlan plan_rows(fuseline_family family, int element_size, int64_t rows,
   return plan;
 }
 
+// Rows that `most_held` vectors of each thread of a cluster hold, spread over the chip: as few vectors a thread as there is
+// room for all at once. A thread alone takes as long for four as four threads and their meeting take for one each.
+inline RowPlan plan_spread(int64_t rows, int64_t vectors, int most_held, int most_cluster, const Device& device) {
+  RowPlan plan;
+  int64_t threads = 0;
+  for (plan.held = 1; plan.held <= most_held; plan.held *= 2) {
+    threads = divide_up(vectors, plan.held);
+    plan.cluster = 1;
+    while (plan.cluster < most_cluster && threads > int64_t(plan.cluster) * kMostThreads) plan.cluster *= 2;
+    plan.fits = threads <= int64_t(plan.cluster) * kMostThreads;
+    if (plan.fits && (plan.held == most_held || at_once(rows * threads, device))) break;
+  }
+  if (threads <= kWarp) {
+    share_warps(plan, threads, kShortRowBlock, rows, device);
+  } else {
+    plan.threads = int(divide_up(divide_up(threads, plan.cluster), kWarp) * kWarp);
+  }
+  return plan;
+}
+
 // Blocks for all rows. No memory holds rows enough for more than 2^31: short rows come 4 and more to a block.
 inline int64_t grid_for(const RowPlan& plan, int64_t rows) { return divide_up(rows, plan.rows) * plan.cluster; }
 
+// `early`: the kernel may start before the one before it has ended, and waits for that itself (overlap.cuh).
 template <class Arguments>
 int launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t grid, dim3 block, size_t shared,
-           int cluster, void* stream) {
+           int cluster, void* stream, bool early = false) {
   if (grid > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(cluster);
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = unsigned(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (early) attributes[config.numAttrs++] = overlapping();
   config.gridDim = dim3(unsigned(grid));
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments);
   const cudaError_t last = cudaGetLastError();  // also clears it, so that no later call is blamed for it
   return int(launched != cudaSuccess ? launched : last);

@@ -37,14 +37,15 @@ Tiling plan_tiles(int64_t rows, int64_t n, int offsets, int tensors, const Devic
 }
 
 template <class Arguments>
-int launch_tiles(void (*kernel)(Arguments), const Arguments& a, const Tiling& plan, const Device& device, void* stream) {
+int launch_tiles(void (*kernel)(Arguments), const Arguments& a, const Tiling& plan, const Device& device, void* stream,
+                 bool early = false) {
   constexpr size_t kAnyKernel = 47 * 1024;  // what a block may have without asking
   int count = 0;
   if (plan.bytes > kAnyKernel) {
     const cudaError_t error = resident_clusters(kernel, device, kTileBlock, plan.bytes, 1, count);
     if (error != cudaSuccess) return int(error);
   }
-  return launch(kernel, a, plan.grid, dim3(plan.threads, kTileBlock / plan.threads), plan.bytes, 1, stream);
+  return launch(kernel, a, plan.grid, dim3(plan.threads, kTileBlock / plan.threads), plan.bytes, 1, stream, early);
 }
 
 // The rows of a block of one tensor.

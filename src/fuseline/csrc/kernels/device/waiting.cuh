@@ -241,7 +241,7 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
 
 template <class Arguments>
 int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting& plan, int64_t rows,
-                   const Device& device, void* stream, bool& fits) {
+                   const Device& device, void* stream, bool& fits, bool early = false) {
   int count = 0;
   cudaError_t error = cudaSuccess;
   if (plan.cluster > kMaxCluster) {
@@ -253,7 +253,7 @@ int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting&
   fits = error == cudaSuccess && count > 0;
   if (error != cudaSuccess && plan.cluster > kMaxCluster) return cudaGetLastError(), 0;  // it grants no such clusters
   if (!fits) return int(error);
-  return launch(kernel, a, rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream);
+  return launch(kernel, a, rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream, early);
 }
 
 }  // namespace fuseline
