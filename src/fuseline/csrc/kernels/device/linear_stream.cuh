@@ -39,7 +39,11 @@ struct StreamShape {
   static constexpr int kVectors = kChunks * Weights::kVectors;
   // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
   static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16 ? 2 : kTiles == 2 || (kInt4 && kColumnBlocks == 1) ? 3 : 4;
+#if __CUDA_ARCH__ >= 900
   static constexpr int kBlocks = kColumnBlocks == 1 ? 2 : 1;
+#else
+  static constexpr int kBlocks = 1;  // launches do not overlap
+#endif
 };
 
 // What a lane has of a step of one tile.
