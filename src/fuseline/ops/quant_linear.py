@@ -9,8 +9,10 @@ x is [.., K] in float32, float16, bfloat16 or float64 and y [.., N] in the same;
 float64) and scales multiply them there, so that no weight is rounded. Quantized weights stand in the kernels'
 layout (`fuseline.ops.quant_layout` packs and unpacks them); int8 scales are [N] of float32, int4's bfloat16.
 
-On a GPU the kernels take up to 128 rows of x in 16 bits (plain: 32); more rows, and other dtypes, go over the
-dequantized weight and torch's matrix product. The gradient goes to x; weight, scales and bias are frozen.
+On a GPU the kernels take up to 256 rows of x in 16 bits (plain: 32; 128 on other GPUs than Hopper's); more
+rows, and other dtypes, go over the dequantized weight and torch's matrix product, which rounds weights to x's
+dtype, as the kernel does from 33 rows of x on for int4. The gradient goes to x; weight, scales and bias are
+frozen.
 Formats and how to get them: `fuseline.quantize`. Groups with zero points: Frantar et al., GPTQ, 2022.
 """
 
@@ -159,6 +161,8 @@ QUANT_LINEAR = register(
                 {"n": 50, "format": "int4", "group_size": 32, "zeros": True, "bias": True},
             ),
             Case("int4, 33 rows", (33, 333), {"n": 31, "format": "int4", "group_size": 64, "zeros": True}),
+            Case("int8, 130 rows", (130, 96), {"n": 136, "bias": True}),
+            Case("int4, 70 rows", (70, 200), {"n": 130, "format": "int4", "group_size": 32, "zeros": True}),
             Case("plain", (4, 128), {"n": 72, "format": "plain", "bias": True}),
             Case("plain, odd", (3, 65), {"n": 7, "format": "plain"}),
             Case("no rows", (0, 64), {"n": 16}),

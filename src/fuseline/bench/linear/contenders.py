@@ -27,7 +27,8 @@ class CannotError(Exception):
 
 
 def make_calls(peer: str, problem: Problem, x: torch.Tensor, copies: int) -> list[Call]:
-    """Calls over `copies` weights, each its own. Raises `CannotError`."""
+    """Calls over `copies` weights, each its own; what compiles does so once for all. Raises `CannotError`."""
+    torch._dynamo.reset()
     layers = [MAKERS[peer](problem, x.device) for _ in range(copies)]
     return [partial(layer, x) for layer in layers]
 
@@ -67,7 +68,6 @@ def eager_layer(problem: Problem, device: torch.device) -> Layer:
 def inductor_layer(problem: Problem, device: torch.device) -> Layer:
     if problem.format == "int4":
         raise CannotError("inductor has no int4 of its own")
-    torch._dynamo.reset()
     if problem.format == "bf16":
         return partial(_compiled(_bf16_linear), _random_bf16(problem, device))
     return partial(_compiled(_int8_linear), *_random_int8(problem, device))
@@ -99,8 +99,7 @@ def torchao_layer(problem: Problem, device: torch.device) -> Layer:
     int8 = problem.format == "int8"
     config = Int8WeightOnlyConfig() if int8 else Int4WeightOnlyConfig(group_size=GROUP_SIZE)
     quantize_(linear, config)
-    torch._dynamo.reset()
-    return torch.compile(linear, dynamic=False)
+    return partial(_compiled(_bf16_linear), linear.weight)
 
 
 MAKERS: dict[str, Callable[[Problem, torch.device], Layer]] = {

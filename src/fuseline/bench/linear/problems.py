@@ -9,11 +9,12 @@ FORMATS = ("int8", "int4", "bf16")
 GROUP_SIZE = 128
 CHART_SIZES = tuple(range(1000, 8001, 1000))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LLAMA = {
+LAYERS = {
     "llama2-7b": ((4096, 4096), (4096, 12288), (4096, 22016), (11008, 4096), (4096, 32000)),
     "llama3-8b": ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256)),
+    "odd": ((4104, 6000), (5001, 9001)),
 }
-"""Inputs and outputs of the layers, queries with keys and values and gate with up in one product."""
+"""Inputs and outputs: queries with keys and values and gate with up in one product; and no round numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def chart(sizes: tuple[int, ...] = CHART_SIZES, formats: tuple[str, ...] = FORMA
 
 
 def layers(rows: tuple[int, ...] = ROWS, formats: tuple[str, ...] = FORMATS) -> Iterator[Problem]:
-    for preset, shapes in LLAMA.items():
+    for preset, shapes in LAYERS.items():
         for k, n in shapes:
             for m in rows:
                 for format in formats:
