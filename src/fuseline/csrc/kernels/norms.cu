@@ -59,12 +59,15 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   a.grad_x = norm.grad_x, a.grad_dropped = norm.grad_dropped;
   a.grad_weight = norm.grad_weight, a.grad_bias = norm.grad_bias, a.grad_x_bias = norm.grad_x_bias;
   a.partials = sums ? static_cast<float*>(workspace) : nullptr;
-  a.rows = norm.rows, a.n = norm.n, a.inverse_n = float(1.0 / double(norm.n));
+  a.rows = norm.rows, a.n = norm.n, a.columns = columns_of_partials(norm.n);
+  a.inverse_n = float(1.0 / double(norm.n));
   a.dropout = dropout_of(norm.seed, norm.dropout);
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
-  const auto run = adds(norm)                                ? add_norm_backward
-                   : norm.kind == FUSELINE_LAYER_NORM ? layer_norm_backward
-                                                      : rms_norm_backward;
+  const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
+  const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
+  const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
+  int failed = 0;
+  if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
@@ -75,8 +78,12 @@ size_t workspace_bytes(const fuseline_norm& norm) {
   const int sums = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
   const auto blocks_of =
       added ? add_norm_backward_blocks : centred ? layer_norm_backward_blocks : rms_norm_backward_blocks;
-  const int64_t blocks = blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device);
-  return size_t(sums * blocks * norm.n) * sizeof(float);
+  const auto ring_blocks_of = added     ? add_norm_backward_ring_blocks
+                              : centred ? layer_norm_backward_ring_blocks
+                                        : rms_norm_backward_ring_blocks;
+  const int64_t blocks = std::max(blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
+                                  ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device));
+  return size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
 }
 
 }  // namespace

@@ -40,15 +40,28 @@ struct NormBackward {
   void* grad_weight;
   void* grad_bias;
   void* grad_x_bias;
-  float* partials;  // [sums, blocks that share no columns, n], for weight, bias, x_bias; null if none is wanted
+  float* partials;  // [sums, blocks that share no columns, columns], for weight, bias, x_bias; null if none is wanted
   int64_t rows, n;
+  int64_t columns;  // n, up to a multiple of four
   float inverse_n;
   Dropout dropout;
   bool fp32_weights;
   int cluster;
+  int stages;  // rows in the ring of the kernel for long ones
 
   __host__ __device__ bool wants_rows() const { return grad_x || grad_dropped || grad_x_bias; }
 };
+
+// Whether rows of all tensors and the weights stand in whole vectors, of kSize elements.
+template <int kSize>
+bool in_vectors(const NormBackward& a) {
+  bool aligned = a.n % kSize == 0;
+  for (const void* tensor : {a.grad_y, a.grad_sum, a.x, a.weight, static_cast<const void*>(a.grad_x),
+                             static_cast<const void*>(a.grad_dropped)}) {
+    aligned = aligned && offset_in_vector(tensor) == 0;
+  }
+  return aligned;
+}
 
 // Dropout's multipliers of elements first .. first + kCount of the tensor; kAnywhere: first is no multiple of 4.
 template <int kCount, bool kAnywhere>
@@ -69,6 +82,8 @@ __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t see
   }
 }
 
+inline int64_t columns_of_partials(int64_t n) { return (n + 3) / 4 * 4; }
+
 // How many sums over rows a backward has.
 constexpr int kSumsOfLayerNorm = 2, kSumsOfRmsNorm = 1, kSumsOfAddedNorm = 3;
 
@@ -87,6 +102,14 @@ int add_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Devic
 int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+
+// Those for long rows; false for rows that they do not take.
+bool layer_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+bool rms_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+bool add_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);

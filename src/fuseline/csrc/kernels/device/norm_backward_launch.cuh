@@ -64,7 +64,7 @@ struct BackwardFamily {
                                    {2, 512, 1},        {4, 512, 1}};
     const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
     const bool measured = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
-    const bool by_table = measured || (choice && aligned && !kWide);
+    const bool by_table = choice && choice->stages < 2 && (measured || (aligned && !kWide));
     if (!(by_table && fits(choice->held, choice->block, slots <= kWarp ? 1 : choice->cluster)) && !measured) {
       for (const Layout& layout : kLayouts) {
         // Of an added norm a multiprocessor has one block at a time with two slots.
@@ -73,7 +73,7 @@ struct BackwardFamily {
       }
     }
     if (plan.slots == 0) {
-      plan.blocks = int(std::min<int64_t>(rows, device.processors));
+      plan.blocks = int(std::min(rows, std::max<int64_t>(8, divide_up(4 * kLongBlock * device.processors, n))));
       return plan;
     }
     plan.one_warp = slots <= kWarp;
@@ -137,11 +137,7 @@ struct BackwardFamily {
   }
 
   static int run(const NormBackward& a, const Device& device, void* stream) {
-    bool aligned = a.n % kSize == 0;
-    for (const void* tensor : {a.grad_y, a.grad_sum, a.x, a.weight, static_cast<const void*>(a.grad_x),
-                               static_cast<const void*>(a.grad_dropped)}) {
-      aligned = aligned && offset_in_vector(tensor) == 0;
-    }
+    const bool aligned = in_vectors<kSize>(a);
     BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device);
     if (plan.slots == 0 && row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return FUSELINE_UNSUPPORTED;
     const int error = run_rows(a, plan, aligned, device, stream);

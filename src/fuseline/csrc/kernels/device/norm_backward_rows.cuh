@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   }
   start_next_kernel();
   if (a.partials) {
-    float* const mine = a.partials + int64_t(block) * n;
-    const int64_t kind_step = int64_t(blocks) * n;
+    float* const mine = a.partials + int64_t(block) * a.columns;
+    const int64_t kind_step = int64_t(blocks) * a.columns;
     constexpr int kColumns = kSlots * kSize;
     float sums[kColumns];
     const auto write = [&](auto&& column, int which) {

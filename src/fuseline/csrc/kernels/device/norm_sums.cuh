@@ -70,55 +70,69 @@ __global__ void __launch_bounds__(kLongBlock) norm_partials_long(const NormBackw
                                  : to_float(static_cast<const X*>(a.grad_x)[at]);
     }
   }
-  float* const mine = a.partials + blockIdx.y * a.n + c;
-  const int64_t kind_step = gridDim.y * a.n;
+  float* const mine = a.partials + blockIdx.y * a.columns + c;
+  const int64_t kind_step = gridDim.y * a.columns;
   mine[0] = weight_sum;
   if (a.grad_bias || a.grad_x_bias) mine[kind_step] = bias_sum;
   if (a.grad_x_bias) mine[2 * kind_step] = x_bias_sum;
 }
 
 // Adds up `count` partial sums of each column, in fp64: blockIdx.y 0 for weight, 1 for bias, 2 for the bias before the
-// dropout. A block has 32 columns, and its 32 warps share the partial sums of them.
-template <class T>
+// dropout. A lane has kWide columns, and the warps of a block share the partial sums of them.
+template <class T, int kWide>
 __global__ void __launch_bounds__(1024) norm_add_partials(const NormBackward a, int count) {
-  __shared__ double shared[kWarp][kWarp + 1];
+  constexpr int kColumns = kWarp * kWide;  // of a block
+  __shared__ double shared[kWarp][kColumns];
   void* const result = blockIdx.y == 0 ? a.grad_weight : blockIdx.y == 1 ? a.grad_bias : a.grad_x_bias;
   if (!result) return;
   wait_for_kernel_before();
-  const int64_t c = int64_t(blockIdx.x) * kWarp + threadIdx.x;
-  const float* partials = a.partials + int64_t(blockIdx.y) * count * a.n;
-  double sum = 0.0;
+  const int64_t from = int64_t(blockIdx.x) * kColumns;
+  const int64_t c = from + threadIdx.x * kWide;
+  const float* partials = a.partials + int64_t(blockIdx.y) * count * a.columns + c;
+  double sums[kWide] = {};
   if (c < a.n) {
 #pragma unroll 4
-    for (int p = threadIdx.y; p < count; p += kWarp) sum += partials[int64_t(p) * a.n + c];
+    for (int p = threadIdx.y; p < count; p += blockDim.y) {
+      if constexpr (kWide == 4) {
+        const float4 part = *reinterpret_cast<const float4*>(partials + int64_t(p) * a.columns);
+        sums[0] += part.x, sums[1] += part.y, sums[2] += part.z, sums[3] += part.w;
+      } else {
+        sums[0] += partials[int64_t(p) * a.columns];
+      }
+    }
   }
-  shared[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  sum = shared[threadIdx.x][threadIdx.y];
 #pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.y;
-  if (threadIdx.x != 0 || column >= a.n) return;
+  for (int i = 0; i < kWide; ++i) shared[threadIdx.y][threadIdx.x * kWide + i] = sums[i];
+  __syncthreads();
+  const int column = int(threadIdx.y) * kWarp + int(threadIdx.x);
+  if (column >= kColumns || from + column >= a.n) return;
+  double sum = 0.0;
+#pragma unroll 4
+  for (int part = 0; part < int(blockDim.y); ++part) sum += shared[part][column];
   if (a.fp32_weights) {
-    static_cast<float*>(result)[column] = float(sum);
+    static_cast<float*>(result)[from + column] = float(sum);
   } else {
-    static_cast<T*>(result)[column] = from_float<T>(float(sum));
+    static_cast<T*>(result)[from + column] = from_float<T>(float(sum));
   }
 }
 
 // Launches it so that its blocks may come up while the kernel before, on the same stream, is at its end.
 template <class T>
 int add_partials(const NormBackward& a, int sums, int count, bool early, void* stream) {
+  constexpr int64_t kLongRow = 4096;  // from which there are blocks enough for four columns a lane
+  const bool wide = a.n >= kLongRow;
+  const int most = power_of_two_from(divide_up(count, 4));  // four partial sums a warp are all on their way at once
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(divide_up(a.n, kWarp)), unsigned(sums));
-  config.blockDim = dim3(kWarp, kWarp);
+  config.gridDim = dim3(unsigned(divide_up(a.n, kWarp * (wide ? 4 : 1))), unsigned(sums));
+  config.blockDim = dim3(kWarp, unsigned(std::clamp(most, 4, kWarp)));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, norm_add_partials<T>, a, count);
+  const auto kernel = wide ? norm_add_partials<T, 4> : norm_add_partials<T, 1>;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a, count);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
 }

@@ -1,0 +1,324 @@
+// The norms' backward for long rows (sm_90): rows run ahead of the arithmetic through a ring in shared memory.
+//
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which a multiprocessor needs some 64 KB on their way; what
+// registers the sums of columns leave cannot hold them, shared memory can.
+//
+// Threads: one block a multiprocessor, which stays, and the blocks of a cluster share a row. Each warp has neighbouring
+// columns and a ring of its own: one of its lanes sends for its part of a row in bulk copies and, once the warp is through
+// with a row, for that which takes its place; no warp waits for another but where rows meet. They meet one row behind
+// (meeting.cuh): the sums of a row travel while the next one is read. Rows at any address come with the vectors that
+// they stand in and are shifted into place when read (shifted.cuh), so that a thread always has the same columns.
+#pragma once
+
+#include "meeting.cuh"
+#include "norm_backward_rows.cuh"
+#include "waiting.cuh"
+
+namespace fuseline {
+
+constexpr int kMostRingStages = 6;
+
+template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows>
+struct RingKind {
+  using X = XType;
+  using Y = YType;
+  static constexpr int kSlots = kSlotsOfThread, kSums = kSumsOfColumn;
+  static constexpr bool kCentred = kCentredRows, kShifted = kShiftedRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
+  static constexpr int kSize = kVector<Y>;
+  static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
+  static constexpr int kThreads = kSlots > 2 ? (kShifted ? 384 : 512) : kWide ? 512 : 640;  // registers leave room for
+  static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
+  // Bytes of a warp's part of a row: where rows are shifted, one vector more than its elements fill.
+  template <class T>
+  static constexpr int kPart = kColumns * int(sizeof(T)) + (kShifted ? 16 : 0);
+  static constexpr int kStage = kPart<X> * (kAdded ? 2 : 1) + kPart<Y>;
+};
+
+// States of the meetings of any number of warps.
+struct RingStates {
+  float2* first;
+  int count;
+  __device__ __forceinline__ float2* operator[](int meeting) const { return first + meeting * count; }
+};
+
+struct RingRoom {
+  RingStates states;
+  uint64_t (*barriers)[1];
+};
+
+// Sends for columns from .. from + kColumns of a row; one lane calls, first to prepare: that reads by elements what shares
+// its vector with memory outside the tensor, and answers how many bytes will come in copies.
+template <class T, int kColumns, bool kShifted>
+__device__ __forceinline__ int fetch_part(const NormBackward& a, const void* tensor, int64_t row, int from,
+                                          unsigned char* to, uint64_t* arrived, bool prepare) {
+  const int n = int(a.n), to_column = min(from + kColumns, n);
+  if (from >= to_column) return 0;
+  const T* const all = static_cast<const T*>(tensor);
+  const T* const at = all + row * a.n;
+  if constexpr (!kShifted) {
+    const int bytes = (to_column - from) * int(sizeof(T));
+    if (!prepare) copy_in(to, at + from, bytes, arrived);
+    return bytes;
+  } else {
+    const int head = elements_into_vector(at + from);
+    int first = from - head;  // element that the first vector begins with
+    int count = (to_column - first + kVector<T> - 1) / kVector<T>;
+    uint4* slots = reinterpret_cast<uint4*>(to);
+    const bool opens = row == 0 && first < 0;
+    const bool ends = row == a.rows - 1 && first + count * kVector<T> > n;
+    if (prepare && (opens || ends)) {
+      if (opens) slots[0] = load_vector<T, false>(at, first, n, false);
+      if (ends) slots[count - 1] = load_vector<T, false>(at, first + (count - 1) * kVector<T>, n, false);
+      show_to_copies();  // copies take its place later
+    }
+    if (opens) ++slots, first += kVector<T>, --count;
+    if (ends && count > 0) --count;
+    if (!prepare && count > 0) copy_in(slots, at + first, count * 16, arrived);
+    return count * 16;
+  }
+}
+
+// A slot of a row out of shared memory: vectors `at` .. of the warp's part.
+template <class T, int kSize, bool kShifted>
+__device__ __forceinline__ HeldSlot<T, kSize, kShifted> take_slot(const unsigned char* part, int slot) {
+  using Held = HeldSlot<T, kSize, kShifted>;
+  const uint4* const at = reinterpret_cast<const uint4*>(part) + slot * Held::kVectors;
+  Held held;
+#pragma unroll
+  for (int v = 0; v < Held::kVectors + (kShifted ? 1 : 0); ++v) held.raw[v] = at[v];
+  return held;
+}
+
+// The weights of this thread's slots, kept in shared memory as they are stored: no other thread reads them.
+template <class Kind>
+struct RingWeights {
+  static constexpr int kSize = Kind::kSize;
+  uint4* at;  // of this thread
+  bool given, fp32;
+
+  __device__ __forceinline__ void keep(const NormBackward& a, int slot, int first) const {
+    if (!given) return;
+    float weight[kSize];
+    weights_of_columns<typename Kind::Y, Kind::kShifted>(a, first, weight);
+    if (fp32) {
+#pragma unroll
+      for (int v = 0; v < kSize / 4; ++v) {
+        const float part[4] = {weight[4 * v], weight[4 * v + 1], weight[4 * v + 2], weight[4 * v + 3]};
+        at[(slot * (kSize / 4) + v) * blockDim.x] = pack<float>(part);
+      }
+    } else if constexpr (kSize == 8) {
+      at[slot * blockDim.x] = pack<typename Kind::Y>(weight);
+    }
+  }
+
+  __device__ __forceinline__ void take(int slot, float (&weight)[kSize]) const {
+    if (!given) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) weight[i] = 1.f;
+    } else if (fp32) {
+#pragma unroll
+      for (int v = 0; v < kSize / 4; ++v) {
+        float part[4];
+        unpack<float>(at[(slot * (kSize / 4) + v) * blockDim.x], part);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weight[4 * v + i] = part[i];
+      }
+    } else if constexpr (kSize == 8) {
+      unpack<typename Kind::Y>(at[slot * blockDim.x], weight);
+    }
+  }
+};
+
+// Bytes of a block's weights in shared memory.
+template <class Kind>
+int64_t ring_weights_bytes(const NormBackward& a, int threads) {
+  if (!a.weight) return 0;
+  return int64_t(threads) * Kind::kSlots * Kind::kSize * (a.fp32_weights ? 4 : int(sizeof(typename Kind::Y)));
+}
+
+// A cluster's partial sums of one kind, this thread's columns of them.
+template <int kSize, int kStep, int kSlots, class Column>
+__device__ __forceinline__ void write_columns(float* partials, int start, int n, Column&& column) {
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    const int first = start + k * kStep;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      if (first + i >= n) continue;  // a row of partial sums goes on to a multiple of four
+      *reinterpret_cast<float4*>(partials + first + i) =
+          make_float4(column(k, i), column(k, i + 1), column(k, i + 2), column(k, i + 3));
+    }
+  }
+}
+
+template <class Kind>
+__global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const NormBackward a) {
+#if __CUDA_ARCH__ >= 900
+  using X = typename Kind::X;
+  using Y = typename Kind::Y;
+  constexpr int kSize = Kind::kSize, kSlots = Kind::kSlots, kSums = Kind::kSums, kColumns = Kind::kColumns;
+  constexpr bool kShifted = Kind::kShifted, kAdded = Kind::kAdded, kCentred = Kind::kCentred;
+  constexpr int kStep = kWarp * kSize;  // between the slots of a thread
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t arrived[kMostRingStages][Kind::kThreads / kWarp];
+  __shared__ uint64_t met[kMeetings][1];
+
+  const int n = int(a.n), stages = a.stages, cluster = a.cluster;
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+  const int rank = int(blockIdx.x) & (cluster - 1);
+  const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
+  const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
+  const bool centred = kCentred && (!kAdded || a.mean);
+  const bool wants_rows = a.wants_rows();
+  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  const int behind = stages > 2 ? 1 : 0;  // rows between the first pass and the second
+
+  unsigned char* const mine = ring + warp * Kind::kStage;
+  const auto stage_at = [&](int stage) { return mine + stage * warps * Kind::kStage; };
+  constexpr int kGradY = Kind::template kPart<X>, kGradSum = kGradY + Kind::template kPart<Y>;  // behind x
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row >= a.rows) return;
+    unsigned char* const to = stage_at(stage);
+    uint64_t* const barrier = &arrived[stage][warp];
+    const auto parts = [&](bool prepare) {
+      int bytes = fetch_part<X, kColumns, kShifted>(a, a.x, row, from, to, barrier, prepare);
+      bytes += fetch_part<Y, kColumns, kShifted>(a, a.grad_y, row, from, to + kGradY, barrier, prepare);
+      if (kAdded && a.grad_sum) {
+        bytes += fetch_part<X, kColumns, kShifted>(a, a.grad_sum, row, from, to + kGradSum, barrier, prepare);
+      }
+      return bytes;
+    };
+    barrier_expect(barrier, parts(true));
+    parts(false);
+  };
+
+  if (lane < stages) barrier_init(&arrived[lane][warp], 1);
+  publish_barriers();
+  __syncwarp();
+  if (lane == 0) {
+    for (int stage = 0; stage < stages; ++stage) fetch(block + int64_t(stage) * blocks, stage);
+  }
+  unsigned char* const behind_ring = ring + stages * warps * Kind::kStage;
+  RingRoom room{{reinterpret_cast<float2*>(behind_ring), cluster * warps}, met};
+  Meeting<RingRoom, float2> meeting{room, cluster, rank};
+  const RingWeights<Kind> weights{
+      reinterpret_cast<uint4*>(behind_ring + kMeetings * room.states.count * sizeof(float2)) + threadIdx.x,
+      a.weight != nullptr, a.fp32_weights || sizeof(Y) == 4};
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) weights.keep(a, k, start + k * kStep);
+  meeting.open();
+
+  ColumnSums<kSize, kSums> columns[kSlots] = {};
+  const auto statistics = [&](int64_t row, float& mean, float& rstd) {
+    mean = centred && row < a.rows ? a.mean[row] : 0.f;
+    rstd = row < a.rows ? a.rstd[row] : 0.f;
+  };
+  const auto head_of = [&](const auto* tensor, int64_t row) {
+    return kShifted ? elements_into_vector(tensor + row * a.n) : 0;
+  };
+  int stage = 0, parity = 0, before = 0;
+  int64_t row = block;
+  RowTerms terms;
+  float mean, rstd;
+  statistics(row, mean, rstd);
+#pragma unroll 1
+  for (int turn = 0;; ++turn, row += blocks) {
+    const bool there = row < a.rows;
+    float next_mean, next_rstd;
+    statistics(row + blocks, next_mean, next_rstd);
+    if (there) {
+      const unsigned char* const parts = stage_at(stage);
+      const int x_head = head_of(static_cast<const X*>(a.x), row);
+      const int grad_head = head_of(static_cast<const Y*>(a.grad_y), row);
+      barrier_wait(&arrived[stage][warp], parity);
+      float sum = 0.f, product_sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int first = start + k * kStep;
+        if (!kShifted && first >= n) continue;
+        float values[kSize], grad[kSize], weight[kSize];
+        weights.take(k, weight);
+        take_slot<X, kSize, kShifted>(parts, k * kWarp + lane).values(x_head, values);
+        take_slot<Y, kSize, kShifted>(parts + kGradY, k * kWarp + lane).values(grad_head, grad);
+        if constexpr (kShifted) {  // beyond the row stand others, or nothing
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            if (first + i >= n) values[i] = mean, grad[i] = 0.f;
+          }
+        }
+        first_pass<kSize, kSums, kCentred>(values, grad, weight, mean, rstd, columns[k], sum, product_sum);
+      }
+      if (wants_rows) meeting.publish(turn, sum_over_warp(make_float2(sum, product_sum)));
+    }
+    if (!behind) before = stage, terms.mean = mean, terms.rstd = rstd;
+    if (behind ? turn > 0 : there) {
+      const int64_t done = row - behind * blocks;
+      if (wants_rows) {
+        const float2* const states = meeting.await(turn - behind);
+        float2 sums = make_float2(0.f, 0.f);
+#pragma unroll 1
+        for (int i = lane; i < meeting.count(); i += kWarp) sums = plus(sums, states[i]);
+        sums = sum_over_warp(sums);
+        terms.set(a, centred, sums.x, sums.y);
+        const unsigned char* const parts = stage_at(before);
+        const int x_head = head_of(static_cast<const X*>(a.x), done);
+        const int grad_head = head_of(static_cast<const Y*>(a.grad_y), done);
+        const int64_t base = done * a.n;
+#pragma unroll
+        for (int k = 0; k < kSlots; ++k) {
+          const int first = start + k * kStep;
+          if (kShifted ? from + k * kStep >= n : first >= n) continue;  // shifted, all lanes of a warp store together
+          float values[kSize], grad[kSize], weight[kSize];
+          weights.take(k, weight);
+          take_slot<X, kSize, kShifted>(parts, k * kWarp + lane).values(x_head, values);
+          take_slot<Y, kSize, kShifted>(parts + kGradY, k * kWarp + lane).values(grad_head, grad);
+          second_pass<kSize, kCentred>(values, weight, terms, grad);
+          if constexpr (kAdded) {
+            if (a.grad_sum) {
+              take_slot<X, kSize, kShifted>(parts + kGradSum, k * kWarp + lane)
+                  .values(head_of(static_cast<const X*>(a.grad_sum), done), values);
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) grad[i] += values[i];
+            }
+            if (a.grad_x) store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
+            if (a.dropout.seed) {
+              float multipliers[kSize];
+              dropout_row<kSize, kShifted>(a.dropout, seed, base + first, multipliers);
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
+            }
+            if (a.grad_dropped) {
+              store_slot<Y, kSize, kShifted>(static_cast<Y*>(a.grad_dropped) + base, first, n, kWarp, grad);
+            }
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
+          } else {
+            store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) fetch(done + int64_t(stages) * blocks, before);
+    }
+    if (!there) break;
+    before = stage, terms.mean = mean, terms.rstd = rstd;
+    mean = next_mean, rstd = next_rstd;
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  start_next_kernel();
+  if (!a.partials) return;
+  float* const sums_of_block = a.partials + int64_t(block) * a.columns;
+  const int64_t kind_step = int64_t(blocks) * a.columns;
+  write_columns<kSize, kStep, kSlots>(sums_of_block, start, n, [&](int k, int i) { return columns[k].weight[i]; });
+  if constexpr (kSums > 1) {
+    write_columns<kSize, kStep, kSlots>(sums_of_block + kind_step, start, n,
+                                        [&](int k, int i) { return columns[k].bias[i]; });
+  }
+  if constexpr (kAdded) {
+    write_columns<kSize, kStep, kSlots>(sums_of_block + 2 * kind_step, start, n,
+                                        [&](int k, int i) { return columns[k].x_bias[i]; });
+  }
+#endif
+}
+
+}  // namespace fuseline

@@ -1,0 +1,117 @@
+// The host's half of norm_backward_ring.cuh: how many threads of how many blocks share a long row, and the launch.
+#pragma once
+
+#include "choice.h"
+#include "norm_backward_ring.cuh"
+#include "norm_sums.cuh"
+
+namespace fuseline {
+
+struct RingPlan {
+  int slots = 0;  // of a thread; 0: no ring for these rows
+  int threads = 0, cluster = 1, stages = 0;
+  int blocks = 0;  // with partial sums of their own at most, a cluster counting once
+  size_t shared = 0;
+};
+
+template <class X, class Y, int kSums, bool kCentred>
+struct RingFamily {
+  static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
+  static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
+  static constexpr int kSize = kVector<Y>;
+  template <int kSlots, bool kShifted>
+  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted>;
+  static constexpr int kMostSlots = kAdded ? 2 : 4;
+
+  // What a block has in shared memory besides rows.
+  static int64_t beside(int threads, int slots, int cluster, int weight_bytes) {
+    return int64_t(threads) * slots * kSize * weight_bytes + int64_t(kMeetings) * cluster * (threads / kWarp) * 8 + 1024;
+  }
+
+  // `weight_bytes`: of an element, 0 where there are none.
+  static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, const Device& device) {
+    RingPlan plan;
+    if (!device.clusters) return plan;
+    const int64_t vectors = divide_up(n, kSize);
+    const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
+      if (slots > kMostSlots || (slots != 2 && slots != 4) || cluster > kMostBlocks) return false;
+      const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
+      if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
+      const int64_t stage = int64_t(threads / kWarp) * stage_of(slots, aligned);
+      const int64_t room = device.shared_a_block - beside(threads, slots, cluster, weight_bytes);
+      const int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
+      if (stages < 2) return false;
+      plan.slots = slots, plan.threads = threads, plan.cluster = cluster, plan.stages = stages;
+      plan.shared = size_t(stages * stage + beside(threads, slots, cluster, weight_bytes) - 1024);
+      return true;
+    };
+    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    if (measuring && choice->stages < 2) return plan;
+    const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
+    if (!table && (measuring || n * int64_t(sizeof(Y)) <= kShortestRing)) return plan;
+    const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
+    // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
+    for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
+      bool found = false;
+      for (int cluster = 1; !found && cluster <= kMostBlocks; cluster *= 2) {
+        for (const int slots : {2, 4}) {
+          if (slots == 4 && cluster < 4) continue;
+          found = found || (fits(slots, kMostThreads, cluster, kMostRingStages) && plan.stages >= least);
+        }
+      }
+      if (found) break;
+      plan.slots = 0;
+    }
+    if (measuring ? !by_table : plan.slots == 0) return RingPlan{};
+    while (!measuring && rows * plan.cluster * 2 <= device.processors && plan.cluster < kMaxCluster &&
+           fits(2, kMostThreads, plan.cluster * 2, kMostRingStages) && plan.threads > 2 * kWarp) {
+    }  // few rows: more blocks for each
+    plan.blocks = int(std::min(rows, divide_up(device.processors, plan.cluster)));
+    return plan;
+  }
+
+  // The most blocks of any plan for such rows: wider weights and rows at odd addresses only make clusters larger.
+  static int64_t blocks(int64_t rows, int64_t n, const Device& device) { return plan(rows, n, true, 0, device).blocks; }
+
+  // All of the backward; false if there is no ring for these rows.
+  static bool run(NormBackward a, const Device& device, void* stream, int& error) {
+    const bool aligned = in_vectors<kSize>(a);
+    const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
+    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
+    if (plan.slots == 0) return false;
+    a.cluster = plan.cluster, a.stages = plan.stages;
+    const auto kernel = kernel_for(plan.slots, aligned);
+    int count = 0;
+    if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const cudaError_t found = resident_clusters(kernel, device, plan.threads, plan.shared, plan.cluster, count);
+    if (found != cudaSuccess || count == 0) {  // larger clusters than all devices have
+      cudaGetLastError();
+      error = int(found);
+      return plan.cluster <= kMaxCluster && error != 0;
+    }
+    const int blocks = std::min(plan.blocks, count);
+    error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads), plan.shared, plan.cluster, stream);
+    if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
+    return true;
+  }
+
+ private:
+  static constexpr int kBehind = 3;
+  static constexpr int64_t kShortestRing = 8192;  // bytes of a row of y, for what the table does not know
+
+  static int threads_of(int slots, bool aligned) {
+    if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;
+    return aligned ? Kind<kMostSlots, false>::kThreads : Kind<kMostSlots, true>::kThreads;
+  }
+  static int stage_of(int slots, bool aligned) {
+    if (slots == 2) return aligned ? Kind<2, false>::kStage : Kind<2, true>::kStage;
+    return aligned ? Kind<kMostSlots, false>::kStage : Kind<kMostSlots, true>::kStage;
+  }
+  static auto kernel_for(int slots, bool aligned) -> void (*)(NormBackward) {
+    if (slots == 2) return aligned ? norm_backward_ring<Kind<2, false>> : norm_backward_ring<Kind<2, true>>;
+    return aligned ? norm_backward_ring<Kind<kMostSlots, false>> : norm_backward_ring<Kind<kMostSlots, true>>;
+  }
+};
+
+}  // namespace fuseline
