@@ -233,13 +233,13 @@ def test_which_layers_are_small(
         patch.object(module, "_has_clusters", return_value=True),
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
     ):
-        assert module._is_small(x, qkv, out, E // H, True) == small
-        assert not module._is_small(x, qkv.requires_grad_(), out, E // H, False)
+        assert module._is_small(x, qkv, out, H, H) == small
+        assert not module._is_small(x, qkv.requires_grad_(), out, H, 1)
     with (
         patch.object(module, "_has_clusters", return_value=False),
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
-        assert not module._is_small(x, qkv, out, E // H, True)
+        assert not module._is_small(x, qkv, out, H, H)
 
 
 def test_takes_bool_masks_and_one_dtype() -> None:

@@ -138,15 +138,12 @@ def self_attention_layer(
             f"{', '.join(IMPLEMENTATIONS)}."
         )
     kv = num_heads if num_kv_heads is None else num_kv_heads
-    shared = qkv_weight.shape[1] != x.shape[-1]
-    D = qkv_weight.shape[0] // (3 if shared else max(1, num_heads + 2 * kv))
-    scale = 1.0 / math.sqrt(max(1, D)) if softmax_scale is None else softmax_scale
     if dropout_p:
         check_probability(dropout_p, "self_attention_layer")
     device = x.device.type
     fused = implementation == "fused"
     if device == "cuda" and (implementation == "auto" or (fused and dropout_p > 0)):
-        fused = _is_small(x, qkv_weight, out_weight, D, kv == num_heads)
+        fused = _is_small(x, qkv_weight, out_weight, num_heads, kv)
         if not fused:
             implementation = "composed"
     if (
@@ -172,9 +169,11 @@ def self_attention_layer(
             causal,
             hides,
             dropout_p,
-            scale,
+            softmax_scale,
             fused,
         )
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(max(1, _head_dim(x, qkv_weight, num_heads, kv)))
     options: dict[str, Any] = {
         "num_heads": num_heads,
         "num_kv_heads": kv,
@@ -182,7 +181,7 @@ def self_attention_layer(
         "mask": mask,
         "key_padding": key_padding,
         "dropout_p": dropout_p,
-        "softmax_scale": scale,
+        "softmax_scale": softmax_scale,
         "seed": seed,
     }
     run = _composed if implementation == "composed" else reference
@@ -264,24 +263,41 @@ def _visible(
     return lower if keep is None else keep & lower
 
 
+def _head_dim(x: torch.Tensor, qkv_weight: torch.Tensor, num_heads: int, num_kv_heads: int) -> int:
+    shared = qkv_weight.shape[1] != x.shape[-1]
+    return qkv_weight.shape[0] // (3 if shared else max(1, num_heads + 2 * num_kv_heads))
+
+
 def _is_small(
-    x: torch.Tensor, qkv_weight: torch.Tensor, out_weight: torch.Tensor, head_dim: int, own_keys: bool
+    x: torch.Tensor, qkv_weight: torch.Tensor, out_weight: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> bool:
     """Whether the kernels take this layer, and are expected to be faster than the composition."""
-    if x.dim() != 3 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.dim() != 3:
         return False
     B, S, E = x.shape
-    exact = x.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    most = MOST_EXACT_WORK if exact else MOST_WORK
-    if not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
-        most = MOST_CAPTURED_WORK
-    unit = 8 if x.dtype is torch.float32 else 16
-    fits = 0 < S <= LONGEST and 0 < head_dim <= WIDEST_HEAD and head_dim % unit == 0
-    fits = fits and E % 8 == 0 and out_weight.shape[0] % 8 == 0 and 0 < B * S * E <= most
-    if S > 64:  # what shared memory holds, and what is worth it
-        fits = fits and head_dim <= (64 if x.dtype is torch.float32 else 112) and not exact
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad)
-    return fits and (own_keys or not wants_grad) and _has_clusters(x.get_device())
+    if not (0 < S <= LONGEST and 0 < B * S * E <= MOST_WORK) or E % 8 or out_weight.shape[0] % 8:
+        return False
+    dtype = x.dtype
+    head_dim = _head_dim(x, qkv_weight, num_heads, num_kv_heads)
+    if not 0 < head_dim <= WIDEST_HEAD or head_dim % (8 if dtype is torch.float32 else 16):
+        return False
+    if dtype is torch.float32:
+        if S > 64 and head_dim > 64:  # what shared memory holds
+            return False
+        if not torch.backends.cuda.matmul.allow_tf32 and (S > 64 or B * S * E > MOST_EXACT_WORK):
+            return False
+    elif dtype not in (torch.float16, torch.bfloat16) or (S > 64 and head_dim > 112):
+        return False
+    captured = B * S * E <= MOST_CAPTURED_WORK
+    if not captured and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        return False
+    if (
+        num_kv_heads != num_heads
+        and torch.is_grad_enabled()
+        and (x.requires_grad or qkv_weight.requires_grad)
+    ):
+        return False
+    return _has_clusters(x.get_device())
 
 
 @functools.cache
