@@ -70,7 +70,7 @@ __device__ __forceinline__ void masked_scores(const SoftmaxForward& a, int64_t m
     const int first = start + k * step;
     unpack<T>(raw[k], score[k]);
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) score[k][i] *= a.scale;
+    for (int i = 0; i < kVector<T>; ++i) score[k][i] = __fmul_rn(score[k][i], a.scale);  // equals stay equal
     if constexpr (kKind != FUSELINE_MASK_NONE) mask[k].apply(score[k]);
     if (first + kVector<T> > visible) {
 #pragma unroll
