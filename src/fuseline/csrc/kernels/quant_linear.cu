@@ -129,14 +129,13 @@ int run_streams(const LinearArguments& a, const fuseline_linear& call, void* str
 template <class T, class Weights>
 int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
   constexpr int kMostStreams = 128;  // rows of x, beyond which the weight is better dequantized
+  int answer = FUSELINE_UNSUPPORTED;
+  if (call.kernel <= FUSELINE_LINEAR_STREAM) answer = run_stream<T, Weights>(a, call, stream);
   if constexpr (Weights::kFormat != FUSELINE_WEIGHT_16) {
-    const bool tiles = call.kernel ? call.kernel == FUSELINE_LINEAR_TILES : a.m > kStreamRows;
-    if (tiles) {
-      const int answer = run_tiles<T, Weights>(a, call, stream);
-      if (answer != FUSELINE_UNSUPPORTED || call.kernel) return answer;
-    }
+    const bool tiles = answer == FUSELINE_UNSUPPORTED && call.kernel != FUSELINE_LINEAR_STREAM;
+    if (tiles) answer = run_tiles<T, Weights>(a, call, stream);
   }
-  if (call.kernel > FUSELINE_LINEAR_STREAM || a.m > kMostStreams) return FUSELINE_UNSUPPORTED;
+  if (answer != FUSELINE_UNSUPPORTED || call.kernel > FUSELINE_LINEAR_STREAM || a.m > kMostStreams) return answer;
   return run_streams<T, Weights>(a, call, stream);
 }
 
@@ -152,7 +151,7 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   if (call->dtype != FUSELINE_FLOAT16 && call->dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
   if (call->m == 0 || call->n == 0) return 0;
   a.x_vectors = call->k % 8 == 0 && call->x_stride % 8 == 0 && offset_in_vector(call->x) == 0;
-  a.overlap = call->overlap;
+  a.overlap = call->overlap & 1, a.early = call->overlap & 2;
   a.norm = call->norm, a.eps = float(call->eps);
   a.norm_weight = static_cast<const char*>(call->norm_weight), a.norm_bias = static_cast<const char*>(call->norm_bias);
   a.activation = call->activation, a.residual = static_cast<const char*>(call->residual);

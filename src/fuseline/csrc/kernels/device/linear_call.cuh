@@ -24,12 +24,14 @@ struct LinearArguments {
   int m, n, k;
   int tiles, chunks;        // of n by 16 and of k by 64, rounded up
   int groups, group_shift;  // a group is 32 << group_shift columns
+  int groups_a_slice;       // streams: that a block has scales of, at most
   int splits;                // blocks that share the columns
   int units, base, extra;    // streams: clusters; of each, units of tiles, and how many clusters have one more
   int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams pairs of them
-  int x_bytes;               // of shared memory
+  int x_bytes, scale_bytes;  // of shared memory
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
   bool overlap;    // weights may be read before earlier launches have ended
+  bool early;      // for measuring: the next launch may start at once
   int norm;        // a fuseline_linear_norm
   const char* norm_weight;
   const char* norm_bias;

@@ -24,8 +24,6 @@
 
 namespace fuseline {
 
-constexpr int kStreamWarps = 12;  // 4 of 80 registers a thread: two blocks, this launch's and the next one's
-constexpr int kStreamThreads = kStreamWarps * kWarp;
 constexpr int kStreamRows = 32;
 constexpr int kPitch = kTileRows + 4;  // floats between rows of x in a plane of sums: banks apart
 
@@ -36,11 +34,19 @@ struct StreamShape {
   // Two tiles at a time halve what is read of x from shared memory.
   static constexpr int kTiles = kInt4 && kColumnBlocks == 4 && !kAnyGroups ? 2 : 1;
   static constexpr int kChunks = kInt4 ? 2 : 1;  // of 64 columns in a step
+  static constexpr bool kStagesScales = kInt4 && !kAnyGroups;  // in shared memory
   static constexpr int kVectors = kChunks * Weights::kVectors;
+  // Up to 16 rows of x a multiprocessor has room for a block of this launch and one of the next.
+  static constexpr bool kTwo = kColumnBlocks == 1 || (kColumnBlocks == 2 && !kAnyGroups);
+  static constexpr int kWarps = kColumnBlocks == 2 && kTwo ? 8 : 12;
+  static constexpr int kThreads = kWarps * kWarp;
   // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
-  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16 ? 2 : kTiles == 2 || (kInt4 && kColumnBlocks == 1) ? 3 : 4;
+  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16              ? (kWarps == 8 ? 3 : 2)
+                                : kWarps == 8                                       ? 6
+                                : kTiles == 2 || (kAnyGroups && kColumnBlocks == 1) ? 3
+                                                                                    : 4;
 #if __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kColumnBlocks == 1 ? 2 : 1;
+  static constexpr int kBlocks = kTwo ? 2 : 1;
 #else
   static constexpr int kBlocks = 1;  // launches do not overlap
 #endif
@@ -50,15 +56,16 @@ struct StreamShape {
 template <class Shape>
 struct Step {
   uint4 raw[Shape::kVectors];
-  uint32_t scale, zero;
+  uint32_t scale, zero;  // kAnyGroups
 };
 
 // sums += the products of one step of all tiles. `x_at`: this lane's columns of its row in each block of columns.
+// `scales_at`: of its rows and the step's group, in shared memory, unless the step has them itself (kAnyGroups).
 template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
 __device__ __forceinline__ void multiply_step(
     const LinearArguments& a, const Step<StreamShape<Weights, kColumnBlocks, kAnyGroups>> (
                                   &step)[StreamShape<Weights, kColumnBlocks, kAnyGroups>::kTiles],
-    const uint32_t (&x_at)[kColumnBlocks], int x_offset,
+    const uint32_t (&x_at)[kColumnBlocks], int x_offset, uint32_t scales_at, int next_scales,
     float (&sums)[StreamShape<Weights, kColumnBlocks, kAnyGroups>::kTiles][kColumnBlocks][4]) {
   using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
   constexpr int kTiles = Shape::kTiles, kHalves = 2 * Shape::kChunks;
@@ -112,9 +119,9 @@ __device__ __forceinline__ void multiply_step(
       for (int t = 0; t < kTiles; ++t) scaled(t, __shfl_sync(~0u, step[t].scale, (threadIdx.x & 28) + half));
     }
   }
-  if constexpr (Shape::kInt4 && !kAnyGroups) {
+  if constexpr (Shape::kStagesScales) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) scaled(t, step[t].scale);
+    for (int t = 0; t < kTiles; ++t) scaled(t, load_shared_word(scales_at + t * next_scales));
   }
 }
 
@@ -134,15 +141,16 @@ struct Share {
 };
 
 template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
-__global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
+__global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups>::kThreads, StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
     linear_stream_kernel(const __grid_constant__ LinearArguments a) {
   using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
   constexpr int kTiles = Shape::kTiles, kChunks = Shape::kChunks, kAhead = Shape::kAhead;
+  constexpr int kWarps = Shape::kWarps, kThreads = Shape::kThreads;
   constexpr bool kPlain = Weights::kFormat == FUSELINE_WEIGHT_16;
   constexpr int kVectorBytes = kWarp * 16;
   constexpr int kStepBytes = kPlain ? kTileColumns * 2 : Shape::kVectors * kVectorBytes;  // from a step to the next
   extern __shared__ __align__(16) char shared[];
-  __shared__ int cut_unit[kStreamWarps];  // the unit that a warp begins within, or none
+  __shared__ int cut_unit[kWarps];  // the unit that a warp begins within, or none
 
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = lane / 4, quad = lane % 4;
@@ -150,8 +158,9 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
   const int plane = a.m * kPitch;  // floats
   float* const planes = reinterpret_cast<float*>(shared + a.x_bytes);  // of what warps begin within a unit, then of units
   const auto scales_and_shifts = [&](const Share& share) {
-    return reinterpret_cast<float2*>(planes + (kStreamWarps + share.most_units) * kTiles * plane);
+    return reinterpret_cast<float2*>(planes + (kWarps + share.most_units) * kTiles * plane);
   };
+  const uint32_t x_shared = uint32_t(__cvta_generic_to_shared(shared)), scales_shared = x_shared + a.x_bytes - a.scale_bytes;
   const auto feature_of = [&](const Share& share, int row) {  // of a row of this cluster; a.n where there is none
     const int place = share.first_unit * kTiles + row / kTileRows;
     return place < a.tiles ? min(tile_at(a, place) * kTileRows + row % kTileRows, a.n) : a.n;
@@ -160,8 +169,8 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
   const Share share(a, grain);
   const int slice_begin = share.rank * a.steps_a_split, slice_end = min(slice_begin + a.steps_a_split, a.steps);
   const int slice = slice_end - slice_begin, total = share.units * slice;
-  const int begin = int(int64_t(total) * warp / kStreamWarps);
-  int left = int(int64_t(total) * (warp + 1) / kStreamWarps) - begin;  // steps to be multiplied
+  const int begin = int(int64_t(total) * warp / kWarps);
+  int left = int(int64_t(total) * (warp + 1) / kWarps) - begin;  // steps to be multiplied
 
   // The next step to be asked for, and where it stands: 16-byte vectors of weights, words of scales.
   int unit = begin / slice, at = begin % slice;
@@ -180,7 +189,7 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
       from = uint32_t(tile) * tile_vectors + load_at * (kStepBytes / 16) + lane;
       next_tile = tile_step * tile_vectors;
     }
-    if constexpr (Shape::kInt4) scales_from = tile * a.groups * 8 + group, next_scales = tile_step * a.groups * 8;
+    if constexpr (kAnyGroups) scales_from = tile * a.groups * 8 + group, next_scales = tile_step * a.groups * 8;
   };
   Step<Shape> steps[kAhead][kTiles];
   const auto load = [&](Step<Shape>(&step)[kTiles], int ahead) {
@@ -199,12 +208,12 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
           step[t].raw[v] = load_once(tile + (inside ? v * kVectorBytes : 0));
         }
       }
-      if constexpr (Shape::kInt4) {
-        const int of = min(kAnyGroups ? (load_at * 4 + quad) >> a.group_shift : load_at >> (a.group_shift - 2), a.groups - 1);
+      if constexpr (kAnyGroups) {
+        const int of = min((load_at * 4 + quad) >> a.group_shift, a.groups - 1);
         const int64_t word = int64_t(scales_from) + t * next_scales + of * 8;
         step[t].scale = __ldg(a.scales + word);
         step[t].zero = 0x0808u;
-        if (kAnyGroups && a.zeros) step[t].zero = __ldg(reinterpret_cast<const uint16_t*>(a.zeros) + word);
+        if (a.zeros) step[t].zero = __ldg(reinterpret_cast<const uint16_t*>(a.zeros) + word);
       }
     }
     from += kStepBytes / 16;
@@ -218,7 +227,7 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
   if (!a.overlap) {
     if constexpr (!kPlain) {  // towards the L2 at least, while the kernel before may still be at work
       if (lane < kTiles && left > 0) {
-        const int chunks = min(min(min(kAhead, left), slice_end - load_at) * kChunks, a.chunks - load_at * kChunks);
+        const int chunks = min(min(min(2 * kAhead, left), slice_end - load_at) * kChunks, a.chunks - load_at * kChunks);
         prefetch_to_l2(a.weight + (int64_t(from) - lane + lane * next_tile) * 16, chunks * (Weights::kVectors * kVectorBytes));
       }
     }
@@ -226,20 +235,31 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
   }
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(steps[u], u);
+  // Scales of int4: [tile][group][8 words], of the groups that the slice touches; two words of 16 bytes a group.
+  const int group_begin = slice_begin >> (Shape::kStagesScales ? a.group_shift - 2 : 0);
+  if constexpr (Shape::kStagesScales) {
+    const int a_tile = a.groups_a_slice * 2;
+    for (int i = thread; i < share.units * kTiles * a_tile; i += kThreads) {
+      const int of = i / a_tile, vector = i - of * a_tile, place = share.first_unit * kTiles + of;
+      const int group = min(group_begin + vector / 2, a.groups - 1);
+      const int64_t from = (int64_t(tile_at(a, min(place, a.tiles - 1))) * a.groups + group) * 8 + vector % 2 * 4;
+      copy_async(scales_shared + i * 16, a.scales + from);
+    }
+    commit_copies();
+  }
   if (a.overlap) wait_for_earlier();
-  let_next_start();
+  if (a.early) let_next_start();
 
-  for (int row = thread; row < share.units * kTiles * kTileRows; row += kStreamThreads) {
+  for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);
     if (feature >= a.n) continue;
     const float scale = Weights::kFormat == FUSELINE_WEIGHT_INT8 ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
     scales_and_shifts(share)[row] = make_float2(scale, a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f);
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
-  const uint32_t x_shared = uint32_t(__cvta_generic_to_shared(shared));
   const int pitch = x_pitch(a.steps_a_split * kChunks);
   {
-    const StretchOfRows<kStreamThreads> stretch(x_shared, a.m, slice_begin * kChunks, a.steps_a_split * kChunks,
+    const StretchOfRows<kThreads> stretch(x_shared, a.m, slice_begin * kChunks, a.steps_a_split * kChunks,
                                                 min(slice_end * kChunks * kTileColumns, a.k));
     if (a.norm == FUSELINE_NORM_NONE) {
       load_rows(a, stretch);
@@ -247,13 +267,18 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
       load_normed_rows<T>(a, planes, stretch);
     }
   }
+  if constexpr (Shape::kStagesScales) wait_for_copies<0>();
   __syncthreads();
 
   float sums[kTiles][kColumnBlocks][4] = {};
   uint32_t x_at[kColumnBlocks];  // rows past the last read the last one's x, and nobody their sums
 #pragma unroll
   for (int c = 0; c < kColumnBlocks; ++c) x_at[c] = x_shared + min(c * 8 + group, a.m - 1) * pitch + quad * 16;
-  int slot = at > 0 ? warp : kStreamWarps + unit;
+  int slot = at > 0 ? warp : kWarps + unit;
+  const int scale_shift_of = a.group_shift - 2, next_scale = a.groups_a_slice * 32;
+  const auto scales_of = [&](int at) {  // of this lane's rows, for a step of the slice
+    return scales_shared + unit * kTiles * next_scale + (((slice_begin + at) >> scale_shift_of) - group_begin) * 32 + group * 4;
+  };
   const auto put_down = [&] {
     float* const to = planes + slot * kTiles * plane;
 #pragma unroll
@@ -268,14 +293,17 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
         }
       }
     }
-    slot = kStreamWarps + ++unit;
+    slot = kWarps + ++unit;
     at = 0;
   };
   for (; left > 0; left -= kAhead) {
+    // The last steps are asked for now: the next launch may ask for its first ones.
+    if (left <= 2 * kAhead) let_next_start();
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       if (u >= left) break;
-      multiply_step<T, Weights, kColumnBlocks, kAnyGroups>(a, steps[u], x_at, at * (kChunks * kTileColumns * 2), sums);
+      multiply_step<T, Weights, kColumnBlocks, kAnyGroups>(
+          a, steps[u], x_at, at * (kChunks * kTileColumns * 2), scales_of(at), next_scale, sums);
       load(steps[u], u + kAhead);
       if (++at == slice) put_down();
     }
@@ -285,28 +313,28 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<Weights, kColumnBl
 
   const Share mine(a, grain);
   const int rows_here = mine.units * kTiles * kTileRows;
-  const float* const of_units = planes + kStreamWarps * kTiles * plane;
+  const float* const of_units = planes + kWarps * kTiles * plane;
   const float2* const scale_shift = scales_and_shifts(mine);
 
   const auto whole = [&](int row, int column) {  // of all warps
     const int tile = row / kTileRows, place = column * kPitch + row % kTileRows;
     float sum = of_units[tile * plane + place];
 #pragma unroll
-    for (int w = 1; w < kStreamWarps; ++w) {
+    for (int w = 1; w < kWarps; ++w) {
       if (cut_unit[w] == tile / kTiles) sum += planes[(w * kTiles + tile % kTiles) * plane + place];
     }
     return sum;
   };
   const int count = rows_here * a.m;
   if (a.splits > 1) {
-    for (int i = thread; i < count; i += kStreamThreads) {
+    for (int i = thread; i < count; i += kThreads) {
       const int column = i / rows_here, row = i - column * rows_here;
-      planes[kStreamWarps * kTiles * plane + row / kTileRows * plane + column * kPitch + row % kTileRows] = whole(row, column);
+      planes[kWarps * kTiles * plane + row / kTileRows * plane + column * kPitch + row % kTileRows] = whole(row, column);
     }
     cluster_arrive();
     cluster_wait();
   }
-  for (int i = mine.rank * kStreamThreads + thread; i < count; i += a.splits * kStreamThreads) {
+  for (int i = mine.rank * kThreads + thread; i < count; i += a.splits * kThreads) {
     const int column = i / rows_here, row = i - column * rows_here, feature = feature_of(mine, row);
     if (feature >= a.n || (a.halves && row / kTileRows % 2)) continue;
     const auto sum_at = [&](int of) {

@@ -16,9 +16,12 @@ int deal_units(LinearArguments& a, int splits, int clusters) {
   a.steps_a_split = int(divide_up(a.steps, splits));
   const int most_tiles = (a.base + (a.extra > 0)) * grain * Shape::kTiles;
   const int64_t x = int64_t(a.m) * x_pitch(a.steps_a_split * Shape::kChunks);
-  const int64_t sums = int64_t(most_tiles + kStreamWarps * Shape::kTiles) * a.m * kPitch * 4 + most_tiles * kTileRows * 8;
-  a.x_bytes = int(std::min<int64_t>(x, 1 << 24));
-  return int(std::min<int64_t>(x + sums, 1 << 24));
+  const int64_t sums = int64_t(most_tiles + Shape::kWarps * Shape::kTiles) * a.m * kPitch * 4 + most_tiles * kTileRows * 8;
+  // A slice may begin and end within a group.
+  a.groups_a_slice = Shape::kStagesScales ? int(divide_up(a.steps_a_split, 1 << (a.group_shift - 2))) + 1 : 0;
+  const int64_t scales = int64_t(most_tiles) * a.groups_a_slice * 32;
+  a.scale_bytes = int(std::min<int64_t>(scales, 1 << 24)), a.x_bytes = int(std::min<int64_t>(x + scales, 1 << 24));
+  return int(std::min<int64_t>(x + scales + sums, 1 << 24));
 }
 
 // By the nanoseconds that the busiest multiprocessor should take. Answers 0 if x fits no way.
@@ -38,7 +41,7 @@ int plan_stream(const LinearArguments& given, const fuseline_linear& call, const
     const int grain = a.halves && Shape::kTiles == 1 ? 2 : 1;
     // Blocks that are done leave the bandwidth to the others.
     double cost = (mean + 2 * most) / 3 * grain * a.steps_a_split * step / kHbm;
-    cost += std::max(0., a.x_bytes / kL2 - 1000);
+    cost += std::max(0., (a.x_bytes - a.scale_bytes) / kL2 - 1000);
     if (splits > 1) cost += kMeeting + most * grain * Shape::kTiles * kTileRows * a.m * 4 / kInCluster;
     if (2 * (shared + 1024) > device.shared_a_processor) cost += kAlone;
     if (best_splits == 0 || cost < best) best = cost, best_splits = splits;
@@ -57,7 +60,7 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
     shared = deal_units<Shape>(a, splits, clusters);
     if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
     int resident = 0;
-    const cudaError_t error = resident_clusters(kernel, device, kStreamThreads, size_t(shared), splits, resident);
+    const cudaError_t error = resident_clusters(kernel, device, Shape::kThreads, size_t(shared), splits, resident);
     if (error != cudaSuccess) return int(error);
     if (resident == 0) return FUSELINE_UNSUPPORTED;
     if (resident >= a.units) break;
@@ -66,7 +69,7 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(a.units * splits));
-  config.blockDim = dim3(kStreamThreads);
+  config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
@@ -100,10 +103,12 @@ int run_stream(const LinearArguments& a, const fuseline_linear& call, void* stre
     Device device;                                                                                      \
     const cudaError_t error = current_device(device);                                                   \
     if (error != cudaSuccess) return int(error);                                                        \
-    if constexpr (Weights::kGrouped) {                                                                  \
-      if (a.zeros || a.group_shift < 2) return launch_stream<T, Weights, true>(a, call, device, stream); \
+    if (!a.zeros && (!Weights::kGrouped || a.group_shift >= 2)) {                                       \
+      const int answer = launch_stream<T, Weights, false>(a, call, device, stream);                     \
+      if (!Weights::kGrouped || answer != FUSELINE_UNSUPPORTED) return answer;                          \
     }                                                                                                   \
-    return launch_stream<T, Weights, false>(a, call, device, stream);                                   \
+    if constexpr (Weights::kGrouped) return launch_stream<T, Weights, true>(a, call, device, stream);   \
+    return FUSELINE_UNSUPPORTED;                                                                        \
   }
 
 }  // namespace fuseline
