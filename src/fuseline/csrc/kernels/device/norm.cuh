@@ -112,6 +112,9 @@ int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_
 int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
+// Those that they take, of x of y's dtype: false for others.
+bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
+bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

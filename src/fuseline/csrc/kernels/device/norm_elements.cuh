@@ -3,7 +3,6 @@
 
 #include "moments.cuh"
 #include "norm.cuh"
-#include "slot.cuh"
 
 namespace fuseline {
 

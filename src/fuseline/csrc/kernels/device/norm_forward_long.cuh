@@ -8,6 +8,7 @@
 
 #include "norm_elements.cuh"
 #include "norm_waiting.cuh"
+#include "slot.cuh"
 
 namespace fuseline {
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "norm_elements.cuh"
+#include "slot.cuh"
 
 namespace fuseline {
 

@@ -63,16 +63,16 @@ inline constexpr RowChoice kCrossEntropy4[] = {
     {262144, 16, 512, 8, 1},
 };
 inline constexpr RowChoice kLayerNormForward2[] = {
-    {64, 1, 128, 1, 0},
-    {128, 2, 128, 1, 0},
+    {256, 1, 128, 1, 0},
+    {512, 2, 128, 1, 0},
     {1024, 4, 128, 1, 0},
     {16384, 4, 512, 1, 0},
 };
 inline constexpr RowChoice kLayerNormForward4[] = {
-    {64, 2, 128, 1, 0},
-    {128, 4, 128, 1, 0},
-    {1024, 8, 128, 1, 0},
-    {8192, 8, 512, 1, 0},
+    {128, 1, 128, 1, 0},
+    {256, 2, 128, 1, 0},
+    {512, 4, 128, 1, 0},
+    {8192, 4, 512, 1, 0},
 };
 inline constexpr RowChoice kLayerNormBackward2[] = {
     {2048, 1, 256, 1, 0},

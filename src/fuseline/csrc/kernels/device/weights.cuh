@@ -52,4 +52,10 @@ __device__ __forceinline__ void load_weights(const void* weights, bool fp32, Ind
   }
 }
 
+// Weight number `i`.
+template <class T>
+__device__ __forceinline__ float weight_at(const void* weights, bool fp32, int i) {
+  return fp32 ? static_cast<const float*>(weights)[i] : to_float(static_cast<const T*>(weights)[i]);
+}
+
 }  // namespace fuseline

@@ -1,0 +1,101 @@
+// The norms' forward for rows of y's dtype that keep to 16-byte steps and that threads hold in registers: y = (x - mean) *
+// rstd * weight + bias over each row (mean 0 in an RMS norm).
+//
+// Moves: x read once, y written once; weight and bias come from cache. Does: about 9 operations an element. Limit: HBM
+// bandwidth. Threads: a row belongs to a part of a warp, a warp or a block, kHeld vectors a thread; of rows that are a
+// warp's or less a thread has kRows, all on their way at a time, and its weights once.
+#pragma once
+
+#include "norm_row.cuh"
+
+namespace fuseline {
+
+struct HeldNorm {
+  NormForward norm;
+  bool streams;  // more than the L2 holds: y leaves it first
+};
+
+constexpr int held_blocks(bool one_warp, int vectors) { return !one_warp ? 2 : vectors > 4 ? 3 : 4; }
+
+template <class T, int kHeld, int kRows, bool kOneWarp>
+__global__ void __launch_bounds__(most_threads(kOneWarp), held_blocks(kOneWarp, kHeld* kRows))
+    norm_forward_held(const HeldNorm given) {
+  __shared__ Moments shared[2 * kMaxStates];
+  const NormForward& a = given.norm;
+  Group<Moments, kOneWarp> group(shared, 1);
+  constexpr int kSize = kVector<T>;
+  const int n = int(a.n), step = group.threads * kSize, start = group.lane * kSize;
+  const int64_t first = int64_t(group.first) * (blockDim.y * kRows) + threadIdx.y;
+  uint4 raw[kRows][kHeld];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = first + r * int(blockDim.y);
+    const int inside = row < a.rows ? n : 0;
+    const T* const x = static_cast<const T*>(a.x) + row * a.n;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) raw[r][k] = load_vector<T, true>(x, start + k * step, inside, true);
+  }
+  // Weights of rows' dtype are on their way with the rows, where there are registers for both.
+  constexpr bool kEarly = kHeld <= 2;
+  const bool early = kEarly && (sizeof(T) == 4 || !a.fp32_weights);
+  uint4 weight[kEarly ? kHeld : 1], bias[kEarly ? kHeld : 1];
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int column = start + k * step;
+      weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
+      if (!early || column >= n) continue;
+      if (a.weight) weight[k] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.weight) + column));
+      if (a.bias) bias[k] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.bias) + column));
+    }
+  }
+  const float inverse_n = 1.f / float(n);
+  float count = float(n), inverse = inverse_n;
+  if (!group.in_one_warp()) {  // of this warp's elements
+    const int from = start - group.lane % kWarp * kSize;
+    int mine = 0;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) mine += count_inside<kWarp * kSize>(from + k * step, n);
+    count = float(mine), inverse = 1.f / float(max(mine, 1));
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float values[kHeld][kSize];
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) unpack<T>(raw[r][k], values[k]);
+    const Moments warp = moments_of<T>(
+        values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, [](int, int) { return false; },
+        [&](auto value) { return group.warp_sum(value); });
+    const Moments whole =
+        group.in_one_warp() ? warp : combine(group.publish(warp), group.states, float(n), a.centred);
+    const float rstd = rstd_of<T>(whole.squares, inverse_n, a.eps);
+    const int64_t row = first + r * int(blockDim.y);
+    if (row >= a.rows) return;
+    if (group.lane == 0) keep_statistics(a, row, whole.mean, rstd);
+    T* const y = static_cast<T*>(a.y) + row * a.n;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int column = start + k * step;
+      if (column >= n) continue;
+      if (kEarly && early) {
+        float weights[kSize], biases[kSize];
+        unpack<T>(weight[kEarly ? k : 0], weights);
+        unpack<T>(bias[kEarly ? k : 0], biases);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          values[k][i] = fmaf((values[k][i] - whole.mean) * rstd, weights[i], biases[i]);
+        }
+      } else {
+        normalize<T, true>(a, column, n, whole.mean, rstd, values[k]);
+      }
+      uint4* const to = reinterpret_cast<uint4*>(y + column);
+      if (given.streams) {
+        __stcs(to, pack<T>(values[k]));
+      } else {
+        *to = pack<T>(values[k]);
+      }
+    }
+  }
+}
+
+}  // namespace fuseline

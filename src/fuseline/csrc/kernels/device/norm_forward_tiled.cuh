@@ -1,0 +1,69 @@
+// The norms' forward for short rows that do not keep to 16-byte steps: the same results as in norm_forward_rows.cuh, for
+// x of y's dtype (sm_90).
+//
+// Moves: as there; limit: HBM bandwidth. Threads: as many rows as make whole vectors come to a block in one bulk copy and
+// leave it in another (tiled.cuh). Of each a part of a warp has single elements, kEach a thread, of the same columns row
+// after row, and keeps their weights.
+#pragma once
+
+#include "norm_row.cuh"
+#include "tiled.cuh"
+
+namespace fuseline {
+
+struct TiledNorm {
+  NormForward norm;
+  int rows;  // of a block
+};
+
+template <class T, int kEach>
+__global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledNorm given) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t arrived;
+  const NormForward& a = given.norm;
+  Group<Moments, true> group(nullptr, 1);
+  const int n = int(a.n);
+  const int64_t first = int64_t(blockIdx.x) * given.rows;
+  const int rows = int(min(a.rows - first, int64_t(given.rows)));
+  const Tile<T> tile(ring, rows, n);
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
+  float weight[kEach], bias[kEach];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    const int i = group.lane + k * group.threads;
+    weight[k] = a.weight && i < n ? weight_at<T>(a.weight, a.fp32_weights, i) : 1.f;
+    bias[k] = a.bias && i < n ? weight_at<T>(a.bias, a.fp32_weights, i) : 0.f;
+  }
+  const float inverse = 1.f / float(n);
+  __syncthreads();
+  barrier_wait(&arrived, 0);
+#pragma unroll 1
+  for (int at = threadIdx.y; at < given.rows; at += blockDim.y) {
+    T* const row = tile.shared + at * n;
+    const int inside = at < rows ? n : 0;
+    float values[kEach][1];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = group.lane + k * group.threads;
+      values[k][0] = i < inside ? to_float(row[i]) : 0.f;
+    }
+    const Moments whole = moments_of<T>(
+        values, float(n), inverse, a.centred, [&](int k) { return group.lane + k * group.threads < inside; },
+        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); });
+    const float rstd = rstd_of<T>(whole.squares, inverse, a.eps);
+    if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, rstd);
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = group.lane + k * group.threads;
+      if (i < inside) row[i] = from_float<T>(fmaf((values[k][0] - whole.mean) * rstd, weight[k], bias[k]));
+    }
+  }
+  show_to_copies();
+  __syncthreads();
+  tile.send(static_cast<T*>(a.y) + first * n);
+#endif
+}
+
+}  // namespace fuseline
