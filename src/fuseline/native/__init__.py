@@ -3,6 +3,7 @@
 from fuseline.native.build import BuildError
 from fuseline.native.cache import cache_dir
 from fuseline.native.compilers import Compiler, Search, compilers
+from fuseline.native.direct_calls import direct
 from fuseline.native.extension import build_extension
 from fuseline.native.library import LibraryStatus, NativeError, Status, load, ready, status
 
@@ -16,6 +17,7 @@ __all__ = [
     "build_extension",
     "cache_dir",
     "compilers",
+    "direct",
     "load",
     "ready",
     "status",

@@ -21,6 +21,7 @@ import torch
 from fuseline.errors import InputError
 from fuseline.native.build import build
 from fuseline.native.compilers import Compiler, Search, compilers, find_cxx, find_nvcc, toolkit_version
+from fuseline.native.direct_calls import direct
 from fuseline.native.recipes import KERNELS_NAME, TORCH_NAME, kernels_recipe, torch_recipe
 
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -226,6 +227,7 @@ def _hand_over(torch_path: Path, kernels_path: Path) -> str:
 
 
 _loader = Loader()
+_enabled: set[str] = set()  # types of devices whose ops may be called directly
 
 
 def ready(device_type: str) -> bool:
@@ -233,7 +235,11 @@ def ready(device_type: str) -> bool:
 
     Raises `NativeError` under FUSELINE_STRICT=1 where they would not.
     """
-    return _loader.ready(device_type)
+    outcome = _loader.ready(device_type)
+    if outcome and device_type not in _enabled:
+        direct.enable(device_type)
+        _enabled.add(device_type)
+    return outcome
 
 
 # torch.compile evaluates it at trace time instead of tracing into the build. This is all that

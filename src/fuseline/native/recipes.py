@@ -1,13 +1,15 @@
-"""Our two libraries as recipes: what is compiled, with which flags.
+"""Our libraries as recipes: what is compiled, with which flags.
 
 `libfuseline_kernels.so` (nvcc, no torch headers, static CUDA runtime) serves every torch and Python; its
-key knows nothing of torch. `libfuseline_torch.so` (C++ only) is built against the torch at hand.
+key knows nothing of torch. `libfuseline_torch.so` (C++ only) is built against the torch at hand, and
+`libfuseline_direct.so`, which only makes calls from Python quicker, against the Python at hand as well.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import sysconfig
 from pathlib import Path
 
 from fuseline.native.build import Recipe, Unit
@@ -18,9 +20,11 @@ CSRC = Path(__file__).parent.parent / "csrc"
 INCLUDE = CSRC / "include"
 KERNELS = CSRC / "kernels"
 TORCH = CSRC / "torch"
+PYTHON = CSRC / "python"
 
 KERNELS_NAME = "fuseline_kernels"
 TORCH_NAME = "fuseline_torch"
+DIRECT_NAME = "fuseline_direct"
 
 # Machine code for A100 (and its minors) and H100; PTX for what comes after.
 GENCODE = (
@@ -94,6 +98,19 @@ def torch_recipe(cxx: Compiler) -> Recipe:
             headers, machine = included_headers(source, ()), (platform.machine(),)
             units.append(Unit(source, cxx, row_flags, headers, machine, f"{source.name} for {isa}"))
     return Recipe(TORCH_NAME, tuple(units), cxx, torch_link_flags())
+
+
+def direct_recipe(cxx: Compiler) -> Recipe | None:
+    """`libfuseline_direct.so`, a module of this Python; None where Python's headers are not installed."""
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").is_file():
+        return None
+    include = tuple(f"-isystem{path}" for path in (*torch_include_paths(), headers))
+    flags = (*CXX_FLAGS, *torch_abi_flags(), *include)
+    identity = (*torch_identity(), str(sysconfig.get_config_var("SOABI")))
+    source = PYTHON / "direct.cpp"
+    unit = Unit(source, cxx, flags, (), identity, source.name)
+    return Recipe(DIRECT_NAME, (unit,), cxx, (*torch_link_flags(), "-ltorch_python"))
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.dropout_add_norm import Pair, added, bytes_moved, draw_added, flops
 from fuseline.ops.layer_norm import reference as layer_norm
 from fuseline.ops.op import Case, Op, register
@@ -57,8 +59,12 @@ def add_layer_norm(
     Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if not is_dynamo_compiling():
+        pair = direct.add_layer_norm(x, residual, shape, weight, bias, eps)
+        if pair is not None:
+            return pair
     if _is_native(x):
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         return torch.ops.fuseline.add_layer_norm.default(x, residual, shape, weight, bias, eps)
     return layer_norm_reference(x, residual, normalized_shape, weight, bias, eps)
 
@@ -84,6 +90,10 @@ def add_rms_norm(
 
     weight and eps as in `rms_norm`; the rest, and what is returned, as in `add_layer_norm`.
     """
+    if not is_dynamo_compiling():
+        pair = direct.add_rms_norm(x, residual, weight, eps)
+        if pair is not None:
+            return pair
     if _is_native(x):
         return torch.ops.fuseline.add_rms_norm.default(x, residual, weight, eps)
     return rms_norm_reference(x, residual, weight, eps)

@@ -23,8 +23,10 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -97,6 +99,21 @@ def cross_entropy(
     Raises ValueError, TypeError or IndexError for shapes, dtypes, options and (on a CPU) targets that do not
     fit.
     """
+    if not inplace and not is_dynamo_compiling():
+        loss = direct.cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index,
+            label_smoothing,
+            reduction,
+            soft_cap,
+            z_loss,
+            vocab_size,
+            grad_in_forward,
+        )
+        if loss is not None:
+            return loss
     device = logits.device.type
     options: dict[str, Any] = {}  # only those that are asked for: every one takes time to parse
     if weight is not None:

@@ -19,8 +19,10 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 from fuseline.ops.philox import check_probability, draw_seed, multipliers
 
@@ -71,10 +73,14 @@ def embedding(
     Returns [..., T, N] in weight's dtype, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
-    device = weight.device.type
     check_probability(p, "embedding")
     if p > 0 and seed is None:
         seed = draw_seed(weight.device)
+    if not is_dynamo_compiling():
+        vectors = direct.embedding(tokens, weight, position_weight, positions, padding_idx, seed, p)
+        if vectors is not None:
+            return vectors
+    device = weight.device.type
     if native.ready(device) and not (device == "cuda" and weight.dtype is torch.float64):
         return torch.ops.fuseline.embedding.default(
             tokens, weight, position_weight, positions, padding_idx, seed, p

@@ -14,8 +14,10 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 from fuseline.ops.swiglu import GLU_CASES, glu_bytes_moved, glu_inputs, halves
 
@@ -37,6 +39,10 @@ def geglu(x: torch.Tensor, up: torch.Tensor | None = None, approximate: str = "t
     Returns [..., N] in x's dtype, contiguous.
     Raises ValueError or TypeError for shapes, dtypes and names that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.geglu(x, up, approximate)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.geglu.default(x, up, approximate)

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -43,10 +45,12 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "
     Returns x's shape and dtype, contiguous.
     Raises ValueError or TypeError for shapes, dtypes and names that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.gelu(x, bias, approximate)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
-        if bias is None and approximate == "tanh":  # every argument that is passed takes time to parse
-            return torch.ops.fuseline.gelu.default(x)
         return torch.ops.fuseline.gelu.default(x, bias, approximate)
     return reference(x, bias, approximate)
 

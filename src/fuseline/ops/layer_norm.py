@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -73,9 +75,13 @@ def layer_norm(
     Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if not is_dynamo_compiling():
+        y = direct.layer_norm(x, shape, weight, bias, eps, out_dtype)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         return torch.ops.fuseline.layer_norm.default(x, shape, weight, bias, eps, out_dtype=out_dtype)
     return reference(x, normalized_shape, weight, bias, eps, out_dtype=out_dtype)
 

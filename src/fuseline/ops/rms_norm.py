@@ -16,9 +16,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -72,6 +74,10 @@ def rms_norm(
     Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.rms_norm(x, weight, eps, out_dtype)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.rms_norm.default(x, weight, eps, out_dtype=out_dtype)

@@ -24,9 +24,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -104,11 +106,12 @@ def rope(
     Returns x's shape and dtype.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.rope(x, cos, sin, positions, base, interleaved, dims, seq_dim)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
-        # Every argument that is passed takes time to parse.
-        if positions is None and base == 10000.0 and not interleaved and dims is None and seq_dim == -2:
-            return torch.ops.fuseline.rope.default(x, cos, sin)
         return torch.ops.fuseline.rope.default(
             x,
             cos,

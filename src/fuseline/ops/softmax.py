@@ -19,9 +19,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -73,10 +75,12 @@ def softmax(
     Returns x's shape and dtype, contiguous. A row with nothing to see gives zeros.
     Raises ValueError, TypeError or IndexError for shapes, dtypes and dimensions that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.softmax(x, dim, scale, causal, mask)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
-        if scale == 1.0 and not causal and mask is None:  # every argument that is passed takes time to parse
-            return torch.ops.fuseline.softmax.default(x, dim)
         return torch.ops.fuseline.softmax.default(x, dim, scale=scale, causal=causal, mask=mask)
     return reference(x, dim, scale=scale, causal=causal, mask=mask)
 

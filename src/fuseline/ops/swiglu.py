@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 
 
@@ -52,6 +54,10 @@ def swiglu(x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     Returns [..., N] in x's dtype, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
+    if not is_dynamo_compiling():
+        y = direct.swiglu(x, up)
+        if y is not None:
+            return y
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.swiglu.default(x, up)
