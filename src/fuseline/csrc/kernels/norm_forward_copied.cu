@@ -10,7 +10,7 @@ template <class T>
 bool run_tiled(const NormForward& a, const Device& device, void* stream, int& error) {
   const Tiling plan = plan_tiles<T>(a.rows, a.n, offset_in_vector(a.x) + offset_in_vector(a.y), 1, device);
   if (plan.threads == 0) return false;
-  error = launch_tiles(norm_forward_tiled<T, kFewTiled>, TiledNorm{a, plan.rows}, plan, device, stream);
+  error = launch_tiles(norm_forward_tiled<T, kFewTiled>, TiledNorm{a, plan.rows}, plan, device, stream, true);
   return true;
 }
 
@@ -67,7 +67,7 @@ bool run_staying(NormForward a, const Device& device, void* stream, int& error) 
   a.cluster = plan.cluster;
   const int64_t clusters = std::max(divide_up(a.rows, kRowsEach), std::min<int64_t>(count, a.rows));
   error = launch(kernel, StayingNorm{a, plan.part, plan.stages}, clusters * plan.cluster, dim3(plan.warps * kWarp),
-                 plan.bytes, plan.cluster, stream);
+                 plan.bytes, plan.cluster, stream, true);
   return true;
 }
 

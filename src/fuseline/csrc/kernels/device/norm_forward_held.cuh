@@ -21,6 +21,8 @@ template <class T, int kHeld, int kRows, bool kOneWarp>
 __global__ void __launch_bounds__(most_threads(kOneWarp), held_blocks(kOneWarp, kHeld* kRows))
     norm_forward_held(const HeldNorm given) {
   __shared__ Moments shared[2 * kMaxStates];
+  let_next_start();
+  wait_for_earlier();
   const NormForward& a = given.norm;
   Group<Moments, kOneWarp> group(shared, 1);
   constexpr int kSize = kVector<T>;

@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_staying(const St
   Moments* const states = reinterpret_cast<Moments*>(ring + warps * stages * given.part);
   uint64_t* const arrived = barriers.arrived[warp];
 
+  let_next_start();
   if (lane < stages) barrier_init(&arrived[lane], 1);
   if (!kOneWarp && threadIdx.x < kMeetings) barrier_init(&barriers.met[threadIdx.x], blocks == 1 ? warps : 1);
   publish_barriers();
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_staying(const St
       return Stretch<T>(n, elements_into_vector(static_cast<const T*>(a.x) + offset(turn)), place, given.part);
     }
   };
+  wait_for_earlier();
   const auto fetch = [&](int turn, int stage) {
     const int64_t row = first + int64_t(turn) * apart;
     stretch_of(turn).template fetch<kAligned>(static_cast<const T*>(a.x) + row * a.n, n, row == 0, row == a.rows - 1,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "norm_elements.cuh"
+#include "overlap.cuh"
 
 namespace fuseline {
 
