@@ -67,13 +67,13 @@ bool fits(const fuseline_attention& call, bool backward) {
          (!backward || heads == kv_heads) && has_room(arguments(call), backward);
 }
 
-// A counter of problems, where these are many to a block: it is cleared beforehand, which takes 2 us.
+// A counter of problems, where these are many to a block.
 size_t workspace(const fuseline_attention& call) {
   constexpr int64_t kFewTurns = 16, kRowsAtOnce = 256;  // of queries, on a multiprocessor
   Device device;
   if (current_device(device) != cudaSuccess) return 0;
   const int64_t rows = call.batch * call.heads * std::max(call.seqlen_q, call.seqlen_k);
-  return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(unsigned) : 0;
+  return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(Counter) : 0;
 }
 
 int forward(const fuseline_attention& call, void* stream) {
@@ -87,7 +87,7 @@ int forward(const fuseline_attention& call, void* stream) {
   ShortAttention a = arguments(call);
   a.out = tensor(call.out, call.out_strides);
   a.lse = call.lse;
-  a.taken = static_cast<unsigned*>(call.workspace);
+  a.counter = static_cast<Counter*>(call.workspace);
   return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half>(a, device, stream)
                                         : forward_of<__nv_bfloat16>(a, device, stream);
 }
@@ -110,7 +110,7 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
   a.grad_k = tensor(gradients.grad_k, gradients.grad_k_strides);
   a.grad_v = tensor(gradients.grad_v, gradients.grad_v_strides);
   a.grad_lse = gradients.grad_lse;
-  a.taken = static_cast<unsigned*>(gradients.workspace);
+  a.counter = static_cast<Counter*>(gradients.workspace);
   return with_length(a, [&](auto length) {
     constexpr int kS = decltype(length)::value;
     return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)

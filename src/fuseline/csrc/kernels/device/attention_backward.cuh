@@ -11,8 +11,9 @@
 // over query rows as they lie.
 #pragma once
 
+#include "attention_dropout.cuh"
 #include "attention_launch.cuh"
-#include "attention_scores.cuh"
+#include "attention_mask.cuh"
 
 namespace fuseline {
 
@@ -21,63 +22,44 @@ namespace fuseline {
 template <class T, int kD, bool kPlain>
 struct BackwardTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kD <= 64 && kPlain ? 2 : 1;
+  static constexpr int kM = kD <= 64 && !kExact ? 2 : 1;
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
   static constexpr int kStep = kExact && kD > 64 ? (kD == 128 ? 16 : 8) : kPlain && kD == 128 ? 64 : 32;
+  static constexpr int kRowsAtOnce = kPlain ? kStep : std::min(kStep, kExact && kD == 128 ? 8 : 16);  // of a step
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
-  using Mask = MaskTile<T, kStep, kHeld>;  // two of these behind the others, if there is a mask
 };
 
 // lse times log2(e) such that no power of two of a score relative to it is infinite: a row that sees nothing has -inf.
 __device__ __forceinline__ float statistic_of_row(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
 
-// Scores (dot products) become p * dropout, and dots of grad_out and v become dx (dy if not kSlopes). lse(m, n, e) and
-// delta(m, n, e) are those of an element's row, lse as above; `whole`: bounds hide nothing.
+// The warp's products become p, without what dropout drops, and dots of grad_out and v become dx (dy if not kSlopes).
+// lse(m, n, e) and delta(m, n, e) are those of an element's row, lse as above;
+// `whole`: bounds hide nothing.
 template <class T, bool kPlain, bool kTurned, bool kSlopes, int kM, int kN, class Lse, class Delta>
 __device__ __forceinline__ void differentiate(const Attention& a, const Place& place, bool whole, uint64_t seed,
                                               float (&scores)[kM][kN][4], float (&dots)[kM][kN][4], Lse&& lse,
                                               Delta&& delta) {
-  uint32_t kept[(kM * kN + 7) / 8] = {};
+  KeptElements<kTurned, kM, kN> kept;
   const bool drops = !kPlain && a.dropout.seed != nullptr;
   if (drops) {
-    const bool together = drops_together(a, place);
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        float multipliers[4];
-        dropout_of_four<kTurned>(a, place, seed, together, m, n, multipliers);
-        const int bit = (m * kN + n) % 8 * 4;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          dots[m][n][e] *= multipliers[e];
-          kept[(m * kN + n) / 8] |= (multipliers[e] != 0.f ? 1u : 0u) << (bit + e);
-        }
-      }
+    kept.draw(a, place, seed);
+    each_element<kM, kN>([&](int m, int n, int e) {
+      dots[m][n][e] = kept(m, n, e) ? fmaf(dots[m][n][e], a.dropout.scale, -delta(m, n, e)) : -delta(m, n, e);
+    });
+  } else {
+    each_element<kM, kN>([&](int m, int n, int e) { dots[m][n][e] -= delta(m, n, e); });
   }
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dots[m][n][e] -= delta(m, n, e);
-  if (!kPlain) finish_scores<T, kTurned, kSlopes>(a, place, scores, dots);
+  if constexpr (!kPlain) finish_scores<T, kTurned, kSlopes>(a, place, scores, dots);
   if (!whole) hide_bounds<kTurned>(a, place, scores);
-  const float unit = kPlain ? a.scale_log2 : 1.f;
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float p = power_of_two(fmaf(scores[m][n][e], unit, -lse(m, n, e)));
-        dots[m][n][e] *= p;
-        if (drops) p = kept[(m * kN + n) / 8] >> ((m * kN + n) % 8 * 4 + e) & 1 ? p * a.dropout.scale : 0.f;
-        scores[m][n][e] = p;
-      }
+  const float unit = kPlain || keeps_dots(a) ? a.scale_log2 : 1.f;
+  each_element<kM, kN>([&](int m, int n, int e) {
+    const float p = power_of_two(fmaf(scores[m][n][e], unit, -lse(m, n, e)));
+    dots[m][n][e] *= p;
+    scores[m][n][e] = drops && !kept(m, n, e) ? 0.f : p;
+  });
 }
 
 // Zeros in the rows of a gradient behind the last packed sequence.
@@ -94,7 +76,7 @@ template <class T, int kD, bool kPlain, bool kWantKeys, bool kWantValues>
 __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
     attention_backward_keys(const __grid_constant__ AttentionBackward g, int tiles) {
   using Of = BackwardTiles<T, kD, kPlain>;
-  constexpr int kM = Of::kM, kN = Of::kStep / 8;
+  constexpr int kM = Of::kM, kN = Of::kRowsAtOnce / 8;
   extern __shared__ __align__(16) unsigned char shared[];
   T* const k_tile = reinterpret_cast<T*>(shared);
   T* const v_tile = k_tile + Of::kHeldTile;
@@ -123,18 +105,17 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
   const int first = task.tile * Of::kHeld, last = min(first + Of::kHeld, sequence.keys) - 1;
   if (first > last) return;
 
-  copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+  copy_tile<T, Of::kHeld, kD, Of::kThreads, KeyRows<kM>>(
       k_tile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, task.head, first), c.k_strides[2],
       sequence.keys - first, head_dim);
   if (kWantKeys) {
-    copy_tile<T, Of::kHeld, kD, Of::kThreads>(
+    copy_tile<T, Of::kHeld, kD, Of::kThreads, KeyRows<kM>>(
         v_tile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, task.head, first), c.v_strides[2],
         sequence.keys - first, head_dim);
   }
   const int rows_from = sequence.rows_from(a, first) / Of::kStep * Of::kStep, rows_to = sequence.rows_to(a, last);
   const int first_head = task.head * a.group, last_head = first_head + a.group - 1;
   unsigned char* const mask_tiles = shared + Of::kShared;
-  const typename Of::Mask mask(a, sequence);
   const auto copy_step = [&](int head, int row, int stage) {
     T* const tile = steps + stage * 2 * Of::kStepTile;
     copy_tile<T, Of::kStep, kD, Of::kThreads>(
@@ -150,8 +131,8 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
       to[0] = there ? statistic_of_row(c.lse[at]) : kInfinity;
       to[Of::kStep] = there ? g.delta[at] : 0.f;
     }
-    if (!kPlain && mask.copied) {
-      mask.template copy<Of::kThreads>(mask_tiles + stage * Of::Mask::kBytes, a, sequence, head, row, first);
+    if constexpr (!kPlain) {
+      copy_mask<T, Of::kStep, Of::kHeld, Of::kThreads>(mask_tiles + stage * a.mask_tile.bytes, a, sequence, head, row, first);
     }
     end_copies();
   };
@@ -174,25 +155,29 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
       } else if (head < last_head) {
         copy_step(head + 1, rows_from, stage ^ 1);
       }
-      const T* const q_tile = steps + stage * 2 * Of::kStepTile;
-      const T* const grad_tile = q_tile + Of::kStepTile;
-      const float* const row_statistics = statistics + stage * 2 * Of::kStep + 2 * (lane % 4);
-      const unsigned char* const mask_tile =
-          mask.copied ? mask_tiles + stage * Of::Mask::kBytes + warp * 16 * kM * mask.size : nullptr;
-      stage ^= 1;
-
-      float scores[kM][kN][4], dots[kM][kN][4];
-      multiply_rows<T, kD>(scores, k_warp, q_tile);
-      if (kWantKeys) multiply_rows<T, kD>(dots, v_warp, grad_tile);
-      else set_zero(dots);
-      const Place place{sequence, head, row, first + warp * 16 * kM, mask_tile, mask.pitch};
+      const T* const step = steps + stage * 2 * Of::kStepTile;
+      const float* const step_statistics = statistics + stage * 2 * Of::kStep + 2 * (lane % 4);
+      const unsigned char* const mask_tile = mask_tiles + stage * a.mask_tile.bytes;
       const bool whole = row + Of::kStep <= sequence.rows && row >= sequence.rows_from(a, first + Of::kHeld - 1) &&
                          row + Of::kStep <= sequence.rows_to(a, first);
-      differentiate<T, kPlain, true, true>(
-          a, place, whole, seed, scores, dots, [&](int, int n, int e) { return row_statistics[8 * n + e % 2]; },
-          [&](int, int n, int e) { return row_statistics[Of::kStep + 8 * n + e % 2]; });
-      if constexpr (kWantValues) multiply_columns<T, kD>(v_sums, scores, grad_tile);
-      if constexpr (kWantKeys) multiply_columns<T, kD>(k_sums, dots, q_tile);
+      stage ^= 1;
+#pragma unroll 1
+      for (int down = 0; down < Of::kStep; down += Of::kRowsAtOnce) {
+        const T* const q_tile = step + down * kPitch<T, kD>;
+        const T* const grad_tile = q_tile + Of::kStepTile;
+        const float* const row_statistics = step_statistics + down;
+        const Place place{sequence, head, row + down, first + warp * 16 * kM,
+                          mask_at(a, mask_tile, down, warp * 16 * kM)};
+        float scores[kM][kN][4], dots[kM][kN][4];
+        multiply_rows<T, kD>(scores, k_warp, q_tile);
+        if (kWantKeys) multiply_rows<T, kD>(dots, v_warp, grad_tile);
+        else set_zero(dots);
+        differentiate<T, kPlain, true, true>(
+            a, place, whole, seed, scores, dots, [&](int, int n, int e) { return row_statistics[8 * n + e % 2]; },
+            [&](int, int n, int e) { return row_statistics[Of::kStep + 8 * n + e % 2]; });
+        if constexpr (kWantValues) multiply_columns<T, kD>(v_sums, scores, grad_tile);
+        if constexpr (kWantKeys) multiply_columns<T, kD>(k_sums, dots, q_tile);
+      }
     }
   }
   if (rows_from >= rows_to) {
@@ -206,16 +191,16 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
 #pragma unroll
     for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = a.scale;
     if (grad_k != nullptr) {
-      store_rows<T, kD, kM>(k_sums, factor, const_cast<T*>(k_warp),
+      store_rows<T, kD, kM, KeyRows<kM>>(k_sums, factor, const_cast<T*>(k_warp),
                             grad_k + sequence.key_offset(g.grad_k_strides, task.head, warp_first), g.grad_k_strides[2],
                             sequence.keys - warp_first, head_dim);
     }
   }
   if constexpr (kWantValues) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = 1.f;
+    for (int m = 0; m < kM; ++m) factor[m][0] = factor[m][1] = a.dropout.seed != nullptr ? a.dropout.scale : 1.f;
     if (grad_v != nullptr) {
-      store_rows<T, kD, kM>(v_sums, factor, const_cast<T*>(v_warp),
+      store_rows<T, kD, kM, KeyRows<kM>>(v_sums, factor, const_cast<T*>(v_warp),
                             grad_v + sequence.key_offset(g.grad_v_strides, task.head, warp_first), g.grad_v_strides[2],
                             sequence.keys - warp_first, head_dim);
     }
@@ -225,14 +210,14 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
 template <class T, int kD, bool kPlain>
 struct BackwardRowTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kExact ? (kD == 64 ? 2 : 1) : kPlain && kD <= 128 ? 2 : 1;
+  static constexpr int kM = kExact ? (kD == 64 ? 2 : 1) : kD <= (kPlain ? 128 : 64) ? 2 : 1;
   static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact ? 16 : 32;
+  static constexpr int kStep = kExact || (kD == 256 && !kPlain) ? 16 : 32;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T));
-  using Mask = MaskTile<T, kHeld, kStep>;
+  using Order = KeyColumns<kStep / 8>;
 };
 
 template <class T, int kD, bool kPlain>
@@ -266,18 +251,17 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
       grad_tile, static_cast<const T*>(g.grad_out) + sequence.row_offset(g.grad_out_strides, task.head, first),
       g.grad_out_strides[2], sequence.rows - first, head_dim);
   unsigned char* const mask_tiles = shared + Of::kShared;
-  const typename Of::Mask mask(a, sequence);
   const auto copy_keys = [&](int key) {
     T* const tile = steps + key / Of::kStep % 2 * 2 * Of::kStepTile;
-    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+    copy_tile<T, Of::kStep, kD, Of::kThreads, typename Of::Order>(
         tile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key), c.k_strides[2],
         sequence.keys - key, head_dim);
-    copy_tile<T, Of::kStep, kD, Of::kThreads>(
+    copy_tile<T, Of::kStep, kD, Of::kThreads, typename Of::Order>(
         tile + Of::kStepTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
         c.v_strides[2], sequence.keys - key, head_dim);
-    if (!kPlain && mask.copied) {
-      mask.template copy<Of::kThreads>(mask_tiles + key / Of::kStep % 2 * Of::Mask::kBytes, a, sequence, task.head, first,
-                                       key);
+    if constexpr (!kPlain) {
+      copy_mask<T, Of::kHeld, Of::kStep, Of::kThreads>(mask_tiles + key / Of::kStep % 2 * a.mask_tile.bytes, a, sequence,
+                                                       task.head, first, key);
     }
     end_copies();
   };
@@ -309,11 +293,10 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     const T* const k_tile = steps + key / Of::kStep % 2 * 2 * Of::kStepTile;
 
     float scores[kM][kN][4], dots[kM][kN][4];
+    const unsigned char* const mask_tile = mask_tiles + key / Of::kStep % 2 * a.mask_tile.bytes;
+    const Place place{sequence, task.head, warp_first, key, mask_at(a, mask_tile, warp * 16 * kM, 0)};
     multiply_rows<T, kD>(scores, q_warp, k_tile);
     multiply_rows<T, kD>(dots, grad_warp, k_tile + Of::kStepTile);
-    const unsigned char* const mask_tile =
-        mask.copied ? mask_tiles + key / Of::kStep % 2 * Of::Mask::kBytes + warp * 16 * kM * mask.pitch : nullptr;
-    const Place place{sequence, task.head, warp_first, key, mask_tile, mask.pitch};
     const bool whole = key >= whole_from && key + Of::kStep <= whole_to;
     differentiate<T, kPlain, false, true>(
         a, place, whole, seed, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
@@ -338,11 +321,12 @@ int launch_backward_tiles(const AttentionBackward& g, void* stream) {
   const fuseline_attention& c = g.a.call;
   using Keys = BackwardTiles<T, kD, kPlain>;
   const AttentionGrid keys(c, c.kv_heads, true, Keys::kHeld);
-  const auto mask_bytes = [](int bytes) { return kPlain ? 0 : bytes; };
+  AttentionBackward given = g;
   int code = 0;
   const auto launch_keys = [&](auto* kernel) {
-    if (code == 0) code = launch_attention(kernel, g, keys, Keys::kThreads, Keys::kShared + mask_bytes(2 * Keys::Mask::kBytes),
-                                           stream);
+    given.a.mask_tile = mask_tile_of(c, Keys::kStep, Keys::kHeld);
+    const int shared = Keys::kShared + 2 * given.a.mask_tile.bytes;
+    if (code == 0) code = launch_attention(kernel, given, keys, Keys::kThreads, shared, stream);
   };
   if constexpr (kD <= 128) {
     if (g.grad_k != nullptr || g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, true>);
@@ -353,8 +337,9 @@ int launch_backward_tiles(const AttentionBackward& g, void* stream) {
   if (code != 0 || g.grad_q == nullptr) return code;
   using Rows = BackwardRowTiles<T, kD, kPlain>;
   const AttentionGrid rows(c, c.heads, false, Rows::kHeld);
-  return launch_attention(attention_backward_rows<T, kD, kPlain>, g, rows, Rows::kThreads,
-                          Rows::kShared + mask_bytes(2 * Rows::Mask::kBytes), stream);
+  given.a.mask_tile = mask_tile_of(c, Rows::kHeld, Rows::kStep);
+  const int shared = Rows::kShared + 2 * given.a.mask_tile.bytes;
+  return launch_attention(attention_backward_rows<T, kD, kPlain>, given, rows, Rows::kThreads, shared, stream);
 }
 
 template <class T, bool kPlain>

@@ -11,11 +11,18 @@ namespace fuseline {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
+// Tiles of the mask in shared memory.
+struct MaskTile {
+  bool in_vectors;         // its rows can be copied in 16 bytes
+  int size, pitch, bytes;  // of an element, 0 without a mask; from row to row, 0 if one row serves all; of a tile
+};
+
 struct Attention {
   fuseline_attention call;
   int group;           // query heads of a key head
   int left, right;     // of the diagonal, both kept; kUnlimited: all
-  float scale, scale_log2, cap;  // scale_log2: times log2(e); cap 0: none
+  float scale, scale_log2, inverse_scale, cap;  // scale_log2: times log2(e); cap 0: none
+  MaskTile mask_tile;  // the launcher's
   Dropout dropout;
 };
 
@@ -38,6 +45,7 @@ inline Attention attention_of(const fuseline_attention& call) {
   a.left = limit(call.window_left);
   a.right = call.causal == FUSELINE_CAUSAL_NONE ? limit(call.window_right) : 0;
   a.scale = float(call.softmax_scale), a.scale_log2 = float(call.softmax_scale * 1.4426950408889634);
+  a.inverse_scale = float(1.0 / call.softmax_scale);
   a.cap = float(call.soft_cap);
   a.dropout = dropout_of(call.seed, call.dropout);
   return a;

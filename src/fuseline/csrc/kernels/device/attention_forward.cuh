@@ -9,8 +9,9 @@
 // product's operands. Bounds are applied in tiles that they cut; a plain call (kPlain) does nothing else to scores.
 #pragma once
 
+#include "attention_dropout.cuh"
 #include "attention_launch.cuh"
-#include "attention_scores.cuh"
+#include "attention_mask.cuh"
 
 namespace fuseline {
 
@@ -26,10 +27,10 @@ struct ForwardTiles {
   // As many sums and scores as registers hold: kM times 16 rows of a warp, of kKeys keys.
   static constexpr int kM = kD <= 64 || (kD == 128 && (kPlain || kExact)) ? 2 : 1;
   static constexpr int kRows = 64 * kM;
-  static constexpr int kKeys = kExact ? (kD <= 64 ? 32 : 16) : !kPlain || kD == 256 ? 32 : kD == 128 ? 48 : 64;
+  static constexpr int kKeys = kExact ? (kD <= 64 ? 32 : 16) : kD == 256 || (!kPlain && kD == 128) ? 32 : kD == 128 ? 48 : 64;
   static constexpr int kTile = kKeys * kPitch<T, kD>;
   static constexpr int kShared = (kRows * kPitch<T, kD> + 4 * kTile) * int(sizeof(T));
-  using Mask = MaskTile<T, kRows, kKeys>;  // two of these behind the others, if there is a mask
+  using Order = KeyColumns<kKeys / 8>;
 };
 
 // Divides the warp's sums by their rows' totals, sinks among them, and writes them and lse.
@@ -53,7 +54,7 @@ __device__ __forceinline__ void store_sums(const Attention& a, int tiles, const 
       const float most = fmaxf(seen, sink), zero = most == -kInfinity ? 0.f : most;
       const float shrink = power_of_two(seen - zero);
       sum = fmaf(sum, shrink, power_of_two(sink - zero));
-      factor[m][half] = sum > 0.f ? shrink / sum : 0.f;
+      factor[m][half] = sum > 0.f ? shrink / sum * (a.dropout.seed != nullptr ? a.dropout.scale : 1.f) : 0.f;
       const int row = first + 16 * m + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < sequence.rows) {
         c.lse[sequence.statistic(c, task.head, row)] = sum > 0.f ? (zero + log2f(sum)) * kLn2 : -kInfinity;
@@ -94,7 +95,6 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 
   const int kv_head = task.head / a.group;
   unsigned char* const mask_tiles = shared + Of::kShared;
-  const typename Of::Mask mask(a, sequence);
   // Kept in shared memory, because registers are short.
   __shared__ const T* volatile keys_and_values[2];
   if (threadIdx.x == 0) {
@@ -104,13 +104,15 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   __syncthreads();
   const auto copy_keys = [&](int key) {
     T* const tile = kv_tiles + key / Of::kKeys % 2 * 2 * Of::kTile;
-    copy_tile<T, Of::kKeys, kD, kAttentionThreads>(tile, keys_and_values[0] + key * c.k_strides[2], c.k_strides[2],
+    copy_tile<T, Of::kKeys, kD, kAttentionThreads, typename Of::Order>(
+        tile, keys_and_values[0] + key * c.k_strides[2], c.k_strides[2],
                                                    sequence.keys - key, head_dim);
-    copy_tile<T, Of::kKeys, kD, kAttentionThreads>(tile + Of::kTile, keys_and_values[1] + key * c.v_strides[2],
+    copy_tile<T, Of::kKeys, kD, kAttentionThreads, typename Of::Order>(
+        tile + Of::kTile, keys_and_values[1] + key * c.v_strides[2],
                                                    c.v_strides[2], sequence.keys - key, head_dim);
-    if (!kPlain && mask.copied) {
-      mask.template copy<kAttentionThreads>(mask_tiles + key / Of::kKeys % 2 * Of::Mask::kBytes, a, sequence, task.head,
-                                            first, key);
+    if constexpr (!kPlain) {
+      copy_mask<T, Of::kRows, Of::kKeys, kAttentionThreads>(mask_tiles + key / Of::kKeys % 2 * a.mask_tile.bytes, a, sequence,
+                                                            task.head, first, key);
     }
     end_copies();
   };
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   if (keys_from < keys_to) copy_keys(keys_from);
 
   // Scores are kept in units in which `unit` times them is a power of two: dot products if that is all there is to them.
-  const float unit = kPlain ? a.scale_log2 : 1.f;
+  const float unit = kPlain || keeps_dots(a) ? a.scale_log2 : 1.f;
   uint64_t seed = 0;
   if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
   float sums[kM][kD / 8][4], reference[kM][2], total[kM][2];
@@ -142,15 +144,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     const T* const k_tile = kv_tiles + key / Of::kKeys % 2 * 2 * Of::kTile;
 
     float scores[kM][kN][4];
+    const unsigned char* const mask_tile = mask_tiles + key / Of::kKeys % 2 * a.mask_tile.bytes;
+    const Place place{sequence, task.head, first + warp * 16 * kM, key, mask_at(a, mask_tile, warp * 16 * kM, 0)};
     multiply_rows<T, kD>(scores, q_warp, k_tile);
-    const unsigned char* const mask_tile =
-        mask.copied ? mask_tiles + key / Of::kKeys % 2 * Of::Mask::kBytes + warp * 16 * kM * mask.pitch : nullptr;
-    const Place place{sequence, task.head, first + warp * 16 * kM, key, mask_tile, mask.pitch};
-    if (!kPlain) finish_scores<T, false, false>(a, place, scores, scores);
+    if constexpr (!kPlain) finish_scores<T, false, false>(a, place, scores, scores);
     if (key < whole_from || key + Of::kKeys > whole_to) {
       const Task again(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
       const Sequence same(c, again.sequence);
-      hide_bounds<false>(a, Place{same, again.head, again.tile * Of::kRows + warp * 16 * kM, key, nullptr, 0}, scores);
+      hide_bounds<false>(a, Place{same, again.head, again.tile * Of::kRows + warp * 16 * kM, key, nullptr}, scores);
     }
 
     float most[kM][2];
@@ -195,16 +196,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
           }
       }
     if (!kPlain && a.dropout.seed != nullptr) {
-      const bool together = drops_together(a, place);
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          float multipliers[4];
-          dropout_of_four<false>(a, place, seed, together, m, n, multipliers);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) scores[m][n][e] *= multipliers[e];
-        }
+      KeptElements<false, kM, kN> kept;
+      kept.draw(a, place, seed);
+      each_element<kM, kN>([&](int m, int n, int e) { scores[m][n][e] = kept(m, n, e) ? scores[m][n][e] : 0.f; });
     }
     multiply_columns<T, kD>(sums, scores, k_tile + Of::kTile);
   }
@@ -220,8 +214,10 @@ template <class T, int kD, bool kPlain>
 int launch_forward_tiles(const Attention& a, void* stream) {
   using Of = ForwardTiles<T, kD, kPlain>;
   const AttentionGrid grid(a.call, a.call.heads, false, Of::kRows);
-  return launch_attention(attention_forward<T, kD, kPlain>, a, grid, kAttentionThreads,
-                          Of::kShared + (kPlain ? 0 : 2 * Of::Mask::kBytes), stream);
+  Attention given = a;
+  given.mask_tile = mask_tile_of(a.call, Of::kRows, Of::kKeys);
+  const int shared = Of::kShared + 2 * given.mask_tile.bytes;
+  return launch_attention(attention_forward<T, kD, kPlain>, given, grid, kAttentionThreads, shared, stream);
 }
 
 template <class T, bool kPlain>

@@ -16,7 +16,7 @@ struct GradMaskTiles {
   static constexpr int kThreads = 2 * kRows;                                     // 16 rows a warp
   static constexpr int kTile = kRows * kPitch<T, kD>;
   static constexpr int kShared = 4 * kTile * int(sizeof(T));
-  using Mask = MaskTile<T, kRows, kRows>;  // behind the others
+  using Order = KeyColumns<kRows / 8>;
 };
 
 struct AttentionGradMask {
@@ -71,14 +71,13 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     copy_tile<T, kMaskTile, kD, kThreads>(
         tiles + kTile, static_cast<const T*>(of.g.grad_out) + sequence.row_offset(of.g.grad_out_strides, head, row),
         of.g.grad_out_strides[2], sequence.rows - row, head_dim);
-    copy_tile<T, kMaskTile, kD, kThreads>(tiles + 2 * kTile,
+    copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(tiles + 2 * kTile,
                                      static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key),
                                      c.k_strides[2], sequence.keys - key, head_dim);
-    copy_tile<T, kMaskTile, kD, kThreads>(tiles + 3 * kTile,
+    copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(tiles + 3 * kTile,
                                      static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
                                      c.v_strides[2], sequence.keys - key, head_dim);
-    const typename Of::Mask mask(a, sequence);
-    if (mask.copied) mask.template copy<kThreads>(shared + Of::kShared, a, sequence, head, row, key);
+    copy_mask<T, kMaskTile, kMaskTile, kThreads>(shared + Of::kShared, a, sequence, head, row, key);
     end_copies();
     float lse[2], delta[2];
 #pragma unroll
@@ -93,8 +92,7 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     float scores[1][kN][4], dots[1][kN][4];
     multiply_rows<T, kD>(scores, tiles + warp * 16 * kPitch<T, kD>, tiles + 2 * kTile);
     multiply_rows<T, kD>(dots, tiles + kTile + warp * 16 * kPitch<T, kD>, tiles + 3 * kTile);
-    const Place place{sequence, head, row + warp * 16, key,
-                      mask.copied ? shared + Of::kShared + warp * 16 * mask.pitch : nullptr, mask.pitch};
+    const Place place{sequence, head, row + warp * 16, key, mask_at(a, shared + Of::kShared, warp * 16, 0)};
     differentiate<T, false, false, false>(
         a, place, false, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
         [&](int, int, int e) { return delta[e / 2]; });
@@ -113,7 +111,8 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      tile[(warp * 16 + lane / 4 + 8 * (e / 2)) * kLine + 8 * n + 2 * (lane % 4) + e % 2] = sums[0][n][e];
+      const int key = Of::Order::kRun * (lane % 4) + column_of<false, kN>(n, e % 2);
+      tile[(warp * 16 + lane / 4 + 8 * (e / 2)) * kLine + key] = sums[0][n][e];
     }
   __syncthreads();
   const bool one_row = of.strides[2] == 0, one_key = of.strides[3] == 0;
@@ -150,8 +149,10 @@ int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* st
     using Of = GradMaskTiles<T, kD>;
     AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
     grid.blocks = blocks;
-    return launch_attention(attention_grad_mask<T, kD>, of, grid, Of::kThreads,
-                            Of::kShared + Of::Mask::kBytes, stream);
+    AttentionGradMask given = of;
+    given.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
+    return launch_attention(attention_grad_mask<T, kD>, given, grid, Of::kThreads,
+                            Of::kShared + given.g.a.mask_tile.bytes, stream);
   });
 }
 

@@ -36,6 +36,8 @@ inline Divisor divisor_of(unsigned by) {
   return {by, unsigned(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - by)) / by + 1), shift};
 }
 
+struct Counter;  // attention_short_turns.cuh
+
 struct ShortAttention {
   ShortTensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
   float* lse;
@@ -44,7 +46,7 @@ struct ShortAttention {
   int64_t mask_strides[3];  // of batch, head and row
   int mask_step;            // of key
   Dropout dropout;
-  unsigned* taken;  // problems taken so far, beyond the first of each block; null: each block has its share of them
+  Counter* counter;  // null: each block has its share of the problems
   int problems;
   Divisor heads, group;  // group: query heads that share a head of keys
   int seqlen_q, seqlen_k, head_dim;
@@ -153,36 +155,6 @@ __device__ __forceinline__ int load_word(uint32_t at) {
 __device__ __forceinline__ void store_pair(uint32_t at, int one, int two) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(one), "r"(two) : "memory");
 }
-
-// The problems that a block takes, one after another: fixed shares, or, since these wait for the slowest multiprocessor and
-// not all run at one speed, by a counter. One thread asks, a turn before the next problem's copies begin, and leaves the
-// numbers of problem and next in shared memory: two pairs in turn.
-struct Turns {
-  static constexpr int kBytes = 16;
-  uint32_t at;  // a multiple of 16
-
-  // The problem after `before`.
-  __device__ __forceinline__ static int take(const ShortAttention& a, int before) {
-    if (a.taken == nullptr) return int(gridDim.x) + before;
-    int taken;  // atomicAdd would be code for a whole warp
-    asm volatile("atom.global.add.s32 %0, [%1], 1;" : "=r"(taken) : "l"(a.taken) : "memory");
-    return int(gridDim.x) + taken;
-  }
-  __device__ __forceinline__ void begin(const ShortAttention& a) const {
-    if (thread_number() == 0) store_pair(at, blockIdx.x, take(a, blockIdx.x));
-  }
-  __device__ __forceinline__ int problem() const { return load_word(at); }
-  __device__ __forceinline__ int next() const { return load_word(at + 4); }
-  // Asks for the problem after the next, and later leaves it; the block meets before and after.
-  __device__ __forceinline__ int ask(const ShortAttention& a) const {
-    return thread_number() == 0 ? take(a, next()) : 0;
-  }
-  __device__ __forceinline__ void answer(int asked) const {
-    if (thread_number() == 0) store_pair(at ^ 8, next(), asked);
-  }
-  __device__ __forceinline__ void advance() { at ^= 8; }
-  __device__ __forceinline__ bool odd() const { return at & 8; }
-};
 
 // Starts the copies of one problem's rows into a tile.
 template <class T, int kS, int kD>

@@ -20,14 +20,16 @@
 
 namespace fuseline::short_attention {
 
-// Blocks that a multiprocessor has registers for, and of 128 x 128 problems shared memory: 227 KB, 163 before sm_90.
+// Blocks that a multiprocessor has registers for, and of the largest problems shared memory: 227 KB, 163 before sm_90.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWidestOfTwo = 32;
 #else
 constexpr int kWidestOfTwo = 64;
 #endif
 template <int kS, int kD>
-constexpr int kBackwardBlocks = kS == 128 ? (kD > kWidestOfTwo ? 1 : 2) : (kD == 32 ? 20 : 16) / (kS / 16);
+constexpr int kBackwardBlocks = kS == 128              ? (kD > kWidestOfTwo ? 1 : 2)
+                                : kS == 64 && kD == 128 ? 2
+                                                        : (kD == 32 ? 20 : 16) / (kS / 16);
 
 // Probabilities as the left side of a product.
 template <class T, int kS>
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     {
       float p[kS / 8][4];
       multiply_rows<T, kD, kS, kSkips>(p, q(), k, blocks.keys(Place::here<kS>()), Place::here<kS>());
-      turns.answer(asked);
+      turns.answer(a, asked);
       const RowSums sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
       normalize<T, kS>(p, sums, grad_s);
       if (a.dropout.seed) {
@@ -250,10 +252,11 @@ template <class T, int kS>
 int backward_of(const ShortAttention& a, const Device& device, void* stream) {
   return with_head_dim(a.head_dim, [&](auto head_dim) {
     constexpr int kD = decltype(head_dim)::value, kBytes = kBackwardBytes<kS, kD>;
+    constexpr bool kCounts = kBackwardCounts<kS, kD>;
     if constexpr (kS == kLongest) {
-      if (skips(a)) return launch_problems(short_backward<T, kS, kD, true>, a, 2 * kS, kBytes, device, stream);
+      if (skips(a)) return launch_problems(short_backward<T, kS, kD, true>, a, 2 * kS, kBytes, kCounts, device, stream);
     }
-    return launch_problems(short_backward<T, kS, kD, false>, a, 2 * kS, kBytes, device, stream);
+    return launch_problems(short_backward<T, kS, kD, false>, a, 2 * kS, kBytes, kCounts, device, stream);
   });
 }
 

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
       sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
       pack_kept<T, kS>(p, packed, a, turns.problem(), Place::here<kS>());
     }
-    turns.answer(asked);
+    turns.answer(a, asked);
     wait_for_all();
     meet<kS>();
     fetch_scores(turns.next());
@@ -114,10 +114,11 @@ int forward_of(const ShortAttention& a, const Device& device, void* stream) {
   return with_length(a, [&](auto length) {
     return with_head_dim(a.head_dim, [&](auto head_dim) {
       constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
+      constexpr bool kCounts = kForwardCounts<kS, kD>;
       if constexpr (kS == kLongest) {
-        if (skips(a)) return launch_problems(short_forward<T, kS, kD, true>, a, 2 * kS, kBytes, device, stream);
+        if (skips(a)) return launch_problems(short_forward<T, kS, kD, true>, a, 2 * kS, kBytes, kCounts, device, stream);
       }
-      return launch_problems(short_forward<T, kS, kD, false>, a, 2 * kS, kBytes, device, stream);
+      return launch_problems(short_forward<T, kS, kD, false>, a, 2 * kS, kBytes, kCounts, device, stream);
     });
   });
 }

@@ -25,8 +25,13 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Begins to copy kRows rows, a share of each of kThreads neighbours; zeros stand where there are none, and behind head_dim.
-template <class T, int kRows, int kD, int kThreads>
+struct InPlace {
+  static __device__ __forceinline__ constexpr int slot(int row) { return row; }
+};
+
+// Begins to copy kRows rows, a share of each of kThreads neighbours, row r to row Order::slot(r) of the tile; zeros stand
+// where there are none, and behind head_dim.
+template <class T, int kRows, int kD, int kThreads, class Order = InPlace>
 __device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride, int rows, int head_dim) {
   constexpr int kWide = 16 / int(sizeof(T)), kVectors = kD / kWide, kStep = kThreads / kVectors;
   static_assert(kThreads % kVectors == 0 && kRows % kStep == 0);
@@ -36,10 +41,10 @@ __device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride
   const int first = int(thread / kVectors), column = int(thread % kVectors) * kWide;
   rows = column < head_dim ? rows : 0;
   from += first * stride + column;
-  T* to = tile + first * kPitch<T, kD> + column;
+  T* const to = tile + Order::slot(first) * kPitch<T, kD> + column;
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
-    copy_bytes(to + row * kPitch<T, kD>, from, first + row < rows ? 16 : 0);
+    copy_bytes(to + Order::slot(row) * kPitch<T, kD>, from, first + row < rows ? 16 : 0);
     from += kStep * stride;
   }
 }
@@ -187,8 +192,9 @@ __device__ __forceinline__ void multiply_columns(float (&d)[kM][kD / 8][4], cons
   }
 }
 
-// Writes a warp's rows of sums times `factor` (of each lane's rows) to memory, through its own rows of a tile.
-template <class T, int kD, int kM>
+// Writes a warp's rows of sums times `factor` (of each lane's rows) to memory, through its own rows of a tile: row
+// Order::slot(r) of the sums as row r.
+template <class T, int kD, int kM, class Order = InPlace>
 __device__ __forceinline__ void store_rows(const float (&d)[kM][kD / 8][4], const float (&factor)[kM][2], T* tile, T* to,
                                            int64_t stride, int rows, int head_dim) {
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -214,7 +220,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[kM][kD / 8][4], cons
     const int row = at / kVectors, column = at % kVectors * kWide;
     if (row < rows && column < head_dim) {
       *reinterpret_cast<uint4*>(to + row * stride + column) =
-          *reinterpret_cast<const uint4*>(tile + row * kPitch<T, kD> + column);
+          *reinterpret_cast<const uint4*>(tile + Order::slot(row) * kPitch<T, kD> + column);
     }
   }
 }
