@@ -43,7 +43,8 @@ struct StreamShape {
   // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
   static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16              ? (kWarps == 8 ? 3 : 2)
                                 : kWarps == 8                                       ? 6
-                                : kTiles == 2 || (kAnyGroups && kColumnBlocks == 1) ? 3
+                                : kTiles == 2                                       ? 2
+                                : kAnyGroups && kColumnBlocks == 1                  ? 3
                                                                                     : 4;
 #if __CUDA_ARCH__ >= 900
   static constexpr int kBlocks = kTwo ? 2 : 1;
@@ -140,6 +141,12 @@ struct Share {
   }
 };
 
+#if __CUDA_ARCH__ >= 900
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
 template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
 __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups>::kThreads, StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
     linear_stream_kernel(const __grid_constant__ LinearArguments a) {
@@ -151,6 +158,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   constexpr int kStepBytes = kPlain ? kTileColumns * 2 : Shape::kVectors * kVectorBytes;  // from a step to the next
   extern __shared__ __align__(16) char shared[];
   __shared__ int cut_unit[kWarps];  // the unit that a warp begins within, or none
+  __shared__ uint64_t arrived;      // x
 
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int group = lane / 4, quad = lane % 4;
@@ -223,6 +231,10 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     }
   };
 
+  if (kHopper && thread == 0) {
+    barrier_init(&arrived, 1);
+    publish_barriers();
+  }
   if (left > 0) point();
   if (!a.overlap) {
     if constexpr (!kPlain) {  // towards the L2 at least, while the kernel before may still be at work
@@ -258,9 +270,12 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
   const int pitch = x_pitch(a.steps_a_split * kChunks);
-  {
-    const StretchOfRows<kThreads> stretch(x_shared, a.m, slice_begin * kChunks, a.steps_a_split * kChunks,
-                                                min(slice_end * kChunks * kTileColumns, a.k));
+  const bool copied = kHopper && a.norm == FUSELINE_NORM_NONE && a.x_vectors;
+  const int x_chunks = a.steps_a_split * kChunks, x_limit = min(slice_end * kChunks * kTileColumns, a.k);
+  if (copied) {
+    fetch_rows<kThreads>(a, shared, &arrived, slice_begin * kChunks, x_chunks, x_limit);
+  } else {
+    const StretchOfRows<kThreads> stretch(x_shared, a.m, slice_begin * kChunks, x_chunks, x_limit);
     if (a.norm == FUSELINE_NORM_NONE) {
       load_rows(a, stretch);
     } else {
@@ -269,6 +284,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   }
   if constexpr (Shape::kStagesScales) wait_for_copies<0>();
   __syncthreads();
+  if (copied) barrier_wait(&arrived, 0);
 
   float sums[kTiles][kColumnBlocks][4] = {};
   uint32_t x_at[kColumnBlocks];  // rows past the last read the last one's x, and nobody their sums

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "linear_call.cuh"
+#include "meeting.cuh"
+#include "waiting.cuh"
 
 namespace fuseline {
 
@@ -57,6 +59,25 @@ __device__ __forceinline__ void load_rows(const LinearArguments& a, StretchOfRow
       const int half = of.now + u * of.step;
       if (half < of.count) store_shared(of.place(half), raw[u]);
     }
+  }
+}
+
+// The same by Hopper's copy engine, for rows of x at multiples of 16 bytes; all that is there arrives at the barrier.
+template <int kThreads>
+__device__ __forceinline__ void fetch_rows(const LinearArguments& a, char* shared, uint64_t* arrived, int begin, int chunks,
+                                           int limit) {
+  const int thread = threadIdx.x, first = begin * kTileColumns, there = limit - first;
+  if (thread < kWarp) {
+    if (thread == 0) barrier_expect(arrived, a.m * there * 2);
+    __syncwarp();
+    for (int row = thread; row < a.m; row += kWarp) {
+      copy_in(shared + row * x_pitch(chunks), a.x + row * a.x_stride + int64_t(first) * 2, there * 2, arrived);
+    }
+  }
+  const int past = chunks * kTileColumns - there;  // a multiple of 8
+  for (int i = thread; i < a.m * (past / 8); i += kThreads) {
+    const int row = i / (past / 8), vector = i - row * (past / 8);
+    *reinterpret_cast<uint4*>(shared + row * x_pitch(chunks) + there * 2 + vector * 16) = make_uint4(0, 0, 0, 0);
   }
 }
 
