@@ -3,7 +3,7 @@
 // A block has a tile of 64 rows and 64 keys of one head of the gradient and goes through all scores that were added to
 // it, in one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them. Where
 // that leaves too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations a
-// head. Limit: tensor cores, fed from shared memory without copies ahead.
+// head. Limit: tensor cores, fed from shared memory; with narrow heads the next tiles are copied ahead.
 #pragma once
 
 #include "attention_backward.cuh"
@@ -15,7 +15,8 @@ struct GradMaskTiles {
   static constexpr int kRows = std::is_same_v<T, float> && kD == 256 ? 32 : 64;  // and keys
   static constexpr int kThreads = 2 * kRows;                                     // 16 rows a warp
   static constexpr int kTile = kRows * kPitch<T, kD>;
-  static constexpr int kShared = 4 * kTile * int(sizeof(T));
+  static constexpr int kStages = kD == 64 && !std::is_same_v<T, float> ? 2 : 1;  // two, if two blocks then have room
+  static constexpr int kShared = kStages * 4 * kTile * int(sizeof(T));
   using Order = KeyColumns<kRows / 8>;
 };
 
@@ -28,13 +29,37 @@ struct AttentionGradMask {
   int pieces;
 };
 
+// A block's way through the tiles of scores that its tile of the gradient is the sum of; those that see nothing are left out.
+struct GradMaskWay {
+  int key, row, head, batch;  // tiles of keys and rows, from the first that is summed
+  int64_t left;               // tiles from here on, this one among them
+
+  __device__ __forceinline__ GradMaskWay(const AttentionGradMask& of, int piece) {
+    const int64_t count = int64_t(of.over_batches) * of.over_heads * of.over_rows * of.over_keys;
+    int64_t rest = count * piece / of.pieces;
+    left = count * (piece + 1) / of.pieces - rest;
+    key = int(rest % of.over_keys), rest /= of.over_keys;
+    row = int(rest % of.over_rows), rest /= of.over_rows;
+    head = int(rest % of.over_heads), batch = int(rest / of.over_heads);
+  }
+  __device__ __forceinline__ void advance(const AttentionGradMask& of) {
+    --left;
+    if (++key < of.over_keys) return;
+    key = 0;
+    if (++row < of.over_rows) return;
+    row = 0;
+    if (++head < of.over_heads) return;
+    head = 0, ++batch;
+  }
+};
+
 template <class T, int kD>
 __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     attention_grad_mask(const __grid_constant__ AttentionGradMask of, int) {
   using Of = GradMaskTiles<T, kD>;
   constexpr int kMaskTile = Of::kRows, kThreads = Of::kThreads, kTile = Of::kTile, kN = kMaskTile / 8;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* const tiles = reinterpret_cast<T*>(shared);  // q, grad_out, k, v
+  T* const tiles = reinterpret_cast<T*>(shared);  // stages of q, grad_out, k, v; of the mask behind them
   const Attention& a = of.g.a;
   const fuseline_attention& c = a.call;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
@@ -46,39 +71,51 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   };
   const int key_tile = next(of.key_tiles), row_tile = next(of.row_tiles), head0 = next(of.heads),
             batch0 = next(of.batches), piece = int(block);
-  const int64_t count = int64_t(of.over_batches) * of.over_heads * of.over_rows * of.over_keys;
-  const int64_t from = count * piece / of.pieces, to = count * (piece + 1) / of.pieces;
   uint64_t seed = 0;
   if (a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
 
+  GradMaskWay way(of, piece);
+  const auto first_row = [&](const GradMaskWay& at) { return (row_tile + at.row) * kMaskTile; };
+  const auto first_key = [&](const GradMaskWay& at) { return (key_tile + at.key) * kMaskTile; };
+  const auto leave_out_unseen = [&] {
+    while (way.left > 0) {
+      const Sequence sequence(c, batch0 + way.batch);
+      const int row = first_row(way), key = first_key(way), last = min(row + kMaskTile, sequence.rows) - 1;
+      if (row <= last && key < sequence.keys_to(a, last) && key + kMaskTile > sequence.keys_from(a, row)) return;
+      way.advance(of);
+    }
+  };
+  const auto copy = [&](int stage) {
+    if (way.left > 0) {
+      const Sequence sequence(c, batch0 + way.batch);
+      const int row = first_row(way), key = first_key(way), head = head0 + way.head, kv_head = head / a.group;
+      T* const to = tiles + stage * 4 * kTile;
+      copy_tile<T, kMaskTile, kD, kThreads>(
+          to, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, head, row), c.q_strides[2],
+          sequence.rows - row, head_dim);
+      copy_tile<T, kMaskTile, kD, kThreads>(
+          to + kTile, static_cast<const T*>(of.g.grad_out) + sequence.row_offset(of.g.grad_out_strides, head, row),
+          of.g.grad_out_strides[2], sequence.rows - row, head_dim);
+      copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(
+          to + 2 * kTile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key), c.k_strides[2],
+          sequence.keys - key, head_dim);
+      copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(
+          to + 3 * kTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key), c.v_strides[2],
+          sequence.keys - key, head_dim);
+      copy_mask<T, kMaskTile, kMaskTile, kThreads>(shared + Of::kShared + stage * a.mask_tile.bytes, a, sequence, head, row,
+                                                   key);
+    }
+    end_copies();
+  };
+
   float sums[1][kN][4];
   set_zero(sums);
-  for (int64_t i = from; i < to; ++i) {
-    int64_t rest = i;
-    const int key = (key_tile + int(rest % of.over_keys)) * kMaskTile;
-    rest /= of.over_keys;
-    const int row = (row_tile + int(rest % of.over_rows)) * kMaskTile;
-    rest /= of.over_rows;
-    const int head = head0 + int(rest % of.over_heads), index = batch0 + int(rest / of.over_heads);
-    const Sequence sequence(c, index);
-    const int last = min(row + kMaskTile, sequence.rows) - 1;
-    if (row > last || key >= sequence.keys_to(a, last) || key + kMaskTile <= sequence.keys_from(a, row)) continue;
-    const int kv_head = head / a.group;
-    __syncthreads();
-    copy_tile<T, kMaskTile, kD, kThreads>(tiles,
-                                     static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, head, row),
-                                     c.q_strides[2], sequence.rows - row, head_dim);
-    copy_tile<T, kMaskTile, kD, kThreads>(
-        tiles + kTile, static_cast<const T*>(of.g.grad_out) + sequence.row_offset(of.g.grad_out_strides, head, row),
-        of.g.grad_out_strides[2], sequence.rows - row, head_dim);
-    copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(tiles + 2 * kTile,
-                                     static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key),
-                                     c.k_strides[2], sequence.keys - key, head_dim);
-    copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(tiles + 3 * kTile,
-                                     static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key),
-                                     c.v_strides[2], sequence.keys - key, head_dim);
-    copy_mask<T, kMaskTile, kMaskTile, kThreads>(shared + Of::kShared, a, sequence, head, row, key);
-    end_copies();
+  leave_out_unseen();
+  copy(0);
+  for (int stage = 0; way.left > 0; stage ^= Of::kStages - 1) {
+    const GradMaskWay here = way;
+    const Sequence sequence(c, batch0 + here.batch);
+    const int row = first_row(here), key = first_key(here), head = head0 + here.head;
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -89,18 +126,27 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
     }
     wait_copies<0>();
     __syncthreads();
+    way.advance(of);
+    leave_out_unseen();
+    if constexpr (Of::kStages == 2) copy(stage ^ 1);
+    const T* const q_tile = tiles + stage * 4 * kTile;
     float scores[1][kN][4], dots[1][kN][4];
-    multiply_rows<T, kD>(scores, tiles + warp * 16 * kPitch<T, kD>, tiles + 2 * kTile);
-    multiply_rows<T, kD>(dots, tiles + kTile + warp * 16 * kPitch<T, kD>, tiles + 3 * kTile);
-    const Place place{sequence, head, row + warp * 16, key, mask_at(a, shared + Of::kShared, warp * 16, 0)};
+    multiply_rows<T, kD>(scores, q_tile + warp * 16 * kPitch<T, kD>, q_tile + 2 * kTile);
+    multiply_rows<T, kD>(dots, q_tile + kTile + warp * 16 * kPitch<T, kD>, q_tile + 3 * kTile);
+    const unsigned char* const mask_tile = shared + Of::kShared + stage * a.mask_tile.bytes;
+    const Place place{sequence, head, row + warp * 16, key, mask_at(a, mask_tile, warp * 16, 0)};
+    const int last = min(row + kMaskTile, sequence.rows) - 1;
+    const bool whole = key >= sequence.keys_from(a, last) && key + kMaskTile <= sequence.keys_to(a, row);
     differentiate<T, false, false, false>(
-        a, place, false, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
+        a, place, whole, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
         [&](int, int, int e) { return delta[e / 2]; });
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[0][n][e] += dots[0][n][e];
+    each_element<1, kN>([&](int m, int n, int e) { sums[m][n][e] += dots[m][n][e]; });
+    if constexpr (Of::kStages == 1) {
+      __syncthreads();
+      copy(0);
+    }
   }
+  wait_copies<0>();
 
   // Through shared memory: sums over rows and keys, where the mask has one entry for all of them, and whole lines to write.
   constexpr int kLine = kMaskTile + 1;
@@ -131,13 +177,13 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   if (one_key) __syncthreads();
   const int keys = one_key ? 1 : kMaskTile;
   const Sequence sequence(c, batch0);
-  const int first_row = one_row ? 0 : sequence.first_row, first_key = one_key ? 0 : sequence.first_key;
+  const int at_row = one_row ? 0 : sequence.first_row, at_key = one_key ? 0 : sequence.first_key;
   float* const out = of.to + piece * of.size + sequence.batch * of.strides[0] + head0 * of.strides[1];
   for (int at = threadIdx.x; at < rows * keys; at += kThreads) {
     const int row = at / keys, key = at % keys;
     const int64_t y = int64_t(row_tile) * kMaskTile + row, x = int64_t(key_tile) * kMaskTile + key;
     if ((one_row || y < sequence.rows) && (one_key || x < sequence.keys)) {
-      out[(first_row + y) * of.strides[2] + (first_key + x) * of.strides[3]] = tile[row * kLine + key];
+      out[(at_row + y) * of.strides[2] + (at_key + x) * of.strides[3]] = tile[row * kLine + key];
     }
   }
 }
@@ -152,7 +198,7 @@ int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* st
     AttentionGradMask given = of;
     given.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
     return launch_attention(attention_grad_mask<T, kD>, given, grid, Of::kThreads,
-                            Of::kShared + given.g.a.mask_tile.bytes, stream);
+                            Of::kShared + Of::kStages * given.g.a.mask_tile.bytes, stream);
   });
 }
 
