@@ -167,7 +167,17 @@ def test_elements_far_from_zero(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_short_rows_at_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> None:
-    for rows, n in ((70001, 3), (70001, 31), (9001, 129), (777, 1023), (5, 257), (1, 31)):
+    for rows, n in (
+        (70001, 3),
+        (70001, 31),
+        (9001, 129),
+        (777, 1023),
+        (5, 257),
+        (1, 31),
+        (1001, 1025),
+        (9, 2049),
+        (17, 5001),
+    ):
         x = place(rows, n, dtype, fill=2 * randn(rows, n, torch.float32))
         y, grad_x = place(rows, n, dtype), place(rows, n, dtype)
         kernels.softmax_forward(x, y, scale=-0.5)

@@ -27,6 +27,7 @@ struct SoftmaxBackward {
   bool grad_x_vectors;  // and so does grad_x
   int cluster;
   int part;             // slots of a warp's part of a row that waits, or rows of a tile
+  int together;         // rows that wait in a block
 };
 
 // sum(grad_out * y), and sum(y) for 16-bit rows.
@@ -152,12 +153,12 @@ template <class T>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(const SoftmaxBackward a) {
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Sums<T>> room;
-  Seat<Sums<T>> seat(room, a.cluster, 2);
+  Seat<Sums<T>> seat(room, a.cluster, 2, a.together);
+  if (seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
-  const int place = seat.rank * seat.warps + seat.warp;
-  const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, place, a.part);
-  const Part<T> y_part(a.y, seat.row, a.rows, a.n, place, a.part);
+  const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, seat.place(), a.part);
+  const Part<T> y_part(a.y, seat.row, a.rows, a.n, seat.place(), a.part);
   uint4* const slots = ring + seat.warp * 2 * a.part;
   uint4* const y_slots = slots + a.part;
   if (seat.lane == 0) {
@@ -171,6 +172,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      if (k > 0 && slot - seat.lane >= grad_part.count) break;
       mine = plus(mine, sums_of<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0)));
     }
   }
@@ -185,6 +187,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      if (k > 0 && slot - seat.lane >= grad_part.count) break;
       float result[kVector<T>];
       gradient<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0), mean, a.scale, result);
       grad_part.put(grad_x, slots, slot, result);
@@ -269,9 +272,12 @@ constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not 
 template <class T>
 bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
   if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
-  const Waiting plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  Waiting plan = plan_waiting_together<T>(a.n, 2, device);
+  if (aligned || plan.threads == 0) {
+    plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  }
   if (plan.threads == 0) return false;
-  a.cluster = plan.cluster, a.part = plan.part;
+  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   error = launch_waiting(softmax_backward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
   return fits || error;

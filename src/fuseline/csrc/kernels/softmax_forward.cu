@@ -147,10 +147,11 @@ template <class T>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const SoftmaxForward a) {
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Powers<T>> room;
-  Seat<Powers<T>> seat(room, a.cluster, 1);
+  Seat<Powers<T>> seat(room, a.cluster, 1, a.together);
+  if (seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
-  const Part<T> part(a.x, seat.row, a.rows, a.n, seat.rank * seat.warps + seat.warp, a.part);
+  const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part);
   uint4* const slots = ring + seat.warp * a.part;
   if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
   const float unit = unit_of<T>(a.scale);
@@ -158,11 +159,15 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
 #pragma unroll 1
   for (int piece = 0; piece < part.pieces(); ++piece) {
     barrier_wait(&room.arrived[seat.warp][piece], 0);
+    const int first = piece * kPieceSlots + seat.lane;
+    if (part.count - piece * kPieceSlots <= kWarp) {
+      const uint4 raw[1] = {part.take(slots, first, kNothing<T>)};
+      mine.take(raw, unit);
+      continue;
+    }
     uint4 raw[kPiece];
 #pragma unroll
-    for (int k = 0; k < kPiece; ++k) {
-      raw[k] = part.take(slots, piece * kPieceSlots + k * kWarp + seat.lane, kNothing<T>);
-    }
+    for (int k = 0; k < kPiece; ++k) raw[k] = part.take(slots, first + k * kWarp, kNothing<T>);
     mine.take(raw, unit);
   }
   const Powers<T> whole = gather(seat.meet(mine.over_warp(unit)), seat.count(), unit);
@@ -174,6 +179,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
+      if (k > 0 && slot - seat.lane >= part.count) break;
       float value[kVector<T>];
       unpack<T>(part.take(slots, slot, kNothing<T>), value);
       top.raise(value, unit);
@@ -279,9 +285,12 @@ constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not 
 template <class T>
 bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* stream, int& error) {
   if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
-  const Waiting plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  Waiting plan = plan_waiting_together<T>(a.n, 1, device);
+  if (aligned || plan.threads == 0) {
+    plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  }
   if (plan.threads == 0) return false;
-  a.cluster = plan.cluster, a.part = plan.part;
+  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   error = launch_waiting(softmax_forward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
   return fits || error;

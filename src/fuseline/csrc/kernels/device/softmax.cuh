@@ -21,6 +21,7 @@ struct SoftmaxForward {
   bool mask_vectors;  // the mask can be read a vector of x at a time
   int cluster;
   int part;           // slots of a warp's part of a row that waits, or rows of a tile
+  int together;       // rows that wait in a block
 };
 
 // Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.

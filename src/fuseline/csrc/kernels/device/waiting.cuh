@@ -16,6 +16,7 @@ constexpr int kPieceSlots = kPiece * kWarp;  // of a warp
 constexpr int kPieces = 8;                   // of a warp's part, at most
 constexpr int kMostBlocks = 16;              // of a row; more than 8 is more than sm_90 promises, and H100 grants
 constexpr int kPartSlots = kPieces * kPieceSlots;
+constexpr int kMostTogether = 8;             // rows of a block
 
 // Bytes (a multiple of 16, between multiples of 16) from HBM to shared memory; `barrier` counts them.
 __device__ __forceinline__ void copy_in(void* shared, const void* global, int bytes, uint64_t* barrier) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ Value sum_over_warp(Value value) {
 template <class State>
 struct WaitingRoom {
   State states[kMostBlocks * kMostThreads / kWarp];
-  uint64_t met;
+  uint64_t met[kMostTogether];  // of each row
   uint64_t arrived[kMostThreads / kWarp][kPieces];
 };
 
@@ -91,20 +92,22 @@ template <class State>
 struct Seat {
   WaitingRoom<State>& room;
   int blocks, rank;  // of the row, and of these
-  int lane, warp, warps;
+  int lane, warp;    // of the block
+  int warps, first;  // of the row in this block, and its first
   int64_t row;
 
-  // `copies` of each piece arrive.
-  __device__ __forceinline__ Seat(WaitingRoom<State>& in, int cluster, int copies)
+  // `copies` of each piece arrive. A block has `together` rows; it shares them with no other if they are several.
+  __device__ __forceinline__ Seat(WaitingRoom<State>& in, int cluster, int copies, int together = 1)
       : room(in),
         blocks(cluster),
         rank(int(blockIdx.x) & (cluster - 1)),
         lane(int(threadIdx.x) % kWarp),
         warp(int(threadIdx.x) / kWarp),
-        warps(int(blockDim.x) / kWarp),
-        row(int(blockIdx.x) / cluster) {
+        warps(int(blockDim.x) / kWarp / together),
+        first(together == 1 ? 0 : warp / warps * warps),
+        row(together == 1 ? int64_t(int(blockIdx.x) / cluster) : int64_t(blockIdx.x) * together + warp / warps) {
     if (lane < kPieces) barrier_init(&room.arrived[warp][lane], copies);
-    if (threadIdx.x == 0) barrier_init(&room.met, blocks == 1 ? warps : 1);
+    if (int(threadIdx.x) < together) barrier_init(&room.met[threadIdx.x], blocks == 1 ? warps : 1);
     publish_barriers();
     if (blocks > 1) {
       cluster_arrive_relaxed();
@@ -114,23 +117,25 @@ struct Seat {
     }
   }
 
+  // Of this warp among all of the row.
+  __device__ __forceinline__ int place() const { return rank * warps + warp - first; }
   __device__ __forceinline__ int count() const { return blocks * warps; }
 
   // The states of all warps of the row, from that of each.
   __device__ __forceinline__ const State* meet(const State& mine) {
-    const int place = rank * warps + warp;
+    uint64_t* const met = &room.met[first / warps];
     if (blocks == 1) {
       if (lane == 0) {
-        room.states[place] = mine;
-        barrier_arrive(&room.met);
+        room.states[warp] = mine;
+        barrier_arrive(met);
       }
     } else {
       cluster_wait();  // the others' barriers are there
-      if (threadIdx.x == 0) barrier_expect(&room.met, count() * int(sizeof(State)));
-      if (lane < blocks) send_in_cluster(&room.states[place], &room.met, lane, mine);
+      if (threadIdx.x == 0) barrier_expect(met, count() * int(sizeof(State)));
+      if (lane < blocks) send_in_cluster(&room.states[place()], met, lane, mine);
     }
-    barrier_wait(&room.met, 0);
-    return room.states;
+    barrier_wait(met, 0);
+    return room.states + first;
   }
 };
 
@@ -209,6 +214,7 @@ struct Part {
 struct Waiting {
   int cluster, threads, part;
   size_t bytes;
+  int together = 1;  // rows of a block
 };
 
 // For rows of n elements of `tensors` tensors; `room` is what a block has beside them.
@@ -239,6 +245,22 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
   return plan;
 }
 
+// The same for rows too short for a block each, which costs as much as 1 KB of them: several of a few warps each, whose
+// parts are five vectors a lane or less. 0 threads for longer rows.
+template <class T>
+Waiting plan_waiting_together(int64_t n, int tensors, const Device& device) {
+  Waiting plan{1, 0, 0, 0};
+  const int64_t vectors = divide_up(n + kVector<T> - 1, kVector<T>);
+  int warps = 1;
+  while (warps < kMostTogether && vectors > warps * 5 * kWarp) warps *= 2;
+  if (!device.clusters || vectors > warps * 5 * kWarp) return plan;
+  plan.together = kMostTogether / warps;
+  plan.part = int(divide_up(divide_up(vectors, warps), 8) * 8);
+  plan.bytes = size_t(plan.part * kMostTogether * tensors * 16);
+  plan.threads = kMostTogether * kWarp;
+  return plan;
+}
+
 template <class Arguments>
 int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting& plan, int64_t rows,
                    const Device& device, void* stream, bool& fits, bool early = false) {
@@ -253,7 +275,7 @@ int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting&
   fits = error == cudaSuccess && count > 0;
   if (error != cudaSuccess && plan.cluster > kMaxCluster) return cudaGetLastError(), 0;  // it grants no such clusters
   if (!fits) return int(error);
-  return launch(kernel, a, rows * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream, early);
+  return launch(kernel, a, divide_up(rows, plan.together) * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream, early);
 }
 
 }  // namespace fuseline
