@@ -88,9 +88,9 @@ struct Problem {
         for (int64_t i = 0; i + 3 < rank; ++i) B *= rows.size(i);
         if (!given.has_value()) return;
         const bool takes = given->scalar_type() == at::kBool || given->scalar_type() == rows.scalar_type();
-        mask = (takes ? *given : given->to(at::kFloat)).expand(rows.sizes());
-        if (rank > 4) mask = mask->reshape({B, H, T, S});
-        for (int64_t i = 1; i <= mask->dim(); ++i) mask_strides[4 - i] = mask->stride(-i);
+        mask = takes ? *given : given->to(at::kFloat);
+        if (rank > 4) mask = mask->expand(rows.sizes()).reshape({B, H, T, S});
+        for (int64_t i = 1; i <= mask->dim(); ++i) mask_strides[4 - i] = mask->size(-i) == 1 ? 0 : mask->stride(-i);
     }
 };
 
