@@ -42,6 +42,17 @@ def _norm(config: GPTConfig) -> nn.Module:
     return kind(config.embed_dim, eps=1e-5, bias=config.bias)
 
 
+def _add_norm(norm: nn.Module, found_BTC: Tensor | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
+    the norm leaves in the dtype that the branch came in."""
+    if found_BTC is None:
+        return norm(x_BTC), x_BTC
+    if isinstance(norm, fuseline.nn.LayerNorm):
+        return ops.add_layer_norm(found_BTC, x_BTC, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    x_BTC = x_BTC + found_BTC
+    return norm(x_BTC), x_BTC
+
+
 def _dropout(config: GPTConfig) -> nn.Module:
     # nn.Dropout(0.0) still launches kernels while training; Identity launches none.
     return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
@@ -103,9 +114,12 @@ class Block(nn.Module):
         self.ln_2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
-        return x_BTC + self.mlp(self.ln_2(x_BTC))
+    def forward(self, x_BTC: Tensor, found_BTC: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream, and what the MLP found, which the next norm adds to it; `found_BTC` is that of the
+        layer before."""
+        y_BTC, x_BTC = _add_norm(self.ln_1, found_BTC, x_BTC)
+        y_BTC, x_BTC = _add_norm(self.ln_2, self.attn(y_BTC), x_BTC)
+        return x_BTC, self.mlp(y_BTC)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""
@@ -138,9 +152,10 @@ class Transformer(nn.Module):
             )
         # Rows of the table itself, rather than a lookup by arange: one op less each way.
         x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
+        found_BTC = None
         for block in self.h:
-            x_BTC = block(x_BTC)
-        return self.ln_f(x_BTC)
+            x_BTC, found_BTC = block(x_BTC, found_BTC)
+        return _add_norm(self.ln_f, found_BTC, x_BTC)[0]
 
 
 class GPT(nn.Module):
