@@ -134,7 +134,7 @@ class Beginning:
     def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = heads.split(qkv_BTN)
         self._cache.fill(layer, k_BHTD, v_BHTD, self._first_row)
-        return merged(causal(q_BHTD, k_BHTD, v_BHTD, heads.window))
+        return merged(causal(q_BHTD, k_BHTD, v_BHTD, heads.window, fused=heads.fused))
 
 
 class Continuation:

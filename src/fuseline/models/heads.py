@@ -72,13 +72,21 @@ Attend = Callable[[int, Tensor, Heads], Tensor]
 
 def whole_sequence(layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
     """The `Attend` of a sequence that begins at position 0."""
-    return merged(causal(*heads.split(qkv_BTN), heads.window))
+    return merged(causal(*heads.split(qkv_BTN), heads.window, fused=heads.fused))
 
 
-def causal(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, window: int | None = None) -> Tensor:
-    """Attention of a sequence over itself, [B, H, T, D]; over its last `window` positions if that is said."""
+def causal(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, window: int | None = None, *, fused: bool = True
+) -> Tensor:
+    """Attention of a sequence over itself, [B, H, T, D]; over its last `window` positions if that is said. By
+    the kernel that is picked, or where Fuseline's ops may not compute by torch's choice."""
     T = q_BHTD.shape[2]
-    if window is None or window >= T:
+    if window is not None and window >= T:
+        window = None
+    if fused:
+        before = None if window is None else (window - 1, 0)
+        return ops.attention(q_BHTD, k_BHTD, v_BHTD, causal=True, window=before)
+    if window is None:
         return scaled_dot_product(q_BHTD, k_BHTD, v_BHTD, None, causal=True)
     places_T = torch.arange(T, device=q_BHTD.device)
     ages_TS = places_T[:, None] - places_T

@@ -13,6 +13,12 @@ def _names(selection):
     return [rung.name for rung in selection.rungs]
 
 
+def test_a_cpu_climbs_what_it_has_of_its_own() -> None:
+    on_cpu, on_gpu = (set(_names(select((), "cumulative", "tiny", device))) for device in ("cpu", "cuda:1"))
+    assert on_gpu - on_cpu == {"auto", "fuseline-attention"}
+    assert _names(select(("auto",), "cumulative", "tiny", "cpu")) == ["auto"]
+
+
 def test_no_names_are_all_rungs_that_change_something():
     selection = select((), "cumulative", "gpt2")
     assert _names(selection) == [rung.name for rung in RUNGS if rung.lever != NO_LEVER]

@@ -16,7 +16,7 @@ import fuseline
 from fuseline import native
 from fuseline.errors import InputError
 from fuseline.ops import attention
-from fuseline.ops.attention import choice, kept
+from fuseline.ops.attention import choice, kept, rule
 from fuseline.ops.attention.choice import Decision, decide
 from fuseline.ops.attention.measure import Times, measure
 from fuseline.ops.attention.problem import Problem
@@ -57,6 +57,22 @@ def test_by_rule_where_nothing_was_measured() -> None:
     assert decision.name == "flash"
     assert decision.why.startswith("by rule, nothing near was measured: on a CPU")
     assert decide(replace(BASE, sinks=True)).name == "math"
+
+
+def test_the_rule_of_a_cpu_goes_by_what_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def picked(dtype: torch.dtype, length: int, **fields: object) -> str:
+        return decide(replace(BASE, dtype=dtype, seqlen_q=length, seqlen_k=length, **fields)).name
+
+    monkeypatch.setattr(rule, "_multiplies_bfloat16", lambda: True)
+    assert [picked(torch.bfloat16, n) for n in (8, 64, 512, 4096)] == ["flash", "plain", "plain", "flash"]
+    assert picked(torch.bfloat16, 1024, causal="bottom_right") == "flash", "it skips what is hidden"
+    assert picked(torch.bfloat16, 24, direction="fwbw") == "plain"
+    assert picked(torch.bfloat16, 512, batch=512) == "flash", "scores would not fit"
+    assert picked(torch.bfloat16, 64, sinks=True) == "math"
+    monkeypatch.setattr(rule, "_multiplies_bfloat16", lambda: False)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert [picked(dtype, n) for n in (32, 512)] == ["math", "flash"]
+        assert picked(dtype, 512, direction="fwbw") == "math"
 
 
 def test_the_fastest_measured_of_those_that_can(measured: dict[str, list[Entry]]) -> None:
@@ -119,7 +135,7 @@ def test_use_and_forbid() -> None:
         assert explained.picked == "math"
         with (
             picker.forbid("math"),
-            picker.forbid("fuseline"),
+            picker.forbid("fuseline", "plain"),
             pytest.raises(InputError, match="nothing runs"),
         ):
             attention(q, k, v)

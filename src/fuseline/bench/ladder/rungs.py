@@ -35,7 +35,8 @@ Unavailable = Callable[[Machine, RunSpec], "str | None"]
 class Rung:
     """`change` is what the rung sets in a `RunSpec`; `unavailable(machine, spec)` is why it cannot run there
     or would not pay, None where it can. `needs` is what of other slots it cannot do without: what it is
-    compared with gets that, too, so that the gain is its own."""
+    compared with gets that, too, so that the gain is its own. `named_on`: kinds of device on which it is
+    climbed only where it is named."""
 
     name: str
     slot: str
@@ -44,6 +45,7 @@ class Rung:
     change: Mapping[str, Any]
     unavailable: Unavailable
     needs: Mapping[str, Any] = field(default_factory=dict)
+    named_on: tuple[str, ...] = ()
 
 
 def _always(machine: Machine, spec: RunSpec) -> str | None:
@@ -154,7 +156,15 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung("flash", "attention", "fuse", "SDPA's FlashAttention", {"attention": "flash"}, _attention),
     Rung("cudnn", "attention", "fuse", "SDPA's cuDNN kernel", {"attention": "cudnn"}, _attention),
-    Rung("auto", "attention", "fuse", "SDPA as torch picks", {"attention": "auto"}, _attention),
+    Rung(
+        "auto",
+        "attention",
+        "fuse",
+        "SDPA as torch picks",
+        {"attention": "auto"},
+        _attention,
+        named_on=("cpu",),  # there it is `flash`
+    ),
     Rung("flex", "attention", "fuse", "FlexAttention, compiled", {"attention": "flex"}, _attention),
     Rung("fa2", "attention", "fuse", "the flash-attn package", {"attention": "fa2"}, _attention),
     Rung("fa4", "attention", "fuse", "the flash-attn-4 package", {"attention": "fa4"}, _attention),
@@ -165,6 +175,7 @@ RUNGS: tuple[Rung, ...] = (
         "Fuseline's own attention kernels",
         {"attention": "fuseline"},
         _attention,
+        named_on=("cpu",),  # there it is what kernels are compared with, and torch's are faster
     ),
     Rung("pick", "attention", "fuse", "the fastest as measured", {"attention": "pick"}, _attention),
     Rung(

@@ -21,8 +21,9 @@ class Selection:
     combinations: tuple[Combination, ...]
 
 
-def select(names: Sequence[str], mode: str, preset: str) -> Selection:
-    """Everything, if no names are given; else the rungs, slots and combinations named.
+def select(names: Sequence[str], mode: str, preset: str, device: str = "cuda") -> Selection:
+    """Everything that is for such a device, if no names are given; else the rungs, slots and combinations
+    named.
 
     Raises:
         InputError: an unknown name or mode, or names of rungs where `mode` is `combination`.
@@ -34,7 +35,8 @@ def select(names: Sequence[str], mode: str, preset: str) -> Selection:
         if mode == "combination":
             fitting = tuple(c for c in COMBINATIONS if preset in c.rows or "any" in c.rows)
             return Selection(mode, (), fitting)
-        return Selection(mode, climbable, ())
+        kind = device.partition(":")[0]
+        return Selection(mode, tuple(rung for rung in climbable if kind not in rung.named_on), ())
     rungs: list[Rung] = []
     combinations: list[Combination] = []
     for name in names:

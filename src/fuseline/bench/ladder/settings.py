@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def selection(self) -> Selection:
-        return select(self.rungs, self.mode, self.preset)
+        return select(self.rungs, self.mode, self.preset, self.device)
 
     @property
     def base(self) -> RunSpec:

@@ -19,6 +19,7 @@ CANDIDATES: dict[str, Candidate] = {
     for candidate in (
         naive.NAIVE,
         naive.NAIVE_FUSED,
+        naive.PLAIN,
         formula.CANDIDATE,
         efficient.CANDIDATE,
         flash.CANDIDATE,

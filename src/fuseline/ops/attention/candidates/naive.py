@@ -1,4 +1,8 @@
-"""The formula as it is taught: scores and weights in memory. Where the climb begins; never picked."""
+"""The formula as it is taught: scores and weights in memory, products in the tensors' own dtype.
+
+`naive` and `naive_fused` are where the climb begins, and never picked. `plain` is for CPUs that multiply 16
+bits: torch's other kernels widen them there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch.nn import functional as F
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Attended, Candidate, refuse_dtype, refuse_extras
-from fuseline.ops.attention.candidates.arguments import with_all_heads
+from fuseline.ops.attention.candidates.arguments import bias, unseeing, with_all_heads
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.softmax import softmax
 
@@ -52,9 +56,29 @@ def _naive_fused(call: Call) -> Attended:
     return F.dropout(weights, call.dropout_p) @ v, None
 
 
+def _plain(call: Call) -> Attended:
+    """In as few passes as torch's operators allow; rows that see nothing are zero."""
+    k, v = with_all_heads(call)
+    scores = (call.q * call.softmax_scale) @ k.transpose(-2, -1)
+    added = bias(call, with_limits=True, lowest=torch.finfo(call.q.dtype).min / 2)
+    if added is not None:
+        scores = scores + added
+    out = F.dropout(torch.softmax(scores, dim=-1), call.dropout_p) @ v
+    blind = None if added is None else unseeing(call)
+    return out if blind is None else out.masked_fill(blind, 0.0), None
+
+
 NAIVE = Candidate(
     "naive", "the formula in torch's operators", _supports, _naive, offered_on=(), is_linear=False
 )
 NAIVE_FUSED = Candidate(
     "naive_fused", "the formula over ops.softmax", _supports, _naive_fused, offered_on=(), is_linear=False
+)
+PLAIN = Candidate(
+    "plain",
+    "the formula in torch's operators, in few passes",
+    _supports,
+    _plain,
+    offered_on=("cpu",),
+    is_linear=False,
 )
