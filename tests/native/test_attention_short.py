@@ -16,6 +16,7 @@ import torch
 from fuseline.native.short_attention import (
     CAUSAL,
     Options,
+    Record,
     ShortAttention,
     gradients_record,
     open_short_attention,
@@ -124,10 +125,16 @@ def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, 
         )
 
 
-def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
-    """Forward and, without shared heads of keys, backward: right, inside of their outputs, and repeatable.
+def scratch(kernels: ShortAttention, call: Record, backward: bool) -> torch.Tensor | None:
+    """The workspace of a call or its gradients, poisoned; None where it wants none."""
+    size = kernels.workspace(call, backward)
+    return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE) if size > 0 else None
 
-    The second runs have a counter of problems, which blocks take in any order.
+
+def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
+    """Forward and backward: right, inside of their outputs, and repeatable.
+
+    The second runs have a workspace, with a counter of problems if there are many, which blocks take in any order.
     """
     what = f"{shape} {options}"
     q, k, v = place(shape, True), place(shape.keys(), True), place(shape.keys(), True)
@@ -144,12 +151,8 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     assert_as_good(out, eager, exact, f"out of {what}")
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4, msg=f"lse of {what}")
     again = place(replace(shape, layout="bthd"), False)
-    counter = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
-    assert kernels.forward(record(q, k, v, options, again, workspace=counter)) == 0
+    assert kernels.forward(record(q, k, v, options, again, workspace=scratch(kernels, call, False))) == 0
     assert torch.equal(out, again), f"out of {what} differs from run to run"
-    if shape.kv_heads not in (None, shape.heads):
-        assert not kernels.fits(call, True)
-        return
     grad_out = place(shape, True)
     grad_lse = torch.randn_like(lse) if shape.seqlen_q % 2 and bool(lse.isfinite().all()) else None
     results = [(exact, eager), (exact_lse, attention(*narrow, shape, options)[1])]
@@ -158,7 +161,9 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     exact_grads = torch.autograd.grad(outputs[0], wide, [g.double() for g in incoming])
     eager_grads = torch.autograd.grad(outputs[1], narrow, [g.to(shape.dtype) for g in incoming])
     runs = []
-    for workspace in (None, counter):
+    grouped = shape.kv_heads not in (None, shape.heads)
+    for given in (grouped, True):
+        workspace = scratch(kernels, call, True) if given else None
         grads = [place(s, False) for s in (shape, shape.keys(), shape.keys())]
         assert kernels.backward(gradients_record(call, grad_out, *grads, grad_lse, workspace)) == 0, what
         runs.append(grads)
@@ -218,12 +223,16 @@ def test_random_cases(kernels: ShortAttention, number: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize(("seqlen", "batch"), [(16, 800), (32, 300), (64, 120), (128, 60)])
+@pytest.mark.parametrize(("seqlen", "batch"), [(16, 800), (32, 360), (64, 180), (128, 90)])
 def test_blocks_that_take_many_problems(
     kernels: ShortAttention, seqlen: int, batch: int, head_dim: int
 ) -> None:
-    for dtype, layout in ((torch.bfloat16, "bhtd"), (torch.float16, "bthd"), (torch.bfloat16, "packed")):
-        shape = Shape(batch, 12, seqlen, seqlen, head_dim, dtype, layout=layout)
+    for dtype, layout, kv_heads in (
+        (torch.bfloat16, "bhtd", 3),
+        (torch.float16, "bthd", 12),
+        (torch.bfloat16, "packed", 12),
+    ):
+        shape = Shape(batch, 12, seqlen, seqlen, head_dim, dtype, kv_heads, layout)
         check(kernels, shape, Options(softmax_scale=head_dim**-0.5, causal=CAUSAL[len(layout) % 3]))
 
 
@@ -241,7 +250,7 @@ def test_a_row_of_nothing_but_the_lowest_number(kernels: ShortAttention, seqlen:
 def test_a_counter_of_problems_is_for_many(kernels: ShortAttention) -> None:
     for batch, wanted in ((1, 0), (2**16, 16)):
         q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE).expand(batch, 1, 128, 64)
-        assert kernels.workspace(record(q, q, q, Options())) == wanted
+        assert kernels.workspace(record(q, q, q, Options()), False) == wanted
 
 
 def test_gradients_that_nobody_wants(kernels: ShortAttention) -> None:

@@ -131,8 +131,8 @@ class ShortAttention:
     def fits(self, call: Record, backward: bool) -> bool:
         return bool(self.library.fuseline_attention_short_fits(ctypes.byref(call), int(backward)))
 
-    def workspace(self, call: Record) -> int:
-        return self.library.fuseline_attention_short_workspace(ctypes.byref(call))
+    def workspace(self, call: Record, backward: bool) -> int:
+        return self.library.fuseline_attention_short_workspace(ctypes.byref(call), int(backward))
 
     def forward(self, call: Record) -> int:
         return self.library.fuseline_attention_short_forward(ctypes.byref(call), _stream())
@@ -144,7 +144,7 @@ class ShortAttention:
 def open_short_attention() -> ShortAttention:
     library = open_kernels().library
     library.fuseline_attention_short_fits.argtypes = [_POINTER, _INT]
-    library.fuseline_attention_short_workspace.argtypes = [_POINTER]
+    library.fuseline_attention_short_workspace.argtypes = [_POINTER, _INT]
     library.fuseline_attention_short_workspace.restype = _SIZE
     library.fuseline_attention_short_forward.argtypes = [_POINTER, _POINTER]
     library.fuseline_attention_short_backward.argtypes = [_POINTER, _POINTER]

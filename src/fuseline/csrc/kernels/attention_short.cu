@@ -64,16 +64,25 @@ bool fits(const fuseline_attention& call, bool backward) {
                     (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
   const bool plain = call.soft_cap == 0 && !call.sinks && !call.cu_seqlens_q && !call.cu_seqlens_k;
   return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
-         (!backward || heads == kv_heads) && has_room(arguments(call), backward);
+         has_room(arguments(call), backward);
 }
 
 // A counter of problems, where these are many to a block.
-size_t workspace(const fuseline_attention& call) {
-  constexpr int64_t kFewTurns = 16, kRowsAtOnce = 256;  // of queries, on a multiprocessor
+size_t counter_bytes(const fuseline_attention& call) {
+  constexpr int64_t kFewTurns = 4, kRowsAtOnce = 256;  // of queries, on a multiprocessor
   Device device;
   if (current_device(device) != cudaSuccess) return 0;
   const int64_t rows = call.batch * call.heads * std::max(call.seqlen_q, call.seqlen_k);
   return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(Counter) : 0;
+}
+
+// One gradient like k for every query head, where several share a head of keys.
+size_t grouped_bytes(const fuseline_attention& call) {
+  return call.heads == call.kv_heads ? 0 : size_t(call.batch * call.heads * call.seqlen_k * call.head_dim) * 2;
+}
+
+size_t workspace(const fuseline_attention& call, bool backward) {
+  return counter_bytes(call) + (backward ? 2 * grouped_bytes(call) : 0);
 }
 
 int forward(const fuseline_attention& call, void* stream) {
@@ -87,7 +96,7 @@ int forward(const fuseline_attention& call, void* stream) {
   ShortAttention a = arguments(call);
   a.out = tensor(call.out, call.out_strides);
   a.lse = call.lse;
-  a.counter = static_cast<Counter*>(call.workspace);
+  if (counter_bytes(call) > 0) a.counter = static_cast<Counter*>(call.workspace);
   return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half>(a, device, stream)
                                         : forward_of<__nv_bfloat16>(a, device, stream);
 }
@@ -110,12 +119,25 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
   a.grad_k = tensor(gradients.grad_k, gradients.grad_k_strides);
   a.grad_v = tensor(gradients.grad_v, gradients.grad_v_strides);
   a.grad_lse = gradients.grad_lse;
-  a.counter = static_cast<Counter*>(gradients.workspace);
-  return with_length(a, [&](auto length) {
+  const size_t grouped = grouped_bytes(call);
+  char* scratch = static_cast<char*>(gradients.workspace);
+  if (scratch == nullptr && grouped > 0) return FUSELINE_UNSUPPORTED;
+  const ShortTensor grad_k = a.grad_k, grad_v = a.grad_v;
+  if (grouped > 0) {  // behind each other, and behind them the counter
+    const int64_t row = call.head_dim, head = call.seqlen_k * row;
+    if (grad_k.at) a.grad_k = {scratch, call.heads * head, head, row};
+    if (grad_v.at) a.grad_v = {scratch + grouped, call.heads * head, head, row};
+    scratch += 2 * grouped;
+  }
+  if (counter_bytes(call) > 0) a.counter = reinterpret_cast<Counter*>(scratch);
+  int code = with_length(a, [&](auto length) {
     constexpr int kS = decltype(length)::value;
     return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)
                                           : backward_of<__nv_bfloat16, kS>(a, device, stream);
   });
+  if (grouped > 0 && code == 0 && grad_k.at) code = launch_sum_groups(a, a.grad_k, grad_k, call.dtype, stream);
+  if (grouped > 0 && code == 0 && grad_v.at) code = launch_sum_groups(a, a.grad_v, grad_v, call.dtype, stream);
+  return code;
 }
 
 }  // namespace
@@ -125,8 +147,8 @@ int fuseline_attention_short_fits(const fuseline_attention* call, int backward) 
   return fuseline::short_attention::fits(*call, backward != 0);
 }
 
-size_t fuseline_attention_short_workspace(const fuseline_attention* call) {
-  return fuseline::short_attention::workspace(*call);
+size_t fuseline_attention_short_workspace(const fuseline_attention* call, int backward) {
+  return fuseline::short_attention::workspace(*call, backward != 0);
 }
 
 int fuseline_attention_short_forward(const fuseline_attention* call, void* stream) {

@@ -11,11 +11,12 @@ extern "C" {
 #endif
 
 /* Whether these kernels take the call: 16-bit dtypes, both lengths 1 .. 128, head dims 8 .. 128 by 8, a positive scale,
- * no soft cap, sinks or packed sequences. `backward`: and its gradients, which want kv_heads = heads. */
+ * no soft cap, sinks or packed sequences. `backward`: and its gradients. */
 FUSELINE_API int fuseline_attention_short_fits(const fuseline_attention* call, int backward);
 
-/* Bytes of scratch that a call and its gradients may have in workspace, and go faster with; 0 if there is nothing in it. */
-FUSELINE_API size_t fuseline_attention_short_workspace(const fuseline_attention* call);
+/* Bytes of scratch for workspace, of the call or its gradients; may be 0. Without it calls go slower, and gradients with
+ * fewer key heads than heads are FUSELINE_UNSUPPORTED. */
+FUSELINE_API size_t fuseline_attention_short_workspace(const fuseline_attention* call, int backward);
 
 /* FUSELINE_UNSUPPORTED where they do not, where a pointer or stride is no multiple of 16 bytes, and where the gradient
  * of a mask or of sinks is wanted. */

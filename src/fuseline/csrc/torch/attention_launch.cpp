@@ -18,9 +18,9 @@ bool is_short(const fuseline_attention& call, bool backward) {
     return fits(&call, backward) != 0;
 }
 
-size_t short_workspace(const fuseline_attention& call) {
+size_t short_workspace(const fuseline_attention& call, bool backward) {
     static const auto bytes = FUSELINE_KERNEL(fuseline_attention_short_workspace);
-    return bytes(&call);
+    return bytes(&call, backward);
 }
 
 bool is_short(const fuseline_attention_gradients& gradients) {
@@ -31,12 +31,12 @@ bool is_short(const fuseline_attention_gradients& gradients) {
 
 size_t attention_forward_workspace(const fuseline_attention& call) {
     static const auto bytes = FUSELINE_KERNEL(fuseline_attention_forward_workspace);
-    return is_short(call, false) ? short_workspace(call) : bytes(&call);
+    return is_short(call, false) ? short_workspace(call, false) : bytes(&call);
 }
 
 size_t attention_backward_workspace(const fuseline_attention_gradients& gradients) {
     static const auto bytes = FUSELINE_KERNEL(fuseline_attention_backward_workspace);
-    return is_short(gradients) ? short_workspace(gradients.call) : bytes(&gradients);
+    return is_short(gradients) ? short_workspace(gradients.call, true) : bytes(&gradients);
 }
 
 int launch_attention_forward(const fuseline_attention& call, void* stream) {

@@ -141,6 +141,12 @@ __device__ __forceinline__ Head head_of(const ShortAttention& a, int problem) {
   return {batch, problem - batch * a.heads.by};
 }
 
+// The head of keys of a problem.
+__device__ __forceinline__ Head keys_of(const ShortAttention& a, int problem) {
+  const Head head = head_of(a, problem);
+  return {head.batch, a.group.divide(head.head)};
+}
+
 template <class T>
 __device__ __forceinline__ T* rows_of(const ShortTensor& tensor, const Head& at) {
   return static_cast<T*>(tensor.at) + at.batch * tensor.batch + at.head * tensor.head;

@@ -9,6 +9,9 @@
 // Moves: q, k, v, grad_out read once, three gradients written once. Does: 10 T S D operations a problem on tensor cores.
 // Limit: HBM bandwidth, and at 128 x 128 reading shared memory nearly as long.
 //
+// Where query heads share a head of keys, each leaves its own grad_k and grad_v, rounded, and attention_short_groups.cu adds
+// them up.
+//
 // Threads: a warp has 16 queries until it has their grad_q, and then the 16 keys of the same number, for which it reads
 // the columns of p and grad_s that the block's warps have left in shared memory. The next problem's tensors are fetched
 // as the room of this one's is free.
@@ -175,8 +178,12 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     if (problem < a.problems) fetch<T, kS>(to, tensor, head_of(a, problem), rows, a.head_dim);
     commit_copies();
   };
-  fetch_one(k, a.k, blockIdx.x, a.seqlen_k);
-  fetch_one(v, a.v, blockIdx.x, a.seqlen_k);
+  const auto fetch_keys = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
+    if (problem < a.problems) fetch<T, kS>(to, tensor, keys_of(a, problem), a.seqlen_k, a.head_dim);
+    commit_copies();
+  };
+  fetch_keys(k, a.k, blockIdx.x);
+  fetch_keys(v, a.v, blockIdx.x);
   fetch_one(grad_out(), a.grad_out, blockIdx.x, a.seqlen_q);
   fetch_one(q(), a.q, blockIdx.x, a.seqlen_q);
   turns.begin(a);
@@ -218,8 +225,8 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
       store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, turns.problem(), a.seqlen_q, Place::here<kS>());
     }
     meet<kS>();
-    fetch_one(k, a.k, turns.next(), a.seqlen_k);
-    fetch_one(v, a.v, turns.next(), a.seqlen_k);
+    fetch_keys(k, a.k, turns.next());
+    fetch_keys(v, a.v, turns.next());
     if (a.grad_v.at) {
       const float factor = a.dropout.seed ? a.dropout.scale : 1.f;
       const uint32_t seen = blocks.rows(Place::here<kS>());

@@ -51,19 +51,15 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
   constexpr int kTile = kS * kD * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
   const Tile<kD> q{base}, k{base + kTile}, v{base + 2 * kTile};
-  const auto keys_of = [&](int problem) {
-    const Head head = head_of(a, problem);
-    return Head{head.batch, a.group.divide(head.head)};
-  };
   const auto fetch_scores = [&](int problem) {
     if (problem < a.problems) {
       fetch<T, kS>(q, a.q, head_of(a, problem), a.seqlen_q, a.head_dim);
-      fetch<T, kS>(k, a.k, keys_of(problem), a.seqlen_k, a.head_dim);
+      fetch<T, kS>(k, a.k, keys_of(a, problem), a.seqlen_k, a.head_dim);
     }
     commit_copies();
   };
   const auto fetch_values = [&](int problem) {
-    if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(problem), a.seqlen_k, a.head_dim);
+    if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(a, problem), a.seqlen_k, a.head_dim);
     commit_copies();
   };
   fetch_scores(blockIdx.x);

@@ -74,4 +74,7 @@ int forward_of(const ShortAttention& a, const Device& device, void* stream);
 template <class T, int kS>
 int backward_of(const ShortAttention& a, const Device& device, void* stream);
 
+// attention_short_groups.cu: `from` has a gradient for every query head, one behind another.
+int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype, void* stream);
+
 }  // namespace fuseline::short_attention
