@@ -134,7 +134,7 @@ def scratch(kernels: ShortAttention, call: Record, backward: bool) -> torch.Tens
 def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     """Forward and backward: right, inside of their outputs, and repeatable.
 
-    The second runs have a workspace, with a counter of problems if there are many, which blocks take in any order.
+    The second runs have a workspace: a counter of problems if there are many, which blocks take in any order.
     """
     what = f"{shape} {options}"
     q, k, v = place(shape, True), place(shape.keys(), True), place(shape.keys(), True)
