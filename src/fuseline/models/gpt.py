@@ -203,18 +203,20 @@ class GPT(nn.Module):
         return self._loss(x_BTC.flatten(0, 1), targets_BT.reshape(-1))
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
-        """The stream after the last norm, [B, T, C], without dropout; `positions_BT` (0, 1, .. if absent) is
+        """The stream after the last layer, [B, T, C], without dropout; `positions_BT` (0, 1, .. if absent) is
         where the tokens stand, and `attend` gathers for each layer (`models/heads.py`)."""
         T, tables = tokens_BT.shape[1], self.transformer
         places = tables.wpe.weight[:T] if positions_BT is None else tables.wpe(positions_BT)
         x_BTC = tables.wte(tokens_BT) + places
         for layer, block in enumerate(cast(Sequence[Block], tables.h)):
             x_BTC = block.continued(x_BTC, layer, attend, self.config)
-        return tables.ln_f(x_BTC)
+        return x_BTC
 
     def logits(self, x_C: Tensor) -> Tensor:
         """Logits [..., vocab_size] of what `hidden` returned."""
-        return self._logits(x_C)[..., : self.config.vocab_size]
+        fused = self.config.norm == "fuseline"
+        logits_V = branch(self.lm_head, x_C, norm=self.transformer.ln_f, fused=fused)
+        return logits_V[..., : self.config.vocab_size]
 
     def _loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
         fused: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
