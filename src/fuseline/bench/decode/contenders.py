@@ -68,6 +68,9 @@ class Compiled(Decoder):
     def __init__(self, model: LanguageModel, *, batch: int, capacity: int, backend: str = "inductor") -> None:
         super().__init__(model, batch=batch, capacity=capacity, graphs=False)
         options: dict[str, Any] = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+        # A cache written in place keeps a step from being recorded, unless it is known to stay where it is.
+        for held in (self.cache.k, self.cache.v, self.cache.lengths_B, self.tokens_B):
+            torch._dynamo.mark_static_address(held)
         self._compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(
             self._next, fullgraph=True, dynamic=False, backend=backend, **options
         )
