@@ -63,7 +63,6 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
-
     from fuseline.cli.ops_tables import tables
 
     out = options.out or DEFAULT_OUT
