@@ -291,8 +291,8 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
-  RowPlan plan = plan_spread(a.rows, a.n / kVector<T>, 2, device.clusters ? kMaxCluster : 1, device);
-  const bool few = aligned && !measuring && plan.fits && at_once(a.rows * plan.threads * plan.cluster, device);
+  RowPlan plan = plan_few(a.rows, a.n / kVector<T>, kMostHeld, device);
+  const bool few = aligned && !measuring && plan.fits;
   if (!few && !measuring) {
     int error = 0;
     if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, aligned, device, stream, error)) return error;

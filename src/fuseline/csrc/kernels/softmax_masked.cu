@@ -124,10 +124,8 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), kOneWarp ? 4 : 2) soft
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      score[k][i] = exponential<T>(score[k][i] - taken_out);
-      warp.sum += score[k][i];
-    }
+    for (int i = 0; i < kSize; ++i) score[k][i] = exponential<T>(score[k][i] - taken_out);
+    add_vector<T>(warp.sum, score[k]);
   }
   warp.sum = group.warp_sum(warp.sum);
   const MaxSum<T> whole = meet<T, false>(warp, group);
@@ -166,7 +164,7 @@ bool run(SoftmaxForward a, const Device& device, void* stream, int& error) {
   const bool vectors = a.mask_strides[3] == 1 && offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                        a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   if (!aligned || (masked && !vectors) || a.n / kSize > kMostHeld * kMostThreads) return false;
-  const RowPlan plan = plan_spread(a.rows, a.n / kSize, kMostHeld, 1, device);
+  const RowPlan plan = plan_spread(a.rows, a.n / kSize, 1, kMostHeld, 1, device);
   a.cluster = 1;
   error = launch(kernel_for<T>(plan), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream,
                  device.clusters);

@@ -114,8 +114,7 @@ struct alignas(2 * sizeof(Total<T>)) Powers {
       float x[kVector<T>];
       unpack<T>(raw[k], x);
       top.raise(x, unit);
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) sum += x[i];
+      add_vector<T>(sum, x);
     }
   }
 

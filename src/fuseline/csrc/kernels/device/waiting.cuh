@@ -217,9 +217,11 @@ struct Waiting {
   int together = 1;  // rows of a block
 };
 
-// For rows of n elements of `tensors` tensors; `room` is what a block has beside them.
+// For rows of n elements of `tensors` tensors; `room` is what a block has beside them. A row has as many blocks, up to
+// kMaxCluster, as leave each no more than `most_bytes`, so that those of other rows fill what time a row waits.
 template <class T>
-Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t room, const Device& device) {
+Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t room, const Device& device,
+                     int64_t most_bytes = INT64_MAX / 2) {
   Waiting plan{1, 0, 0, 0};
   if (!device.clusters) return plan;
   const int64_t beside = int64_t(room) + 1024;  // the system's part
@@ -228,7 +230,8 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
   for (;; plan.cluster *= 2) {
     const int64_t bytes = divide_up(vectors, plan.cluster) * 16 * tensors + 4096;
     blocks = bytes > device.shared_a_block - int64_t(room) ? 0 : device.shared_a_processor / (bytes + beside);
-    if (blocks >= 2 || plan.cluster == kMostBlocks) break;
+    const bool fine = bytes <= most_bytes + 4096 || plan.cluster >= kMaxCluster;
+    if ((blocks >= 2 && fine) || plan.cluster == kMostBlocks) break;
   }
   // Few rows have more blocks each.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
