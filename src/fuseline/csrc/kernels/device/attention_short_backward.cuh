@@ -182,12 +182,14 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     if (problem < a.problems) fetch<T, kS>(to, tensor, keys_of(a, problem), a.seqlen_k, a.head_dim);
     commit_copies();
   };
+  wait_for_earlier();
   fetch_keys(k, a.k, blockIdx.x);
   fetch_keys(v, a.v, blockIdx.x);
   fetch_one(grad_out(), a.grad_out, blockIdx.x, a.seqlen_q);
   fetch_one(q(), a.q, blockIdx.x, a.seqlen_q);
   turns.begin(a);
   blocks.begin(a, Place::here<kS>());
+  let_next_start();
   do {
     wait_for_all();
     meet<kS>();

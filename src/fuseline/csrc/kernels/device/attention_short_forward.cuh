@@ -62,12 +62,14 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(a, problem), a.seqlen_k, a.head_dim);
     commit_copies();
   };
+  wait_for_earlier();
   fetch_scores(blockIdx.x);
   fetch_values(blockIdx.x);
   Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
   const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
   turns.begin(a);
   blocks.begin(a, Place::here<kS>());
+  let_next_start();
   do {
     wait_for_oldest(2);
     meet<kS>();

@@ -54,7 +54,8 @@ inline bool skips(const ShortAttention& a) {
   return a.bounded || std::min(a.seqlen_q, a.seqlen_k) <= kLongest - 16;
 }
 
-// Blocks that stay, each taking problem after problem; `counts`: by a counter, if there is one.
+// Blocks that stay, each taking problem after problem; `counts`: by a counter, if there is one. They come while the kernel
+// before ends (overlap.cuh).
 inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention& a, int threads, size_t shared, bool counts,
                            const Device& device, void* stream) {
   if (int(shared) > device.shared_a_block) return FUSELINE_UNSUPPORTED;
@@ -64,7 +65,7 @@ inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention&
   if (count == 0) return FUSELINE_UNSUPPORTED;
   ShortAttention given = a;
   if (!counts || a.problems <= count) given.counter = nullptr;
-  return launch(kernel, given, std::min(a.problems, count), dim3(threads), shared, 1, stream);
+  return launch(kernel, given, std::min(a.problems, count), dim3(threads), shared, 1, stream, device.clusters);
 }
 
 // Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them, the latter two: for problems
