@@ -42,6 +42,7 @@ class _Call(ctypes.Structure):
         ("eps", ctypes.c_double),
         ("activation", ctypes.c_int),
         ("residual", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
         ("overlap", ctypes.c_int),
     )
 
@@ -64,6 +65,10 @@ def launch_quant_linear(
 
     `kernel` and `splits`, where given, are what is to be taken; `NativeError` if it cannot be.
     """
+    size = kernels.library.fuseline_quant_linear_workspace
+    size.argtypes, size.restype = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
+    room = size(WEIGHT_FORMATS[format], *x.shape)
+    workspace = torch.empty(room, dtype=torch.uint8, device=x.device) if x.shape[0] > 8 else None
     call = _Call(
         format=WEIGHT_FORMATS[format],
         dtype=DTYPES[x.dtype],
@@ -81,6 +86,7 @@ def launch_quant_linear(
         group_size=group_size,
         kernel=LINEAR_KERNELS[kernel],
         splits=splits,
+        workspace=_address(workspace),
     )
     function = kernels.library.fuseline_quant_linear
     function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_void_p], ctypes.c_int

@@ -64,8 +64,12 @@ typedef struct {
   double eps;
   int activation;          /* a fuseline_linear_activation */
   const void* residual;    /* of y's shape and dtype */
+  void* workspace;         /* fuseline_quant_linear_workspace bytes at a multiple of 16, or null */
   int overlap;             /* the weight was not written by the launch before this: it may be read while that ends */
 } fuseline_linear;
+
+/* Bytes that many rows want; without them a call answers FUSELINE_UNSUPPORTED. */
+FUSELINE_API int64_t fuseline_quant_linear_workspace(int format, int64_t m, int64_t k);
 
 FUSELINE_API int fuseline_quant_linear(const fuseline_linear* call, void* stream);
 

@@ -115,11 +115,7 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   const auto go_on = [&] {
     if (++ahead_chunk == chunks) {
       ahead_chunk = 0, ahead_unit += step;
-      if (ahead_unit < units) {
-        point();
-      } else {
-        let_next_start();  // to ask for its first weights while nothing else is asked for
-      }
+      if (ahead_unit < units) point();
     }
   };
 
@@ -135,7 +131,7 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   for (int u = 0; u < kAhead; ++u) load(u);
   go_on();
   if (a.overlap) wait_for_earlier();
-  if (a.early) let_next_start();
+  let_next_start();
   fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
 
   for (int unit = first; unit < units; unit += step) {

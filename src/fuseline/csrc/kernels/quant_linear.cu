@@ -151,7 +151,8 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   if (call->dtype != FUSELINE_FLOAT16 && call->dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
   if (call->m == 0 || call->n == 0) return 0;
   a.x_vectors = call->k % 8 == 0 && call->x_stride % 8 == 0 && offset_in_vector(call->x) == 0;
-  a.overlap = call->overlap & 1, a.early = call->overlap & 2;
+  a.overlap = call->overlap;
+  a.workspace = static_cast<char*>(call->workspace);
   a.norm = call->norm, a.eps = float(call->eps);
   a.norm_weight = static_cast<const char*>(call->norm_weight), a.norm_bias = static_cast<const char*>(call->norm_bias);
   a.activation = call->activation, a.residual = static_cast<const char*>(call->residual);
@@ -176,6 +177,10 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
       }
       return half ? run<__half, Weights16>(a, *call, stream) : run<__nv_bfloat16, Weights16>(a, *call, stream);
   }
+}
+
+int64_t fuseline_quant_linear_workspace(int format, int64_t m, int64_t k) {
+  return format == FUSELINE_WEIGHT_16 ? 0 : tiled_bytes(m, k);
 }
 
 int fuseline_dequantize(const fuseline_linear* call, void* stream) {

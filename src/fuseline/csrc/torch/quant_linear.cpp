@@ -247,8 +247,11 @@ Tensor dequantize_cuda(const Weight& w, int64_t K, const Tensor& like) {
     return to;
 }
 
+// Rows beyond which a kernel wants room to put x in order.
+constexpr int64_t kStreamRows = 8;
+
 // Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster.
-int64_t kernel_rows(const Weight& w) { return w.plain() ? 32 : 256; }
+int64_t kernel_rows(const Weight& w) { return w.plain() ? 4 : 256; }
 
 Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                          FUSELINE_FORMAT_PARAMETERS) {
@@ -270,6 +273,10 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     fuseline_linear call = on.call(w, K, kernel_dtype(x, kName));
     call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
     call.m = M, call.x_stride = x.stride(0);
+    static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_quant_linear_workspace);
+    Tensor workspace;
+    if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
+    call.workspace = workspace.defined() ? workspace.data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
     const int answer = launch(&call, current_stream(x));
     if (answer == FUSELINE_UNSUPPORTED) return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);

@@ -29,9 +29,9 @@ struct LinearArguments {
   int units, base, extra;    // streams: clusters; of each, units of tiles, and how many clusters have one more
   int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams pairs of them
   int x_bytes, scale_bytes;  // of shared memory
+  int prefetched;            // streams: steps of a warp that the L2 is asked for at once
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
   bool overlap;    // weights may be read before earlier launches have ended
-  bool early;      // for measuring: the next launch may start at once
   int norm;        // a fuseline_linear_norm
   const char* norm_weight;
   const char* norm_bias;
@@ -39,6 +39,7 @@ struct LinearArguments {
   int activation;  // a fuseline_linear_activation
   int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
   const char* residual;
+  char* workspace;  // tiles: x in order
   bool y_fours;  // four outputs at a time
 };
 

@@ -36,18 +36,15 @@ struct StreamShape {
   static constexpr int kChunks = kInt4 ? 2 : 1;  // of 64 columns in a step
   static constexpr bool kStagesScales = kInt4 && !kAnyGroups;  // in shared memory
   static constexpr int kVectors = kChunks * Weights::kVectors;
-  // Up to 16 rows of x a multiprocessor has room for a block of this launch and one of the next.
-  static constexpr bool kTwo = kColumnBlocks == 1 || (kColumnBlocks == 2 && !kAnyGroups);
-  static constexpr int kWarps = kColumnBlocks == 2 && kTwo ? 8 : 12;
+  // Up to 8 rows of x a multiprocessor has room for a block of this launch and one of the next.
+  static constexpr int kWarps = kColumnBlocks == 2 && !kAnyGroups ? 16 : 12;
   static constexpr int kThreads = kWarps * kWarp;
   // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
-  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16              ? (kWarps == 8 ? 3 : 2)
-                                : kWarps == 8                                       ? 6
-                                : kTiles == 2                                       ? 2
-                                : kAnyGroups && kColumnBlocks == 1                  ? 3
-                                                                                    : 4;
+  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16 || kTiles == 2 ? 2
+                                : kAnyGroups && kColumnBlocks == 1                     ? 3
+                                                                                       : 4;
 #if __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kTwo ? 2 : 1;
+  static constexpr int kBlocks = kColumnBlocks == 1 ? 2 : 1;
 #else
   static constexpr int kBlocks = 1;  // launches do not overlap
 #endif
@@ -236,11 +233,26 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     publish_barriers();
   }
   if (left > 0) point();
+  // Asks the L2 for steps of this warp, one a lane: what HBM does while the block gets ready is not waited for later.
+  const auto prefetch = [&](int first, int last) {
+    if (lane < first || lane >= min(last, left)) return;
+    if constexpr (!kPlain) {
+      const int of = begin + lane, place = (share.first_unit + of / slice) * kTiles, step = slice_begin + of % slice;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int64_t tile = tile_at(a, min(place + t, a.tiles - 1));
+        prefetch_to_l2(a.weight + (tile * a.chunks + step * kChunks) * (Weights::kVectors * kVectorBytes),
+                       min(kChunks, a.chunks - step * kChunks) * (Weights::kVectors * kVectorBytes));
+      }
+    }
+  };
   if (!a.overlap) {
-    if constexpr (!kPlain) {  // towards the L2 at least, while the kernel before may still be at work
-      if (lane < kTiles && left > 0) {
-        const int chunks = min(min(min(2 * kAhead, left), slice_end - load_at) * kChunks, a.chunks - load_at * kChunks);
-        prefetch_to_l2(a.weight + (int64_t(from) - lane + lane * next_tile) * 16, chunks * (Weights::kVectors * kVectorBytes));
+    prefetch(0, kAhead);
+    if constexpr (Shape::kStagesScales) {
+      for (int of = thread; of < share.units * kTiles; of += kThreads) {
+        const int64_t tile = tile_at(a, min(share.first_unit * kTiles + of, a.tiles - 1));
+        const int group = slice_begin >> (a.group_shift - 2), groups = min(a.groups_a_slice, a.groups - group);
+        prefetch_to_l2(a.scales + (tile * a.groups + group) * 8, groups * 32);
       }
     }
     wait_for_earlier();
@@ -260,7 +272,8 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     commit_copies();
   }
   if (a.overlap) wait_for_earlier();
-  if (a.early) let_next_start();
+  let_next_start();
+  prefetch(kAhead, a.prefetched);
 
   for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);
@@ -313,8 +326,6 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     at = 0;
   };
   for (; left > 0; left -= kAhead) {
-    // The last steps are asked for now: the next launch may ask for its first ones.
-    if (left <= 2 * kAhead) let_next_start();
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       if (u >= left) break;

@@ -4,18 +4,17 @@
 // is left to lose is in x: each block of 128 rows of W reads all of it, 100 MB together here, from the L2.
 //
 // A block has 128 rows of W, up to 256 rows of x and a stretch of the columns, which the blocks of a cluster share where
-// there are few rows of W. One warpgroup brings x: 16 bytes a thread at a time, through registers, since the eight
-// columns that a lane of packed weights has are not neighbours in the product. Two warpgroups multiply, 64 rows of W
-// each: a warp reads its own tiles of W from memory, some chunks ahead, and makes them the A of the products in
-// registers while the other warpgroup's products are under way; nothing of W is ever stored. Sums of blocks are added up in their
-// order: the same bits each run.
+// there are few rows of W. The eight columns that a lane of packed weights has are not neighbours in the product, so a
+// kernel of its own puts x in order first (linear_tiles_order.cuh); one thread then brings it by bulk copies, chunk by
+// chunk. Two warpgroups multiply, 64 rows of W each: a warp reads its own tiles of W from memory, some chunks ahead, and
+// makes them the A of the products in registers while the other warpgroup's products are under way; nothing of W is ever
+// stored. Sums of blocks are added up in their order: the same bits each run.
 //
 // Weights of int4 are rounded to x's dtype here, as dequantizing rounds them: a second set of sums, for groups, does not
 // fit beside 256 rows. int8 is exact until its fp32 sums are scaled.
 #pragma once
 
 #include "linear_call.cuh"
-#include "linear_x.cuh"
 #include "meeting.cuh"
 #include "waiting.cuh"
 #include "wgmma.cuh"
@@ -24,20 +23,16 @@ namespace fuseline {
 
 constexpr int kBlockTiles = 8;  // of 16 rows of W
 constexpr int kBlockRows = kBlockTiles * kTileRows;
-constexpr int kBringers = 128, kMultipliers = 256;  // threads
-constexpr int kTilesThreads = kBringers + kMultipliers;
-constexpr int kMostTiledRows = 256;
+constexpr int kMultipliers = 256;  // threads, and a warpgroup that brings x and gives them its registers
+constexpr int kTilesThreads = kMultipliers + 128;
 constexpr int kTilePitch = kBlockRows + 4;  // floats between rows of x among the sums: banks apart
 
 // How much a block with kRows rows of x holds.
 template <class Weights, int kRows>
 struct TilesShape {
   static constexpr int kStageBytes = kRows * kTileColumns * 2;
-  static constexpr int kStages = kRows == 32 ? 12 : kRows == 64 ? 8 : kRows == 128 ? 6 : 5;
-  static constexpr int kAhead = kRows <= 64 ? 6 : kRows == 128 ? 4 : 2;  // chunks of weights under way
-  static constexpr int kLoads = kRows / 16 < 8 ? kRows / 16 : 8;         // 16 bytes each, at a time, of a bringer
-  static constexpr int kParts = kRows / 16 / kLoads;                     // such turns to a stage
-  static constexpr int kTurns = 16 / kLoads;                             // turns under way
+  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : kRows == 128 ? 8 : 6;
+  static constexpr int kAhead = kRows <= 64 ? 8 : kRows == 128 ? 6 : 3;  // chunks of weights under way
   static constexpr int kShared = kStages * kStageBytes;
   static_assert(kShared >= kRows * kTilePitch * 4);
 };
@@ -63,54 +58,17 @@ struct Place {
   }
 };
 
-// x on its way into shared memory: [8 columns of the product's k][row of x][16 bytes]. Of a half chunk of 32 columns lane
-// q of the weights has the eight from 8 q on; words of them go to columns 2 q of the product's eights 0, 1, 2 and 3.
-template <class Shape, int kRows>
-__device__ __forceinline__ void bring_x(const LinearArguments& a, uint32_t ring, Stages<Shape::kStages>& stages,
-                                        int first_row, int begin, int chunks) {
-  constexpr int kLoads = Shape::kLoads, kParts = Shape::kParts, kTurns = Shape::kTurns;
-  const int thread = threadIdx.x, quad = thread % 4, half = thread / 32 % 2, row = thread / 64 * 8 + thread / 4 % 8;
-  const int rows = min(a.m - first_row, kRows);
-  const char* const x = a.x + (first_row + row) * a.x_stride;
-  const int column = begin * kTileColumns + half * 32 + quad * 8;
-  const uint32_t to = half * 4 * (kRows * 16) + row * 16 + quad * 4;
-  const int turns = chunks * kParts;
-  uint4 raw[kTurns][kLoads];
-  const auto load = [&](uint4(&those)[kLoads], int turn) {
-    const int at = column + turn / kParts * kTileColumns;
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l) {
-      const int of = (turn % kParts * kLoads + l) * 16;
-      those[l] = make_uint4(0, 0, 0, 0);
-      if (turn >= turns || row + of >= rows || at >= a.k) continue;
-      const char* const from = x + of * a.x_stride + int64_t(at) * 2;
-      those[l] = a.x_vectors ? *reinterpret_cast<const uint4*>(from) : load_few(from, a.k - at);
-    }
-  };
-#pragma unroll
-  for (int u = 0; u < kTurns; ++u) load(raw[u], u);
+// One thread brings what is in order already.
+template <class Shape>
+__device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int begin,
+                                        int chunks) {
+  const char* from = a.workspace + (int64_t(blockIdx.y) * a.chunks + begin) * Shape::kStageBytes;
   Place<Shape::kStages> place;
-  for (int turn = 0; turn < turns; turn += kTurns) {
-#pragma unroll
-    for (int u = 0; u < kTurns; ++u) {
-      if (turn + u >= turns) break;
-      if (kParts == 1 || u % kParts == 0) barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
-      const uint32_t stage = ring + place.slot * Shape::kStageBytes + to + u % kParts * (kLoads * 16 * 16);
-#pragma unroll
-      for (int l = 0; l < kLoads; ++l) {
-        const uint32_t words[4] = {raw[u][l].x, raw[u][l].y, raw[u][l].z, raw[u][l].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + i * (kRows * 16) + l * 256), "r"(words[i]) : "memory");
-        }
-      }
-      load(raw[u], turn + u + kTurns);
-      if (u % kParts == kParts - 1) {
-        show_to_copies();
-        barrier_arrive(&stages.full[place.slot]);
-        place.next();
-      }
-    }
+  for (int chunk = 0; chunk < chunks; ++chunk, from += Shape::kStageBytes) {
+    barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
+    barrier_expect(&stages.full[place.slot], Shape::kStageBytes);
+    copy_in(ring + place.slot * Shape::kStageBytes, from, Shape::kStageBytes, &stages.full[place.slot]);
+    place.next();
   }
 }
 
@@ -153,7 +111,7 @@ template <class T, class Weights, class Shape, int kRows>
 __device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_t ring, float* planes,
                                                Stages<Shape::kStages>& stages, int first_tile, int begin, int chunks) {
   constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
-  const int lane = threadIdx.x % kWarp, warp = (int(threadIdx.x) - kBringers) / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp;
   const int group = lane / 4, quad = lane % 4;
   const int tile = min(first_tile + warp, a.tiles - 1);
   const char* const weight = a.weight + ((int64_t(tile) * a.chunks + begin) * kTileVectors + lane) * 16;
@@ -213,7 +171,7 @@ __device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_
 template <class T, class Weights, int kRows>
 __device__ __forceinline__ void write_tiles(const LinearArguments& a, const float* planes, int first_row, int first_feature,
                                             int rank) {
-  const int count = min(a.m - first_row, kRows) * (kBlockRows / 4), thread = int(threadIdx.x) - kBringers;
+  const int count = min(a.m - first_row, kRows) * (kBlockRows / 4), thread = int(threadIdx.x);
   for (int i = rank * kMultipliers + thread; i < count; i += a.splits * kMultipliers) {
     const int row = i / (kBlockRows / 4), column = i % (kBlockRows / 4) * 4, feature = first_feature + column;
     if (feature >= a.n) continue;
@@ -258,21 +216,22 @@ __global__ void __launch_bounds__(kTilesThreads, 1) linear_tiles_kernel(const __
   extern __shared__ __align__(128) char shared[];
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
-    barrier_init(&stages.full[threadIdx.x], kBringers);
+    barrier_init(&stages.full[threadIdx.x], 1);
     barrier_init(&stages.empty[threadIdx.x], kMultipliers / kWarp);
+    publish_barriers();
   }
   const int rank = int(blockIdx.x) % a.splits, place = int(blockIdx.x) / a.splits, first_row = int(blockIdx.y) * kRows;
   const int begin = rank * a.steps_a_split, chunks = min(a.steps_a_split, a.chunks - begin);
-  const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
   __syncthreads();
-  wait_for_earlier();
-  let_next_start();
-  if (threadIdx.x < kBringers) {
-    give_registers<96>();
-    bring_x<Shape, kRows>(a, ring, stages, first_row, begin, chunks);
+  if (threadIdx.x >= kMultipliers) {
+    give_registers<24>();
+    wait_for_earlier();  // x is being put in order; all before that has ended
+    let_next_start();
+    if (threadIdx.x == kMultipliers) bring_x<Shape>(a, shared, stages, begin, chunks);
   } else {
-    take_registers<200>();
+    take_registers<240>();
     float* const planes = reinterpret_cast<float*>(shared);
+    const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
     multiply_tiles<T, Weights, Shape, kRows>(a, ring, planes, stages, place * kBlockTiles, begin, chunks);
     if (a.splits > 1) {
       cluster_arrive();
@@ -280,6 +239,7 @@ __global__ void __launch_bounds__(kTilesThreads, 1) linear_tiles_kernel(const __
     } else {
       meet_multipliers();
     }
+    wait_for_earlier();  // a residual, and y itself, may be of earlier launches
     write_tiles<T, Weights, kRows>(a, planes, first_row, place * kBlockRows, rank);
     if (a.splits > 1) {  // nobody leaves while others of the cluster read here
       cluster_arrive();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_tiles.cuh"
+#include "linear_tiles_order.cuh"
 
 namespace fuseline {
 
@@ -41,6 +42,8 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     return FUSELINE_UNSUPPORTED;  // no machine code for this device
   }
   if (resident == 0) return FUSELINE_UNSUPPORTED;
+  const int ordered = launch_order_x(a, kRows, stream);
+  if (ordered != 0) return ordered;
   cudaLaunchAttribute attributes[2]{};
   attributes[0] = overlapping();
   attributes[1].id = cudaLaunchAttributeClusterDimension;
@@ -65,15 +68,17 @@ int run_tiles(const LinearArguments& a, const fuseline_linear& call, void* strea
 #define FUSELINE_TILES_KERNELS(T, Weights)                                                                       \
   template <>                                                                                                    \
   int run_tiles<T, Weights>(const LinearArguments& a, const fuseline_linear& call, void* stream) {               \
-    if (a.norm || a.halves || a.k == 0) return FUSELINE_UNSUPPORTED;                                             \
+    if (a.norm || a.halves || a.k == 0 || !a.workspace) return FUSELINE_UNSUPPORTED;                             \
     Device device;                                                                                               \
     const cudaError_t error = current_device(device);                                                            \
     if (error != cudaSuccess) return int(error);                                                                 \
     if (!device.clusters) return FUSELINE_UNSUPPORTED;                                                           \
-    if (a.m <= 32) return launch_tiles<T, Weights, 32>(a, call, device, stream);                                 \
-    if (a.m <= 64) return launch_tiles<T, Weights, 64>(a, call, device, stream);                                 \
-    if (a.m <= 128) return launch_tiles<T, Weights, 128>(a, call, device, stream);                               \
-    return launch_tiles<T, Weights, 256>(a, call, device, stream);                                               \
+    switch (tiled_rows(a.m)) {                                                                                   \
+      case 32: return launch_tiles<T, Weights, 32>(a, call, device, stream);                                     \
+      case 64: return launch_tiles<T, Weights, 64>(a, call, device, stream);                                     \
+      case 128: return launch_tiles<T, Weights, 128>(a, call, device, stream);                                   \
+      default: return launch_tiles<T, Weights, 256>(a, call, device, stream);                                    \
+    }                                                                                                            \
   }
 
 }  // namespace fuseline

@@ -41,10 +41,10 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Where B stands; all in bytes, multiples of 16.
+// Where B stands; all in bytes, multiples of 16. The upper bits of a shared address are the block's place in its cluster.
 __device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared, uint32_t k_step) {
   constexpr uint64_t kRowStep = 128;  // to the next eight rows
-  return uint64_t(shared >> 4) | uint64_t(k_step >> 4) << 16 | (kRowStep >> 4) << 32;
+  return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(k_step >> 4) << 16 | (kRowStep >> 4) << 32;
 }
 
 // A warpgroup takes registers that another one of its block gives back; multiples of 8.
