@@ -7,10 +7,11 @@ x is [B, S, E], qkv_weight [(H + 2 H_kv) D, E] (rows of q, then of k, then of v,
 [out, H D]. With qkv_weight [3 D, D] and E = H D one projection is shared by the heads: each head projects its
 own D elements of a token with the same weight. dtypes: float32, float16, bfloat16, and float64 on a CPU.
 
-On a GPU of compute capability 9.0 short sequences (S up to 128) of small batches run in one launch forward
-and two backward, where a layer put together from torch's operators is bound by its eight launches and more.
-What is larger is put together from torch's products and attention. On a CPU the op is a composition in C++,
-with its gradient derived by hand (docs/attention_backward.md). Under autocast it casts as linear does.
+On a GPU of compute capability 9.0 short sequences (S up to 128) of small batches run in a launch or two
+forward and two backward, where a layer put together from torch's operators is bound by its eight launches
+and more. What is larger is put together from torch's products and attention. On a CPU the op is a
+composition in C++, with its gradient derived by hand (docs/attention_backward.md). Under autocast it casts as
+linear does.
 A query whose keys are all hidden attends to nothing: zeros. fp32 products run in TF32 where torch's may.
 
 Not twice differentiable where it runs natively. Source: Vaswani et al., "Attention Is All You Need", 2017,
@@ -39,15 +40,18 @@ LONGEST = 128
 WIDEST_HEAD = 128
 
 MOST_WORK = 1024 * 512
-"""Tokens times embedding up to which one launch is faster than a call for each step, eager, on an H100: 34 us
-at 8 x 128 x 512 in bf16 and 60 in TF32, where the composition keeps the host busy for 75."""
+"""Tokens times embedding up to which the kernels are faster than a call for each step, eager, on an H100:
+18 us at 8 x 128 x 512 in bf16 and 40 in TF32, where the composition keeps the host busy for 75."""
 
 MOST_EXACT_WORK = 512 * 256
-"""The same in fp32 without TF32: 49 us at 8 x 64 x 256, the composition 67."""
+"""The same in fp32 without TF32: 29 us at 8 x 64 x 256, the composition 67."""
 
-MOST_CAPTURED_WORK = 128 * 512
-"""The same inside a CUDA graph, where launches cost little: 13.0 us at 8 x 16 x 512 in bf16, the composition
-13.9; 15.2 and 13.3 at 8 x 64 x 256."""
+MOST_CAPTURED_WORK = 512 * 256
+"""The same inside a CUDA graph, where launches cost little: 8.5 us at 8 x 64 x 256 in bf16, the composition
+12.8; 17.8 and 15.8 at 8 x 128 x 512."""
+
+MOST_CAPTURED_EXACT_WORK = 128 * 512
+"""In fp32 without TF32: 26 us at 8 x 16 x 512, the composition 43; 29 and 29 at 8 x 64 x 256."""
 
 
 def reference(
@@ -126,7 +130,7 @@ def self_attention_layer(
         dropout_p: probability with which a weight is dropped, whenever it is above 0.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
         seed: of the dropout, one int64 on x's device; drawn from torch's generator if None.
-        implementation: `auto`; or `fused` (in one launch where it fits, else as `aten`), `aten` (ATen's
+        implementation: `auto`; or `fused` (in the kernels where it fits, else as `aten`), `aten` (ATen's
             operators in C++), `composed` (torch's products and `fuseline.ops.attention`).
 
     Returns [B, S, out].
@@ -277,19 +281,21 @@ def _is_small(
     B, S, E = x.shape
     if not (0 < S <= LONGEST and 0 < B * S * E <= MOST_WORK) or E % 8 or out_weight.shape[0] % 8:
         return False
-    dtype = x.dtype
+    dtype, work = x.dtype, B * S * E
     head_dim = _head_dim(x, qkv_weight, num_heads, num_kv_heads)
     if not 0 < head_dim <= WIDEST_HEAD or head_dim % (8 if dtype is torch.float32 else 16):
         return False
+    captured = MOST_CAPTURED_WORK
     if dtype is torch.float32:
         if S > 64 and head_dim > 64:  # what shared memory holds
             return False
-        if not torch.backends.cuda.matmul.allow_tf32 and (S > 64 or B * S * E > MOST_EXACT_WORK):
-            return False
+        if not torch.backends.cuda.matmul.allow_tf32:
+            captured = MOST_CAPTURED_EXACT_WORK
+            if S > 64 or work > MOST_EXACT_WORK:
+                return False
     elif dtype not in (torch.float16, torch.bfloat16) or (S > 64 and head_dim > 112):
         return False
-    captured = B * S * E <= MOST_CAPTURED_WORK
-    if not captured and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+    if work > captured and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         return False
     if (
         num_kv_heads != num_heads

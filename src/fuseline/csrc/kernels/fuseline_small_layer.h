@@ -1,4 +1,4 @@
-/* A whole layer of multi-head self-attention for small batches and short sequences, forward in one launch:
+/* A whole layer of multi-head self-attention for small batches and short sequences, forward in one launch or two:
  *
  *   q, k, v = x W_qkv^T + b_qkv,  a = dropout(softmax(softmax_scale q k^T + mask)) v,  out = a W_out^T + b_out
  *

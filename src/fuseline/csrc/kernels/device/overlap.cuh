@@ -29,4 +29,24 @@ inline cudaLaunchAttribute overlapping() {
   return attribute;
 }
 
+// Launches a kernel that may start before the one before has ended; `cluster` neighbours of a row of the grid are a cluster.
+template <class Arguments>
+int launch_overlapping(void (*kernel)(Arguments), const Arguments& arguments, dim3 grid, int threads, size_t shared,
+                       int cluster, void* stream) {
+  cudaLaunchAttribute attributes[2] = {overlapping(), {}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments);
+  const cudaError_t last = cudaGetLastError();  // also clears it, so that no later call is blamed for it
+  return int(launched != cudaSuccess ? launched : last);
+}
+
 }  // namespace fuseline

@@ -86,12 +86,13 @@ __device__ __forceinline__ uint64_t nibbles(int count) {
   return count >= 16 ? ~uint64_t(0) : count <= 0 ? 0 : (uint64_t(1) << (4 * count)) - 1;
 }
 
-// What of 16 queries' scores is seen: bit 4 t + w is place w of key tile t. The loops over masks, here and below, are not
-// unrolled: a kernel that runs for microseconds waits for each instruction that it executes once.
+// What of 16 queries' scores with the keys from `first_key` on is seen: bit 4 t + w is place w of key tile t. The loops
+// over masks, here and below, are not unrolled: a kernel that runs for microseconds waits for each instruction that it
+// executes once.
 template <class E, int kTiles>
-__device__ __forceinline__ uint64_t visible(const SmallLayer<E>& a, int batch, int head, int query) {
+__device__ __forceinline__ uint64_t visible(const SmallLayer<E>& a, int batch, int head, int query, int first_key) {
   static_assert(kTiles <= 16);
-  const int lane = threadIdx.x % kWarp, row = query + lane / 4, first = lane % 4 * 2;
+  const int lane = threadIdx.x % kWarp, row = query + lane / 4, first = first_key + lane % 4 * 2;
   uint64_t bits = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -114,13 +115,14 @@ __device__ __forceinline__ uint64_t visible(const SmallLayer<E>& a, int batch, i
   return bits;
 }
 
-// Scores to e^(scaled score - its row's maximum), 0 where a key is hidden; `inverse` gets 1 / their sum for rows
-// lane / 4 and lane / 4 + 8, or 0 where all is hidden. `query` is that of the warp's first row.
+// Scores with the keys from `first_key` on to e^(scaled score - its row's largest here), 0 where a key is hidden; the largest
+// (-infinity where all is hidden) and the sums are those of rows lane / 4 and lane / 4 + 8. `query` is that of the warp's
+// first row.
 template <class E, int kTiles>
-__device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, int head, int query,
-                                             float (&scores)[kTiles][4], float (&inverse)[2]) {
-  const uint64_t bits = visible<E, kTiles>(a, batch, head, query);
-  float largest[2] = {-kInfinity, -kInfinity};
+__device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, int head, int query, int first_key,
+                                             float (&scores)[kTiles][4], float (&largest)[2], float (&sum)[2]) {
+  const uint64_t bits = visible<E, kTiles>(a, batch, head, query, first_key);
+  largest[0] = largest[1] = -kInfinity;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -129,30 +131,37 @@ __device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, 
       largest[w / 2] = fmaxf(largest[w / 2], scores[t][w]);
     }
   }
-  float sum[2] = {0.f, 0.f};
+  float from[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    largest[half] = over_quad(largest[half], true);
-    if (largest[half] == -kInfinity) largest[half] = 0.f;  // e^-inf, not e^(inf - inf)
+    largest[half] = over_quad(largest[half], true), sum[half] = 0.f;
+    from[half] = largest[half] == -kInfinity ? 0.f : largest[half];  // e^-inf, not e^(inf - inf)
   }
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      scores[t][w] = exponential<E>(scores[t][w] - largest[w / 2]);
+      scores[t][w] = exponential<E>(scores[t][w] - from[w / 2]);
       sum[w / 2] += scores[t][w];
     }
   }
+  sum[0] = over_quad(sum[0], false), sum[1] = over_quad(sum[1], false);
+}
+
+// The same with all keys; `inverse` gets 1 / the sum, or 0 where all is hidden.
+template <class E, int kTiles>
+__device__ __forceinline__ void exponentials(const SmallLayer<E>& a, int batch, int head, int query,
+                                             float (&scores)[kTiles][4], float (&inverse)[2]) {
+  float largest[2], sum[2];
+  exponentials(a, batch, head, query, 0, scores, largest, sum);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    sum[half] = over_quad(sum[half], false);
-    inverse[half] = sum[half] > 0.f ? 1.f / sum[half] : 0.f;
-  }
+  for (int half = 0; half < 2; ++half) inverse[half] = sum[half] > 0.f ? 1.f / sum[half] : 0.f;
 }
 
 // Which of 16 queries' probabilities dropout keeps, bits as above.
 template <class E, int kTiles>
-__device__ __forceinline__ uint64_t kept(const SmallLayer<E>& a, uint64_t seed, int batch, int head, int query) {
+__device__ __forceinline__ uint64_t kept(const SmallLayer<E>& a, uint64_t seed, int batch, int head, int query,
+                                         int first_key = 0) {
   static_assert(kTiles <= 16);
   const int lane = threadIdx.x % kWarp;
   const int64_t above = (int64_t(batch) * a.heads + head) * a.seqlen;
@@ -161,7 +170,7 @@ __device__ __forceinline__ uint64_t kept(const SmallLayer<E>& a, uint64_t seed, 
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int row = query + lane / 4 + w / 2 * 8, key = 8 * t + lane % 4 * 2 + w % 2;
+      const int row = query + lane / 4 + w / 2 * 8, key = first_key + 8 * t + lane % 4 * 2 + w % 2;
       const bool keeps = dropout_multiplier(a.dropout, seed, (above + row) * a.seqlen + key) != 0.f;
       bits |= uint64_t(keeps) << (4 * t + w);
     }

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "overlap.cuh"
 #include "small_layer.cuh"
 
 namespace fuseline {
@@ -69,6 +70,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int step = a.shared ? D : a.heads * D;
 
   const int pieces = D / kSize;
+  wait_for_earlier();
+  let_next_start();
   for (int piece = threadIdx.x; piece < kRows * pieces; piece += kTileThreads) {
     const int row = piece / pieces, at = (piece - row * pieces) * kSize;
     const bool wanted = row < S;
@@ -213,6 +216,8 @@ __device__ __forceinline__ void remaining_tile(const Remaining<typename Math::El
     from_a.begin_across(p.a, p.rows, row, p.rows);
   }
   from_b.begin_across(p.b, p.columns, column, p.columns);
+  wait_for_earlier();
+  let_next_start();
   float sums[2][2][4] = {};
   Product::run(sums, from_a, from_b, ring, p.length);
   each_pair(sums, row + Product::row(), column + Product::column(), [&](int r, int n, float left, float right) {
@@ -239,6 +244,8 @@ __global__ void __launch_bounds__(kTileThreads)
     float* const parts = reinterpret_cast<float*>(shared);
     const int lane = threadIdx.x % kSumColumns, part = threadIdx.x / kSumColumns, column = mine * kSumColumns + lane;
     float sum = 0.f;
+    wait_for_earlier();
+    let_next_start();
     if (column < bias.columns) {
 #pragma unroll 8
       for (int row = part; row < bias.rows; row += kSumParts) sum += to_float(bias.of[int64_t(row) * bias.columns + column]);
@@ -274,7 +281,7 @@ int launch_heads(const SmallLayerHeads<typename Math::Element>& a, const Device&
   const cudaError_t error = resident_clusters(kernel, device, kTileThreads, shared, 1, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, int64_t(a.layer.batch) * a.layer.heads, dim3(kTileThreads), shared, 1, stream);
+  return launch_overlapping(kernel, a, dim3(unsigned(a.layer.batch * a.layer.heads)), kTileThreads, shared, 1, stream);
 }
 
 template <class Math>
@@ -319,7 +326,7 @@ int run_remaining(const SmallLayer<typename Math::Element>& a, const fuseline_sm
   int count = 0;
   const cudaError_t error = resident_clusters(kernel, device, kTileThreads, size_t(kRemainingBytes<Math>), 1, count);
   if (error != cudaSuccess) return int(error);
-  return launch(kernel, of, blocks, dim3(kTileThreads), kRemainingBytes<Math>, 1, stream);
+  return launch_overlapping(kernel, of, dim3(unsigned(blocks)), kTileThreads, kRemainingBytes<Math>, 1, stream);
 }
 
 template <class Math>

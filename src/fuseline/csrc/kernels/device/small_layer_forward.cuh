@@ -13,6 +13,7 @@
 // Between 2 and 3 the heads meet in `attended`, in L2.
 #pragma once
 
+#include "overlap.cuh"
 #include "small_layer.cuh"
 
 namespace fuseline {
@@ -132,6 +133,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       from_weight.begin_rows(a.qkv_weight, [&](int n) {
         return column + n < 3 * width ? a.qkv_weight + int64_t(a.weight_row(head, column + n)) * length : nullptr;
       });
+      wait_for_earlier();
+      let_next_start();
       In::begin(from_x, from_weight, ring, length);
       // While the first stages are on their way.
       if (threadIdx.x < kProjected && column + threadIdx.x < 3 * width) {
@@ -262,11 +265,11 @@ int launch_forward(const fuseline_small_layer& layer, const Device& device, bool
   const cudaError_t error = resident_clusters(kernel, device, kTileThreads, of.layout.bytes, a.workers, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, of, int64_t(a.batch) * a.workers, dim3(kTileThreads), of.layout.bytes, a.workers, stream);
+  return launch_overlapping(kernel, of, dim3(unsigned(a.batch * a.workers)), kTileThreads, of.layout.bytes, a.workers, stream);
 }
 
 template <class Math>
-int run_forward(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream) {
+int run_in_one_launch(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream) {
   if (layer.seqlen <= 16) return launch_forward<Math, 16>(layer, device, only_asking, stream);
   if (layer.seqlen <= 32) return launch_forward<Math, 32>(layer, device, only_asking, stream);
   if (layer.seqlen <= 64) return launch_forward<Math, 64>(layer, device, only_asking, stream);
