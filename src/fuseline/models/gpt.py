@@ -97,11 +97,18 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
         self.gelu = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
+        self.fused = config.norm == "fuseline"
         self.c_proj = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
         self.dropout = _dropout(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
+        return self.dropout(self.c_proj(self._inner(x_BTC)))
+
+    def _inner(self, x_BTC: Tensor) -> Tensor:
+        """In training the bias is left to the GELU if fused: its gradient is summed up on the way."""
+        if self.fused and self.training and type(self.c_fc) is nn.Linear and self.c_fc.bias is not None:
+            return ops.gelu(F.linear(x_BTC, self.c_fc.weight), self.c_fc.bias, self.gelu.approximate)
+        return self.gelu(self.c_fc(x_BTC))
 
 
 class Block(nn.Module):
