@@ -101,7 +101,8 @@ struct BackwardFamily {
     plan.blocks = int(std::min<int64_t>(device.processors, block_turns));
     constexpr int kWorthSums = 8;  // rows of a chain
     const int shortest = int(divide_up(kWorthSums, plan.groups * rows_a_turn(plan.slots, !aligned)));
-    plan.chains = plan_chains(block_turns, plan.blocks, shortest, sums);
+    const bool chained = by_table ? choice->stages == 1 : kAdded;
+    plan.chains = plan_chains(block_turns, plan.blocks, shortest, sums && chained);
     return plan;
   }
 

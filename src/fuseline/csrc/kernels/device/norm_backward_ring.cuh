@@ -3,8 +3,8 @@
 // Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which a multiprocessor needs some 64 KB on their way; what
 // registers the sums of columns leave cannot hold them, shared memory can.
 //
-// Threads: one block a multiprocessor, which stays, and the blocks of a cluster share a row. Each warp has neighbouring
-// columns and a ring of its own: one of its lanes sends for its part of a row in bulk copies and, once the warp is through
+// Threads: one block a multiprocessor, which stays. The blocks of a cluster share a row, or the groups of a block have rows
+// of their own. Each warp has neighbouring columns and a ring of its own: one of its lanes sends for its part of a row in bulk copies and, once the warp is through
 // with a row, for that which takes its place; no warp waits for another but where rows meet. They meet one row behind
 // (meeting.cuh): the sums of a row travel while the next one is read. Rows at any address come with the vectors that
 // they stand in and are shifted into place when read (shifted.cuh), so that a thread always has the same columns.
@@ -17,6 +17,7 @@
 namespace fuseline {
 
 constexpr int kMostRingStages = 6;
+constexpr int kMostRingGroups = 16;
 
 template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows>
 struct RingKind {
@@ -26,7 +27,8 @@ struct RingKind {
   static constexpr bool kCentred = kCentredRows, kShifted = kShiftedRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
-  static constexpr int kThreads = kSlots > 2 ? (kShifted ? 384 : 512) : kWide ? 512 : 640;  // registers leave room for
+  static constexpr bool kMore = kWide || kShifted;  // registers
+  static constexpr int kThreads = kSlots > 2 ? (kMore ? 384 : 512) : kMore ? 512 : 640;
   static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
   // Bytes of a warp's part of a row: where rows are shifted, one vector more than its elements fill.
   template <class T>
@@ -43,7 +45,7 @@ struct RingStates {
 
 struct RingRoom {
   RingStates states;
-  uint64_t (*barriers)[1];
+  uint64_t (*barriers)[kMostRingGroups];
 };
 
 // Sends for columns from .. from + kColumns of a row; one lane calls, first to prepare: that reads by elements what shares
@@ -89,7 +91,7 @@ __device__ __forceinline__ HeldSlot<T, kSize, kShifted> take_slot(const unsigned
   return held;
 }
 
-// The weights of this thread's slots, kept in shared memory as they are stored: no other thread reads them.
+// The weights of this thread's slots, kept in shared memory as they are stored.
 template <class Kind>
 struct RingWeights {
   static constexpr int kSize = Kind::kSize;
@@ -136,18 +138,32 @@ int64_t ring_weights_bytes(const NormBackward& a, int threads) {
   return int64_t(threads) * Kind::kSlots * Kind::kSize * (a.fp32_weights ? 4 : int(sizeof(typename Kind::Y)));
 }
 
-// A cluster's partial sums of one kind, this thread's columns of them.
+// A cluster's or block's partial sums of one kind, of which this thread has those of column(slot, i). Those of several
+// groups are added up in shared memory, in fp64.
 template <int kSize, int kStep, int kSlots, class Column>
-__device__ __forceinline__ void write_columns(float* partials, int start, int n, Column&& column) {
+__device__ __forceinline__ void write_columns(float* partials, float* shared, int start, int n, Column&& column) {
+  const int groups = blockDim.y, width = int(blockDim.x) * kSlots * kSize;
+  if (groups > 1) __syncthreads();  // what stood there is done with
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     const int first = start + k * kStep;
 #pragma unroll
     for (int i = 0; i < kSize; i += 4) {
-      if (first + i >= n) continue;  // a row of partial sums goes on to a multiple of four
-      *reinterpret_cast<float4*>(partials + first + i) =
-          make_float4(column(k, i), column(k, i + 1), column(k, i + 2), column(k, i + 3));
+      const float4 four = make_float4(column(k, i), column(k, i + 1), column(k, i + 2), column(k, i + 3));
+      if (groups > 1) {
+        *reinterpret_cast<float4*>(shared + int(threadIdx.y) * width + first + i) = four;
+      } else if (first + i < n) {  // a row of partial sums goes on to a multiple of four
+        *reinterpret_cast<float4*>(partials + first + i) = four;
+      }
     }
+  }
+  if (groups == 1) return;
+  __syncthreads();
+  for (int c = int(threadIdx.y * blockDim.x + threadIdx.x); c < n; c += int(blockDim.x * blockDim.y)) {
+    double sum = 0.0;
+#pragma unroll 4
+    for (int group = 0; group < groups; ++group) sum += shared[group * width + c];
+    partials[c] = float(sum);
   }
 }
 
@@ -161,25 +177,29 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   constexpr int kStep = kWarp * kSize;  // between the slots of a thread
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostRingStages][Kind::kThreads / kWarp];
-  __shared__ uint64_t met[kMeetings][1];
+  __shared__ uint64_t met[kMeetings][kMostRingGroups];
 
   const int n = int(a.n), stages = a.stages, cluster = a.cluster;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
   const int rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
+  const int groups = int(gridDim.x) / cluster * int(blockDim.y);  // of all blocks
   const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
   const bool centred = kCentred && (!kAdded || a.mean);
   const bool wants_rows = a.wants_rows();
   const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
-  const int behind = stages > 2 ? 1 : 0;  // rows between the first pass and the second
+  const bool alone = cluster * warps == 1;               // a row has one warp
+  const int behind = stages > 2 && !alone ? 1 : 0;  // rows between the first pass and the second
 
-  unsigned char* const mine = ring + warp * Kind::kStage;
-  const auto stage_at = [&](int stage) { return mine + stage * warps * Kind::kStage; };
+  const int place = int(threadIdx.y) * warps + warp;  // of this warp's ring
+  const int stage_bytes = int(blockDim.y) * warps * Kind::kStage;
+  unsigned char* const mine = ring + place * Kind::kStage;
+  const auto stage_at = [&](int stage) { return mine + stage * stage_bytes; };
   constexpr int kGradY = Kind::template kPart<X>, kGradSum = kGradY + Kind::template kPart<Y>;  // behind x
   const auto fetch = [&](int64_t row, int stage) {
     if (row >= a.rows) return;
     unsigned char* const to = stage_at(stage);
-    uint64_t* const barrier = &arrived[stage][warp];
+    uint64_t* const barrier = &arrived[stage][place];
     const auto parts = [&](bool prepare) {
       int bytes = fetch_part<X, kColumns, kShifted>(a, a.x, row, from, to, barrier, prepare);
       bytes += fetch_part<Y, kColumns, kShifted>(a, a.grad_y, row, from, to + kGradY, barrier, prepare);
@@ -192,20 +212,24 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     parts(false);
   };
 
-  if (lane < stages) barrier_init(&arrived[lane][warp], 1);
+  if (lane < stages) barrier_init(&arrived[lane][place], 1);
   publish_barriers();
   __syncwarp();
   if (lane == 0) {
-    for (int stage = 0; stage < stages; ++stage) fetch(block + int64_t(stage) * blocks, stage);
+    for (int stage = 0; stage < stages; ++stage) {
+      fetch(int64_t(block) * blockDim.y + threadIdx.y + int64_t(stage) * groups, stage);
+    }
   }
-  unsigned char* const behind_ring = ring + stages * warps * Kind::kStage;
-  RingRoom room{{reinterpret_cast<float2*>(behind_ring), cluster * warps}, met};
+  unsigned char* const behind_ring = ring + stages * stage_bytes;
+  RingRoom room{{reinterpret_cast<float2*>(behind_ring), int(blockDim.y) * cluster * warps}, met};
   Meeting<RingRoom, float2> meeting{room, cluster, rank};
   const RingWeights<Kind> weights{
       reinterpret_cast<uint4*>(behind_ring + kMeetings * room.states.count * sizeof(float2)) + threadIdx.x,
       a.weight != nullptr, a.fp32_weights || sizeof(Y) == 4};
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) weights.keep(a, k, start + k * kStep);
+  for (int k = 0; k < kSlots; ++k) {
+    if (threadIdx.y == 0) weights.keep(a, k, start + k * kStep);
+  }
   meeting.open();
 
   ColumnSums<kSize, kSums> columns[kSlots] = {};
@@ -217,20 +241,21 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     return kShifted ? elements_into_vector(tensor + row * a.n) : 0;
   };
   int stage = 0, parity = 0, before = 0;
-  int64_t row = block;
+  int64_t row = int64_t(block) * blockDim.y + threadIdx.y;
+  float2 warp_sums = make_float2(0.f, 0.f);
   RowTerms terms;
   float mean, rstd;
   statistics(row, mean, rstd);
 #pragma unroll 1
-  for (int turn = 0;; ++turn, row += blocks) {
+  for (int turn = 0;; ++turn, row += groups) {
     const bool there = row < a.rows;
     float next_mean, next_rstd;
-    statistics(row + blocks, next_mean, next_rstd);
+    statistics(row + groups, next_mean, next_rstd);
     if (there) {
       const unsigned char* const parts = stage_at(stage);
       const int x_head = head_of(static_cast<const X*>(a.x), row);
       const int grad_head = head_of(static_cast<const Y*>(a.grad_y), row);
-      barrier_wait(&arrived[stage][warp], parity);
+      barrier_wait(&arrived[stage][place], parity);
       float sum = 0.f, product_sum = 0.f;
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
@@ -248,17 +273,23 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         }
         first_pass<kSize, kSums, kCentred>(values, grad, weight, mean, rstd, columns[k], sum, product_sum);
       }
-      if (wants_rows) meeting.publish(turn, sum_over_warp(make_float2(sum, product_sum)));
+      if (wants_rows) {
+        warp_sums = sum_over_warp(make_float2(sum, product_sum));
+        if (!alone) meeting.publish(turn, warp_sums);
+      }
     }
     if (!behind) before = stage, terms.mean = mean, terms.rstd = rstd;
     if (behind ? turn > 0 : there) {
-      const int64_t done = row - behind * blocks;
+      const int64_t done = row - behind * groups;
       if (wants_rows) {
-        const float2* const states = meeting.await(turn - behind);
-        float2 sums = make_float2(0.f, 0.f);
+        float2 sums = warp_sums;
+        if (!alone) {
+          const float2* const states = meeting.await(turn - behind);
+          sums = make_float2(0.f, 0.f);
 #pragma unroll 1
-        for (int i = lane; i < meeting.count(); i += kWarp) sums = plus(sums, states[i]);
-        sums = sum_over_warp(sums);
+          for (int i = lane; i < meeting.count(); i += kWarp) sums = plus(sums, states[i]);
+          sums = sum_over_warp(sums);
+        }
         terms.set(a, centred, sums.x, sums.y);
         const unsigned char* const parts = stage_at(before);
         const int x_head = head_of(static_cast<const X*>(a.x), done);
@@ -298,7 +329,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         }
       }
       __syncwarp();
-      if (lane == 0) fetch(done + int64_t(stages) * blocks, before);
+      if (lane == 0) fetch(done + int64_t(stages) * groups, before);
     }
     if (!there) break;
     before = stage, terms.mean = mean, terms.rstd = rstd;
@@ -308,16 +339,14 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   start_next_kernel();
   if (!a.partials) return;
   float* const sums_of_block = a.partials + int64_t(block) * a.columns;
+  float* const shared = reinterpret_cast<float*>(ring);
   const int64_t kind_step = int64_t(blocks) * a.columns;
-  write_columns<kSize, kStep, kSlots>(sums_of_block, start, n, [&](int k, int i) { return columns[k].weight[i]; });
-  if constexpr (kSums > 1) {
-    write_columns<kSize, kStep, kSlots>(sums_of_block + kind_step, start, n,
-                                        [&](int k, int i) { return columns[k].bias[i]; });
-  }
-  if constexpr (kAdded) {
-    write_columns<kSize, kStep, kSlots>(sums_of_block + 2 * kind_step, start, n,
-                                        [&](int k, int i) { return columns[k].x_bias[i]; });
-  }
+  const auto write = [&](int kind, auto&& column) {
+    write_columns<kSize, kStep, kSlots>(sums_of_block + kind * kind_step, shared, start, n, column);
+  };
+  write(0, [&](int k, int i) { return columns[k].weight[i]; });
+  if constexpr (kSums > 1) write(1, [&](int k, int i) { return columns[k].bias[i]; });
+  if constexpr (kAdded) write(2, [&](int k, int i) { return columns[k].x_bias[i]; });
 #endif
 }
 

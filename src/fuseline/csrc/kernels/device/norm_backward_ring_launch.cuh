@@ -3,13 +3,14 @@
 
 #include "choice.h"
 #include "norm_backward_ring.cuh"
+#include "norm_backward_tiled.cuh"
 #include "norm_sums.cuh"
 
 namespace fuseline {
 
 struct RingPlan {
   int slots = 0;  // of a thread; 0: no ring for these rows
-  int threads = 0, cluster = 1, stages = 0;
+  int threads = 0, groups = 1, cluster = 1, stages = 0;
   int blocks = 0;  // with partial sums of their own at most, a cluster counting once
   size_t shared = 0;
 };
@@ -22,10 +23,12 @@ struct RingFamily {
   template <int kSlots, bool kShifted>
   using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
+  using Tiles = TileFamily<X, Y, kSums, kCentred>;
 
   // What a block has in shared memory besides rows.
-  static int64_t beside(int threads, int slots, int cluster, int weight_bytes) {
-    return int64_t(threads) * slots * kSize * weight_bytes + int64_t(kMeetings) * cluster * (threads / kWarp) * 8 + 1024;
+  static int64_t beside(int threads, int groups, int slots, int cluster, int weight_bytes) {
+    const int64_t states = int64_t(kMeetings) * cluster * groups * (threads / kWarp) * 8;
+    return int64_t(threads) * slots * kSize * weight_bytes + states + kStatic;
   }
 
   // `weight_bytes`: of an element, 0 where there are none.
@@ -37,12 +40,16 @@ struct RingFamily {
       if (slots > kMostSlots || (slots != 2 && slots != 4) || cluster > kMostBlocks) return false;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
-      const int64_t stage = int64_t(threads / kWarp) * stage_of(slots, aligned);
-      const int64_t room = device.shared_a_block - beside(threads, slots, cluster, weight_bytes);
+      const int all = std::min(most_threads, threads_of(slots, aligned));
+      const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
+      const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned);
+      const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       const int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
       if (stages < 2) return false;
-      plan.slots = slots, plan.threads = threads, plan.cluster = cluster, plan.stages = stages;
-      plan.shared = size_t(stages * stage + beside(threads, slots, cluster, weight_bytes) - 1024);
+      plan.slots = slots, plan.threads = threads, plan.groups = groups, plan.cluster = cluster, plan.stages = stages;
+      plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) - kStatic);
+      const size_t sums = groups > 1 ? size_t(groups) * threads * slots * kSize * sizeof(float) : 0;
+      plan.shared = std::max(plan.shared, sums);
       return true;
     };
     const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
@@ -67,15 +74,26 @@ struct RingFamily {
     while (!measuring && rows * plan.cluster * 2 <= device.processors && plan.cluster < kMaxCluster &&
            fits(2, kMostThreads, plan.cluster * 2, kMostRingStages) && plan.threads > 2 * kWarp) {
     }  // few rows: more blocks for each
-    plan.blocks = int(std::min(rows, divide_up(device.processors, plan.cluster)));
+    const int64_t turns = divide_up(rows, plan.groups);
+    plan.blocks = int(std::min(turns, divide_up(device.processors, plan.cluster)));
+    if (plan.groups > 1) {  // few rows are spread over all multiprocessors
+      plan.groups = int(std::min<int64_t>(plan.groups, divide_up(rows, device.processors)));
+      plan.blocks = int(std::min<int64_t>(device.processors, divide_up(rows, plan.groups)));
+    }
     return plan;
   }
 
-  // The most blocks of any plan for such rows: wider weights and rows at odd addresses only make clusters larger.
-  static int64_t blocks(int64_t rows, int64_t n, const Device& device) { return plan(rows, n, true, 0, device).blocks; }
+  // The most blocks of any plan for such rows: wider weights and rows at odd addresses only make clusters larger, or
+  // groups fewer.
+  static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
+    const RingPlan ring = plan(rows, n, true, 0, device);
+    const int64_t most = ring.cluster == 1 && ring.slots > 0 ? std::min<int64_t>(rows, device.processors) : ring.blocks;
+    return std::max<int64_t>(most, Tiles::plan(rows, n, device).blocks);
+  }
 
-  // All of the backward; false if there is no ring for these rows.
+  // All of the backward; false for rows that neither a ring nor tiles take.
   static bool run(NormBackward a, const Device& device, void* stream, int& error) {
+    if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
     const bool aligned = in_vectors<kSize>(a);
     const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
@@ -84,20 +102,21 @@ struct RingFamily {
     const auto kernel = kernel_for(plan.slots, aligned);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    const cudaError_t found = resident_clusters(kernel, device, plan.threads, plan.shared, plan.cluster, count);
+    const cudaError_t found = resident_clusters(kernel, device, plan.threads * plan.groups, plan.shared, plan.cluster, count);
     if (found != cudaSuccess || count == 0) {  // larger clusters than all devices have
       cudaGetLastError();
       error = int(found);
       return plan.cluster <= kMaxCluster && error != 0;
     }
     const int blocks = std::min(plan.blocks, count);
-    error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads), plan.shared, plan.cluster, stream);
+    error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster, stream);
     if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
     return true;
   }
 
  private:
   static constexpr int kBehind = 3;
+  static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
   static constexpr int64_t kShortestRing = 8192;  // bytes of a row of y, for what the table does not know
 
   static int threads_of(int slots, bool aligned) {
