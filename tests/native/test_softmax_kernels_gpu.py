@@ -192,3 +192,22 @@ def test_short_rows_at_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> No
         )
         assert_as_good(grad_x, eager.to(dtype), exact, f"gradient, {what}")
         assert guards_hold(y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Spread over more threads and blocks than many rows are; each kernel reads what the one before wrote."""
+    normalize = dtype != torch.float32
+    for rows in (1, 4, 33, 300):
+        for n in (8, 128, 256, 768, 2048, 4096, 8192, 16384, 32768, 65536):
+            x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
+            y, grad_x = place(rows, n, dtype), place(rows, n, dtype)
+            kernels.softmax_forward(x, y)
+            kernels.softmax_backward(x, y, grad_x, scale=0.5)
+            eager, exact = (torch.softmax(x.to(wide), -1) for wide in (torch.float32, torch.float64))
+            assert_as_good(y, eager.to(dtype), exact, f"{rows} x {n}")
+            eager, exact = (
+                softmax_gradient(x.to(wide), y.to(wide), normalize=normalize)
+                for wide in (torch.float32, torch.float64)
+            )
+            assert_as_good(grad_x, eager.to(dtype), exact, f"gradient, {rows} x {n}")
