@@ -4,7 +4,7 @@
 // Floor: 2 n k bytes over the copy bandwidth. A multiprocessor has to have 18 KB under way to reach it; 64 to 96 KB are.
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
 //
-// Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies; where n is small one), whose 16-byte
+// Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies; where n is small half of one), whose 16-byte
 // vectors go from memory to registers. Each register is asked for anew as soon as it is used, across the ends of rows,
 // so that nothing waits but for data: no barrier, no copy through shared memory. x is in shared memory, normed there by
 // every block anew. The first vectors are on their way before the launch before this has ended.
@@ -79,19 +79,36 @@ __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to
   __syncthreads();
 }
 
-// R rows of W to a warp, kAhead vectors of each under way.
+// The two warps of a team; a barrier's number in a register would take all sixteen.
+__device__ __forceinline__ void meet_team(int team) {
+  static_assert(kLinearWarps == 8);
+  if (team == 0) {
+    asm volatile("bar.sync 1, 64;" ::: "memory");
+  } else if (team == 1) {
+    asm volatile("bar.sync 2, 64;" ::: "memory");
+  } else if (team == 2) {
+    asm volatile("bar.sync 3, 64;" ::: "memory");
+  } else {
+    asm volatile("bar.sync 4, 64;" ::: "memory");
+  }
+}
+
+// R rows of W to a warp, kAhead vectors of each under way; one row is shared by two warps, so that rows divide more evenly.
 template <class T, int M, int R>
 __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(const __grid_constant__ LinearArguments a) {
-  constexpr int kAhead = 8 / R, kStep = kAhead * kWarp;
+  constexpr int kAhead = 8 / R, kStep = kAhead * kWarp, kShare = R == 1 ? 2 : 1;
   extern __shared__ __align__(16) char shared[];
   __shared__ float room[kLinearWarps];
+  __shared__ float of_others[2][kLinearWarps / kShare][M];  // sums of the second warps, of one row and the next
   const uint4* const x = reinterpret_cast<const uint4*>(shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int vectors = a.k / 8, chunks = (vectors + kStep - 1) / kStep;
+  const int vectors = a.k / 8, team = warp / kShare, begin = (vectors + kShare - 1) / kShare * (warp % kShare);
+  const int end = min(vectors, begin + (vectors + kShare - 1) / kShare);
+  const int chunks = ((vectors + kShare - 1) / kShare + kStep - 1) / kStep;
   const int halves = a.halves ? a.n / 2 : 0;
   const int units = halves ? halves : (a.n + R - 1) / R;
   // The last round, which not all warps have, is spread over all blocks.
-  const int first = warp * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kLinearWarps;
+  const int first = team * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * (kLinearWarps / kShare);
   const auto row_of = [&](int unit, int r) { return halves ? unit + r * halves : unit * R + r; };
 
   const uint4* from[R];
@@ -105,11 +122,11 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   };
   uint4 raw[R][kAhead];
   const auto load = [&](int u) {
-    const int at = ahead_chunk * kStep + u * kWarp + lane;
+    const int at = begin + ahead_chunk * kStep + u * kWarp + lane;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       raw[r][u] = make_uint4(0, 0, 0, 0);
-      if (ahead_unit < units && at < vectors) raw[r][u] = load_once(from[r] + at);
+      if (ahead_unit < units && at < end) raw[r][u] = load_once(from[r] + at);
     }
   };
   const auto go_on = [&] {
@@ -121,9 +138,9 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
 
   if (first < units) point();
   if (!a.overlap) {
-    if (lane < R && first < units) {  // towards the L2 at least, while the launch before may still be at work
+    if (lane < R && first < units && begin < end) {  // towards the L2 at least, while the launch before may still be at work
       const int row = min(row_of(first, lane), a.n - 1);
-      prefetch_to_l2(a.weight + row * a.weight_stride, min(2 * kStep, vectors) * 16);
+      prefetch_to_l2(a.weight + row * a.weight_stride + begin * 16, min(2 * kStep, end - begin) * 16);
     }
     wait_for_earlier();
   }
@@ -134,12 +151,13 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   let_next_start();
   fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
 
+  [[maybe_unused]] int turn = 0;
   for (int unit = first; unit < units; unit += step) {
     float sums[R][M] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        const int at = min(chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
+        const int at = min(begin + chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
         float w[R][8];
 #pragma unroll
         for (int r = 0; r < R; ++r) unpack<T>(raw[r][u], w[r]);
@@ -166,6 +184,18 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
           sums[r][m] += __shfl_xor_sync(~0u, sums[r][m], offset);
         }
       }
+    }
+    if constexpr (kShare == 2) {
+      float(&those)[M] = of_others[turn][team];
+      if (warp % 2 == 1 && lane == 0) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) those[m] = sums[0][m];
+      }
+      meet_team(team);
+      turn ^= 1;
+      if (warp % 2 == 1) continue;
+#pragma unroll
+      for (int m = 0; m < M; ++m) sums[0][m] += those[m];
     }
     // Lane R m + r writes the output of its row of x and of W.
     const int m_of = lane / R, r_of = lane % R, row = row_of(unit, r_of);
@@ -204,7 +234,8 @@ int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const int64_t units = a.halves ? a.n / 2 : divide_up(a.n, R);
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(units, kLinearWarps), std::max(1, resident))));
+  constexpr int kTeams = R == 1 ? kLinearWarps / 2 : kLinearWarps;
+  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(units, kTeams), std::max(1, resident))));
   config.blockDim = dim3(kLinearThreads);
   config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream);
@@ -217,7 +248,7 @@ int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
 
 template <class T, int M>
 int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  // Few rows of W: one to a warp, for more warps.
+  // Few rows of W: two warps to one.
   const bool alone = !a.halves && a.n < 24 * device.processors;
   return alone ? launch_gemv<T, M, 1>(a, device, stream) : launch_gemv<T, M, 2>(a, device, stream);
 }
