@@ -19,11 +19,10 @@ Split lay_out(const fuseline_attention& c, int processors) {
   const int64_t blocks = g.chunks * c.kv_heads * c.batch, most = divide_up(c.seqlen_k, kFewestKeys);
   const int at_once = (c.head_dim <= 128 ? 2 : 1) * processors;
   g.splits = int(std::max<int64_t>(1, std::min<int64_t>({most, at_once / std::max<int64_t>(1, blocks), 64})));
-  g.parts = g.splits * (4 / warps);
   return g;
 }
 
-size_t sums_bytes(const Split& g, const fuseline_attention& c) { return size_t(g.parts) * g.rows * c.head_dim * 4; }
+size_t sums_bytes(const Split& g, const fuseline_attention& c) { return size_t(g.splits) * g.rows * c.head_dim * 4; }
 
 }  // namespace
 
@@ -34,7 +33,7 @@ size_t split_workspace(const fuseline_attention& c) {
   Device device;
   if (!fits || current_device(device) != cudaSuccess) return 0;
   const Split g = lay_out(c, device.processors);
-  return sums_bytes(g, c) + size_t(g.parts) * g.rows * sizeof(float2);
+  return sums_bytes(g, c) + size_t(g.splits) * g.rows * sizeof(float2);
 }
 
 int launch_split(const Attention& a, void* stream) {

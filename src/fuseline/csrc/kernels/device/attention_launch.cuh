@@ -52,10 +52,11 @@ inline void grant(const void* kernel, int device) {
   next = (next + 1) % kGranted;
 }
 
-// Launches a kernel of (arguments, tiles) with `shared` bytes of dynamic shared memory.
+// Launches a kernel of (arguments, tiles) with `shared` bytes of dynamic shared memory; `early`: it waits for the kernel
+// before itself (overlap.cuh).
 template <class Arguments>
 int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionGrid& grid, int threads,
-                     int shared, void* stream) {
+                     int shared, void* stream, bool early = false) {
   if (grid.blocks == 0) return 0;
   if (grid.blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   Device device;
@@ -67,8 +68,14 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
     if (error != cudaSuccess) return int(error);
     grant(reinterpret_cast<const void*>(kernel), device.index);
   }
-  kernel<<<unsigned(grid.blocks), threads, size_t(shared), static_cast<cudaStream_t>(stream)>>>(arguments, grid.tiles);
-  return int(cudaGetLastError());
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(grid.blocks)), config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared), config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute, config.numAttrs = early && device.clusters ? 1 : 0;
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments, grid.tiles);
+  const cudaError_t last = cudaGetLastError();  // also clears it
+  return int(launched != cudaSuccess ? launched : last);
 }
 
 }  // namespace fuseline

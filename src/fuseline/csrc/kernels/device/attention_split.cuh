@@ -5,8 +5,8 @@
 // to three tiles of keys and values ahead of the one worked on.
 //
 // The rows of all query heads that share a key head are rows of one product: 16, of one warp, or 64, of four. With 16
-// the four warps of a block take every fourth tile of keys each, have copies of their own under way and never meet;
-// with 64 they share tiles.
+// the four warps of a block take every fourth tile of keys each, have copies of their own under way, and meet when these
+// are done, to add up what they have; with 64 they share tiles. The second kernel comes while the first ends.
 #pragma once
 
 #include "attention_launch.cuh"
@@ -17,11 +17,11 @@ namespace fuseline {
 
 struct Split {
   Attention a;
-  float* sums;       // [parts][batch * heads * rows][head_dim]
-  float2* totals;    // [parts][batch * heads * rows]: reference and total, for powers of two
-  int64_t rows;      // batch * heads * rows
-  int splits, parts; // blocks that share the keys of a head, and warps of these that have sums of their own
-  int chunks;        // of the rows of a key head
+  float* sums;     // [splits][batch * heads * rows][head_dim]
+  float2* totals;  // [splits][batch * heads * rows]: reference and total, for powers of two
+  int64_t rows;    // batch * heads * rows
+  int splits;      // blocks that share the keys of a head
+  int chunks;      // of the rows of a key head
 };
 
 template <class T, int kD, int kRowWarps>
@@ -33,7 +33,9 @@ struct SplitTiles {
   static constexpr int kTile = kKeys * kPitch<T, kD>;
   static constexpr int kQTile = 16 * kRowWarps * kPitch<T, kD>;
   static constexpr int kShared = (kGroups * kStages * 2 * kTile + (kHoldsQ ? 0 : kQTile)) * int(sizeof(T));
+  static constexpr int kLine = kD + 4;  // floats of a row of sums in shared memory
   static_assert(!kHoldsQ || kQTile <= 2 * kTile);
+  static_assert(kGroups == 1 || (kGroups * 16 * (kLine + 2)) * 4 <= kGroups * kStages * 2 * kTile * int(sizeof(T)));
 };
 
 template <class T, int kD, int kRowWarps>
@@ -66,6 +68,7 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
   const int rounds = max(0, (seen_to + Of::kRound - 1) / Of::kRound - seen_from);
   const int round_from = seen_from + int(int64_t(rounds) * split / g.splits);
   const int round_to = seen_from + int(int64_t(rounds) * (split + 1) / g.splits);
+  wait_for_earlier();
   const T* const k = static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, 0);
   const T* const v = static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, 0);
   const auto first_key = [&](int round) { return round * Of::kRound + warp / kRowWarps * Of::kKeys; };
@@ -191,45 +194,99 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
     multiply_columns<T, kD>(sums, scores, k_tile + Of::kTile);
   }
 
-  const int part = split * Of::kGroups + warp / kRowWarps;
+  let_next_start();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = total[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int r = first_row + lane / 4 + 8 * half;
-    if (r >= all_rows) continue;
-    const int head = kv_head * a.group + r / sequence.rows;
-    const int64_t at = part * g.rows + sequence.statistic(c, head, r % sequence.rows);
-    if (lane % 4 == 0) g.totals[at] = make_float2(reference[half], sum);
+    total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+    total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+  }
+  if constexpr (Of::kGroups == 1) {
 #pragma unroll
-    for (int n = 0; n < kD / 8; ++n) {
-      const int column = 8 * n + 2 * (lane % 4);
-      if (column < head_dim) {
-        *reinterpret_cast<float2*>(g.sums + at * head_dim + column) =
-            make_float2(sums[0][n][2 * half], sums[0][n][2 * half + 1]);
+    for (int half = 0; half < 2; ++half) {
+      const int r = first_row + lane / 4 + 8 * half;
+      if (r >= all_rows) continue;
+      const int head = kv_head * a.group + r / sequence.rows;
+      const int64_t at = split * g.rows + sequence.statistic(c, head, r % sequence.rows);
+      if (lane % 4 == 0) g.totals[at] = make_float2(reference[half], total[half]);
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        const int column = 8 * n + 2 * (lane % 4);
+        if (column < head_dim) {
+          *reinterpret_cast<float2*>(g.sums + at * head_dim + column) =
+              make_float2(sums[0][n][2 * half], sums[0][n][2 * half + 1]);
+        }
+      }
+    }
+  } else {  // the warps' sums, relative to the highest of their references, through shared memory
+    float2* const all_totals = reinterpret_cast<float2*>(shared);  // [warps][16]
+    float* const lines = reinterpret_cast<float*>(all_totals + Of::kGroups * 16);
+    wait_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (lane % 4 == 0) all_totals[warp * 16 + lane / 4 + 8 * half] = make_float2(reference[half], total[half]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      float most = -kInfinity;
+#pragma unroll
+      for (int other = 0; other < Of::kGroups; ++other) most = fmaxf(most, all_totals[other * 16 + row].x);
+      const float shrink = power_of_two(reference[half] - (most == -kInfinity ? 0.f : most));
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        *reinterpret_cast<float2*>(lines + (warp * 16 + row) * Of::kLine + 8 * n + 2 * (lane % 4)) =
+            make_float2(sums[0][n][2 * half] * shrink, sums[0][n][2 * half + 1] * shrink);
+      }
+    }
+    __syncthreads();
+    constexpr int kVectors = kD / 4;
+    for (int i = threadIdx.x; i < 16 * kVectors; i += 128) {
+      const int row = i / kVectors, column = i % kVectors * 4, r = chunk * 16 + row;
+      if (r >= all_rows || column >= head_dim) continue;
+      const int head = kv_head * a.group + r / sequence.rows;
+      const int64_t at = split * g.rows + sequence.statistic(c, head, r % sequence.rows);
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int other = 0; other < Of::kGroups; ++other) {
+        const float4 one = *reinterpret_cast<const float4*>(lines + (other * 16 + row) * Of::kLine + column);
+        sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+      }
+      *reinterpret_cast<float4*>(g.sums + at * head_dim + column) = sum;
+      if (column == 0) {
+        float most = -kInfinity, all = 0.f;
+#pragma unroll
+        for (int other = 0; other < Of::kGroups; ++other) most = fmaxf(most, all_totals[other * 16 + row].x);
+#pragma unroll
+        for (int other = 0; other < Of::kGroups; ++other) {
+          const float2 one = all_totals[other * 16 + row];
+          all = fmaf(one.y, power_of_two(one.x - (most == -kInfinity ? 0.f : most)), all);
+        }
+        g.totals[at] = make_float2(most, all);
       }
     }
   }
 }
 
-// Adds up the parts of a row: a block a row, each of its warps every fourth part.
+// Adds up the parts of a row: a block a row, each of its warps every fourth part, a lane 16 bytes of these.
 template <class T>
 __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Split g, int) {
   const fuseline_attention& c = g.a.call;
-  constexpr int kWarps = 4, kMostDims = 256, kHeldDims = kMostDims / 32;
-  __shared__ float lines[kWarps][kMostDims];
+  constexpr int kWarps = 4, kMostDims = 256, kHeld = kMostDims / 128;
+  __shared__ float4 lines[kWarps][kMostDims / 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
   const int64_t row = blockIdx.x;
   const int head = int(row / c.seqlen_q % c.heads);
+  wait_for_earlier();
   const float sink = c.sinks != nullptr ? c.sinks[head] * kLog2E : -kInfinity;
   float most = sink;
-  for (int part = lane; part < g.parts; part += 32) most = fmaxf(most, g.totals[part * g.rows + row].x);
+  for (int part = lane; part < g.splits; part += 32) most = fmaxf(most, g.totals[part * g.rows + row].x);
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
   const float zero = most == -kInfinity ? 0.f : most;
   float total = 0.f;
-  for (int part = lane; part < g.parts; part += 32) {
+  for (int part = lane; part < g.splits; part += 32) {
     const float2 one = g.totals[part * g.rows + row];
     total = fmaf(one.y, power_of_two(one.x - zero), total);
   }
@@ -237,26 +294,31 @@ __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__
   for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
   total += power_of_two(sink - zero);
 
-  float sums[kHeldDims] = {};
+  float4 sums[kHeld] = {};
 #pragma unroll 4
-  for (int part = warp; part < g.parts; part += kWarps) {
+  for (int part = warp; part < g.splits; part += kWarps) {
     const int64_t at = part * g.rows + row;
     const float weight = power_of_two(g.totals[at].x - zero);
 #pragma unroll
-    for (int i = 0; i < kHeldDims; ++i) {
-      const int column = 32 * i + lane;
-      if (column < head_dim) sums[i] = fmaf(weight, g.sums[at * head_dim + column], sums[i]);
+    for (int i = 0; i < kHeld; ++i) {
+      const int column = 128 * i + 4 * lane;
+      if (column < head_dim) {
+        const float4 one = *reinterpret_cast<const float4*>(g.sums + at * head_dim + column);
+        sums[i].x = fmaf(weight, one.x, sums[i].x), sums[i].y = fmaf(weight, one.y, sums[i].y);
+        sums[i].z = fmaf(weight, one.z, sums[i].z), sums[i].w = fmaf(weight, one.w, sums[i].w);
+      }
     }
   }
 #pragma unroll
-  for (int i = 0; i < kHeldDims; ++i) lines[warp][32 * i + lane] = sums[i];
+  for (int i = 0; i < kHeld; ++i) lines[warp][32 * i + lane] = sums[i];
   __syncthreads();
   T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
                  row % c.seqlen_q * c.out_strides[2];
+  const float* const line = reinterpret_cast<const float*>(lines);
   for (int column = threadIdx.x; column < head_dim; column += 128) {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += lines[i][column];
+    for (int i = 0; i < kWarps; ++i) sum += line[i * kMostDims + column];
     out[column] = from_float<T>(total > 0.f ? sum / total : 0.f);
   }
   if (threadIdx.x == 0) c.lse[row] = total > 0.f ? (zero + log2f(total)) * kLn2 : -kInfinity;
@@ -270,13 +332,13 @@ int launch_split_parts(const Split& g, int row_warps, void* stream) {
     AttentionGrid grid(c, 1, false, 1);
     grid.blocks = int64_t(g.chunks) * g.splits * c.kv_heads * c.batch;
     return row_warps == 1
-               ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream)
-               : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream);
+               ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream, true)
+               : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream, true);
   });
   if (code != 0) return code;
   AttentionGrid grid(c, 1, false, 1);
   grid.blocks = g.rows;
-  return launch_attention(attention_combine<T>, g, grid, 128, 0, stream);
+  return launch_attention(attention_combine<T>, g, grid, 128, 0, stream, true);
 }
 
 }  // namespace fuseline
