@@ -87,7 +87,29 @@ def fused(*tensors: Any, **options: Any) -> torch.Tensor:
     return ops.self_attention_layer(*tensors, implementation="fused", **options)
 
 
-def assert_right(math: str, tensors: list[Any], options: dict[str, Any], what: str) -> None:
+def captured(
+    function: Any, tensors: list[Any], options: dict[str, Any], rounded: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """`all_of` by a CUDA graph."""
+    out = all_of(function, tensors, options)[0]
+    generator = torch.Generator("cuda").manual_seed(9)
+    grad = torch.randn(out.shape, generator=generator, device="cuda", dtype=torch.float64)
+    grad = grad.to(rounded or out.dtype).to(out.dtype)
+    leaves = [t for t in tensors if t is not None]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function(*tensors, **options)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    for tensor in found:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    return found
+
+
+def assert_right(
+    math: str, tensors: list[Any], options: dict[str, Any], what: str, run: Any = all_of
+) -> None:
     """At most twice plain PyTorch's error, and a unit in the last place, against float64."""
     wide = [t if t is None else t.detach().double().requires_grad_() for t in tensors]
     exact = all_of(reference, wide, options, tensors[0].dtype)
@@ -101,7 +123,7 @@ def assert_right(math: str, tensors: list[Any], options: dict[str, Any], what: s
         ),
     )
     ulp = 1e-3 if math == "tf32" else torch.finfo(tensors[0].dtype).eps
-    for name, ours, near, far in zip(names, all_of(fused, tensors, options), plain, exact, strict=True):
+    for name, ours, near, far in zip(names, run(fused, tensors, options), plain, exact, strict=True):
         assert not ours.isnan().any(), f"{what} {name}: NaN"
         for measure in (torch.linalg.vector_norm, lambda x: x.abs().max()):
             bound = 2 * measure(near.double() - far) + ulp * measure(far)
@@ -114,6 +136,25 @@ def assert_right(math: str, tensors: list[Any], options: dict[str, Any], what: s
 def test_is_right(shape: tuple[int, ...], math: str) -> None:
     tensors, options = draw(shape, choose(math))
     assert_right(math, tensors, options, str(shape))
+
+
+@pytest.mark.parametrize("math", MATHS)
+def test_is_right_in_a_graph(math: str) -> None:
+    """Where layers that one launch would not fill the device with are two."""
+    dtype = choose(math)
+    padding = torch.arange(20, device="cuda") >= torch.arange(14, 21, device="cuda")[:, None]
+    for shape, options in (
+        ((8, 16, 8, 8, 64, 512, 512), {}),
+        ((8, 64, 4, 4, 64, 256, 256), {"causal": True}),
+        ((9, 16, 12, 12, 64, 768, 40), {"causal": True}),
+        ((7, 20, 16, 16, 32, 512, 512), {"key_padding": padding}),
+        ((16, 30, 8, 8, 64, 0, 512), {}),
+        ((5, 100, 6, 6, 32, 192, 24), {"causal": True}),
+        ((12, 50, 12, 12, 16, 192, 64), {"dropout_p": 0.3, "seed": torch.tensor([5], device="cuda")}),
+        ((3, 65, 20, 20, 64, 1280, 1280), {}),
+    ):
+        tensors, heads = draw(shape, dtype)
+        assert_right(math, tensors, {**heads, **options}, f"captured {shape}", captured)
 
 
 @pytest.mark.parametrize("math", MATHS)

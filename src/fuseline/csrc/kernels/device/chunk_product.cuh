@@ -64,7 +64,7 @@ __device__ __forceinline__ float dot(float sum, float4 a, float4 b) {
 // sums[i][j] += A (16 rows from 16 i) * B (8 rows from 8 j) over one chunk; `a` and `b` are where the warp's first rows lie.
 template <class Math, int kTall, int kWide>
 __device__ __forceinline__ void multiply_chunk(float (&sums)[kTall][kWide][4], uint32_t a, uint32_t b) {
-  static_assert(kWide % 2 == 0);
+  static_assert(kWide % 2 == 0 || std::is_same_v<Math, Exact>);
   const int lane = threadIdx.x % kWarp, turn = lane % 8;
   if constexpr (std::is_same_v<Math, Exact>) {
     const int group = lane / 4, quad = lane % 4;

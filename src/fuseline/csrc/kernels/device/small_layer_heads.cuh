@@ -38,7 +38,9 @@ template <class Math, int kRows, int kParts>
 struct HeadsShape {
   using E = typename Math::Element;
   static constexpr int kColumns = 3 * kHeadsWidth / kParts, kShare = kHeadsWidth / kParts;
-  static constexpr int kTall = kRows == 128 ? 2 : 1, kWide = 6;
+  // Without tensor cores shared memory is what limits, of which a square of sums reads least.
+  static constexpr bool kSquare = std::is_same_v<Math, Exact>;
+  static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare ? 3 : 6;
   static constexpr int kSplits = kWarps / (kRows / (16 * kTall) * (kColumns / (8 * kWide)));
   using Product = ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>;
   static constexpr int kKeys = kRows == 128 ? 64 : 16;  // of a warp
@@ -286,7 +288,7 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   const int most = kParts >= 4 ? std::min(device.shared_a_block, device.shared_a_processor / 2 - 1024) : device.shared_a_block;
   const int room = most - kBehind - (Shape::kReuses ? 0 : Shape::kTileBytes);
   of.stages = std::min({of.chunks, kMostChunks, room / Product::kStage});
-  if (of.stages < std::min(of.chunks, Shape::kSplits + 1)) return FUSELINE_UNSUPPORTED;
+  if (of.stages < std::min(of.chunks, Shape::kSplits)) return FUSELINE_UNSUPPORTED;
   int used = std::max(of.stages * Product::kStage, Product::kSumBytes + partial_bytes);
   of.partials = Product::kSumBytes, of.tile = used;
   if (Shape::kReuses) {

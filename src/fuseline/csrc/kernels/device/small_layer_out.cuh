@@ -90,7 +90,7 @@ int launch_out(const fuseline_small_layer& layer, const Device& device, void* st
   of.chunks = int(divide_up(line, kChunkBytes));
   constexpr int kBehind = kMostChunks * 16 + kColumns * 4;
   of.stages = std::min({of.chunks, kMostChunks, (device.shared_a_block - kBehind) / Product::kStage});
-  if (of.stages < std::min(of.chunks, kSplits + 1)) return FUSELINE_UNSUPPORTED;
+  if (of.stages < std::min(of.chunks, kSplits)) return FUSELINE_UNSUPPORTED;
   of.barriers = std::max(of.stages * Product::kStage, Product::kSumBytes);
   const size_t bytes = size_t(of.barriers + kBehind);
 
