@@ -86,6 +86,23 @@ def test_batches_drafts_caches_and_formats(folder: Path, capsys: pytest.CaptureF
     assert smaller["weight_gib"] < plain["weight_gib"]
 
 
+def test_a_saved_quantized_model_is_read_as_it_is(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = ["--prompt", "hello", "--max-new-tokens", "9"]
+    kept = ["--quant", "int4", "--group-size", "32", "--save", str(tmp_path / "small")]
+    told = answered(capsys, "--model", str(folder), *prompt, *kept)
+    monkeypatch.setattr("fuseline.training.text_generator.load_model", None)  # the whole one is not read
+    again = answered(capsys, "--model", str(tmp_path / "small"), *prompt)
+    assert again["texts"] == told["texts"]
+    assert again["weight_gib"] == told["weight_gib"]
+    assert run(["generate", *CPU, "--model", str(tmp_path / "small"), *prompt, "--quant", "int8"]) == 2
+    assert "is quantized already, to int4" in capsys.readouterr().err
+    monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: 2**10)
+    assert run(["generate", *CPU, "--model", str(tmp_path / "small"), *prompt]) == 2
+    assert "GiB on cpu (weights 0.0" in capsys.readouterr().err
+
+
 def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = answered(capsys, "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "20")["texts"][
         0
@@ -128,6 +145,7 @@ def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--preset", "llama-tiny", "--prompt", "a", "--batch", "0"], "each is 1 or more"),
         (["--preset", "llama2-7b", "--batch", "4000000", "--prompt", "a"], "GiB on cpu"),
         (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--save", "x"], "--save writes quantized models"),
     ],
 )  # fmt: skip
 def test_one_clear_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from fuseline.quant import (
     quantize_linear,
     round_to_nearest,
     save_quantized,
+    saved_about,
 )
 
 ALL = (
@@ -247,6 +248,12 @@ def test_files_give_back_the_same_bits(
         assert torch.equal(fresh.state_dict()[name], tensor)
     assert not list(tmp_path.glob(".*"))
     load_quantized(fresh, path)  # also over a model that is quantized already
+    with torch.device("meta"):
+        empty = Small().eval()
+    filled = load_quantized(empty, path)  # nothing but what the file holds is ever there
+    assert torch.equal(filled(tokens), model(tokens))
+    assert filled.head.weight is filled.embedding.weight
+    assert saved_about(path) == {"layers": saved_about(path)["layers"]}
 
 
 def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Options(Common):
     """Format of the linear layers: none, int8, int4, fp8."""
     group_size: int = 128
     """Of int4: 32, 64, 128."""
+    save: Path | None = None
+    """Folder to write the quantized model to; --model takes it, and reads nothing but that."""
     cache: str = "model"
     """Keys and values: model (the model's dtype), int8, fp8."""
     draft: str | None = None
@@ -111,6 +113,9 @@ def run(options: Options) -> int:
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
     check_room(generator.model, prompts, options.max_new_tokens)
+    if options.save is not None:
+        tokenizer = _tokenizer_file(options, path)
+        print(f"fuseline: wrote {text_generator.save(generator, options.save, tokenizer)}", file=sys.stderr)
     source = _source(options, generator, wanted, sampling, device, dtype)
     rows = [TextStream(generator.vocabulary.decode, options.stop) for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -164,6 +169,8 @@ def _check(options: Options) -> None:
         raise unknown_name("dtype", options.dtype, DTYPES)
     if options.quant not in QUANTS:
         raise unknown_name("format of weights", options.quant, QUANTS)
+    if options.save is not None and options.quant == "none":
+        raise InputError("--save writes quantized models: name a format with --quant int8, int4 or fp8.")
     if options.batch < 1 or options.max_new_tokens < 1:
         raise InputError(
             f"--batch is {options.batch} and --max-new-tokens {options.max_new_tokens}; each is 1 or more."
@@ -176,6 +183,17 @@ def _vocabulary(options: Options, path: Path | None) -> Vocabulary:
     if options.tokenizer is None and options.prompt_ids is not None:
         return Numbers()
     return vocabulary_of(path if options.tokenizer is None else options.tokenizer)
+
+
+def _tokenizer_file(options: Options, path: Path | None) -> Path | None:
+    from fuseline.training.text_generator import TOKENIZER
+
+    if options.tokenizer is not None:
+        return options.tokenizer / TOKENIZER if options.tokenizer.is_dir() else options.tokenizer
+    if path is None:
+        return None
+    beside = (path if path.is_dir() else path.parent) / TOKENIZER
+    return beside if beside.exists() else None
 
 
 def _prompts(options: Options, vocabulary: Vocabulary) -> list[list[int]]:

@@ -50,9 +50,11 @@ def footprint(
     format: str | None = None,
     group_size: int = 128,
     storage: str = "model",
+    ready: bool = False,
 ) -> Footprint:
     """What a model of that config takes with its linear layers in `format` (None: as they are), for `batch`
-    prompts of up to `prompt` tokens and rows of `capacity` positions."""
+    prompts of up to `prompt` tokens and rows of `capacity` positions. `ready`: they are in that format on
+    disk already."""
     C, L, V = config.embed_dim, config.num_layers, config.vocab_size
     if isinstance(config, GPTConfig):
         inner, linears, tables = 4 * C, 12 * C * C * L, (config.padded_vocab_size + config.block_size) * C
@@ -73,7 +75,7 @@ def footprint(
         weights=kept,
         cache=shape.bytes,
         prompt=rows * (2 * widest + inner + 4 * C) * size + 3 * batch * V * 4,
-        before=0 if format is None else whole + linear_bytes(widest * C, format, size),
+        before=0 if format is None or ready else whole + linear_bytes(widest * C, format, size),
     )
 
 

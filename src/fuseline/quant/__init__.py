@@ -4,7 +4,7 @@ from fuseline.ops.quant_bits import add_uint4, pack_uint4, unpack_uint4
 from fuseline.quant.formats import Format, Quantized, round_to_nearest
 from fuseline.quant.gptq import gptq
 from fuseline.quant.quantize import LayerReport, Quantization, quantize, quantize_linear
-from fuseline.quant.storage import load_quantized, save_quantized
+from fuseline.quant.storage import load_quantized, save_quantized, saved_about
 
 __all__ = [
     "Format",
@@ -19,5 +19,6 @@ __all__ = [
     "quantize_linear",
     "round_to_nearest",
     "save_quantized",
+    "saved_about",
     "unpack_uint4",
 ]

@@ -26,8 +26,9 @@ KIND = "fuseline quantized model"
 VERSION = 1
 
 
-def save_quantized(model: torch.nn.Module, path: Path | str) -> None:
+def save_quantized(model: torch.nn.Module, path: Path | str, *, about: dict[str, Any] | None = None) -> None:
     """Write the whole state of a model with quantized layers to `path`; an older file stays until it is done.
+    `about` is kept beside it for whoever makes the model again (`saved_about`), as JSON can say it.
 
     Raises `InputError` if no layer is quantized, or the file cannot be written.
     """
@@ -58,7 +59,7 @@ def save_quantized(model: torch.nn.Module, path: Path | str) -> None:
         else:
             first[place] = name
             tensors[name] = tensor.contiguous()
-    said = {"kind": KIND, "version": VERSION, "layers": layers, "shared": shared}
+    said = {"kind": KIND, "version": VERSION, "layers": layers, "shared": shared, "about": about or {}}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, temporary, {"fuseline": json.dumps(said)})
@@ -69,19 +70,35 @@ def save_quantized(model: torch.nn.Module, path: Path | str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load_quantized(model: torch.nn.Module, path: Path | str) -> torch.nn.Module:
+def saved_about(path: Path | str) -> dict[str, Any] | None:
+    """What was said `about` the model in a file of `save_quantized`, and under "layers" its quantized ones;
+    None for any other file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = _description(file.metadata(), Path(path))
+    except (OSError, SafetensorError, InputError):
+        return None
+    about = said.get("about")
+    return {**(about if isinstance(about, dict) else {}), "layers": said.get("layers", {})}
+
+
+def load_quantized(
+    model: torch.nn.Module, path: Path | str, *, device: torch.device | str | None = None
+) -> torch.nn.Module:
     """Fill `model`, made as the saved one was before it was quantized, from `save_quantized`'s file; returns
     it.
 
-    Layers that are quantized in the file are replaced; other parameters keep the model's dtype. Raises
+    Layers that are quantized in the file are replaced; other parameters keep the model's dtype. A model on
+    "meta" gets the file's tensors themselves, read to `device`, so that nothing else is ever held. Raises
     `InputError`, leaving the model as it was, for a file that is not there, foreign or cut off, or made from
     another model.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no file {path}.")
+    empty = any(parameter.is_meta for parameter in model.parameters())
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
             said = _description(file.metadata(), path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
@@ -96,7 +113,15 @@ def load_quantized(model: torch.nn.Module, path: Path | str) -> torch.nn.Module:
     _check_tensors(model, layers, tensors, path)
     for name, layer in layers.items():
         replace(model, name, layer)
-    model.load_state_dict(tensors)
+    if empty:
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        cast: dict[int, torch.Tensor] = {}  # tensors with two names stay one
+        tensors = {name: cast.setdefault(id(t), t.to(dtypes[name])) for name, t in tensors.items()}
+    model.load_state_dict(tensors, assign=empty)
+    if empty:
+        for second, name in said["shared"].items():
+            parent, _, last = second.rpartition(".")
+            setattr(model.get_submodule(parent), last, model.get_parameter(name))
     return model
 
 

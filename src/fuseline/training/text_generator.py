@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +16,17 @@ from fuseline.generation.footprint import check_memory, footprint
 from fuseline.models import gpt_config, llama_config
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
-from fuseline.models.llama import Llama
+from fuseline.models.llama import Llama, Rotary
 from fuseline.models.llama_config import LlamaConfig
 from fuseline.models.llama_hugging_face import MODEL_TYPES, read_config
 from fuseline.models.pretrained import LanguageModel, load_model
 from fuseline.models.weight_files import CONFIG, read_json
-from fuseline.quant import quantize
+from fuseline.quant import load_quantized, quantize, save_quantized, saved_about
 from fuseline.training import checkpoint
 
 TOKENIZER = "tokenizer.json"
 BEST = "best.pt"
+QUANTIZED = "quantized.safetensors"
 BYTES = 256  # ids that text without a tokenizer has
 
 
@@ -132,6 +133,9 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
     assert path is not None
     if not path.exists():
         raise InputError(f"There is no model at {path}.")
+    saved = _saved_quantized(path)
+    if saved is not None:
+        return saved.config
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).exists() or read_json(folder / CONFIG).get("model_type") not in MODEL_TYPES:
         return None
@@ -153,9 +157,13 @@ def load(
 ) -> TextGenerator:
     """The model at `path`, or of `preset` with random weights, its linear layers in the format `quant`.
 
-    Raises `InputError` for what cannot be read, and if the memory will not suffice, before it is taken.
+    A folder that `save` wrote holds its layers quantized, and they are read as they are. Raises `InputError`
+    for what cannot be read, and if the memory will not suffice, before it is taken.
     """
     config = config_of(path, preset)
+    saved = None if path is None else _saved_quantized(path)
+    if saved is not None and quant is not None:
+        raise InputError(f"{path} is quantized already, to {saved.format}: leave the format out.")
     if config is not None:
         check_memory(
             footprint(
@@ -164,9 +172,10 @@ def load(
                 prompt=wanted.prompt,
                 capacity=wanted.capacity,
                 dtype=dtype,
-                format=quant,
-                group_size=group_size,
+                format=quant if saved is None else saved.format,
+                group_size=group_size if saved is None else saved.group_size,
                 storage=wanted.storage,
+                ready=saved is not None,
             ),
             device,
         )
@@ -177,6 +186,8 @@ def load(
         assert config is not None
         torch.manual_seed(seed)
         model = _random(config, device, dtype)
+    elif saved is not None:
+        model, stop_ids = _filled(saved, device, dtype), saved.stop_ids
     else:
         model, stop_ids = _read(path, device, dtype)
     if quant is not None:
@@ -185,6 +196,62 @@ def load(
         quantize(model, quant, skip=("lm_head",) if isinstance(model, GPT) else ("head",), **options)
     name = preset or (str(path.name) if path else "")
     return TextGenerator(name, model.eval(), vocabulary or vocabulary_of(path), stop_ids)
+
+
+@dataclass(frozen=True)
+class _SavedQuantized:
+    """A file of `save`, by its header alone; `format` is that of most of its layers."""
+
+    file: Path
+    config: GPTConfig | LlamaConfig
+    format: str
+    group_size: int
+    stop_ids: tuple[int, ...]
+
+
+def save(generator: TextGenerator, folder: Path, tokenizer: Path | None) -> Path:
+    """Write a generator whose model is quantized to `folder`, with the file of its tokenizer if it has one;
+    `load` reads it without the weights it was made from. Returns the file of the weights."""
+    model = generator.model
+    config = asdict(model.config)
+    kind = "llama" if isinstance(model, Llama) else "gpt"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / QUANTIZED
+    save_quantized(model, file, about={"model": kind, "config": config, "stop_ids": list(generator.stop_ids)})
+    if tokenizer is not None and tokenizer.resolve() != (folder / TOKENIZER).resolve():
+        (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+    return file
+
+
+def _saved_quantized(path: Path) -> _SavedQuantized | None:
+    file = path / QUANTIZED if path.is_dir() else path
+    about = saved_about(file) if file.suffix == ".safetensors" and file.is_file() else None
+    if about is None or "model" not in about:
+        return None
+    try:
+        fields = dict(about["config"])
+        config: GPTConfig | LlamaConfig
+        if about["model"] == "llama":
+            fields["rope_scaling"] = llama_config.RopeScaling(**fields["rope_scaling"])
+            config = LlamaConfig(**fields)
+        else:
+            config = GPTConfig(**fields)
+        layers = [(layer["format"], layer["group_size"]) for layer in about["layers"].values()]
+        format, group_size = max(set(layers), key=layers.count)
+        return _SavedQuantized(file, config, format, group_size or 128, tuple(about["stop_ids"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: its description of the model cannot be read ({error!r}).") from error
+
+
+def _filled(saved: _SavedQuantized, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """The model of a saved file, in whose memory its tensors are read."""
+    model: LanguageModel
+    with torch.device("meta"):
+        model = Llama(saved.config) if isinstance(saved.config, LlamaConfig) else GPT(saved.config)
+    load_quantized(model.to(dtype), saved.file, device=device)
+    if isinstance(model, Llama):
+        model.rotary = Rotary(model.config).to(device)
+    return model
 
 
 def _random(config: GPTConfig | LlamaConfig, device: torch.device, dtype: torch.dtype) -> LanguageModel:
