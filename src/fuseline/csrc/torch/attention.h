@@ -1,4 +1,5 @@
-// One attention call as torch gives it: what attention.cpp (schema, checks, devices, autograd) and attention_cpu.cpp share.
+// One attention call as torch gives it: what attention.cpp (schema, checks, autograd), attention_cpu.cpp and
+// attention_gpu.cpp share.
 
 #pragma once
 
@@ -32,6 +33,12 @@ Tensor empty_as_heads_lie(const Tensor& x);
 // On the CPU, put together from ATen's kernels for some query rows at a time.
 AttentionOut attention_on_cpu(const AttentionCall& call);
 AttentionGradients attention_backward_on_cpu(const Tensor& grad_out, const OptionalTensor& grad_lse,
+                                             const AttentionCall& call, const Tensor& out, const Tensor& lse,
+                                             const Wanted& wanted);
+
+// On the GPU, by the kernels. Gradients that are not wanted come back empty.
+AttentionOut attention_on_gpu(const AttentionCall& call);
+AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                              const AttentionCall& call, const Tensor& out, const Tensor& lse,
                                              const Wanted& wanted);
 
