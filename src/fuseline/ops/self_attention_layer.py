@@ -25,10 +25,12 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.native import direct
 from fuseline.ops.attention.attention import attention
 from fuseline.ops.philox import check_probability, draw_seed, multipliers
 
@@ -142,10 +144,29 @@ def self_attention_layer(
             f"{', '.join(IMPLEMENTATIONS)}."
         )
     kv = num_heads if num_kv_heads is None else num_kv_heads
+    fused = implementation == "fused"
+    if fused and not dropout_p and mask is None and key_padding is None and not is_dynamo_compiling():
+        out = direct.self_attention_layer(
+            x,
+            qkv_weight,
+            qkv_bias,
+            out_weight,
+            out_bias,
+            None,
+            None,
+            num_heads,
+            kv,
+            causal,
+            False,
+            0.0,
+            softmax_scale,
+            True,
+        )
+        if out is not None:
+            return out
     if dropout_p:
         check_probability(dropout_p, "self_attention_layer")
     device = x.device.type
-    fused = implementation == "fused"
     if device == "cuda" and (implementation == "auto" or (fused and dropout_p > 0)):
         fused = _is_small(x, qkv_weight, out_weight, num_heads, kv)
         if not fused:
@@ -160,22 +181,13 @@ def self_attention_layer(
             keep, hides = _one_mask(x, mask, key_padding)
         if dropout_p > 0 and seed is None:
             seed = draw_seed(x.device)
-        return torch.ops.fuseline.self_attention_layer.default(
-            x,
-            qkv_weight,
-            qkv_bias,
-            out_weight,
-            out_bias,
-            keep,
-            seed if dropout_p > 0 else None,
-            num_heads,
-            kv,
-            causal,
-            hides,
-            dropout_p,
-            softmax_scale,
-            fused,
-        )
+        tensors = x, qkv_weight, qkv_bias, out_weight, out_bias, keep, seed if dropout_p > 0 else None
+        rest = num_heads, kv, causal, hides, dropout_p, softmax_scale, fused
+        if not is_dynamo_compiling():
+            out = direct.self_attention_layer(*tensors, *rest)
+            if out is not None:
+                return out
+        return torch.ops.fuseline.self_attention_layer.default(*tensors, *rest)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(1, _head_dim(x, qkv_weight, num_heads, kv)))
     options: dict[str, Any] = {
