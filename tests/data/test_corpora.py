@@ -61,6 +61,20 @@ def test_pythons_own_library_is_text_without_tests() -> None:
     assert again.fingerprint == corpus.fingerprint
 
 
+def test_packages_are_mixed_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {name: tmp_path / name for name in ("stdlib", "purelib", "platlib")}
+    for name, place in places.items():
+        (place / "tests").mkdir(parents=True)
+        for i in range(30):
+            (place / f"{name}{i}.py").write_text(f"{name} {i}")
+        (place / "tests" / "one.py").write_text(f"test of {name}")
+        (place / "data.txt").write_text("no program")
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda kind: str(places[kind]))
+    documents = list(load_corpus("python-packages").documents)
+    assert len(documents) == len(set(documents)) == 92  # tests of packages among them, the library's not
+    assert {text.split()[0] for text in documents[-20:]} >= {"stdlib", "purelib", "platlib"}
+
+
 def test_a_folder_gives_its_text_in_order_and_passes_over_the_rest(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()

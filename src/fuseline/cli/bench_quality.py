@@ -34,6 +34,8 @@ class Options(Common):
     """Batches of training text that calibration reads."""
     batch: int | None = None
     """Sequences a batch; the run's own if not given."""
+    text: Path | None = None
+    """UTF-8 file to measure on, in the place of the run's own held-out part."""
 
 
 def run(options: Options) -> int:
@@ -50,6 +52,7 @@ def run(options: Options) -> int:
         options.batches,
         options.calibration,
         options.batch,
+        options.text,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:

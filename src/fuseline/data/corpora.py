@@ -1,4 +1,4 @@
-"""Text to train on: the running Python's own library, a file or folder of yours, or a known corpus.
+"""Text to train on: the running Python's library and packages, a file or folder of yours, a known corpus.
 
 A corpus is a run of documents, read anew at each pass and never held in memory whole. Its fingerprint changes
 when any of its text does, so that what is made from it can be cached.
@@ -40,14 +40,20 @@ class Corpus:
 
 
 def load_corpus(spec: str | Path, cache_dir: Path | None = None) -> Corpus:
-    """The corpus that `spec` names: "python", "shakespeare", "openwebtext", or the path of a file or folder.
+    """The corpus that `spec` names: "python" (the standard library), "python-packages" (and all that is
+    installed beside it), "shakespeare", "openwebtext", or the path of a file or folder.
 
     Files are UTF-8 text of any kind, one document each, in the order of their paths; in a folder, binary and
     hidden files are passed over. A folder of `.parquet` files with a column `text` (as OpenWebText is shared)
     is read through `datasets`. What is downloaded is kept in `cache_dir` (default: Fuseline's cache).
     Raises `InputError` for an unknown name, a corpus with no text, or a download that fails.
     """
-    known = {"python": _python, "shakespeare": _shakespeare, "openwebtext": _openwebtext}
+    known = {
+        "python": _python,
+        "python-packages": _packages,
+        "shakespeare": _shakespeare,
+        "openwebtext": _openwebtext,
+    }
     if str(spec) in known:
         return known[str(spec)](cache_dir or default_cache_dir())
     path = Path(spec).expanduser()
@@ -96,17 +102,36 @@ class DatasetTexts:
 
 def _python(cache_dir: Path) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
+    return _from_files("python", _mixed({root: _library(root)}), f"Python's library in {root}")
+
+
+def _packages(cache_dir: Path) -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {root: _library(root)}
+    for place in {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}:
+        found[place] = [path for path in _walk(place) if path.suffix == ".py"]
+    where = ", ".join(map(str, found))
+    return _from_files("python-packages", _mixed(found), f"Python's library and packages in {where}")
+
+
+def _library(root: Path) -> list[Path]:
+    return [
         path
         for path in _walk(root)
         if path.suffix == ".py" and not _NOT_LIBRARY & set(path.relative_to(root).parts)
     ]
 
-    def mixed(path: Path) -> str:
+
+def _mixed(found: dict[Path, list[Path]]) -> list[Path]:
+    """The files below each root in an order without meaning: by name, the validation split would be the
+    packages from x to z."""
+
+    def mixed(file: tuple[Path, Path]) -> str:
+        root, path = file
         return hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()
 
-    # In an order without meaning: by name, the validation split would be the packages from x to z.
-    return _from_files("python", sorted(paths, key=mixed), f"Python's library in {root}")
+    files = sorted(((root, path) for root, paths in found.items() for path in paths), key=mixed)
+    return [path for _, path in files]
 
 
 def _shakespeare(cache_dir: Path) -> Corpus:

@@ -23,7 +23,9 @@ class TrainConfig:
     """
 
     data: str = described(
-        "python", "python (the interpreter's own standard library), shakespeare, openwebtext, or a path"
+        "python",
+        "python (the interpreter's own standard library), python-packages (and all that is installed), "
+        "shakespeare, openwebtext, or a path",
     )
     tokenizer: str = described("bpe", "char, bpe (trained on the data) or gpt2")
     vocab_size: Optional[int] = described(None, "size of a bpe vocabulary (default: 1000)")

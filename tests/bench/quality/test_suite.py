@@ -46,6 +46,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_file_takes_the_place_of_the_held_out_part(trained: Path, tmp_path: Path) -> None:
+    texts = {"seen.txt": "line 7 of 49 lines\n" * 60, "strange.txt": "sile enil 94 fo 7\n" * 60}
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        bench = QualityBench(CPU, trained / "run", ("int8",), 2, 1, text=tmp_path / name)
+        records = run(bench, tmp_path, lambda *_: None, cache_dir=trained)
+        assert {r.case["text"] for r in records} == {name}
+        found[name] = records[0].value or 0.0
+    assert found["seen.txt"] < found["strange.txt"]
+    with pytest.raises(InputError, match="Cannot read text"):
+        run(QualityBench(CPU, trained / "run", text=tmp_path / "none.txt"), tmp_path, lambda *_: None)
+
+
 def test_formats_are_measured_on_the_held_out_text(trained: Path, tmp_path: Path) -> None:
     bench = QualityBench(
         CPU, trained / "run", ("int8", "int4", "int4-32-calibrated"), batches=3, calibration=2

@@ -1,7 +1,7 @@
 """The perplexity of a trained GPT on text that was held out, format by format.
 
-The model is one of `fuseline train gpt`, and the text its run's own validation part: nothing of it was
-trained on. Calibration reads training text. All formats see the same crops.
+The model is one of `fuseline train gpt`, and the text its run's own validation part, or a file: nothing of it
+was trained on. Calibration reads training text. All formats see the same crops.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fuseline.bench.failure import describe_failure
 from fuseline.data.batches import validation_batches
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import prepare
+from fuseline.data.tokenizers import Tokenizer
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt import GPT
 from fuseline.quant import quantize
@@ -53,7 +54,8 @@ FORMATS = {
 @dataclass(frozen=True)
 class QualityBench:
     """`run` is the folder of a training run. Perplexity is over `batches` batches of the run's shape, and
-    calibration over `calibration` of them. On a GPU the model is in bf16, on a CPU in fp32."""
+    calibration over `calibration` of them; it is of `text`, a UTF-8 file, if that is named. On a GPU the
+    model is in bf16, on a CPU in fp32."""
 
     device: torch.device
     run: Path
@@ -61,6 +63,7 @@ class QualityBench:
     batches: int = 40
     calibration: int = 8
     batch_size: int | None = None
+    text: Path | None = None
 
     def __post_init__(self) -> None:
         for name in self.formats:
@@ -92,10 +95,12 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
     case: dict[str, Scalar] = {
         "section": "formats",
         "run": bench.run.name,
-        "data": config.data,
+        "data": Path(config.data).name,
+        "text": "held out" if bench.text is None else bench.text.name,
         "step": step,
         "tokens": bench.batches * shape[0] * shape[1],
     }
+    held_out = dataset.validation if bench.text is None else _tokens(bench.text, dataset.tokenizer)
     records: list[Record] = []
     plain = str(bench.dtype).removeprefix("torch.")
     names = (plain, *bench.formats)
@@ -125,7 +130,7 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
                     calibrate=batches if kind.calibrated else None,
                     group_size=kind.group_size or 128,
                 )
-            found = perplexity(model, crops(dataset.validation, bench.batches))
+            found = perplexity(model, crops(held_out, bench.batches))
         except (InputError, RuntimeError, NotImplementedError) as error:
             of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]
@@ -139,6 +144,13 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         records += new
     observe("done", len(names), len(names))
     return records
+
+
+def _tokens(text: Path, tokenizer: Tokenizer) -> np.ndarray:
+    try:
+        return np.asarray(tokenizer.encode(text.read_text(encoding="utf-8")), np.int64)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Cannot read text from {text}: {error}") from error
 
 
 def _model(bench: QualityBench, vocab_size: int) -> GPT:

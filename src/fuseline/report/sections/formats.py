@@ -1,0 +1,94 @@
+"""The quality suite's formats: what quantized weights cost a trained model in perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuseline.records import Record
+from fuseline.report.blocks import Block, Cell, Column, Details, Headline, Row, Section, Table, table
+from fuseline.report.metrics import cell
+from fuseline.report.numbers import whole
+from fuseline.report.provenance import source
+from fuseline.report.selection import Shelf, grouped
+
+READING = (
+    "All formats see the same text, which the model was not trained on. Calibration reads training text."
+)
+
+
+def sections(shelf: Shelf) -> list[Section]:
+    """Take the records of `bench quality`: one section a run, text and machine."""
+    records = shelf.take(lambda r: r.suite == "quality" and r.case.get("section") == "formats")
+    places = grouped(
+        records,
+        lambda r: (str(r.case["run"]), str(r.case["data"]), str(r.case.get("text")), r.device, r.torch),
+    )
+    return [
+        _section(index, f"{run} on {data}" + ("" if text == "held out" else f", {text}"), device, group)
+        for index, ((run, data, text, device, _), group) in enumerate(places.items(), 1)
+    ]
+
+
+def _section(index: int, name: str, device: str, records: Sequence[Record]) -> Section:
+    skipped = tuple((str(r.case["format"]), str(r.case["reason"])) for r in records if r.metric == "skipped")
+    costs = [r for r in records if r.metric == "loss_error" and r.value is not None]
+    headline = None
+    if costs:
+        worst = max(costs, key=lambda r: r.value or 0.0)
+        words = f"more perplexity at most, in {_named(worst)}"
+        headline = Headline(_signed(worst.value or 0.0), words, source=source([worst]))
+    blocks: tuple[Block | None, ...] = (
+        headline,
+        _table([r for r in records if r.value is not None]),
+        Details("What was not measured", skipped) if skipped else None,
+    )
+    return Section(
+        f"formats-{index}",
+        f"Formats: {name}",
+        device,
+        f"{headline.value} {headline.words}" if headline else device,
+        tuple(block for block in blocks if block is not None),
+    )
+
+
+def _table(records: Sequence[Record]) -> Table | None:
+    rows = []
+    for _, group in grouped(records, _key).items():
+        found = {r.metric: r for r in group}
+        first = group[0]
+        size = first.case.get("group_size")
+        cost = found.get("loss_error")
+        rows.append(
+            Row(
+                (
+                    Cell(str(first.case["format"])),
+                    Cell("" if size is None else whole(float(str(size)))),
+                    Cell(str(first.case["rounding"])),
+                    cell(found.get("perplexity")),
+                    Cell("" if cost is None or cost.value is None else _signed(cost.value)),
+                )
+            )
+        )
+    columns = [
+        Column("format", numeric=False),
+        Column("groups of"),
+        Column("rounding", numeric=False),
+        Column("perplexity"),
+        Column("over the plain model's"),
+    ]
+    return table("Perplexity on held-out text", columns, rows, source(records), READING)
+
+
+def _key(record: Record) -> tuple[str, str, str]:
+    case = record.case
+    return str(case["format"]), str(case.get("group_size")), str(case["rounding"])
+
+
+def _named(record: Record) -> str:
+    size = record.case.get("group_size")
+    groups = "" if size is None else f" with groups of {size}"
+    return f"{record.case['format']}{groups}, {record.case['rounding']}"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.3f}%"
