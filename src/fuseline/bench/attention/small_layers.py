@@ -1,7 +1,8 @@
 """The layers that `bench attention --suite small` compares, each over the same weights.
 
-Two forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`), and
-`full`, with rows of the projection for each head, as `torch.nn.MultiheadAttention` has it.
+Three forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`);
+`full`, with rows of the projection for each head, as `torch.nn.MultiheadAttention` has it; and `block`, a
+transformer block around the latter: y = x + attention(norm(x)), y + W_2 gelu(W_1 norm(y)), W_1 of 4 E rows.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from fuseline.nn import SelfAttention
-from fuseline.ops import self_attention_layer
+from fuseline.ops import add_layer_norm, gelu, layer_norm, self_attention_layer
 
 PEERS = {
     "shared": ("python", "aten", "fuseline", "sdpa"),
     "full": ("python", "aten", "fuseline", "sdpa", "mha"),
+    "block": ("python", "fuseline", "sdpa"),
 }
 """The peers of each form. `sdpa`: the module over torch's attention; `mha`: torch's MultiheadAttention."""
 
@@ -40,6 +43,8 @@ def build(
     if form == "shared":
         return _shared(peer, embed_dim, heads, device, dtype, seed)
     torch.manual_seed(seed)
+    if form == "block":
+        return _block(peer, embed_dim, heads, device, dtype)
     theirs = torch.nn.MultiheadAttention(embed_dim, heads, batch_first=True, device=device, dtype=dtype)
     if peer == "mha":
         return Layer(lambda x: theirs(x, x, x, need_weights=False)[0], tuple(theirs.parameters()))
@@ -53,14 +58,9 @@ def build(
                 x, qkv_weight, qkv_bias, *last, num_heads=heads, implementation=implementation
             )
     else:
-        attend = _sdpa if peer == "sdpa" else _formula
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            B, S, E = x.shape
-            packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, 3, heads, E // heads)
-            q, k, v = packed.permute(2, 0, 3, 1, 4)
-            attended = attend(q, k, v, 1.0 / math.sqrt(E // heads))
-            return F.linear(attended.transpose(1, 2).reshape(B, S, E), *last)
+            return _composed(peer, x, qkv_weight, qkv_bias, *last, heads)
 
     return Layer(run, (qkv_weight, qkv_bias, *last))
 
@@ -82,6 +82,52 @@ def _shared(
         return F.linear(attended.transpose(1, 2).reshape(B, S, E), module.out_weight, module.out_bias)
 
     return Layer(run, tuple(module.parameters()))
+
+
+def _block(peer: str, embed_dim: int, heads: int, device: torch.device, dtype: torch.dtype) -> Layer:
+    like: dict[str, Any] = {"device": device, "dtype": dtype}
+    attention = torch.nn.MultiheadAttention(embed_dim, heads, batch_first=True, **like)
+    first, second = (torch.nn.LayerNorm(embed_dim, **like) for _ in range(2))
+    up, down = (
+        torch.nn.Linear(embed_dim, 4 * embed_dim, **like),
+        torch.nn.Linear(4 * embed_dim, embed_dim, **like),
+    )
+    layer = (
+        *(attention.in_proj_weight, attention.in_proj_bias),
+        *(attention.out_proj.weight, attention.out_proj.bias),
+    )
+    leaves = tuple(p for module in (attention, first, second, up, down) for p in module.parameters())
+    if peer == "fuseline":
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            normed = layer_norm(x, embed_dim, first.weight, first.bias)
+            attended = self_attention_layer(normed, *layer, num_heads=heads, implementation="fused")
+            normed, total = add_layer_norm(attended, x, embed_dim, second.weight, second.bias)
+            return total + down(gelu(F.linear(normed, up.weight), up.bias))
+    else:
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            total = x + _composed(peer, first(x), *layer, heads)
+            return total + down(F.gelu(up(second(total)), approximate="tanh"))
+
+    return Layer(run, leaves)
+
+
+def _composed(
+    peer: str,
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
+    attend = _sdpa if peer == "sdpa" else _formula
+    B, S, E = x.shape
+    packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, 3, heads, E // heads)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    attended = attend(q, k, v, 1.0 / math.sqrt(E // heads))
+    return F.linear(attended.transpose(1, 2).reshape(B, S, E), out_weight, out_bias)
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -28,6 +28,7 @@ DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 FORMS = {
     "shared": "one projection shared by the heads, as in the seed",
     "full": "a projection for each head, as in nn.MultiheadAttention",
+    "block": "a transformer block around it, with norms and an MLP",
 }
 # Of each peer: its name, its colour, its dash.
 PEERS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
