@@ -51,6 +51,7 @@ class GradientsRecord(ctypes.Structure):
         ),
         ("grad_mask", _POINTER),
         ("grad_mask_strides", _FOUR),
+        ("grad_mask_dtype", _INT),
         *((name, _POINTER) for name in ("grad_sinks", "workspace")),
     ]
 

@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
-__global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, int count, int64_t size, float* to) {
+__global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, int count, int64_t size, void* to, int dtype) {
   const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
   if (at >= size) return;
   float sum = 0.f;
   for (int piece = 0; piece < count; ++piece) sum += pieces[piece * size + at];
-  to[at] = sum;
+  store_as(to, dtype, at, sum);
 }
 
 // Everything but pointers. `tile`: rows and keys of a block.
@@ -58,12 +58,14 @@ int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradie
   const fuseline_attention& c = gradients.call;
   AttentionGradMask of = lay_out(gradients, tile_of(c));
   of.g = g;
-  of.to = of.pieces > 1 ? static_cast<float*>(workspace) : gradients.grad_mask;
+  of.to = of.pieces > 1 ? workspace : gradients.grad_mask;
+  of.to_dtype = of.pieces > 1 ? int(FUSELINE_FLOAT32) : gradients.grad_mask_dtype;
   if (of.size == 0) return 0;
   const int64_t blocks = int64_t(of.batches) * of.heads * of.row_tiles * of.key_tiles * of.pieces;
   const auto on = static_cast<cudaStream_t>(stream);
   if (c.cu_seqlens_q != nullptr || blocks == 0) {  // no block writes what lies between sequences
-    const cudaError_t error = cudaMemsetAsync(of.to, 0, of.pieces * of.size * sizeof(float), on);
+    const size_t element = of.to_dtype == FUSELINE_FLOAT32 ? sizeof(float) : 2;
+    const cudaError_t error = cudaMemsetAsync(of.to, 0, of.pieces * of.size * element, on);
     if (error != cudaSuccess) return int(error);
   }
   int code = 0;
@@ -71,8 +73,8 @@ int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradie
   else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_tiles<__nv_bfloat16>(of, blocks, stream);
   else code = launch_grad_mask_tiles<float>(of, blocks, stream);
   if (code != 0 || of.pieces == 1) return code;
-  sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(of.to, of.pieces, of.size,
-                                                                               gradients.grad_mask);
+  sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(
+      static_cast<const float*>(of.to), of.pieces, of.size, gradients.grad_mask, gradients.grad_mask_dtype);
   return int(cudaGetLastError());
 }
 

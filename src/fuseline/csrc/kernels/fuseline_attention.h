@@ -73,8 +73,9 @@ typedef struct {
   const float* grad_lse;                                  /* like lse, or null for zeros */
   void *grad_q, *grad_k, *grad_v;                         /* like q, k, v; null where not wanted */
   int64_t grad_out_strides[3], grad_q_strides[3], grad_k_strides[3], grad_v_strides[3];
-  float* grad_mask;              /* of an additive mask: fp32, contiguous, 1 long where mask_strides are 0 */
+  void* grad_mask;               /* of an additive mask: contiguous, 1 long where mask_strides are 0 */
   int64_t grad_mask_strides[4];  /* 0 where the gradient is the sum over that dimension */
+  int grad_mask_dtype;
   float* grad_sinks;             /* [heads] */
   void* workspace;               /* of fuseline_attention_backward_workspace bytes, 16-byte aligned */
 } fuseline_attention_gradients;

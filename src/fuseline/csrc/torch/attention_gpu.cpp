@@ -119,7 +119,8 @@ AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const Optio
     Tensor grad_q = wanted[0] ? empty_as_heads_lie(q) : nothing();
     Tensor grad_k = wanted[1] ? empty_as_heads_lie(k) : nothing();
     Tensor grad_v = wanted[2] ? empty_as_heads_lie(v) : nothing();
-    Tensor grad_mask = wanted[3] ? at::empty(mask->sizes(), floats) : nothing();
+    const bool known = wanted[3] && (mask->scalar_type() == at::kHalf || mask->scalar_type() == at::kBFloat16);
+    Tensor grad_mask = wanted[3] ? at::empty(mask->sizes(), known ? mask->options() : floats) : nothing();
     Tensor grad_sinks = wanted[4] ? at::empty(sinks->sizes(), floats) : nothing();
     if (of.empty()) {
         for (Tensor* grad : {&grad_q, &grad_k, &grad_v, &grad_mask, &grad_sinks}) grad->zero_();
@@ -142,7 +143,8 @@ AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const Optio
         set(wanted[1], grad_k, record.grad_k, record.grad_k_strides);
         set(wanted[2], grad_v, record.grad_v, record.grad_v_strides);
         if (wanted[3]) {
-            record.grad_mask = grad_mask.mutable_data_ptr<float>();
+            record.grad_mask = grad_mask.mutable_data_ptr();
+            record.grad_mask_dtype = kernel_dtype(grad_mask, kName);
             set_strides(record.grad_mask_strides, grad_mask);
         }
         if (wanted[4]) record.grad_sinks = grad_sinks.mutable_data_ptr<float>();

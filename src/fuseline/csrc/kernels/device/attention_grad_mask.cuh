@@ -22,12 +22,24 @@ struct GradMaskTiles {
 
 struct AttentionGradMask {
   AttentionBackward g;
-  float* to;              // the gradient, or `pieces` of them
+  void* to;               // the gradient, or `pieces` of them in fp32
+  int to_dtype;
   int64_t strides[4], size;
   int batches, heads, row_tiles, key_tiles;              // of the gradient
   int over_batches, over_heads, over_rows, over_keys;    // summed for one tile of it
   int pieces;
 };
+
+// An element of the gradient in its dtype.
+__device__ __forceinline__ void store_as(void* to, int dtype, int64_t at, float value) {
+  if (dtype == FUSELINE_FLOAT32) {
+    static_cast<float*>(to)[at] = value;
+  } else if (dtype == FUSELINE_BFLOAT16) {
+    static_cast<__nv_bfloat16*>(to)[at] = from_float<__nv_bfloat16>(value);
+  } else {
+    static_cast<__half*>(to)[at] = from_float<__half>(value);
+  }
+}
 
 // A block's way through the tiles of scores that its tile of the gradient is the sum of; those that see nothing are left out.
 struct GradMaskWay {
@@ -178,12 +190,13 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   const int keys = one_key ? 1 : kMaskTile;
   const Sequence sequence(c, batch0);
   const int at_row = one_row ? 0 : sequence.first_row, at_key = one_key ? 0 : sequence.first_key;
-  float* const out = of.to + piece * of.size + sequence.batch * of.strides[0] + head0 * of.strides[1];
+  const int64_t out = piece * of.size + sequence.batch * of.strides[0] + head0 * of.strides[1];
   for (int at = threadIdx.x; at < rows * keys; at += kThreads) {
     const int row = at / keys, key = at % keys;
     const int64_t y = int64_t(row_tile) * kMaskTile + row, x = int64_t(key_tile) * kMaskTile + key;
     if ((one_row || y < sequence.rows) && (one_key || x < sequence.keys)) {
-      out[(at_row + y) * of.strides[2] + (at_key + x) * of.strides[3]] = tile[row * kLine + key];
+      store_as(of.to, of.to_dtype, out + (at_row + y) * of.strides[2] + (at_key + x) * of.strides[3],
+               tile[row * kLine + key]);
     }
   }
 }
