@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
@@ -39,12 +41,17 @@ class Options(Common):
     """Tokens of a timed run."""
     runs: int = 7
     """Timed runs."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
+    """Leave out what would not be done in time (90s, 4m); --resume measures it."""
+    resume: bool = False
+    """Measure what the same commit has not measured into the folder yet."""
 
 
 def run(options: Options) -> int:
     import torch
 
     from fuseline.bench import decode as suite
+    from fuseline.bench.ladder.budget import parse_duration
 
     device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
@@ -59,6 +66,8 @@ def run(options: Options) -> int:
         options.steps,
         options.runs,
         options.seed,
+        None if options.budget is None else parse_duration(options.budget),
+        options.resume,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -67,7 +76,11 @@ def run(options: Options) -> int:
         return 0
     with measuring(28) as observe:
         records = suite.run(bench, out, observe)
-    return publish(records, out / "decode.jsonl", [_table(records)], skipped(records), as_json=options.json)
+    remarks = skipped(records)
+    left = suite.left(bench, out)
+    if left:
+        remarks.append(f"The budget left out {len(left)} measurements; --resume takes them up.")
+    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=options.json)
 
 
 def skipped(records: Sequence[Record]) -> list[str]:

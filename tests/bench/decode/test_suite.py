@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fuseline import report
-from fuseline.bench.decode import DecodeBench, run
+from fuseline.bench.decode import DecodeBench, left, run
 from fuseline.bench.decode.contenders import Compiled, contender, in_plain_torch
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
@@ -84,6 +85,18 @@ def test_records_say_what_was_run(tmp_path: Path) -> None:
     page = report.build(records, tmp_path).read_text()
     assert "Decoding: llama-tiny" in page
     assert "tokens/s with 1 row(s) in" in page
+
+
+def test_what_a_budget_leaves_out_a_later_run_takes_up(tmp_path: Path) -> None:
+    bench = DecodeBench(CPU, "llama-tiny", (1, 2), (40,), 64, ("fp32",), ("fuseline",), steps=2, runs=3)
+    assert run(replace(bench, budget_seconds=1e-9), tmp_path, lambda *_: None) == []
+    assert left(bench, tmp_path) == bench.problems()
+    run(replace(bench, batches=(1,)), tmp_path, lambda *_: None)
+    assert [problem.batch for problem in left(bench, tmp_path)] == [2]
+    again = run(replace(bench, resume=True), tmp_path, lambda *_: None)
+    assert {record.case["batch"] for record in again} == {2}
+    assert not left(bench, tmp_path)
+    assert left(replace(bench, preset="llama-160m"), tmp_path)
 
 
 def test_what_cannot_be_measured_is_refused_or_said(tmp_path: Path) -> None:

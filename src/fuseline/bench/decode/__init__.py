@@ -1,6 +1,6 @@
 """`fuseline bench decode`: tokens a second of a language model, ours against the ways others take."""
 
 from fuseline.bench.decode.contenders import PEERS
-from fuseline.bench.decode.suite import DecodeBench, Problem, run
+from fuseline.bench.decode.suite import DecodeBench, Problem, left, run
 
-__all__ = ["PEERS", "DecodeBench", "Problem", "run"]
+__all__ = ["PEERS", "DecodeBench", "Problem", "left", "run"]

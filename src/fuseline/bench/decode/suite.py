@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from fuseline import native
 from fuseline.bench.decode.contenders import FLOATS, FORMATS, PEERS, Contender, contender
 from fuseline.bench.failure import describe_failure
+from fuseline.bench.ladder.budget import Budget
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.pretrained import LanguageModel
-from fuseline.records import Record, append, describe
+from fuseline.records import Environment, Record, append, describe, read
 from fuseline.timing import (
     Summary,
     copy_bandwidth_gbs,
@@ -48,7 +49,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """What to measure. A run takes `steps` tokens; there are `runs` of them, the middle one at a position."""
+    """What to measure. A run takes `steps` tokens; there are `runs` of them, the middle one at a position.
+
+    With `budget_seconds` a problem is left out that would not be done in time, by how long its contender's
+    others took; with `resume` what the same commit measured into the same folder before is not done again.
+    """
 
     device: torch.device
     preset: str
@@ -60,6 +65,8 @@ class DecodeBench:
     steps: int = 10
     runs: int = 7
     seed: int = 1337
+    budget_seconds: float | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -87,13 +94,13 @@ class DecodeBench:
         return WARM_UP + self.runs * self.steps // 2
 
     def problems(self) -> tuple[Problem, ...]:
-        """All of them, those of one format together."""
+        """All of them, those of one format together, and of these those of one contender."""
         return tuple(
             Problem(batch, format, position, self.capacity, peer)
             for format in self.formats
+            for peer in self.peers
             for batch in self.batches
             for position in self.positions
-            for peer in self.peers
             if format in FORMATS.get(peer, FLOATS)
         )
 
@@ -102,10 +109,15 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
     """Measure; records are appended to `<out>/decode.jsonl` problem by problem."""
     native.ready(bench.device.type)
     copy = copy_bandwidth_gbs(bench.device)
-    problems = bench.problems()
+    problems = left(bench, out) if bench.resume else bench.problems()
+    budget = Budget(bench.budget_seconds)
+    longest: dict[str, float] = {}
     records: list[Record] = []
     held: tuple[str, TextGenerator] | None = None
     for number, problem in enumerate(problems):
+        if budget.left() <= longest.get(problem.peer, 0.0):
+            continue
+        begin = budget.spent()
         observe(f"{problem.peer} {problem.format}, {problem.batch} rows", number, len(problems))
         if held is None or held[0] != problem.format:
             held = None  # room for the next, before it is made
@@ -114,19 +126,53 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
         new = list(_measured(bench, problem, held[1], copy))
         append(out / f"{SUITE}.jsonl", new)
         records += new
+        longest[problem.peer] = max(longest.get(problem.peer, 0.0), budget.spent() - begin)
     observe("done", len(problems), len(problems))
     return records
 
 
+def left(bench: DecodeBench, out: Path) -> tuple[Problem, ...]:
+    """The problems that this commit has not measured into `out` yet."""
+    file = out / f"{SUITE}.jsonl"
+    here = _place(describe(bench.device))
+    done = {
+        _key(bench.preset, record.case, record.peer)
+        for record in (read(file) if file.exists() else ())
+        if _place(record) == here
+        and record.metric in ("tokens_per_s", "skipped")
+        and "rung" not in record.case
+    }
+    wanted = [(problem, _key(bench.preset, _sizes(problem), problem.peer)) for problem in bench.problems()]
+    return tuple(problem for problem, key in wanted if key not in done)
+
+
+def _place(of: Environment | Record) -> tuple[str | None, ...]:
+    return of.device, of.torch, of.commit
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    return {
+        "batch": problem.batch,
+        "position": problem.position,
+        "seqlen_k": problem.capacity,
+        "format": problem.format,
+    }
+
+
+def _key(preset: str, case: Mapping[str, Any], peer: str) -> tuple[str, ...]:
+    sizes = (str(case.get(name)) for name in ("batch", "position", "seqlen_k", "format"))
+    return (str(case.get("preset", preset)), *sizes, peer)
+
+
 def made_model(bench: DecodeBench, format: str) -> TextGenerator:
-    """The model with random weights, its linear layers in `format`."""
-    most = max(bench.batches)
+    """The model with random weights, its linear layers in `format`. Whether a problem's cache has room beside
+    it each will see."""
     return load(
         None,
         bench.preset,
         device=bench.device,
         dtype=torch.float32 if format == "fp32" else torch.bfloat16,
-        wanted=Wanted(most, max(bench.positions), bench.capacity),
+        wanted=Wanted(1, 1, 1),
         quant=None if format in FLOATS else format,
         vocabulary=Numbers(),
         seed=bench.seed,
@@ -139,10 +185,7 @@ def _measured(
     case: dict[str, Any] = {
         "model": type(generator.model).__name__.lower(),
         "preset": bench.preset,
-        "batch": problem.batch,
-        "position": problem.position,
-        "seqlen_k": problem.capacity,
-        "format": problem.format,
+        **_sizes(problem),
     }
     if problem.format == "int4":
         case["group_size"] = 128
