@@ -23,7 +23,7 @@ def test_says_what_it_would_build(
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
     assert run(["build", "--torch-only", "--dry-run", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert list(answer) == ["fuseline_torch"]
+    assert set(answer) - {"fuseline_direct"} == {"fuseline_torch"}  # that where Python's headers are
     assert answer["fuseline_torch"].startswith(str(tmp_path / "cache" / "lib"))
     assert not (tmp_path / "cache").exists()
 
@@ -56,4 +56,5 @@ def test_wheel_carries_the_library(capsys: pytest.CaptureFixture[str], tmp_path:
 @needs_cxx
 def test_plans_the_kernels_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["build", "--dry-run", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == ["fuseline_torch", "fuseline_kernels"]
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) - {"fuseline_direct"} == {"fuseline_torch", "fuseline_kernels"}

@@ -16,7 +16,7 @@ class Options:
     out: Path = Path("dist")
     """Folder for the wheel."""
     torch_only: bool = False
-    """Build libfuseline_torch.so only."""
+    """Build libfuseline_torch.so only, and the module that calls it from this Python."""
     kernels_only: bool = False
     """Build libfuseline_kernels.so only."""
     json: bool = False
@@ -31,7 +31,7 @@ def run(options: Options) -> int:
 
     if options.torch_only and options.kernels_only:
         raise InputError(
-            "--torch-only and --kernels-only exclude each other; leave both out for both libraries."
+            "--torch-only and --kernels-only exclude each other; leave both out for all libraries."
         )
     planned = plan(torch_library=not options.kernels_only, kernels=not options.torch_only)
     if options.dry_run:

@@ -31,6 +31,7 @@ def checks() -> Iterator[Check]:
     status = native.status()
     yield _library("operations", status.torch, missing="warn")
     yield _library("kernels", status.kernels, missing="warn" if torch.cuda.is_available() else "absent")
+    yield _direct_calls()
     yield _cache(native.cache_dir())
     yield _disk(native.cache_dir())
 
@@ -51,6 +52,13 @@ def _library(name: str, library: LibraryStatus, missing: State) -> Check:
         )
     mend = library.mend or "fuseline build"
     return Check(GROUP, name, missing, f"lib{library.name}.so is not loaded: {library.reason}", mend)
+
+
+def _direct_calls() -> Check:
+    """They save a microsecond a call; without them all runs the same."""
+    if not native.direct.reason:
+        return Check(GROUP, "direct calls", "ok", "ops are called past torch.ops")
+    return Check(GROUP, "direct calls", "absent", f"calls go through torch.ops: {native.direct.reason}")
 
 
 def _cache(folder: Path) -> Check:

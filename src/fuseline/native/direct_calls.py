@@ -14,10 +14,15 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
+import sysconfig
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from fuseline.errors import InputError
 from fuseline.native.build import build
@@ -25,6 +30,7 @@ from fuseline.native.compilers import find_cxx
 from fuseline.native.recipes import DIRECT_NAME, direct_recipe
 
 Call = Callable[..., Any]
+PREBUILT = Path(__file__).parent / "prebuilt"
 
 
 def _declines(*_: object) -> None:
@@ -62,16 +68,36 @@ class Direct:
 
 
 def _load() -> ModuleType:
-    compiler = find_cxx().compiler
-    recipe = None if compiler is None else direct_recipe(compiler)
-    if recipe is None:
-        raise InputError("there is no C++ compiler, or Python's headers (python3-dev) are not installed")
-    loader = importlib.machinery.ExtensionFileLoader(DIRECT_NAME, str(build(recipe)))
+    path = _prebuilt() or _built()
+    loader = importlib.machinery.ExtensionFileLoader(DIRECT_NAME, str(path))
     spec = importlib.util.spec_from_file_location(DIRECT_NAME, loader.path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def _prebuilt() -> Path | None:
+    """The module inside the package, if this is a wheel with one for this Python and this torch."""
+    path = PREBUILT / f"lib{DIRECT_NAME}.so"
+    if not path.is_file():
+        return None
+    manifest = json.loads((PREBUILT / "manifest.json").read_text())
+    here = str(torch.__version__).partition("+")[0], python_abi()
+    return path if (manifest.get("torch"), manifest.get("python")) == here else None
+
+
+def _built() -> Path:
+    compiler = find_cxx().compiler
+    recipe = None if compiler is None else direct_recipe(compiler)
+    if recipe is None:
+        raise InputError("there is no C++ compiler, or Python's headers (python3-dev) are not installed")
+    return build(recipe)
+
+
+def python_abi() -> str:
+    """Which Pythons take a module built here."""
+    return str(sysconfig.get_config_var("SOABI"))
 
 
 direct = Direct()

@@ -1,4 +1,4 @@
-"""A wheel with both libraries inside, for machines that have no compiler.
+"""A wheel with the libraries inside, for machines that have no compiler.
 
 The wheel is built from a copy of the source tree through setuptools. The kernels in it serve every torch;
 the other library serves the torch release it was built against, and a machine with another one builds its
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fuseline.errors import InputError
 from fuseline.native.compilers import Compiler, toolkit_version
+from fuseline.native.direct_calls import python_abi
 from fuseline.native.library import MANIFEST, public_torch_version
 
 SOURCE = Path(__file__).parents[3]
@@ -82,7 +83,7 @@ def _copy_source(tree: Path) -> None:
 
 def _manifest(nvcc: Compiler | None) -> dict[str, str]:
     """What the libraries were built with; `Loader` reads it."""
-    manifest = {"torch": public_torch_version()}
+    manifest = {"torch": public_torch_version(), "python": python_abi()}
     if nvcc is not None:
         manifest["toolkit"] = ".".join(map(str, toolkit_version(nvcc)))
     return manifest
