@@ -6,6 +6,7 @@ from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.picker import (
     Considered,
     Explanation,
+    compiling,
     explain,
     explain_problem,
     forbid,
@@ -22,6 +23,7 @@ __all__ = [
     "Considered",
     "Explanation",
     "Problem",
+    "compiling",
     "explain",
     "explain_problem",
     "forbid",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuseline.bench.attention import fit
 from fuseline.bench.attention import run as attention_run
 from fuseline.bench.attention.results import Ceilings
 from fuseline.cli.main import run
@@ -46,12 +47,16 @@ def test_a_dry_run_lists_the_problems(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "STEPS", 3)
     table = tmp_path / "table.json"
     line = ["bench", "attention", "--device", "cpu", "--write-table", str(table), "--problems", "2"]
     assert run([*line, "--out", str(tmp_path)]) == 0
     assert len(read_entries(table)) == 2
     assert "2 problems in" in capsys.readouterr().out
+    assert table.with_suffix(".npz").exists()
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ class Options(Common):
     every: int = 1
     """Only each so many'th problem of a suite."""
     write_table: Path | None = None
-    """Measure random problems for the picker's table instead, and add them to this file, as those in
-    `src/fuseline/ops/attention/shipped/`."""
+    """Measure problems for the picker instead: typical ones for the table in this file, as those in
+    `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""
     problems: int = 1000
-    """How many random problems the table is from."""
+    """How many random problems the networks are fitted to."""
     processes: int = 0
     """How many processes prepare problems side by side on a GPU; one at a time is timed. 0: by the cores."""
 
@@ -101,9 +101,13 @@ def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) ->
             bench.device,
             budget_seconds=bench.budget_seconds,
             processes=bench.processes,
+            with_compiled=bench.with_compiled,
             observe=observe,
         )
-    print(f"{found.entries} problems in {file}, {found.left} left for another run.")
+    print(
+        f"{found.entries} problems in {file}, networks fitted to {found.fitted}; "
+        f"{found.left} left for another run."
+    )
     return 0
 
 

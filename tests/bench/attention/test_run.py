@@ -13,9 +13,11 @@ from fuseline.bench.attention.evaluate import Truth
 from fuseline.bench.attention.measured import measure_all, read
 from fuseline.bench.attention.results import Ceilings, Result, case_of, records_of
 from fuseline.bench.attention.run import AttentionBench, evaluate, run, summary
+from fuseline.bench.attention.suites import typical
 from fuseline.bench.attention.table import write_table
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.draw import draw
+from fuseline.ops.attention.fitted import load
 from fuseline.ops.attention.measure import Times
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import read_entries
@@ -130,11 +132,15 @@ def test_lines_are_read_again_and_a_torn_one_is_left_out(tmp_path: Path) -> None
     assert measure_all([SMALL], file, budget_seconds=0.0).left == 0, "it is done already"
 
 
-def test_a_table_is_written_and_added_to(tmp_path: Path) -> None:
+def test_a_table_is_written_and_added_to_and_networks_are_fitted(tmp_path: Path) -> None:
     file, lines = tmp_path / "shipped" / "table.json", tmp_path / "times.jsonl"
-    first = write_table(file, lines, 2, CPU)
-    assert first.entries == 2
-    assert write_table(file, lines, 4, CPU, budget_seconds=0.0).left == 2
-    second = write_table(file, lines, 4, CPU)
-    assert second.entries == 4
-    assert len(read_entries(file)) == 4
+    first = write_table(file, lines, 2, CPU, steps=3)
+    assert (first.entries, first.fitted, first.left) == (2, 4, 0)
+    assert write_table(file, lines, 4, CPU, budget_seconds=0.0, steps=3).left == 2
+    second = write_table(file, lines, 4, CPU, steps=3)
+    assert (second.entries, second.fitted) == (2, 6)
+    assert {entry.problem for entry in read_entries(file)} == set(typical(CPU))
+    fitted = load(file.with_suffix(".npz"))
+    assert fitted is not None
+    assert fitted.problems == 6
+    assert fitted.estimate(SMALL, ["math", "cudnn"]).keys() == {"math"}

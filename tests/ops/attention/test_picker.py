@@ -43,6 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
     monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
     monkeypatch.setattr(kept, "kept", lambda gpu: Table.of(tables["kept"]))
     monkeypatch.setattr(kept, "shipped", lambda gpu: Table.of(tables["shipped"]))
+    monkeypatch.setattr(kept, "fitted", lambda gpu: None)
     monkeypatch.setattr(kept, "every", lambda gpu: Table.of(tables["shipped"] + tables["kept"]))
     monkeypatch.setattr(kept, "forget", lambda: None)
     return tables
@@ -97,6 +98,31 @@ def test_what_was_not_measured_is_estimated(measured: dict[str, list[Entry]]) ->
     assert decision.estimated_us["math"] > 2 * decision.estimated_us["flash"]
     assert decision.why.startswith("the fastest as estimated from 3 measured problems, the nearest 0.")
     assert decide(replace(BASE, dtype=torch.float64)).why.startswith("by rule"), "another size of numbers"
+
+
+def test_networks_come_before_neighbours_and_after_measurements(
+    measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fitted:
+        problems = 7
+
+        def estimate(self, problem: Problem, names: list[str]) -> dict[str, float]:
+            times = {"flash": 3.0, "math": 2.0, "flex": 1.0, "plain": 4.0}
+            return {name: times[name] for name in names if problem.dtype == torch.float32}
+
+    monkeypatch.setattr(kept, "fitted", lambda gpu: Fitted())
+    flex = replace(choice.CANDIDATES["flex"], supports=lambda problem: None, offered_on=("cpu", "cuda"))
+    monkeypatch.setitem(choice.CANDIDATES, "flex", flex)
+    decision = decide(BASE)
+    assert (decision.name, decision.estimated_us["math"]) == ("math", 2.0)
+    assert decision.why == "the fastest as estimated from 7 problems measured on such a GPU"
+    assert decide(BASE, may_compile=True).name == "flex"
+    assert decide(BASE, is_traced=True).name == "flex", "a trace compiles anyway"
+    with picker.compiling():
+        assert decide(BASE).name == "flex"
+    assert decide(replace(BASE, dtype=torch.float64)).why.startswith("by rule"), "nothing is told of it"
+    measured["kept"].append(Entry(BASE, {"flash": 3.0, "math": 5.0}))
+    assert decide(BASE).name == "flash"
 
 
 def test_what_compiles_is_picked_for_what_was_measured_alone(

@@ -155,7 +155,9 @@ def evaluate(
                 memory[name] = used
     if with_compiled:
         torch.compiler.reset()
-    return Result(Times(problem, kept, failed), decide(problem).name, errors, memory, tuned)
+    return Result(
+        Times(problem, kept, failed), decide(problem, may_compile=with_compiled).name, errors, memory, tuned
+    )
 
 
 def summary(results: Sequence[Result]) -> dict[str, float]:

@@ -17,8 +17,10 @@ SHORT_LENGTHS = (16, 32, 64, 128, 256)
 LONG_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 RANDOM_CASES = 200
 COMPILED_CASES = 30
-BAR_SEEDS, TABLE_SEEDS = 0, 100_000
-"""Where the seeds of the cases that judge the picker begin, and those of the cases that its table is from."""
+BAR_SEEDS, TABLE_SEEDS, COMPILED_SEEDS = 0, 100_000, 200_000
+"""Where the seeds of the cases that judge the picker begin, those of the cases that it knows, and those that
+it knows with what compiles."""
+TYPICAL_LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 MASKS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -117,6 +119,21 @@ def _masks(device: torch.device) -> list[Problem]:
             problem = replace(problem, seqlen_q=512, seqlen_k=512, max_seqlen_q=64, max_seqlen_k=64)
         found.append(problem)
     return found
+
+
+def typical(device: torch.device) -> list[Problem]:
+    """Problems that the picker's table holds: those of the suites, without the longest, and those of GPTs."""
+    if device.type != "cuda":
+        return _short(device)[:2]
+    gpts = [
+        Problem(device, torch.bfloat16, batch, heads, heads, length, length, 64, direction, "bottom_right")
+        for batch in (1, 4, 8, 16, 32, 64)
+        for heads, length in ((12, 1024), (16, 1024), (6, 256))
+        for direction in ("fw", "fwbw")
+    ]
+    long = [problem for problem in _long(device) if problem.seqlen_q in TYPICAL_LENGTHS]
+    found = [*gpts, *_short(device), *long, *_decode(device), *_masks(device)]
+    return list(dict.fromkeys(found))
 
 
 def _random(device: torch.device) -> list[Problem]:

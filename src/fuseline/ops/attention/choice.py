@@ -1,9 +1,9 @@
 """The choice of a candidate for a call: what was asked for, what was measured, what that tells, a rule.
 
 In this order: a name given to the call; `picker.use`; the environment's FUSELINE_ATTENTION; the fastest as
-measured on this machine, then in the package's table; the fastest as estimated from all that was measured;
-`rule.py`. Under torch.compile the choice is made while tracing: from static shapes as in eager mode, from
-shapes that vary by the rule.
+measured on this machine, then in the package's table; the fastest as estimated from what the package's
+measurements of that GPU tell, or else from what was measured here; `rule.py`. Under torch.compile the choice
+is made while tracing: from static shapes as in eager mode, from shapes that vary by the rule.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Decision:
 
 @dataclass
 class Settings:
-    """What `picker.use`, `picker.forbid` and `picker.tuning` set, for the whole process. `tune` measures a
+    """What `picker.use`, `picker.forbid`, `picker.compiling` and `picker.tuning` set, for the whole process.
+    `compile`: what compiles for seconds for each shape may be chosen by an estimate, too. `tune` measures a
     problem that was not measured on this machine before it is chosen for."""
 
     used: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
+    compile: bool = False
     tune: Callable[[Problem], object] | None = None
 
 
@@ -71,7 +73,7 @@ def choose(call: Call, backend: str) -> str:
         parts, is_dynamic = _with_stand_ins(call.parts())
         return _choose_traced(*parts, backend, used, forbidden, is_dynamic)
     parts = call.parts()
-    key = (parts, backend, used, forbidden, os.environ.get(VARIABLE))
+    key = (parts, backend, used, forbidden, SETTINGS.compile, os.environ.get(VARIABLE))
     found = _remembered.get(key)
     if found is None:
         problem = Problem(*parts)
@@ -111,11 +113,15 @@ def decide(
     forbidden: Sequence[str] = (),
     is_dynamic: bool = False,
     is_traced: bool = False,
+    may_compile: bool | None = None,
 ) -> Decision:
-    """The choice and its reasons.
+    """The choice and its reasons. `may_compile`: whether an estimate may choose what compiles for each shape;
+    None goes by `picker.compiling`, and yes in a trace, which compiles anyway.
 
     Raises InputError if what was asked for does not do the problem, or nothing does.
     """
+    if may_compile is None:
+        may_compile = SETTINGS.compile or is_traced
     if backend != PICK:
         reason = _reason(problem, backend, is_traced)
         if reason is not None:
@@ -133,7 +139,7 @@ def decide(
         refused.update({n: f"{source} asks for {', '.join(wished)}" for n in CANDIDATES if n not in wished})
         if len(able) == 1:
             return Decision(problem, able[0], f"{source} asks for it", refused)
-        return _best(problem, able, refused, is_dynamic)
+        return _best(problem, able, refused, is_dynamic, may_compile)
     refused = {}
     for name, candidate in CANDIDATES.items():
         if name in banned_by:
@@ -145,7 +151,7 @@ def decide(
     able = [name for name in CANDIDATES if name not in refused]
     if not able:
         raise InputError(f"attention: nothing runs {problem}: {_said(refused)}.")
-    return _best(problem, able, refused, is_dynamic)
+    return _best(problem, able, refused, is_dynamic, may_compile)
 
 
 def _reason(problem: Problem, name: str, is_traced: bool) -> str | None:
@@ -156,7 +162,13 @@ def _reason(problem: Problem, name: str, is_traced: bool) -> str | None:
     return candidate.refuses(problem)
 
 
-def _best(problem: Problem, able: Sequence[str], refused: Mapping[str, str], is_dynamic: bool) -> Decision:
+def _best(
+    problem: Problem,
+    able: Sequence[str],
+    refused: Mapping[str, str],
+    is_dynamic: bool,
+    may_compile: bool,
+) -> Decision:
     """The fastest known of `able`."""
     if not is_dynamic:
         gpu = kept.gpu_name(problem.device)
@@ -167,21 +179,35 @@ def _best(problem: Problem, able: Sequence[str], refused: Mapping[str, str], is_
             if known:
                 name = min(known, key=lambda n: known[n])
                 return Decision(problem, name, f"the fastest {where}", refused, known)
-        # What compiles for seconds is taken for what was measured alone.
-        calm = [name for name in able if not CANDIDATES[name].compiles]
-        every = kept.every(gpu)
-        near = every.nearest(problem)
-        estimated = {} if near is None else every.estimator.estimate(problem, calm)
-        if near is not None and estimated:
+        estimated, why = _estimated(
+            problem, gpu, [name for name in able if may_compile or not CANDIDATES[name].compiles]
+        )
+        if estimated:
             name = min(estimated, key=lambda n: estimated[n])
-            why = (
-                f"the fastest as estimated from {len(every.entries)} measured problems, the nearest "
-                f"{near[0]:.1f} doublings away: {near[1].problem}"
-            )
             return Decision(problem, name, why, refused, estimated_us=estimated)
     preferred, why = rule.order(problem, is_dynamic)
     name = next((n for n in preferred if n in able), able[0])
     return Decision(problem, name, f"by rule, nothing near was measured: {why}", refused)
+
+
+def _estimated(problem: Problem, gpu: str | None, names: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Microseconds of a problem that was not measured, and what they are from."""
+    fitted = kept.fitted(gpu)
+    if fitted is not None:
+        estimated = fitted.estimate(problem, names)
+        if estimated:
+            return (
+                estimated,
+                f"the fastest as estimated from {fitted.problems} problems measured on such a GPU",
+            )
+    every = kept.every(gpu)
+    near = every.nearest(problem)
+    if near is None:
+        return {}, ""
+    return every.estimator.estimate(problem, names), (
+        f"the fastest as estimated from {len(every.entries)} measured problems, the nearest "
+        f"{near[0]:.1f} doublings away: {near[1].problem}"
+    )
 
 
 def _wishes(used: Sequence[str], forbidden: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]:

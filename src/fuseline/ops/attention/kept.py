@@ -15,6 +15,7 @@ import torch
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.ops.attention.fitted import Fitted, load
 from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
 from fuseline.version import __version__
 
@@ -32,6 +33,17 @@ def gpu_name(device: torch.device) -> str | None:
 def shipped(gpu: str | None) -> Table:
     """The package's table for that GPU; an empty one where there is none."""
     return Table() if gpu is None else Table.of(read_entries(SHIPPED / f"{gpu}.json"))
+
+
+@functools.cache
+def fitted(gpu: str | None) -> Fitted | None:
+    """What the package's measurements of that GPU tell of any problem; None where there are none."""
+    return None if gpu is None else load(fitted_file(SHIPPED / f"{gpu}.json"))
+
+
+def fitted_file(table: Path) -> Path:
+    """It lies beside the table."""
+    return table.with_suffix(".npz")
 
 
 def kept_file(gpu: str) -> Path:
@@ -92,5 +104,6 @@ def write(file: Path, entries: Iterable[Entry], about: dict[str, str]) -> None:
 def forget() -> None:
     """Read tables again when they are next asked for."""
     shipped.cache_clear()
+    fitted.cache_clear()
     kept.cache_clear()
     every.cache_clear()

@@ -6,6 +6,7 @@
     FUSELINE_ATTENTION=flash python train.py        (or -cudnn to forbid it)
     fuseline tune --preset gpt2                      (measures, and keeps what it measured)
     with fuseline.picker.tuning(): ...               (measures each new shape before its first call)
+    with fuseline.picker.compiling(): ...            (takes FlexAttention for new shapes, too, which compiles)
 
 `use` and `forbid` hold for the whole process while they are open, also for what torch.compile traces
 meanwhile: what it traced before is traced again when they change. The environment is read when a call is
@@ -145,6 +146,20 @@ class forbid:  # noqa: N801
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         SETTINGS.forbidden = self._before
+
+
+class compiling:  # noqa: N801
+    """Let eager calls of new shapes have what compiles for each of them (FlexAttention, for seconds) where it
+    is estimated to be the fastest. Under torch.compile it may be had anyway."""
+
+    def __enter__(self) -> None:
+        self._before = SETTINGS.compile
+        SETTINGS.compile = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        SETTINGS.compile = self._before
 
 
 class tuning:  # noqa: N801
