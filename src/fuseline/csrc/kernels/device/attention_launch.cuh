@@ -32,23 +32,30 @@ struct AttentionGrid {
   }
 };
 
-// Kernels that may have more than 48 KB of shared memory on a device, the last of this thread: each asks for one size.
+// Kernels that may have more than 48 KB of shared memory on a device, and how much, the last of this thread.
 struct Granted {
   const void* kernel;
-  int device;
+  int device, bytes;
 };
 constexpr int kGranted = 32;
 inline Granted* granted() {
   static thread_local Granted kept[kGranted] = {};
   return kept;
 }
-inline bool is_granted(const void* kernel, int device) {
-  return std::any_of(granted(), granted() + kGranted,
-                     [&](const Granted& one) { return one.kernel == kernel && one.device == device; });
+inline bool is_granted(const void* kernel, int device, int bytes) {
+  return std::any_of(granted(), granted() + kGranted, [&](const Granted& one) {
+    return one.kernel == kernel && one.device == device && one.bytes >= bytes;
+  });
 }
-inline void grant(const void* kernel, int device) {
+inline void grant(const void* kernel, int device, int bytes) {
   static thread_local int next = 0;
-  granted()[next] = {kernel, device};
+  for (Granted* one = granted(); one != granted() + kGranted; ++one) {
+    if (one->kernel == kernel && one->device == device) {
+      one->bytes = bytes;
+      return;
+    }
+  }
+  granted()[next] = {kernel, device, bytes};
   next = (next + 1) % kGranted;
 }
 
@@ -63,10 +70,10 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
   if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
-  if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index)) {
+  if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return int(error);
-    grant(reinterpret_cast<const void*>(kernel), device.index);
+    grant(reinterpret_cast<const void*>(kernel), device.index, shared);
   }
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
