@@ -92,7 +92,7 @@ def test_a_toolkit_from_a_wheel_builds_the_same_library_anywhere() -> None:
 def test_kernels_build_and_export_their_interface() -> None:
     """A part of the library, which takes two cores a minute; `test_kernels_compile` compiles every source."""
     whole = kernels_recipe(find_nvcc().compiler, CXX)
-    part = ("errors", "tuning", "softmax_forward", "softmax_backward")
+    part = ("errors", "tuning", "softmax_forward", "softmax_masked", "softmax_backward")
     units = tuple(unit for unit in whole.units if unit.source.stem in part)
     library = ctypes.CDLL(str(build(replace(whole, name="fuseline_softmax", units=units))))
     assert library.fuseline_kernels_abi_version() >= 1

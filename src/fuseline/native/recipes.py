@@ -154,4 +154,15 @@ def torch_link_flags() -> tuple[str, ...]:
     from torch.utils import cpp_extension
 
     places = tuple(f"-L{path}" for path in cpp_extension.library_paths("cpu"))
-    return ("-shared", *places, "-ltorch_cpu", "-lc10", "-ldl")
+    return ("-shared", *places, "-ltorch_cpu", "-lc10", "-ldl", *standard_library_flags())
+
+
+def standard_library_flags() -> tuple[str, ...]:
+    """The C++ library that torch has loaded, before a static one that some compilers would link: two in a
+    process do not know each other's locales, and an error message with a number in it ends the process."""
+    import torch  # noqa: F401  loads it
+
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    found = (Path(line.split(maxsplit=5)[5]) for line in lines if "libstdc++.so" in line)
+    return next((("-Xlinker", str(path)) for path in found if path.is_file()), ())  # nvcc takes it so, too
