@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const So
   grad_tile.send(static_cast<T*>(a.grad_x) + first * n);
 }
 
-// Long rows; all three tensors stand in their 16-byte vectors alike.
-template <class T>
+// Long rows; all three tensors stand in their 16-byte vectors alike. kTogether as in softmax_forward.cu.
+template <class T, bool kTogether>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(const SoftmaxBackward a) {
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Sums<T>> room;
-  Seat<Sums<T>> seat(room, a.cluster, 2, a.together);
-  if (seat.row >= a.rows) return;
+  Seat<Sums<T>> seat(room, a.cluster, 2, kTogether ? a.together : 1);
+  if (kTogether && seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
   const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, seat.place(), a.part);
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
-      if (k > 0 && slot - seat.lane >= grad_part.count) break;
+      if (kTogether && k > 0 && slot - seat.lane >= grad_part.count) break;
       mine = plus(mine, sums_of<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0)));
     }
   }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
-      if (k > 0 && slot - seat.lane >= grad_part.count) break;
+      if (kTogether && k > 0 && slot - seat.lane >= grad_part.count) break;
       float result[kVector<T>];
       gradient<T>(grad_part.take(slots, slot, 0), grad_part.take(y_slots, slot, 0), mean, a.scale, result);
       grad_part.put(grad_x, slots, slot, result);
@@ -279,7 +279,8 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
-  error = launch_waiting(softmax_backward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
+  const auto kernel = plan.together > 1 ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 

@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softma
   tile.send(static_cast<T*>(a.y) + first * n);
 }
 
-// Long rows without a mask, at a scale above 0.
-template <class T>
+// Long rows without a mask, at a scale above 0. kTogether: several to a block, whose parts seldom fill their pieces.
+template <class T, bool kTogether>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const SoftmaxForward a) {
   extern __shared__ __align__(128) uint4 ring[];
   __shared__ __align__(16) WaitingRoom<Powers<T>> room;
-  Seat<Powers<T>> seat(room, a.cluster, 1, a.together);
-  if (seat.row >= a.rows) return;
+  Seat<Powers<T>> seat(room, a.cluster, 1, kTogether ? a.together : 1);
+  if (kTogether && seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
   const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
   for (int piece = 0; piece < part.pieces(); ++piece) {
     barrier_wait(&room.arrived[seat.warp][piece], 0);
     const int first = piece * kPieceSlots + seat.lane;
-    if (part.count - piece * kPieceSlots <= kWarp) {
+    if (kTogether && part.count - piece * kPieceSlots <= kWarp) {
       const uint4 raw[1] = {part.take(slots, first, kNothing<T>)};
       mine.take(raw, unit);
       continue;
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
     for (int k = 0; k < kPiece; ++k) raw[k] = part.take(slots, first + k * kWarp, kNothing<T>);
     mine.take(raw, unit);
   }
-  const Powers<T> whole = gather(seat.meet(mine.over_warp(unit)), seat.count(), unit);
+  Powers<T> whole = mine.over_warp(unit);
+  if (!kTogether || seat.count() > 1) whole = gather(seat.meet(whole), seat.count(), unit);
   const Top<T> top(whole.max, unit);
   const Share share = divide(1.f, whole.sum);
   T* const y = static_cast<T*>(a.y) + seat.row * a.n;
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + seat.lane;
-      if (k > 0 && slot - seat.lane >= part.count) break;
+      if (kTogether && k > 0 && slot - seat.lane >= part.count) break;
       float value[kVector<T>];
       unpack<T>(part.take(slots, slot, kNothing<T>), value);
       top.raise(value, unit);
@@ -279,8 +280,10 @@ bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error)
 
 constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
 
-// Measured with bf16 rows of 64 KB in blocks of 64, 32, 16 and 8 KB: 0.935, 0.945, 0.967 and 0.809 of the copy bandwidth.
-constexpr int64_t kBlockBytes = 16384;
+// Of a block that shares an aligned row with others. Rows of 64 KB in bf16, in blocks of 64, 32, 16 and 8 KB: 0.935, 0.945,
+// 0.967 and 0.809 of the copy bandwidth; of 100 KB at odd addresses 0.92 in blocks of 100 KB, 0.81 in those of 16.
+template <class T>
+constexpr int64_t kBlockBytes = sizeof(T) == 4 ? 32768 : 16384;
 
 // Long rows; false if the row fits no cluster.
 template <class T>
@@ -288,12 +291,14 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 1, device);
   if (aligned || plan.threads == 0) {
-    plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, kBlockBytes);
+    const int64_t most = aligned ? kBlockBytes<T> : kAnyBytes;
+    plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
-  error = launch_waiting(softmax_forward_waiting<T>, a, plan, a.rows, device, stream, fits, true);
+  const auto kernel = plan.together > 1 ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 

@@ -217,11 +217,13 @@ struct Waiting {
   int together = 1;  // rows of a block
 };
 
-// For rows of n elements of `tensors` tensors; `room` is what a block has beside them. A row has as many blocks, up to
-// kMaxCluster, as leave each no more than `most_bytes`, so that those of other rows fill what time a row waits.
+constexpr int64_t kAnyBytes = INT64_MAX / 2;
+
+// For rows of n elements of `tensors` tensors; `room` is what a block has beside them. A row has as many blocks as
+// leave each no more than `most_bytes`, or twice that beyond kMaxCluster, so that other rows' fill the time it waits.
 template <class T>
 Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t room, const Device& device,
-                     int64_t most_bytes = INT64_MAX / 2) {
+                     int64_t most_bytes = kAnyBytes) {
   Waiting plan{1, 0, 0, 0};
   if (!device.clusters) return plan;
   const int64_t beside = int64_t(room) + 1024;  // the system's part
@@ -230,7 +232,7 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
   for (;; plan.cluster *= 2) {
     const int64_t bytes = divide_up(vectors, plan.cluster) * 16 * tensors + 4096;
     blocks = bytes > device.shared_a_block - int64_t(room) ? 0 : device.shared_a_processor / (bytes + beside);
-    const bool fine = bytes <= most_bytes + 4096 || plan.cluster >= kMaxCluster;
+    const bool fine = bytes - 4096 <= (plan.cluster < kMaxCluster ? most_bytes : 2 * most_bytes);
     if ((blocks >= 2 && fine) || plan.cluster == kMostBlocks) break;
   }
   // Few rows have more blocks each.
