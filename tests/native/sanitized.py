@@ -28,6 +28,12 @@ DTYPES = {"linear_cross_entropy": (torch.float32,)}
 # aligned and not; tiles of short rows at odd addresses; losses in passing.
 SUM = {"reduction": "sum", "ignored": 0.0}
 BEYOND: dict[str, tuple[Case, ...]] = {
+    "layer_norm": (
+        Case("tiles of rows of 31", (300, 31)),
+        Case("rows of a block", (9, 4096)),
+        Case("rows of a cluster", (3, 20000)),
+        Case("rows of odd clusters", (2, 70000)),
+    ),
     "softmax": (
         Case("rows that wait", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 70001)),

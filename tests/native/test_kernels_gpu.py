@@ -59,6 +59,24 @@ def test_layer_norm_forward(kernels: Kernels, dtype: torch.dtype, weights: str) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", ["same", "fp32"])
+def test_layer_norm_forward_of_many_rows(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
+    """More than threads have one vector of each: layouts of which few rows see nothing."""
+    for n in (8, 31, 64, 200, 256, 384, 1000, 1024, 1600, 4096, 16384, 32768, 131072):
+        rows = 2**24 // n | 1
+        x, y = 3 * randn(rows, n, dtype) + 1, place(rows, n, dtype)
+        weight, bias = weights_for(n, torch.float32 if weights == "fp32" else dtype)
+        mean, rstd = (place(rows, 1, torch.float32) for _ in range(2))
+        kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
+        wide, narrow = ([w.double() for w in (weight, bias)], [w.float() for w in (weight, bias)])
+        eager = F.layer_norm(x.float(), (n,), *narrow).to(dtype)
+        assert_as_good(y, eager, F.layer_norm(x.double(), (n,), *wide), f"n {n}")
+        torch.testing.assert_close(mean.double(), x.double().mean(-1, keepdim=True), rtol=1e-5, atol=1e-5)
+        exact_rstd = (x.double().var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+        torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", ["same", "fp32", "none"])
 def test_layer_norm_backward(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
     for rows, n in shapes():

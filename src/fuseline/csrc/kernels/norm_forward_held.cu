@@ -77,7 +77,7 @@ bool norm_forward_held(const NormForward& a, int dtype, const Device& device, vo
     if (!taken) return 0;
     const bool streams = a.rows * a.n * int64_t(sizeof(T)) >= kStreamed;
     return launch(held_kernel<T>(plan), HeldNorm{a, streams}, divide_up(a.rows, plan.rows),
-                  dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, 1, stream, true);
+                  dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, 1, stream, device.clusters);
   });
   return taken || error;
 }
