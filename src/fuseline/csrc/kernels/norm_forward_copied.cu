@@ -20,22 +20,26 @@ struct StayingPlan {
   size_t bytes = 0;
 };
 
-constexpr int64_t kRowsEach = 8;  // of a block: more, and those multiprocessors that are slower hold up the end
+// Rows of a block. Those of more than kStays vectors stay: clusters of 16, as many as each part of the device holds, run at
+// one speed. Others take a few rows each, or those multiprocessors that are slower hold up the end.
+constexpr int64_t kStays = 4096, kRowsEach = 8;
 
-// For rows of `vectors` vectors. Blocks of 8 warps at most share a multiprocessor.
-StayingPlan plan_staying(int64_t rows, int64_t vectors, const Device& device) {
+// For rows of `vectors` vectors, of `most` blocks at most. Blocks of 8 warps at most share a multiprocessor.
+StayingPlan plan_staying(int64_t rows, int64_t vectors, int most, const Device& device) {
   StayingPlan plan;
   constexpr int64_t kMost = kStayingHeld * kWarp, kMostWarps = kMostThreads / kWarp;
-  while (plan.cluster < kMostBlocks && vectors > plan.cluster * kMostWarps / 2 * kMost) plan.cluster *= 2;
+  const bool few = rows < device.processors / 4;
+  while (plan.cluster < most && vectors > plan.cluster * kMostWarps / 2 * kMost) plan.cluster *= 2;
+  if (vectors > kStays && !few) plan.cluster = most;
   if (vectors > plan.cluster * kMostWarps * kMost) return plan;
   // Few rows have more blocks each, and more warps.
-  const bool few = rows * plan.cluster < device.processors;
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
          vectors >= plan.cluster * kMostWarps * kWarp) {
     plan.cluster *= 2;
   }
   const int64_t each = divide_up(vectors, plan.cluster);
-  plan.warps = int(std::min(kMostWarps, divide_up(each, few ? kWarp : kMost)));
+  const bool spread = rows * plan.cluster < device.processors;
+  plan.warps = int(std::min(kMostWarps, divide_up(each, spread ? kWarp : kMost)));
   plan.part = int(divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8);
   const int64_t row = int64_t(plan.warps) * plan.part * 16;
   const int64_t states = kMeetings * plan.cluster * plan.warps * int64_t(sizeof(Moments));
@@ -49,10 +53,11 @@ StayingPlan plan_staying(int64_t rows, int64_t vectors, const Device& device) {
 }
 
 template <class T>
-bool run_staying(NormForward a, const Device& device, void* stream, int& error) {
-  const StayingPlan plan = plan_staying(a.rows, a.n / kVector<T>, device);
+bool run_staying(NormForward a, int most, const Device& device, void* stream, int& error) {
+  const int64_t vectors = a.n / kVector<T>;
+  const StayingPlan plan = plan_staying(a.rows, vectors, most, device);
   if (plan.warps == 0) return false;
-  const auto kernel = norm_forward_staying<T, true, false>;
+  const auto kernel = norm_forward_staying<T>;
   int count = 0;
   cudaError_t failed = cudaSuccess;
   if (plan.cluster > kMaxCluster) {
@@ -61,17 +66,20 @@ bool run_staying(NormForward a, const Device& device, void* stream, int& error) 
   if (failed == cudaSuccess) {
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
-  if (count == 0 && plan.cluster > kMaxCluster) return cudaGetLastError(), false;  // it grants no such clusters
+  if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
+    return cudaGetLastError(), run_staying<T>(a, kMaxCluster, device, stream, error);
+  }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
   a.cluster = plan.cluster;
-  const int64_t clusters = std::max(divide_up(a.rows, kRowsEach), std::min<int64_t>(count, a.rows));
+  const int64_t at_once = std::min<int64_t>(count, a.rows);
+  const int64_t clusters = vectors > kStays ? at_once : std::max(divide_up(a.rows, kRowsEach), at_once);
   error = launch(kernel, StayingNorm{a, plan.part, plan.stages}, clusters * plan.cluster, dim3(plan.warps * kWarp),
                  plan.bytes, plan.cluster, stream, true);
   return true;
 }
 
-constexpr int64_t kLongRow = 32768;   // bytes, beyond which a block's registers do not hold a row
+constexpr int64_t kLongRow = 32768;    // bytes, beyond which a block's registers do not hold a row
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
 
 }  // namespace
@@ -84,7 +92,7 @@ bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, 
     using T = decltype(type);
     bool aligned = a.n % kVector<T> == 0;
     for (const void* tensor : {a.x, a.weight, a.bias}) aligned = aligned && offset_in_vector(tensor) == 0;
-    taken = aligned ? a.n * int64_t(sizeof(T)) > kLongRow && run_staying<T>(a, device, stream, error)
+    taken = aligned ? a.n * int64_t(sizeof(T)) > kLongRow && run_staying<T>(a, kMostBlocks, device, stream, error)
                     : a.n <= kLongestNorm && run_tiled<T>(a, device, stream, error);
     return 0;
   });

@@ -6,10 +6,9 @@
 namespace fuseline {
 namespace {
 
-constexpr int kShortRows = 2;                     // a thread has of rows that take one vector of it
-constexpr int64_t kStreamed = int64_t(64) << 20;  // bytes of y that no L2 keeps
+constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
 
-constexpr int kMostHeld = 4;                      // vectors of a thread
+constexpr int kMostHeld = 4;   // vectors of a thread
 
 struct HeldPlan {
   int held = 0;           // vectors a thread holds; 0: no block holds such rows
@@ -26,12 +25,17 @@ HeldPlan plan_held(int64_t rows, int64_t n, const Device& device) {
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), n);
   if (!choice || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
   // Few rows are spread over all threads that there are; these then have little to do after each other.
-  const bool few = rows * vectors <= int64_t(device.processors) * 1024;
-  plan.held = few ? 1 : std::min(power_of_two_from(choice->held), kMostHeld);
+  const int64_t threads = int64_t(device.processors) * 1024;
+  const bool few = rows * vectors <= 2 * threads;
+  plan.held = few ? 1 + (rows * vectors > threads) : std::min(power_of_two_from(choice->held), kMostHeld);
   const int most = few || vectors > kWarp * plan.held ? kMostThreads : kWarp;
   while (divide_up(vectors, plan.held) > most) plan.held *= 2;
   plan.threads = int(divide_up(vectors, plan.held));
   plan.one_warp = plan.threads <= kWarp;
+  // Three vectors a thread leave none idle: rows of 384, and of 768.
+  if (plan.one_warp && !few && plan.held > 1 && power_of_two_from(plan.threads) * plan.held * 3 >= vectors * 4) {
+    plan.threads = int(divide_up(vectors, 3)), plan.held = 3;
+  }
   if (!plan.one_warp) {
     plan.threads = int(divide_up(plan.threads, kWarp)) * kWarp;
     return plan;
@@ -46,15 +50,17 @@ HeldPlan plan_held(int64_t rows, int64_t n, const Device& device) {
 }
 
 template <class T>
-auto held_kernel(const HeldPlan& plan) -> void (*)(HeldNorm) {
+auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
   if (plan.one_warp && plan.rows > plan.beside) return norm_forward_held<T, 1, kShortRows, true>;
-  const auto one_of = [&](auto one_warp) -> void (*)(HeldNorm) {
+  const auto one_of = [&](auto one_warp) -> void (*)(NormForward) {
     constexpr bool kOneWarp = decltype(one_warp)::value;
     switch (plan.held) {
       case 1:
         return norm_forward_held<T, 1, 1, kOneWarp>;
       case 2:
         return norm_forward_held<T, 2, 1, kOneWarp>;
+      case 3:
+        return norm_forward_held<T, 3, 1, true>;
       default:
         return norm_forward_held<T, kMostHeld, 1, kOneWarp>;
     }
@@ -75,8 +81,7 @@ bool norm_forward_held(const NormForward& a, int dtype, const Device& device, vo
     const HeldPlan plan = aligned ? plan_held<T>(a.rows, a.n, device) : HeldPlan{};
     taken = plan.held > 0;
     if (!taken) return 0;
-    const bool streams = a.rows * a.n * int64_t(sizeof(T)) >= kStreamed;
-    return launch(held_kernel<T>(plan), HeldNorm{a, streams}, divide_up(a.rows, plan.rows),
+    return launch(held_kernel<T>(plan), a, divide_up(a.rows, plan.rows),
                   dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, 1, stream, device.clusters);
   });
   return taken || error;

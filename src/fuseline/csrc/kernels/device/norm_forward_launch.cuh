@@ -95,6 +95,7 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   return plan;
 }
 
+// Rows of x alone and of one dtype that keep to 16-byte steps are held elsewhere (norm_forward_held.cu).
 template <class X, class Y, bool kAdded>
 auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForward) {
   constexpr int kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
@@ -104,13 +105,16 @@ auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForwa
   if (plan.way == ForwardWay::short_rows) return norm_forward_short<X, Y, kAdded>;
   if (!aligned && plan.held == 1) return norm_forward_rows<X, Y, kAdded, 1, false, true>;
   if (!aligned) return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
-  if (!plan.one_warp) {
-    return plan.held == kMost ? norm_forward_rows<X, Y, kAdded, kMost, true, false>
-                              : norm_forward_rows<X, Y, kAdded, kLeast, true, false>;
+  if constexpr (kAdded || !std::is_same_v<X, Y>) {
+    if (!plan.one_warp) {
+      return plan.held == kMost ? norm_forward_rows<X, Y, kAdded, kMost, true, false>
+                                : norm_forward_rows<X, Y, kAdded, kLeast, true, false>;
+    }
+    if (plan.held == kMost) return norm_forward_rows<X, Y, kAdded, kMost, true, true>;
+    if (plan.held == kHalf) return norm_forward_rows<X, Y, kAdded, kHalf, true, true>;
+    return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
   }
-  if (plan.held == kMost) return norm_forward_rows<X, Y, kAdded, kMost, true, true>;
-  if (plan.held == kHalf) return norm_forward_rows<X, Y, kAdded, kHalf, true, true>;
-  return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
+  return nullptr;
 }
 
 template <class X, class Y, bool kAdded>
@@ -123,6 +127,7 @@ int run_forward(NormForward a, const Device& device, void* stream) {
   const ForwardPlan plan = plan_forward<X, Y, kAdded>(a.rows, a.n, aligned, device);
   a.cluster = plan.cluster;
   const auto kernel = forward_kernel<X, Y, kAdded>(plan, aligned);
+  if (!kernel) return FUSELINE_UNSUPPORTED;
   if (plan.way == ForwardWay::waiting) {
     int count = 0;
     const cudaError_t error = resident_clusters(kernel, device, plan.threads, plan.shared, plan.cluster, count);
