@@ -19,6 +19,9 @@ Observer = Callable[[str, int, int], None]
 """Called with what is measured now, how many are done, and how many there are."""
 
 
+SAMPLES = 5  # many problems tell more than many samples
+
+
 @dataclass
 class Measured:
     """What a run measured, in the order of the problems, and how many of them its budget left."""
@@ -62,7 +65,7 @@ def _measure(item: tuple[Problem, bool], turn: Turn) -> Times:
     try:
         prepared = prepare(problem, with_compiled=with_compiled, turn=turn)
         with turn:
-            return clock(prepared)
+            return clock(prepared, SAMPLES)
     except torch.OutOfMemoryError as error:
         return Times(problem, {}, {"inputs": f"{type(error).__name__}: {error}"})
     finally:

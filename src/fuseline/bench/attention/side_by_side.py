@@ -35,7 +35,7 @@ def processes_for(device: torch.device) -> int:
     """How many pay: one on a CPU, where preparing and timing want the same cores."""
     if device.type != "cuda":
         return 1
-    return max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+    return max(1, min(15, (os.cpu_count() or 2) - 1))
 
 
 class Lock:

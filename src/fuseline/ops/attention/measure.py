@@ -29,6 +29,7 @@ FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hi
 MOST_SCORES = {2: 2**22, 4: 2**27, 8: 2**27}
 CLOSE, CLOSE_US = 1.3, 4.0  # times that are to be told apart; a single one is off by some microseconds
 LONGEST_CONTEST_US = 1.2e4
+BEHIND, BEHIND_US = 2.5, 100.0  # what is so far behind in a first run, which is a cold one, is out
 FEWEST, MOST = 3, 9  # samples of those that are close
 LONG_US = 2e4  # one sample is enough
 
@@ -111,29 +112,28 @@ def prepare(
     return Prepared(problem, drawn, calls, failed)
 
 
-def clock(prepared: Prepared) -> Times:
-    """Run what was prepared: once to warm up, once to drop what is behind, and the close ones in turns."""
-    problem, failed = prepared.problem, dict(prepared.failed)
-    calls = dict(prepared.calls)
-    for name, call in list(calls.items()):
+def clock(prepared: Prepared, most: int = MOST) -> Times:
+    """Run what was prepared: twice to drop what is behind, and the close ones in turns, `most` times."""
+    problem, failed, calls = prepared.problem, dict(prepared.failed), prepared.calls
+    first: dict[str, float] = {}
+    for name in calls:
         try:
-            call()
-            if problem.device.type == "cuda":
-                torch.cuda.synchronize(problem.device)
+            first.update((n, times[0]) for n, times in _samples(calls, [[name]], problem.device).items())
         except Exception as error:
             failed[name] = _reason(error)
-            calls.pop(name)
             _check_device(problem.device, name, error)
-    if not calls:
+    if not first:
         return Times(problem, {}, failed)
-    once = {name: times[0] for name, times in _samples(calls, [list(calls)], problem.device).items()}
+    best = min(first.values())
+    near = [name for name, time_us in first.items() if time_us <= BEHIND * best + BEHIND_US]
+    once = {name: times[0] for name, times in _samples(calls, [near], problem.device).items()}
     best = min(once.values())
     contest = [name for name, time_us in once.items() if time_us <= CLOSE * best + CLOSE_US]
     fewest = FEWEST if best < LONG_US else 1
-    count = max(fewest, min(MOST, int(LONGEST_CONTEST_US / (max(best, 1.0) * len(contest)))))
+    count = max(fewest, min(most, int(LONGEST_CONTEST_US / (max(best, 1.0) * len(contest)))))
     orders = [contest if number % 2 == 0 else contest[::-1] for number in range(count)]
     medians = {name: summarize(s).median for name, s in _samples(calls, orders, problem.device).items()}
-    return Times(problem, {**once, **medians}, failed)
+    return Times(problem, {**first, **once, **medians}, failed)
 
 
 def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
