@@ -68,6 +68,9 @@ __device__ __forceinline__ void multiply_step(
   using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
   constexpr int kTiles = Shape::kTiles, kHalves = 2 * Shape::kChunks;
   float part[kTiles][kColumnBlocks][4];
+  // One block of columns would be one chain of products, each waiting for the one before: every other one goes apart.
+  constexpr bool kApart = Shape::kInt4 && kColumnBlocks == 1;
+  [[maybe_unused]] float apart[kTiles][4];
   const auto scaled = [&](int t, uint32_t word) {
     const float2 scale = unpack_pair<__nv_bfloat16>(word);
 #pragma unroll
@@ -107,9 +110,16 @@ __device__ __forceinline__ void multiply_step(
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         float(&to)[4] = Shape::kInt4 ? part[t][c] : sums[t][c];
-        if (Shape::kInt4 && (kAnyGroups || half == 0)) to[0] = to[1] = to[2] = to[3] = 0.f;
+        float(&other)[4] = kApart ? apart[t] : to;
+        const bool begins = Shape::kInt4 && (kAnyGroups || half == 0), ends = kAnyGroups || half == kHalves - 1;
+        if (begins) to[0] = to[1] = to[2] = to[3] = 0.f;
+        if (begins && kApart) other[0] = other[1] = other[2] = other[3] = 0.f;
         mma_16816<T>(to, w[t][0], b.x, b.y);
-        mma_16816<T>(to, w[t][1], b.z, b.w);
+        mma_16816<T>(other, w[t][1], b.z, b.w);
+        if (ends && kApart) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[i] += other[i];
+        }
       }
     }
     if constexpr (kAnyGroups) {
@@ -254,8 +264,21 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
         const int group = slice_begin >> (a.group_shift - 2), groups = min(a.groups_a_slice, a.groups - group);
         prefetch_to_l2(a.scales + (tile * a.groups + group) * 8, groups * 32);
       }
+    } else if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) {
+      for (int of = thread; of < share.units * kTiles; of += kThreads) {
+        const int row = tile_at(a, min(share.first_unit * kTiles + of, a.tiles - 1)) * kTileRows;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(a.scales + row));
+      }
     }
+  }
+  const bool copied = kHopper && a.norm == FUSELINE_NORM_NONE && a.x_vectors;
+  const int x_chunks = a.steps_a_split * kChunks, x_limit = min(slice_end * kChunks * kTileColumns, a.k);
+  const auto fetch_x = [&] {
+    if (copied) fetch_rows<kThreads>(a, shared, &arrived, slice_begin * kChunks, x_chunks, x_limit);
+  };
+  if (!a.overlap) {
     wait_for_earlier();
+    fetch_x();
   }
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(steps[u], u);
@@ -271,7 +294,10 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     }
     commit_copies();
   }
-  if (a.overlap) wait_for_earlier();
+  if (a.overlap) {
+    wait_for_earlier();
+    fetch_x();
+  }
   let_next_start();
   prefetch(kAhead, a.prefetched);
 
@@ -283,11 +309,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
   const int pitch = x_pitch(a.steps_a_split * kChunks);
-  const bool copied = kHopper && a.norm == FUSELINE_NORM_NONE && a.x_vectors;
-  const int x_chunks = a.steps_a_split * kChunks, x_limit = min(slice_end * kChunks * kTileColumns, a.k);
-  if (copied) {
-    fetch_rows<kThreads>(a, shared, &arrived, slice_begin * kChunks, x_chunks, x_limit);
-  } else {
+  if (!copied) {
     const StretchOfRows<kThreads> stretch(x_shared, a.m, slice_begin * kChunks, x_chunks, x_limit);
     if (a.norm == FUSELINE_NORM_NONE) {
       load_rows(a, stretch);

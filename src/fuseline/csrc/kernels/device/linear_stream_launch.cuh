@@ -27,8 +27,8 @@ int deal_units(LinearArguments& a, int splits, int clusters) {
 // By the nanoseconds that the busiest multiprocessor should take. Answers 0 if x fits no way.
 template <class Weights, class Shape>
 int plan_stream(const LinearArguments& given, const fuseline_linear& call, const Device& device) {
-  constexpr double kHbm = 22.8, kL2 = 40, kInCluster = 20;  // bytes a nanosecond and multiprocessor
-  constexpr double kMeeting = 900, kAlone = 700;  // of clusters, and of blocks that leave the next launch no room
+  constexpr double kHbm = 22.8;     // bytes a nanosecond and multiprocessor
+  constexpr double kMeeting = 1500;  // of two blocks, and again of twice as many
   double best = 0;
   int best_splits = 0;
   for (int splits = 1; splits <= (device.clusters ? kMostSplits : 1); splits *= 2) {
@@ -41,9 +41,7 @@ int plan_stream(const LinearArguments& given, const fuseline_linear& call, const
     const int grain = a.halves && Shape::kTiles == 1 ? 2 : 1;
     // Blocks that are done leave the bandwidth to the others.
     double cost = (mean + 2 * most) / 3 * grain * a.steps_a_split * step / kHbm;
-    cost += std::max(0., (a.x_bytes - a.scale_bytes) / kL2 - 1000);
-    if (splits > 1) cost += kMeeting + most * grain * Shape::kTiles * kTileRows * a.m * 4 / kInCluster;
-    if (2 * (shared + 1024) > device.shared_a_processor) cost += kAlone;
+    for (int of = splits; of > 1; of /= 2) cost += kMeeting;
     if (best_splits == 0 || cost < best) best = cost, best_splits = splits;
   }
   return best_splits;

@@ -7,21 +7,19 @@
 namespace fuseline {
 
 // How many blocks share the columns, by the nanoseconds that all should take; 0 if not so many as are asked for can.
-template <class Weights>
-int split_tiles(const LinearArguments& a, const fuseline_linear& call, int rows, const Device& device) {
-  constexpr double kHbm = 22.8, kProduct = 2.3, kOperands = 115, kEnds = 2500, kMeeting = 1200;
-  const double blocks = double(divide_up(a.n, kBlockRows)) * divide_up(a.m, rows);
+inline int split_tiles(const LinearArguments& a, const fuseline_linear& call, int rows, const Device& device) {
+  constexpr double kEnds = 4500;  // of a block, in nanoseconds
+  const double a_chunk = rows == 32 ? 310 : rows == 64 ? 380 : rows == 128 ? 510 : 840;
+  const int64_t clusters = divide_up(a.n, kBlockRows) * divide_up(a.m, rows);
   double best = 0;
   int best_splits = 0;
   for (int splits = 1; splits <= kMostSplits; ++splits) {
     if (call.splits && call.splits != splits) continue;
     const int64_t chunks = divide_up(a.chunks, splits);
     if (chunks * (splits - 1) >= a.chunks) continue;  // a block would have nothing
-    const double waves = divide_up(int64_t(blocks) * splits, device.processors);
-    const double busy = std::min(1., blocks * splits / device.processors);
-    const double bytes = kBlockTiles * Weights::kVectors * kWarp * 16. * busy / kHbm;
-    double cost = waves * (chunks * std::max({rows * kProduct, kOperands, bytes}) + kEnds);
-    if (splits > 1) cost += waves * (kMeeting + rows * kBlockRows * 4. / 20);
+    // Clusters of more than two leave multiprocessors over.
+    const int64_t at_once = splits <= 2 ? device.processors / splits : device.processors * 9 / 10 / splits;
+    const double cost = divide_up(clusters, at_once) * (chunks * a_chunk + kEnds);
     if (best_splits == 0 || cost < best) best = cost, best_splits = splits;
   }
   return best_splits;
@@ -31,7 +29,7 @@ template <class T, class Weights, int kRows>
 int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& device, void* stream) {
   using Shape = TilesShape<Weights, kRows>;
   const auto kernel = linear_tiles_kernel<T, Weights, kRows>;
-  a.splits = split_tiles<Weights>(a, call, kRows, device);
+  a.splits = split_tiles(a, call, kRows, device);
   if (a.splits == 0) return FUSELINE_UNSUPPORTED;
   a.steps_a_split = int(divide_up(a.chunks, a.splits));
   a.y_fours = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.y) % 8 == 0;
