@@ -128,13 +128,21 @@ int run_streams(const LinearArguments& a, const fuseline_linear& call, void* str
 
 template <class T, class Weights>
 int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  constexpr int kFastStreams = 16;   // rows of x up to which a stream is the fastest
   constexpr int kMostStreams = 128;  // rows of x, beyond which the weight is better dequantized
   int answer = FUSELINE_UNSUPPORTED;
-  if (call.kernel <= FUSELINE_LINEAR_STREAM) answer = run_stream<T, Weights>(a, call, stream);
-  if constexpr (Weights::kFormat != FUSELINE_WEIGHT_16) {
-    const bool tiles = answer == FUSELINE_UNSUPPORTED && call.kernel != FUSELINE_LINEAR_STREAM;
-    if (tiles) answer = run_tiles<T, Weights>(a, call, stream);
+  const auto tiles = [&] {
+    if constexpr (Weights::kFormat != FUSELINE_WEIGHT_16) {
+      if (answer == FUSELINE_UNSUPPORTED && call.kernel != FUSELINE_LINEAR_STREAM) {
+        answer = run_tiles<T, Weights>(a, call, stream);
+      }
+    }
+  };
+  if (a.m > kFastStreams) tiles();
+  if (answer == FUSELINE_UNSUPPORTED && call.kernel <= FUSELINE_LINEAR_STREAM) {
+    answer = run_stream<T, Weights>(a, call, stream);
   }
+  tiles();
   if (answer != FUSELINE_UNSUPPORTED || call.kernel > FUSELINE_LINEAR_STREAM || a.m > kMostStreams) return answer;
   return run_streams<T, Weights>(a, call, stream);
 }

@@ -5,10 +5,10 @@
 //
 // A block has 128 rows of W, up to 256 rows of x and a stretch of the columns, which the blocks of a cluster share where
 // there are few rows of W. The eight columns that a lane of packed weights has are not neighbours in the product, so a
-// kernel of its own puts x in order first (linear_tiles_order.cuh); one thread then brings it by bulk copies, chunk by
-// chunk. Two warpgroups multiply, 64 rows of W each: a warp reads its own tiles of W from memory, some chunks ahead, and
-// makes them the A of the products in registers while the other warpgroup's products are under way; nothing of W is ever
-// stored. Sums of blocks are added up in their order: the same bits each run.
+// kernel of its own puts x in order first (linear_tiles_order.cu); one thread then brings it by bulk copies, chunk by
+// chunk. Two warpgroups multiply, 64 rows of W each, for few rows of x two more every other chunk: a warp reads its own
+// tiles of W from memory, some chunks ahead, and makes them the A of the products in registers while another warpgroup's
+// products are under way; nothing of W is ever stored. Sums of blocks are added up in their order: the same bits each run.
 //
 // Weights of int4 are rounded to x's dtype here, as dequantizing rounds them: a second set of sums, for groups, does not
 // fit beside 256 rows. int8 is exact until its fp32 sums are scaled.
@@ -23,8 +23,6 @@ namespace fuseline {
 
 constexpr int kBlockTiles = 8;  // of 16 rows of W
 constexpr int kBlockRows = kBlockTiles * kTileRows;
-constexpr int kMultipliers = 256;  // threads, and a warpgroup that brings x and gives them its registers
-constexpr int kTilesThreads = kMultipliers + 128;
 constexpr int kTilePitch = kBlockRows + 4;  // floats between rows of x among the sums: banks apart
 
 // How much a block with kRows rows of x holds.
@@ -32,7 +30,12 @@ template <class Weights, int kRows>
 struct TilesShape {
   static constexpr int kStageBytes = kRows * kTileColumns * 2;
   static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : kRows == 128 ? 8 : 6;
-  static constexpr int kAhead = kRows <= 64 ? 8 : kRows == 128 ? 6 : 3;  // chunks of weights under way
+  // Warpgroups that multiply the same rows of W, chunks in turn: few rows of x leave them waiting for each other's ends.
+  static constexpr int kDepth = kRows <= 64 ? 2 : 1;
+  static constexpr int kMultipliers = 256 * kDepth;
+  static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
+  static constexpr int kRegisters = kDepth == 2 ? 112 : 240;
+  static constexpr int kAhead = kRows <= 64 ? 4 : kRows == 128 ? 6 : 3;  // chunks of weights under way
   static constexpr int kShared = kStages * kStageBytes;
   static_assert(kShared >= kRows * kTilePitch * 4);
 };
@@ -44,6 +47,7 @@ struct Stages {
 };
 
 // The warpgroups that multiply, without the one that brings x.
+template <int kMultipliers>
 __device__ __forceinline__ void meet_multipliers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kMultipliers) : "memory");
 }
@@ -53,8 +57,9 @@ template <int kStages>
 struct Place {
   int slot = 0, phase = 0;
 
-  __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, phase ^= 1;
+  __device__ __forceinline__ void next(int by = 1) {
+    slot += by;
+    if (slot >= kStages) slot -= kStages, phase ^= 1;
   }
 };
 
@@ -110,8 +115,8 @@ __device__ __forceinline__ void make_operands(uint32_t (&w)[4][4], const Chunk<W
 template <class T, class Weights, class Shape, int kRows>
 __device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_t ring, float* planes,
                                                Stages<Shape::kStages>& stages, int first_tile, int begin, int chunks) {
-  constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
-  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp;
+  constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp, kDepth = Shape::kDepth;
+  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp % 8, depth = int(threadIdx.x) / 256;
   const int group = lane / 4, quad = lane % 4;
   const int tile = min(first_tile + warp, a.tiles - 1);
   const char* const weight = a.weight + ((int64_t(tile) * a.chunks + begin) * kTileVectors + lane) * 16;
@@ -133,14 +138,15 @@ __device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_
     }
   };
 #pragma unroll
-  for (int u = 0; u < kAhead; ++u) load(held[u], u);
+  for (int u = 0; u < kAhead; ++u) load(held[u], depth + u * kDepth);
 
   float sums[kRows / 2] = {};
   Place<Shape::kStages> place;
-  for (int chunk = 0; chunk < chunks; chunk += kAhead) {
+  place.slot = depth;
+  for (int chunk = depth; chunk < chunks; chunk += kAhead * kDepth) {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      if (chunk + u >= chunks) break;
+      if (chunk + u * kDepth >= chunks) break;
       uint32_t w[4][4];
       make_operands<T, Weights>(w, held[u]);
       barrier_wait(&stages.full[place.slot], place.phase);
@@ -151,24 +157,30 @@ __device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_
         wgmma<T, kRows>(sums, w[step], wgmma_operand(stage + step * (2 * kRows * 16), kRows * 16), true);
       }
       wgmma_commit();
-      load(held[u], chunk + u + kAhead);
+      load(held[u], chunk + (u + kAhead) * kDepth);
       wgmma_wait<0>();  // the other warpgroup's products go on
       if (lane == 0) barrier_arrive(&stages.empty[place.slot]);
-      place.next();
+      place.next(kDepth);
     }
   }
-  meet_multipliers();  // nobody reads x any more: the sums take its place
+  meet_multipliers<Shape::kMultipliers>();  // nobody reads x any more: the sums take its place
 #pragma unroll
-  for (int c = 0; c < kRows / 8; ++c) {
+  for (int d = 0; d < kDepth; ++d) {
+    if (d > 0) meet_multipliers<Shape::kMultipliers>();
+    if (d != depth) continue;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      planes[(c * 8 + quad * 2 + i % 2) * kTilePitch + warp * kTileRows + group + i / 2 * 8] = sums[c * 4 + i];
+    for (int c = 0; c < kRows / 8; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& to = planes[(c * 8 + quad * 2 + i % 2) * kTilePitch + warp * kTileRows + group + i / 2 * 8];
+        to = d == 0 ? sums[c * 4 + i] : to + sums[c * 4 + i];
+      }
     }
   }
 }
 
 // Four features of a row of x at a time, of all the cluster's blocks.
-template <class T, class Weights, int kRows>
+template <class T, class Weights, int kRows, int kMultipliers>
 __device__ __forceinline__ void write_tiles(const LinearArguments& a, const float* planes, int first_row, int first_feature,
                                             int rank) {
   const int count = min(a.m - first_row, kRows) * (kBlockRows / 4), thread = int(threadIdx.x);
@@ -210,26 +222,26 @@ __device__ __forceinline__ void write_tiles(const LinearArguments& a, const floa
 }
 
 template <class T, class Weights, int kRows>
-__global__ void __launch_bounds__(kTilesThreads, 1) linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
+__global__ void __launch_bounds__(TilesShape<Weights, kRows>::kThreads, 1) linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
 #if FUSELINE_HAS_WGMMA
   using Shape = TilesShape<Weights, kRows>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
     barrier_init(&stages.full[threadIdx.x], 1);
-    barrier_init(&stages.empty[threadIdx.x], kMultipliers / kWarp);
+    barrier_init(&stages.empty[threadIdx.x], 256 / kWarp);
     publish_barriers();
   }
   const int rank = int(blockIdx.x) % a.splits, place = int(blockIdx.x) / a.splits, first_row = int(blockIdx.y) * kRows;
   const int begin = rank * a.steps_a_split, chunks = min(a.steps_a_split, a.chunks - begin);
   __syncthreads();
-  if (threadIdx.x >= kMultipliers) {
+  if (threadIdx.x >= Shape::kMultipliers) {
     give_registers<24>();
     wait_for_earlier();  // x is being put in order; all before that has ended
     let_next_start();
-    if (threadIdx.x == kMultipliers) bring_x<Shape>(a, shared, stages, begin, chunks);
+    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape>(a, shared, stages, begin, chunks);
   } else {
-    take_registers<240>();
+    take_registers<Shape::kRegisters>();
     float* const planes = reinterpret_cast<float*>(shared);
     const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
     multiply_tiles<T, Weights, Shape, kRows>(a, ring, planes, stages, place * kBlockTiles, begin, chunks);
@@ -237,10 +249,10 @@ __global__ void __launch_bounds__(kTilesThreads, 1) linear_tiles_kernel(const __
       cluster_arrive();
       cluster_wait();
     } else {
-      meet_multipliers();
+      meet_multipliers<Shape::kMultipliers>();
     }
     wait_for_earlier();  // a residual, and y itself, may be of earlier launches
-    write_tiles<T, Weights, kRows>(a, planes, first_row, place * kBlockRows, rank);
+    write_tiles<T, Weights, kRows, Shape::kMultipliers>(a, planes, first_row, place * kBlockRows, rank);
     if (a.splits > 1) {  // nobody leaves while others of the cluster read here
       cluster_arrive();
       cluster_wait();

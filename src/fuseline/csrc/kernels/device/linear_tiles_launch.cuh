@@ -9,7 +9,7 @@ namespace fuseline {
 // How many blocks share the columns, by the nanoseconds that all should take; 0 if not so many as are asked for can.
 inline int split_tiles(const LinearArguments& a, const fuseline_linear& call, int rows, const Device& device) {
   constexpr double kEnds = 4500;  // of a block, in nanoseconds
-  const double a_chunk = rows == 32 ? 310 : rows == 64 ? 380 : rows == 128 ? 510 : 840;
+  const double a_chunk = rows == 32 ? 200 : rows == 64 ? 250 : rows == 128 ? 510 : 840;
   const int64_t clusters = divide_up(a.n, kBlockRows) * divide_up(a.m, rows);
   double best = 0;
   int best_splits = 0;
@@ -34,7 +34,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
   a.steps_a_split = int(divide_up(a.chunks, a.splits));
   a.y_fours = a.n % 4 == 0 && reinterpret_cast<uintptr_t>(a.y) % 8 == 0;
   int resident = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTilesThreads, size_t(Shape::kShared), a.splits, resident);
+  const cudaError_t error = resident_clusters(kernel, device, Shape::kThreads, size_t(Shape::kShared), a.splits, resident);
   if (error != cudaSuccess) {
     cudaGetLastError();
     return FUSELINE_UNSUPPORTED;  // no machine code for this device
@@ -49,7 +49,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(divide_up(a.n, kBlockRows) * a.splits), unsigned(divide_up(a.m, kRows)));
-  config.blockDim = dim3(kTilesThreads);
+  config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = size_t(Shape::kShared);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
