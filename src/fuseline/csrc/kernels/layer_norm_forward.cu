@@ -7,8 +7,8 @@ namespace fuseline {
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream) {
   int error = 0;
   const bool same = dtype == y_dtype;
-  if (same && norm_forward_held(a, dtype, device, stream, error)) return error;
   if (same && norm_forward_copied(a, dtype, device, stream, error)) return error;
+  if (same && norm_forward_held(a, dtype, device, stream, error)) return error;
   return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
     return run_forward<decltype(x), decltype(y), false>(a, device, stream);
   });

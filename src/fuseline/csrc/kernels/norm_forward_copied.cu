@@ -80,6 +80,7 @@ bool run_staying(NormForward a, int most, const Device& device, void* stream, in
 }
 
 constexpr int64_t kLongRow = 32768;    // bytes, beyond which a block's registers do not hold a row
+constexpr int64_t kLongOfFew = 16384;  // and from which few rows are better shared by blocks
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
 
 }  // namespace
@@ -92,7 +93,9 @@ bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, 
     using T = decltype(type);
     bool aligned = a.n % kVector<T> == 0;
     for (const void* tensor : {a.x, a.weight, a.bias}) aligned = aligned && offset_in_vector(tensor) == 0;
-    taken = aligned ? a.n * int64_t(sizeof(T)) > kLongRow && run_staying<T>(a, kMostBlocks, device, stream, error)
+    const int64_t bytes = a.n * int64_t(sizeof(T));
+    const bool is_long = bytes > kLongRow || (bytes >= kLongOfFew && a.rows * 4 <= device.processors);
+    taken = aligned ? is_long && run_staying<T>(a, kMostBlocks, device, stream, error)
                     : a.n <= kLongestNorm && run_tiled<T>(a, device, stream, error);
     return 0;
   });
