@@ -140,7 +140,8 @@ struct BackwardFamily {
     }
     a.chains = plan.chains, a.slots = plan.chains.count;
     if (a.chains.taken) a.chains.sign = sign_of_launch();
-    return launch(norm_backward_held<Kind>, a, int64_t(plan.blocks) * plan.cluster, block, parts, plan.cluster, stream);
+    const int64_t grid = int64_t(plan.blocks) * plan.cluster;
+    return launch(norm_backward_held<Kind>, a, grid, block, parts, plan.cluster, stream, device.clusters);
   }
 
   // A block for each row, and a thread for each column: the inputs are read twice.

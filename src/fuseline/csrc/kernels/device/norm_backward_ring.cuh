@@ -187,7 +187,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
   const bool centred = kCentred && (!kAdded || a.mean);
   const bool wants_rows = a.wants_rows();
-  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   const bool alone = cluster * warps == 1;               // a row has one warp
   const int behind = stages > 2 && !alone ? 1 : 0;  // rows between the first pass and the second
 
@@ -212,9 +211,11 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     parts(false);
   };
 
+  let_next_start();
   if (lane < stages) barrier_init(&arrived[lane][place], 1);
   publish_barriers();
   __syncwarp();
+  wait_for_earlier();
   if (lane == 0) {
     for (int stage = 0; stage < stages; ++stage) {
       fetch(int64_t(block) * blockDim.y + threadIdx.y + int64_t(stage) * groups, stage);
@@ -232,6 +233,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   }
   meeting.open();
 
+  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kSize, kSums> columns[kSlots] = {};
   const auto statistics = [&](int64_t row, float& mean, float& rstd) {
     mean = centred && row < a.rows ? a.mean[row] : 0.f;
@@ -336,7 +338,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     mean = next_mean, rstd = next_rstd;
     if (++stage == stages) stage = 0, parity ^= 1;
   }
-  start_next_kernel();
   if (!a.partials) return;
   float* const sums_of_block = a.partials + int64_t(block) * a.columns;
   float* const shared = reinterpret_cast<float*>(ring);

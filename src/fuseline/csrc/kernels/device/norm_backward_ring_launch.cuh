@@ -109,7 +109,8 @@ struct RingFamily {
       return plan.cluster <= kMaxCluster && error != 0;
     }
     const int blocks = std::min(plan.blocks, count);
-    error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster, stream);
+    error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster,
+                   stream, true);
     if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
     return true;
   }

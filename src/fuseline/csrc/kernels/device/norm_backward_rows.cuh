@@ -14,7 +14,7 @@
 
 #include "chains.cuh"
 #include "norm_gradient.cuh"
-#include "ring.cuh"
+#include "overlap.cuh"
 #include "several_sums.cuh"
 
 namespace fuseline {
@@ -117,6 +117,8 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   __shared__ uint64_t barriers[2], left_sums[2];
   __shared__ ChainTaker taker;
 
+  let_next_start();
+  wait_for_earlier();
   const int threads = blockDim.x, n = int(a.n);
   const int cluster = kOneWarp ? 1 : a.cluster;  // of blocks that share a row, a power of two; then they have one group
   const int rank = kOneWarp ? 0 : int(blockIdx.x) & (cluster - 1);
@@ -301,7 +303,6 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     __syncwarp();
     if (taker.await(number + 1) >= a.chains.count) break;
   }
-  start_next_kernel();
   if (a.partials) partials.add(a, taker.chain(number), number);
 }
 

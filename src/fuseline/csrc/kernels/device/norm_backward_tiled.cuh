@@ -103,7 +103,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   const int64_t tiles = (a.rows + rows_of_tile - 1) / rows_of_tile;
   const int64_t step = int64_t(gridDim.x) * warps;
   const bool centred = kCentred && (!kAdded || a.mean), wants_rows = a.wants_rows();
-  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   const int stage_bytes = Kind::stage(rows_of_tile, n);
   const int grad_y_at = Kind::template part<X>(rows_of_tile, n);
   const int grad_sum_at = grad_y_at + Kind::template part<Y>(rows_of_tile, n);
@@ -129,6 +128,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   };
 
   int64_t tile = int64_t(blockIdx.x) * warps + warp;
+  let_next_start();
+  wait_for_earlier();
+  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   if (sends_for_all) {
     for (int stage = 0; stage < stages; ++stage) barrier_init(&arrived[stage][warp], 1);
     publish_barriers();
@@ -224,7 +226,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     for (int r = 0; r < kTileTurns; ++r) mean[r] = next_mean[r], rstd[r] = next_rstd[r];
   }
   if (sends_for_all) wait_for_copies_out();
-  start_next_kernel();
   if (!a.partials) return;
   __syncthreads();  // the rings are done with
   const PartialSums<Kind> partials{reinterpret_cast<float*>(ring), left_sums};
@@ -277,7 +278,7 @@ struct TileFamily {
     int count = 0;
     const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
     error = int(found);
-    if (found == cudaSuccess) error = launch(kernel, a, plan.blocks, block, plan.shared, 1, stream);
+    if (found == cudaSuccess) error = launch(kernel, a, plan.blocks, block, plan.shared, 1, stream, true);
     if (!error && a.partials) error = add_partials<Y>(a, kSums, plan.blocks, true, stream);
     return true;
   }

@@ -80,9 +80,11 @@ __global__ void __launch_bounds__(kAddedThreads, 2) norm_forward_added(const Add
     copy_in(to, static_cast<const X*>(a.residual) + of * a.n + from, elements * int(sizeof(X)), barrier);
     copy_in(to + Part::kX, static_cast<const Y*>(a.x) + of * a.n + from, elements * int(sizeof(Y)), barrier);
   };
+  let_next_start();
   if (lane < stages) barrier_init(&arrived[lane][place], 1);
   publish_barriers();
   __syncwarp();
+  wait_for_earlier();
   if (lane == 0) {
     for (int stage = 0; stage < stages; ++stage) fetch(row + stage * apart, stage);
   }
@@ -192,7 +194,8 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   if (failed != cudaSuccess || count == 0) return cudaGetLastError(), false;
   const int64_t turns = divide_up(a.rows, groups);
   const int64_t clusters = std::max(divide_up(turns, kRowsEach), std::min<int64_t>(count, turns));
-  error = launch(kernel, AddedNorm{a, stages}, clusters * a.cluster, dim3(each * kWarp, groups), bytes, a.cluster, stream);
+  error = launch(kernel, AddedNorm{a, stages}, clusters * a.cluster, dim3(each * kWarp, groups), bytes, a.cluster, stream,
+                 true);
   return true;
 }
 

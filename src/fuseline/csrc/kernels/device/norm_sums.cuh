@@ -4,7 +4,7 @@
 #pragma once
 
 #include "norm.cuh"
-#include "ring.cuh"
+#include "overlap.cuh"
 
 namespace fuseline {
 
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(1024) norm_add_partials(const NormBackward a, 
   constexpr int kColumns = kWarp * kWide;  // of a block
   __shared__ double shared[kWarp][kColumns];
   void* const result = blockIdx.y == 0 ? a.grad_weight : blockIdx.y == 1 ? a.grad_bias : a.grad_x_bias;
-  wait_for_kernel_before();
+  let_next_start();
+  wait_for_earlier();
   if (blockIdx.x + blockIdx.y + threadIdx.x + threadIdx.y == 0) a.counter->sign = 0;  // the same launch may come again
   if (!result) return;
   const int64_t from = int64_t(blockIdx.x) * kColumns;
