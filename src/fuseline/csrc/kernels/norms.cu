@@ -58,8 +58,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   a.mean = norm.kind == FUSELINE_LAYER_NORM ? norm.mean : nullptr, a.rstd = norm.rstd;
   a.grad_x = norm.grad_x, a.grad_dropped = norm.grad_dropped;
   a.grad_weight = norm.grad_weight, a.grad_bias = norm.grad_bias, a.grad_x_bias = norm.grad_x_bias;
-  a.counter = sums ? static_cast<ChainCounter*>(workspace) : nullptr;
-  a.partials = sums ? static_cast<float*>(workspace) + kChainCounterBytes / sizeof(float) : nullptr;
+  a.partials = sums ? static_cast<float*>(workspace) : nullptr;
   a.rows = norm.rows, a.n = norm.n, a.columns = columns_of_partials(norm.n);
   a.inverse_n = float(1.0 / double(norm.n));
   a.dropout = dropout_of(norm.seed, norm.dropout);
@@ -84,7 +83,7 @@ size_t workspace_bytes(const fuseline_norm& norm) {
                                         : rms_norm_backward_ring_blocks;
   const int64_t blocks = std::max(blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device));
-  return kChainCounterBytes + size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
+  return size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
 }
 
 }  // namespace

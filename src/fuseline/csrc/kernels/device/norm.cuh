@@ -3,7 +3,6 @@
 // is X or 16 bits of an fp32 X.
 #pragma once
 
-#include "chains.cuh"
 #include "launch.cuh"
 #include "philox.cuh"
 #include "shifted.cuh"
@@ -41,12 +40,9 @@ struct NormBackward {
   void* grad_weight;
   void* grad_bias;
   void* grad_x_bias;
-  float* partials;  // [sums, slots, columns], for weight, bias, x_bias; null if none is wanted
+  float* partials;  // [sums, blocks that share no columns, columns], for weight, bias, x_bias; null if none is wanted
   int64_t rows, n;
   int64_t columns;  // n, up to a multiple of four
-  int slots;        // how many blocks, or chains of rows, have partial sums
-  Chains chains;
-  ChainCounter* counter;  // before the partial sums
   float inverse_n;
   Dropout dropout;
   bool fp32_weights;

@@ -13,10 +13,7 @@ struct BackwardPlan {
   bool one_warp = false;
   int groups = 1;   // of threads in a block, each with rows of its own
   int cluster = 1;  // blocks share a row
-  int blocks = 0;   // a cluster counting once
-  Chains chains{};  // of rows, each with partial sums
-
-  int partials() const { return slots > 0 ? chains.count : blocks; }
+  int blocks = 0;   // with partial sums of their own at most, a cluster counting once
 };
 
 // Threads of a row in a block: a multiprocessor has two such groups, and one works while the other waits.
@@ -48,7 +45,7 @@ struct BackwardFamily {
 
   static int most_slots(bool aligned) { return aligned ? kMostSlots : 2; }
 
-  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, bool sums, const Device& device) {
+  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device) {
     BackwardPlan plan;
     const int64_t slots = divide_up(n, kSize);
     const auto fits = [&](int held, int threads, int cluster) {
@@ -90,25 +87,18 @@ struct BackwardFamily {
       const int at_once = most_threads_of(plan.slots, !aligned) / kTwoBlocks;  // blocks of a multiprocessor
       const int64_t most = divide_up(int64_t(std::max(1, at_once)) * device.processors, plan.cluster);
       plan.blocks = int(std::min(turns, std::max<int64_t>(1, most)));
-      plan.chains = plan_chains(turns, plan.blocks, 1, false);
       return plan;
     }
     // Few rows are spread over all multiprocessors rather than stacked on some.
     const int64_t spread = divide_up(turns, device.processors) * beside;
     const int most_groups = most_threads_of(plan.slots, !aligned) / plan.threads / beside * beside;
     plan.groups = int(std::min<int64_t>(std::max(beside, most_groups), spread));
-    const int64_t block_turns = divide_up(turns, plan.groups / beside);
-    plan.blocks = int(std::min<int64_t>(device.processors, block_turns));
-    constexpr int kWorthSums = 8;  // rows of a chain
-    const int shortest = int(divide_up(kWorthSums, plan.groups * rows_a_turn(plan.slots, !aligned)));
-    const bool chained = by_table ? choice->stages == 1 : kAdded;
-    plan.chains = plan_chains(block_turns, plan.blocks, shortest, sums && chained);
+    plan.blocks = int(std::min<int64_t>(device.processors, divide_up(turns, plan.groups / beside)));
     return plan;
   }
 
-  // Rows of partial sums that there are at most.
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
-    return std::max(plan(rows, n, true, true, device).partials(), plan(rows, n, false, true, device).partials());
+    return std::max(plan(rows, n, true, device).blocks, plan(rows, n, false, device).blocks);
   }
 
   template <class Kind>
@@ -116,7 +106,7 @@ struct BackwardFamily {
     const dim3 block(unsigned(plan.threads), unsigned(plan.groups));
     const int beside = std::max(1, kWarp / plan.threads);
     const size_t columns = size_t(plan.groups / beside) * plan.threads * plan.slots * kSize;
-    const size_t parts = !a.partials ? 0 : 2 * kSums * columns * sizeof(float);
+    const size_t parts = a.partials ? kSums * columns * sizeof(float) : 0;
     int count = 0;
     a.cluster = plan.cluster;
     if (plan.cluster > 1) {
@@ -130,16 +120,12 @@ struct BackwardFamily {
         cudaGetLastError();
         return run_long(a, plan, stream);
       }
-      const int64_t turns = divide_up(a.rows, rows_a_turn(plan.slots, Kind::kShifted));
       plan.blocks = std::min(plan.blocks, count);
-      plan.chains = plan_chains(turns, plan.blocks, 1, false);
     } else {
       const cudaError_t error =
           resident_clusters(norm_backward_held<Kind>, device, plan.threads * plan.groups, parts, 1, count);
       if (error != cudaSuccess) return int(error);
     }
-    a.chains = plan.chains, a.slots = plan.chains.count;
-    if (a.chains.taken) a.chains.sign = sign_of_launch();
     const int64_t grid = int64_t(plan.blocks) * plan.cluster;
     return launch(norm_backward_held<Kind>, a, grid, block, parts, plan.cluster, stream, device.clusters);
   }
@@ -159,11 +145,11 @@ struct BackwardFamily {
 
   static int run(const NormBackward& a, const Device& device, void* stream) {
     const bool aligned = in_vectors<kSize>(a);
-    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, a.partials != nullptr, device);
+    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device);
     if (plan.slots == 0 && row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return FUSELINE_UNSUPPORTED;
     const int error = run_rows(a, plan, aligned, device, stream);
     if (error || !a.partials) return error;
-    return add_partials<Y>(a, kSums, plan.partials(), plan.slots > 0 && device.clusters, stream);
+    return add_partials<Y>(a, kSums, plan.blocks, plan.slots > 0 && device.clusters, stream);
   }
 
   static int run_rows(const NormBackward& a, BackwardPlan& plan, bool aligned, const Device& device, void* stream) {

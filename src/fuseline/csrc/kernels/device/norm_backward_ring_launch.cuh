@@ -56,7 +56,9 @@ struct RingFamily {
     const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     if (measuring && choice->stages < 2) return plan;
     const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
-    if (!table && (measuring || n * int64_t(sizeof(Y)) <= kShortestRing)) return plan;
+    const int64_t bytes = n * int64_t(sizeof(Y));
+    if (!table && (measuring || bytes < kShortestRing)) return plan;
+    if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
     const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
     for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
@@ -72,7 +74,7 @@ struct RingFamily {
     }
     if (measuring ? !by_table : plan.slots == 0) return RingPlan{};
     while (!measuring && rows * plan.cluster * 2 <= device.processors && plan.cluster < kMaxCluster &&
-           fits(2, kMostThreads, plan.cluster * 2, kMostRingStages) && plan.threads > 2 * kWarp) {
+           vectors >= plan.cluster * kFewVectors && fits(2, kMostThreads, plan.cluster * 2, kMostRingStages)) {
     }  // few rows: more blocks for each
     const int64_t turns = divide_up(rows, plan.groups);
     plan.blocks = int(std::min(turns, divide_up(device.processors, plan.cluster)));
@@ -96,8 +98,9 @@ struct RingFamily {
     if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
     const bool aligned = in_vectors<kSize>(a);
     const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
+    const bool short_masked = a.dropout.seed && a.n * int64_t(sizeof(Y)) < kShortestMaskedRing;
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
-    if (plan.slots == 0) return false;
+    if (plan.slots == 0 || (short_masked && !row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given)) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     const auto kernel = kernel_for(plan.slots, aligned);
     int count = 0;
@@ -117,8 +120,12 @@ struct RingFamily {
 
  private:
   static constexpr int kBehind = 3;
+  static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
+  static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
-  static constexpr int64_t kShortestRing = 8192;  // bytes of a row of y, for what the table does not know
+  // Bytes of a row of y from which there are rings, for what the table does not know; with masks, which many threads
+  // compute sooner.
+  static constexpr int64_t kShortestRing = kAdded ? 1024 : 8193, kShortestMaskedRing = 8192;
 
   static int threads_of(int slots, bool aligned) {
     if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;

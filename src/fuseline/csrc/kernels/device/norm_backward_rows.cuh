@@ -6,13 +6,11 @@
 // Threads: the grid is as large as the device holds at once, one block a multiprocessor, and each group of threads walks
 // over rows with the same columns, the sums over rows in its registers. A group takes several rows a turn: all their
 // loads are in flight at once, and one meeting (several_sums.cuh) is for all their sums. Groups meet apart from each
-// other, so while one waits for memory or for its warps, others work. Where there are many rows, blocks take them in
-// chains (chains.cuh). Each chain leaves a row of partial sums of each kind, and a second kernel adds those up in a fixed
-// order: no atomics on floats, the same bits each run. Rows that do not start at multiples of 16 bytes are shifted into
-// place (shifted.cuh).
+// other, so while one waits for memory or for its warps, others work. At the end each block writes a row of partial sums
+// of each kind, and a second kernel adds those up in a fixed order: no atomics, the same bits each run. Rows that do not
+// start at multiples of 16 bytes are shifted into place (shifted.cuh).
 #pragma once
 
-#include "chains.cuh"
 #include "norm_gradient.cuh"
 #include "overlap.cuh"
 #include "several_sums.cuh"
@@ -114,8 +112,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   constexpr int kValues = 2 * kRows;
   extern __shared__ __align__(16) float parts[];
   __shared__ float states[kOneWarp ? 1 : 2][kOneWarp ? 1 : kMaxStatesOfCluster][kValues];
-  __shared__ uint64_t barriers[2], left_sums[2];
-  __shared__ ChainTaker taker;
+  __shared__ uint64_t barriers[2];
 
   let_next_start();
   wait_for_earlier();
@@ -157,153 +154,128 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     cluster_arrive();
     cluster_wait();
   }
-  const PartialSums<Kind> partials{parts, left_sums};
-  if (threadIdx.x + threadIdx.y == 0) {
-    taker.begin(block);
-    for (uint64_t& barrier : left_sums) barrier_init(&barrier, threads * int(blockDim.y));
-    if (a.chains.taken && block == 0) open_counter(a.counter, a.chains.sign);
-  }
-  __syncthreads();
-  const auto ask = [&](int number) {
-    if (threadIdx.x == 0 && aside == 0) taker.ask(a.chains, a.counter, number);
-  };
-  int turn = 0;    // of meetings: each other one has the other set of states
-  int number = 0;  // of chains that this block has had
+  int turn = 0;  // of meetings: each other one has the other set of states
+  const int rows_of_block = int(blockDim.y) * kRows;  // at a turn; a group has those of a warp's rows side by side
+  const int64_t first_of_block = int64_t(block) * rows_of_block;
 #pragma unroll 1
-  for (int level = 0;; ++number) {
-    int block_turn = a.chains.turn(taker.chain(number), level);
-#pragma unroll 1
-    for (int turns = a.chains.levels[level].length; turns > 0; --turns, block_turn += a.chains.levels[level].count) {
-      const int groups = int(blockDim.y) / beside;
-      int64_t first_row = (int64_t(block_turn) * groups + int(threadIdx.y) / beside) * (kRows * beside);
-      if (first_row >= a.rows) break;
-      first_row += aside;
-      HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
-      HeldSlot<Y, kSize, kShifted> grad_y[kRows][kSlots];
-      RowTerms terms[kRows];
-      // Everything is counted from the first row on, in 32 bits.
-      int64_t base = first_row * a.n;
-      int left = int(min(a.rows - first_row, int64_t(kRows * beside)));
-      const auto is_there = [&](int r) { return r * beside < left; };
-      const auto offset = [&](int r) { return r * beside * n; };
-      const auto head_of = [&](const auto* tensor, int r) {
-        return kShifted ? elements_into_vector(tensor + base + offset(r)) : 0;
-      };
-      const X* const all_x = static_cast<const X*>(a.x);
-      const X* const all_grad_sum = static_cast<const X*>(a.grad_sum);
-      const Y* const all_grad_y = static_cast<const Y*>(a.grad_y);
+  for (int64_t first_row = first_of_block + int64_t(threadIdx.y) / beside * (kRows * beside) + aside;
+       first_row - aside < a.rows; first_row += int64_t(gridDim.x) / cluster * rows_of_block) {
+    HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
+    HeldSlot<Y, kSize, kShifted> grad_y[kRows][kSlots];
+    RowTerms terms[kRows];
+    // Everything is counted from the first row on, in 32 bits.
+    int64_t base = first_row * a.n;
+    int left = int(min(a.rows - first_row, int64_t(kRows * beside)));
+    const auto is_there = [&](int r) { return r * beside < left; };
+    const auto offset = [&](int r) { return r * beside * n; };
+    const auto head_of = [&](const auto* tensor, int r) {
+      return kShifted ? elements_into_vector(tensor + base + offset(r)) : 0;
+    };
+    const X* const all_x = static_cast<const X*>(a.x);
+    const X* const all_grad_sum = static_cast<const X*>(a.grad_sum);
+    const Y* const all_grad_y = static_cast<const Y*>(a.grad_y);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool there = is_there(r);  // a row that is not there is zeros, and adds nothing
+      const int64_t at = there ? base + offset(r) : 0;
+      const int inside = there ? n : 0;
+      const int64_t after = kShifted ? a.rows * a.n - at : 0;
+      terms[r].mean = there && centred ? a.mean[first_row + r * beside] : 0.f;
+      terms[r].rstd = there ? a.rstd[first_row + r * beside] : 0.f;
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int first = start + k * step;
+        x[r][k].load(all_x + at, first, inside, at, after);
+        grad_y[r][k].load(all_grad_y + at, first, inside, at, after);
+        if constexpr (kAdded) {
+          if (a.grad_sum) grad_sum[r][k].load(all_grad_sum + at, first, inside, at, after);
+        }
+      }
+    }
+    float sums[kValues] = {};
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) {
+      float weight[kSize];
+      weights(k, weight);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const bool there = is_there(r);  // a row that is not there is zeros, and adds nothing
-        const int64_t at = there ? base + offset(r) : 0;
-        const int inside = there ? n : 0;
-        const int64_t after = kShifted ? a.rows * a.n - at : 0;
-        terms[r].mean = there && centred ? a.mean[first_row + r * beside] : 0.f;
-        terms[r].rstd = there ? a.rstd[first_row + r * beside] : 0.f;
+        float values[kSize], grad[kSize];
+        x[r][k].values(head_of(all_x, r), values);
+        grad_y[r][k].values(head_of(all_grad_y, r), grad);
+        if constexpr (kShifted) {  // beyond the row stand others
 #pragma unroll
-        for (int k = 0; k < kSlots; ++k) {
-          const int first = start + k * step;
-          x[r][k].load(all_x + at, first, inside, at, after);
-          grad_y[r][k].load(all_grad_y + at, first, inside, at, after);
-          if constexpr (kAdded) {
-            if (a.grad_sum) grad_sum[r][k].load(all_grad_sum + at, first, inside, at, after);
+          for (int i = 0; i < kSize; ++i) {
+            if (start + k * step + i >= n) values[i] = terms[r].mean, grad[i] = 0.f;
           }
         }
+        first_pass<kSize, kSums, kCentred>(values, grad, weight, terms[r].mean, terms[r].rstd, columns[k], sums[2 * r],
+                                           sums[2 * r + 1]);
       }
-      if (a.chains.taken && turns == 1) ask(number + 1);  // while rows are on their way
-      float sums[kValues] = {};
-#pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-        float weight[kSize];
-        weights(k, weight);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float values[kSize], grad[kSize];
-          x[r][k].values(head_of(all_x, r), values);
-          grad_y[r][k].values(head_of(all_grad_y, r), grad);
-          if constexpr (kShifted) {  // beyond the row stand others
-#pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              if (start + k * step + i >= n) values[i] = terms[r].mean, grad[i] = 0.f;
-            }
-          }
-          first_pass<kSize, kSums, kCentred>(values, grad, weight, terms[r].mean, terms[r].rstd, columns[k], sums[2 * r],
-                                             sums[2 * r + 1]);
-        }
-      }
-      if (!wants_rows) continue;
-      forget(base);
-      forget(left);
-      forget(start);
-      if constexpr (kOneWarp) {
-        sum_in_warp(sums, width);
+    }
+    if (!wants_rows) continue;
+    forget(base);
+    forget(left);
+    forget(start);
+    if constexpr (kOneWarp) {
+      sum_in_warp(sums, width);
+    } else {
+      const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp, set = turn % 2;
+      if (cluster == 1) {
+        leave_sums(sums, states[set][at + warp], lane);
+        barrier_of(int(threadIdx.y) + 1, threads);
+        take_sums(states[set][at], warps, lane, sums);
       } else {
-        const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp, set = turn % 2;
-        if (cluster == 1) {
-          leave_sums(sums, states[set][at + warp], lane);
-          barrier_of(int(threadIdx.y) + 1, threads);
-          take_sums(states[set][at], warps, lane, sums);
-        } else {
-          const int count = cluster * warps;
-          if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
-          send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
-          barrier_wait(&barriers[set], turn / 2 % 2);
-          take_sums(states[set][0], count, lane, sums);
-        }
-        ++turn;
+        const int count = cluster * warps;
+        if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
+        send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
+        barrier_wait(&barriers[set], turn / 2 % 2);
+        take_sums(states[set][0], count, lane, sums);
       }
+      ++turn;
+    }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) terms[r].set(a, centred, sums[2 * r], sums[2 * r + 1]);
+    for (int r = 0; r < kRows; ++r) terms[r].set(a, centred, sums[2 * r], sums[2 * r + 1]);
 #pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-        float weight[kSize];
-        weights(k, weight);
+    for (int k = 0; k < kSlots; ++k) {
+      float weight[kSize];
+      weights(k, weight);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int first = start + k * step, inside = is_there(r) ? n : 0;
-          float values[kSize], grad[kSize];
-          x[r][k].forget_values();
-          grad_y[r][k].forget_values();
-          x[r][k].values(head_of(all_x, r), values);
-          grad_y[r][k].values(head_of(all_grad_y, r), grad);
-          second_pass<kSize, kCentred>(values, weight, terms[r], grad);
-          if constexpr (kAdded) {
-            if (a.grad_sum) {
-              grad_sum[r][k].values(head_of(all_grad_sum, r), values);
+      for (int r = 0; r < kRows; ++r) {
+        const int first = start + k * step, inside = is_there(r) ? n : 0;
+        float values[kSize], grad[kSize];
+        x[r][k].forget_values();
+        grad_y[r][k].forget_values();
+        x[r][k].values(head_of(all_x, r), values);
+        grad_y[r][k].values(head_of(all_grad_y, r), grad);
+        second_pass<kSize, kCentred>(values, weight, terms[r], grad);
+        if constexpr (kAdded) {
+          if (a.grad_sum) {
+            grad_sum[r][k].values(head_of(all_grad_sum, r), values);
 #pragma unroll
-              for (int i = 0; i < kSize; ++i) grad[i] += values[i];
-            }
-            if (a.grad_x) {
-              store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
-            }
-            if (a.dropout.seed) {
-              float multipliers[kSize];
-              dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, multipliers);
-#pragma unroll
-              for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
-            }
-            if (a.grad_dropped) {
-              Y* const row = static_cast<Y*>(a.grad_dropped) + base + offset(r);
-              store_slot<Y, kSize, kShifted>(row, first, inside, width, grad);
-            }
-#pragma unroll
-            for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
-          } else {
+            for (int i = 0; i < kSize; ++i) grad[i] += values[i];
+          }
+          if (a.grad_x) {
             store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
           }
+          if (a.dropout.seed) {
+            float multipliers[kSize];
+            dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, multipliers);
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
+          }
+          if (a.grad_dropped) {
+            Y* const row = static_cast<Y*>(a.grad_dropped) + base + offset(r);
+            store_slot<Y, kSize, kShifted>(row, first, inside, width, grad);
+          }
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
+        } else {
+          store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
         }
       }
     }
-    if (a.partials) {
-      if (number > 0) partials.add(a, taker.chain(number - 1), number - 1);
-      partials.leave(columns, number);
-    }
-    if (!a.chains.taken) break;
-    ask(number + 1);
-    __syncwarp();
-    if (taker.await(number + 1) >= a.chains.count) break;
   }
-  if (a.partials) partials.add(a, taker.chain(number), number);
+  if (a.partials) write_partials<Kind>(a, columns, parts, block);
 }
 
 }  // namespace fuseline

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   constexpr int kSize = Kind::kSize, kSums = Kind::kSums;
   constexpr bool kAdded = Kind::kAdded, kCentred = Kind::kCentred, kVectors = Kind::kVectors;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ uint64_t arrived[kMostTileStages][Kind::kThreads / kWarp], left_sums[2];
+  __shared__ uint64_t arrived[kMostTileStages][Kind::kThreads / kWarp];
 
   const int n = int(a.n), stages = a.stages, threads = blockDim.x, beside = kWarp / threads;
   const int aside = int(threadIdx.y) % beside, warp = int(threadIdx.y) / beside, warps = int(blockDim.y) / beside;
@@ -135,9 +135,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     for (int stage = 0; stage < stages; ++stage) barrier_init(&arrived[stage][warp], 1);
     publish_barriers();
     for (int stage = 0; stage < stages; ++stage) fetch(tile + stage * step, stage);
-  }
-  if (threadIdx.x + threadIdx.y == 0) {
-    for (uint64_t& barrier : left_sums) barrier_init(&barrier, threads * int(blockDim.y));
   }
   __syncthreads();
 
@@ -228,9 +225,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   if (sends_for_all) wait_for_copies_out();
   if (!a.partials) return;
   __syncthreads();  // the rings are done with
-  const PartialSums<Kind> partials{reinterpret_cast<float*>(ring), left_sums};
-  partials.leave(columns, 0);
-  partials.add(a, int(blockIdx.x), 0);
+  write_partials<Kind>(a, columns, reinterpret_cast<float*>(ring), int(blockIdx.x));
 #endif
 }
 
@@ -259,7 +254,7 @@ struct TileFamily {
     plan.blocks = int(std::min<int64_t>(tiles, device.processors));
     plan.warps = int(std::min<int64_t>({kMostWarps, room / stage / kLeastTileStages, divide_up(tiles, plan.blocks)}));
     plan.stages = std::min(kMostTileStages, room / (stage * plan.warps));
-    const size_t sums = size_t(2) * kSums * plan.warps * plan.threads * kSize * sizeof(float);
+    const size_t sums = size_t(kSums) * plan.warps * plan.threads * kSize * sizeof(float);
     plan.shared = std::max(size_t(plan.stages) * plan.warps * stage, sums);
     return plan;
   }
@@ -272,7 +267,7 @@ struct TileFamily {
                                static_cast<const void*>(a.grad_dropped)}) {
       if (offset_in_vector(tensor) != 0) return false;
     }
-    a.slots = plan.blocks, a.stages = plan.stages;
+    a.stages = plan.stages;
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
     const auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
     int count = 0;

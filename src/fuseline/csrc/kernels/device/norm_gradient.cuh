@@ -8,7 +8,6 @@
 // once the sums are known, gives the gradient of the row.
 #pragma once
 
-#include "meeting.cuh"
 #include "norm.cuh"
 
 namespace fuseline {
@@ -70,58 +69,21 @@ __device__ __forceinline__ void weights_of_columns(const NormBackward& a, int fi
   load_weights<Y, !kAnywhere>(a.weight, a.fp32_weights, first, n, weight);
 }
 
-// Sums over the rows of chains (chains.cuh), from the registers of a block's threads into rows of partial sums. Each
-// thread leaves those of a chain in shared memory, and comes back to add up its share of the columns over the block's
-// groups when it is through with the next chain, so that nobody waits for anybody. Across threads they are added in fp64.
+// Adds up the sums of all rows that a block had, and writes them as its row of partial sums. `parts` has room for
+// [sums][parts][columns of the block], a part being a group of warps, or of lanes, that has sums of its own. Across
+// threads they are added in fp64.
 template <class Kind>
-struct PartialSums {
-  static constexpr int kSize = kVector<typename Kind::Y>, kSlots = Kind::kSlots, kSums = Kind::kSums;
-  float* parts;         // two sets of [sums][parts][columns of the block]
-  uint64_t* barriers;   // at which a set is complete
-
-  __device__ __forceinline__ int rows_a_part() const { return Kind::kOneWarp ? kWarp / int(blockDim.x) : 1; }
-  __device__ __forceinline__ int count() const { return int(blockDim.y) / rows_a_part(); }
-  __device__ __forceinline__ int columns() const { return int(blockDim.x) * kSlots * kSize; }
-
-  // Leaves the sums of chain number `number` of this block, and begins new ones.
-  __device__ __forceinline__ void leave(ColumnSums<kSize, kSums> (&sums)[kSlots], int number) const {
-    leave_kind(sums, [](auto& of) -> float (&)[kSize] { return of.weight; }, 0, number);
-    if constexpr (kSums > 1) {
-      leave_kind(sums, [](auto& of) -> float (&)[kSize] { return of.bias; }, 1, number);
-    }
-    if constexpr (kSums > 2) {
-      leave_kind(sums, [](auto& of) -> float (&)[kSize] { return of.x_bias; }, 2, number);
-    }
-    barrier_arrive(&barriers[number % 2]);
-  }
-
-  // This thread's share of what all have left of it.
-  __device__ __forceinline__ void add(const NormBackward& a, int chain, int number) const {
-    barrier_wait(&barriers[number % 2], number / 2 % 2);
-    const int from = Kind::kOneWarp ? 0 : (int(blockIdx.x) & (a.cluster - 1)) * columns();  // the block's first column
-    const int width = columns(), all = int(blockDim.x * blockDim.y), n = int(a.n);
-#pragma unroll 1
-    for (int kind = 0; kind < kSums; ++kind) {
-      const float* const set = parts + (number % 2 * kSums + kind) * count() * width;
-      float* const to = a.partials + (int64_t(kind) * a.slots + chain) * a.columns + from;
-#pragma unroll 1
-      for (int c = int(threadIdx.y * blockDim.x + threadIdx.x); c < width && from + c < n; c += all) {
-        double sum = 0.0;
-#pragma unroll 4
-        for (int part = 0; part < count(); ++part) sum += set[part * width + c];
-        to[c] = float(sum);
-      }
-    }
-  }
-
- private:
-  template <class Which>
-  __device__ __forceinline__ void leave_kind(ColumnSums<kSize, kSums> (&sums)[kSlots], Which&& which, int kind,
-                                             int number) const {
-    const int step = int(blockDim.x) * kSize;
-    const int part = int(threadIdx.y) / rows_a_part();
-    float* const to = parts + ((number % 2 * kSums + kind) * count() + part) * columns() + int(threadIdx.x) * kSize;
-    const bool writes = !Kind::kOneWarp || int(threadIdx.y) % rows_a_part() == 0;
+__device__ __forceinline__ void write_partials(
+    const NormBackward& a, ColumnSums<kVector<typename Kind::Y>, Kind::kSums> (&sums)[Kind::kSlots], float* parts,
+    int block) {
+  constexpr int kSize = kVector<typename Kind::Y>, kSlots = Kind::kSlots, kSums = Kind::kSums;
+  const int threads = blockDim.x, all = threads * int(blockDim.y), n = int(a.n);
+  const int rows_a_part = Kind::kOneWarp ? kWarp / threads : 1;
+  const int count = int(blockDim.y) / rows_a_part, part = int(threadIdx.y) / rows_a_part;
+  const int width = threads * kSlots * kSize, step = threads * kSize;
+  const bool writes = !Kind::kOneWarp || int(threadIdx.y) % rows_a_part == 0;
+  const auto leave = [&](auto&& which, int kind) {
+    float* const to = parts + (kind * count + part) * width + int(threadIdx.x) * kSize;
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
       float(&mine)[kSize] = which(sums[k]);
@@ -129,20 +91,36 @@ struct PartialSums {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           double sum = mine[i];
-          for (int by = int(blockDim.x); by < kWarp; by *= 2) sum += __shfl_xor_sync(kAllLanes, sum, by);
+          for (int by = threads; by < kWarp; by *= 2) sum += __shfl_xor_sync(kAllLanes, sum, by);
           mine[i] = float(sum);
         }
       }
 #pragma unroll
       for (int i = 0; i < kSize; i += 4) {
-        if (writes) {
-          *reinterpret_cast<float4*>(to + k * step + i) = make_float4(mine[i], mine[i + 1], mine[i + 2], mine[i + 3]);
-        }
+        const float4 four = make_float4(mine[i], mine[i + 1], mine[i + 2], mine[i + 3]);
+        if (writes) *reinterpret_cast<float4*>(to + k * step + i) = four;
       }
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) mine[i] = 0.f;
+    }
+  };
+  leave([](auto& of) -> float (&)[kSize] { return of.weight; }, 0);
+  if constexpr (kSums > 1) leave([](auto& of) -> float (&)[kSize] { return of.bias; }, 1);
+  if constexpr (kSums > 2) leave([](auto& of) -> float (&)[kSize] { return of.x_bias; }, 2);
+  __syncthreads();
+  const int cluster = Kind::kOneWarp ? 1 : a.cluster;
+  const int from = (int(blockIdx.x) & (cluster - 1)) * width;  // the block's first column
+  const int64_t kind_step = int64_t(gridDim.x) / cluster * a.columns;
+#pragma unroll 1
+  for (int kind = 0; kind < kSums; ++kind) {
+    const float* const set = parts + kind * count * width;
+    float* const to = a.partials + kind * kind_step + block * a.columns + from;
+#pragma unroll 1
+    for (int c = int(threadIdx.y) * threads + int(threadIdx.x); c < width && from + c < n; c += all) {
+      double sum = 0.0;
+#pragma unroll 4
+      for (int p = 0; p < count; ++p) sum += set[p * width + c];
+      to[c] = float(sum);
     }
   }
-};
+}
 
 }  // namespace fuseline
