@@ -12,6 +12,7 @@ import torch
 
 from fuseline.errors import InputError
 from fuseline.ops.attention import kept
+from fuseline.ops.attention.fitted import load
 from fuseline.ops.attention.places import distance
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
@@ -114,3 +115,14 @@ def test_shipped_tables_are_tables() -> None:
         entries = read_entries(file)
         assert len(entries) > 100
         assert all(entry.times_us and min(entry.times_us.values()) > 0 for entry in entries)
+
+
+def test_shipped_networks_tell_of_any_problem() -> None:
+    for file in kept.SHIPPED.glob("*.npz"):
+        fitted = load(file)
+        assert fitted is not None
+        assert fitted.problems > 1000
+        asked = Problem(torch.device("cuda"), torch.bfloat16, 8, 16, 16, 1024, 1024, 64, direction="fwbw")
+        told = fitted.estimate(asked, ["cudnn", "flash", "fuseline", "math"])
+        assert told.keys() == {"cudnn", "flash", "fuseline", "math"}
+        assert all(100 < time_us < 1e5 for time_us in told.values())

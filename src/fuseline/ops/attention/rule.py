@@ -39,7 +39,7 @@ def order(problem: Problem, is_dynamic: bool = False) -> tuple[tuple[str, ...], 
 
 
 def _on_cpu(problem: Problem) -> tuple[tuple[str, ...], str]:
-    """By CPU time on one core of a Xeon with AVX512-BF16, lengths 8 to 1,024, torch 2.13. fp32: flash is the
+    """By CPU time on one core of an EPYC with AVX512-BF16, lengths 8 to 1,024, torch 2.13. fp32: flash is the
     fastest or within 7% of it. bf16: the formula's products run in bf16, flash's in fp32: from length 32
     forward and 16 backward it takes 0.1 to 0.6 of flash's time. fp16: products are slow; the generic
     operator, which widens, takes 0.12 to 0.4 of flash's time backward, and 0.5 to 0.9 forward up to 64."""
