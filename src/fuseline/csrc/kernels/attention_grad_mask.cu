@@ -40,23 +40,42 @@ AttentionGradMask lay_out(const fuseline_attention_gradients& gradients, int til
   const int64_t pieces = std::min({divide_up(kBlocks, std::max<int64_t>(1, places)), way, kMostPieces,
                                    kMostBytes / std::max<int64_t>(4, of.size * 4)});
   of.pieces = int(std::max<int64_t>(1, pieces));
+  of.mask_stays = of.over_heads * of.over_rows * of.over_keys == 1 && (of.over_batches == 1 || c.mask_strides[0] == 0) && !packed;
   return of;
 }
 
-int tile_of(const fuseline_attention& c) { return c.dtype == FUSELINE_FLOAT32 && c.head_dim > 128 ? 32 : 64; }
+struct Layout {
+  AttentionGradMask of;
+  bool wide;
+};
+
+// Tiles of 128 x 128 where they fit the device, and the mask.
+Layout lay_out(const fuseline_attention_gradients& gradients) {
+  const fuseline_attention& c = gradients.call;
+  const bool packed = c.cu_seqlens_q != nullptr, exact = c.dtype == FUSELINE_FLOAT32;
+  if (!exact && c.head_dim <= 64 && std::min(packed ? c.max_seqlen_q : c.seqlen_q, packed ? c.max_seqlen_k : c.seqlen_k) > 64) {
+    Layout wide{lay_out(gradients, 128), true};
+    wide.of.g.a.call = c;
+    Device device;
+    const bool known = current_device(device) == cudaSuccess;
+    if (known && grad_mask_shared<__half, 64, true>(wide.of) <= device.shared_a_block) return wide;
+  }
+  return {lay_out(gradients, exact && c.head_dim > 128 ? 32 : 64), false};
+}
 
 }  // namespace
 
 size_t grad_mask_workspace(const fuseline_attention_gradients& gradients) {
   if (gradients.grad_mask == nullptr) return 0;
-  const AttentionGradMask of = lay_out(gradients, tile_of(gradients.call));
+  const AttentionGradMask of = lay_out(gradients).of;
   return of.pieces > 1 ? size_t(of.pieces) * of.size * sizeof(float) : 0;
 }
 
 int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradients& gradients, void* workspace,
                      void* stream) {
   const fuseline_attention& c = gradients.call;
-  AttentionGradMask of = lay_out(gradients, tile_of(c));
+  const Layout layout = lay_out(gradients);
+  AttentionGradMask of = layout.of;
   of.g = g;
   of.to = of.pieces > 1 ? workspace : gradients.grad_mask;
   of.to_dtype = of.pieces > 1 ? int(FUSELINE_FLOAT32) : gradients.grad_mask_dtype;
@@ -69,9 +88,9 @@ int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradie
     if (error != cudaSuccess) return int(error);
   }
   int code = 0;
-  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_tiles<__half>(of, blocks, stream);
-  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_tiles<__nv_bfloat16>(of, blocks, stream);
-  else code = launch_grad_mask_tiles<float>(of, blocks, stream);
+  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_tiles<__half>(of, layout.wide, blocks, stream);
+  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_tiles<__nv_bfloat16>(of, layout.wide, blocks, stream);
+  else code = launch_grad_mask_tiles<float>(of, layout.wide, blocks, stream);
   if (code != 0 || of.pieces == 1) return code;
   sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(
       static_cast<const float*>(of.to), of.pieces, of.size, gradients.grad_mask, gradients.grad_mask_dtype);

@@ -39,13 +39,13 @@ __device__ __forceinline__ float statistic_of_row(float lse) { return lse == -kI
 // lse(m, n, e) and delta(m, n, e) are those of an element's row, lse as above;
 // `whole`: bounds hide nothing.
 template <class T, bool kPlain, bool kTurned, bool kSlopes, int kM, int kN, class Lse, class Delta>
-__device__ __forceinline__ void differentiate(const Attention& a, const Place& place, bool whole, uint64_t seed,
+__device__ __forceinline__ void differentiate(const Attention& a, const Place& place, bool whole,
                                               float (&scores)[kM][kN][4], float (&dots)[kM][kN][4], Lse&& lse,
                                               Delta&& delta) {
   KeptElements<kTurned, kM, kN> kept;
   const bool drops = !kPlain && a.dropout.seed != nullptr;
   if (drops) {
-    kept.draw(a, place, seed);
+    kept.draw(a, place);
     each_element<kM, kN>([&](int m, int n, int e) {
       dots[m][n][e] = kept(m, n, e) ? fmaf(dots[m][n][e], a.dropout.scale, -delta(m, n, e)) : -delta(m, n, e);
     });
@@ -137,8 +137,6 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
     end_copies();
   };
 
-  uint64_t seed = 0;
-  if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
   float k_sums[kM][kWantKeys ? kD / 8 : 1][4], v_sums[kM][kWantValues ? kD / 8 : 1][4];
   set_zero(k_sums);
   set_zero(v_sums);
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
         if (kWantKeys) multiply_rows<T, kD>(dots, v_warp, grad_tile);
         else set_zero(dots);
         differentiate<T, kPlain, true, true>(
-            a, place, whole, seed, scores, dots, [&](int, int n, int e) { return row_statistics[8 * n + e % 2]; },
+            a, place, whole, scores, dots, [&](int, int n, int e) { return row_statistics[8 * n + e % 2]; },
             [&](int, int n, int e) { return row_statistics[Of::kStep + 8 * n + e % 2]; });
         if constexpr (kWantValues) multiply_columns<T, kD>(v_sums, scores, grad_tile);
         if constexpr (kWantKeys) multiply_columns<T, kD>(k_sums, dots, q_tile);
@@ -280,8 +278,6 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
       lse[m][half] = there ? statistic_of_row(c.lse[at]) : kInfinity;
       delta[m][half] = there ? g.delta[at] : 0.f;
     }
-  uint64_t seed = 0;
-  if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
   float sums[kM][kD / 8][4];
   set_zero(sums);
   const T* const q_warp = q_tile + warp * 16 * kM * kPitch<T, kD>;
@@ -299,7 +295,7 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     multiply_rows<T, kD>(dots, grad_warp, k_tile + Of::kStepTile);
     const bool whole = key >= whole_from && key + Of::kStep <= whole_to;
     differentiate<T, kPlain, false, true>(
-        a, place, whole, seed, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
+        a, place, whole, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
         [&](int m, int, int e) { return delta[m][e / 2]; });
     multiply_columns<T, kD>(sums, dots, k_tile);
   }

@@ -34,7 +34,8 @@ struct KeptElements {
   static constexpr int kBits = 4 * kM * kN, kWords = (kBits + 31) / 32;
   uint32_t words[kWords];
 
-  __device__ __forceinline__ void draw(const Attention& a, const Place& place, uint64_t seed) {
+  __device__ __forceinline__ void draw(const Attention& a, const Place& place) {
+    const uint64_t seed = uint64_t(*a.dropout.seed);
     const fuseline_attention& c = a.call;
     const bool together = c.seqlen_k % 4 == 0 && (place.sequence.first_key + place.key) % 4 == 0;
     const Element<kTurned, kM, kN> at(place, 0, 0, 0);

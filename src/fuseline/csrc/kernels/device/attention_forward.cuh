@@ -127,8 +127,6 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 
   // Scores are kept in units in which `unit` times them is a power of two: dot products if that is all there is to them.
   const float unit = kPlain || keeps_dots(a) ? a.scale_log2 : 1.f;
-  uint64_t seed = 0;
-  if (!kPlain && a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
   float sums[kM][kD / 8][4], reference[kM][2], total[kM][2];
   set_zero(sums);
 #pragma unroll
@@ -197,7 +195,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
       }
     if (!kPlain && a.dropout.seed != nullptr) {
       KeptElements<false, kM, kN> kept;
-      kept.draw(a, place, seed);
+      kept.draw(a, place);
       each_element<kM, kN>([&](int m, int n, int e) { scores[m][n][e] = kept(m, n, e) ? scores[m][n][e] : 0.f; });
     }
     multiply_columns<T, kD>(sums, scores, k_tile + Of::kTile);

@@ -1,23 +1,26 @@
 // The gradient of an additive mask: dy (attention_backward.cuh), summed over the dimensions that the mask is broadcast over.
 //
-// A block has a tile of 64 rows and 64 keys of one head of the gradient and goes through all scores that were added to
-// it, in one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them. Where
-// that leaves too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations a
-// head. Limit: tensor cores, fed from shared memory; with narrow heads the next tiles are copied ahead.
+// A block has a tile of 64 rows and 64 keys of one head of the gradient, or 128 x 128, and goes through all scores that were
+// added to it, in one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them.
+// Where that leaves too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations
+// a head. Limit: with small tiles bringing q, grad_out, k and v from L2 (45 KB a million operations), else tensor cores.
 #pragma once
 
 #include "attention_backward.cuh"
 
 namespace fuseline {
 
-template <class T, int kD>
+template <class T, int kD, bool kWide>
 struct GradMaskTiles {
-  static constexpr int kRows = std::is_same_v<T, float> && kD == 256 ? 32 : 64;  // and keys
-  static constexpr int kThreads = 2 * kRows;                                     // 16 rows a warp
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  static constexpr int kRows = kWide ? 128 : kExact && kD == 256 ? 32 : 64;  // and keys
+  static constexpr int kM = 1, kRowWarps = kRows / (16 * kM), kKeyWarps = 1;
+  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kWarpKeys = kRows / kKeyWarps, kKeysAtOnce = kWide ? 64 : kWarpKeys;
   static constexpr int kTile = kRows * kPitch<T, kD>;
-  static constexpr int kStages = kD == 64 && !std::is_same_v<T, float> ? 2 : 1;  // two, if two blocks then have room
+  static constexpr int kStages = kD == 64 && !kExact ? 2 : 1;  // two, where there is room for as many blocks
   static constexpr int kShared = kStages * 4 * kTile * int(sizeof(T));
-  using Order = KeyColumns<kRows / 8>;
+  using Order = KeyColumns<kKeysAtOnce / 8>;
 };
 
 struct AttentionGradMask {
@@ -28,6 +31,7 @@ struct AttentionGradMask {
   int batches, heads, row_tiles, key_tiles;              // of the gradient
   int over_batches, over_heads, over_rows, over_keys;    // summed for one tile of it
   int pieces;
+  bool mask_stays;  // one tile of the mask is that of the whole way
 };
 
 // An element of the gradient in its dtype.
@@ -65,16 +69,19 @@ struct GradMaskWay {
   }
 };
 
-template <class T, int kD>
-__global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
+template <class T, int kD, bool kWide>
+__global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ? 1 : 2)
     attention_grad_mask(const __grid_constant__ AttentionGradMask of, int) {
-  using Of = GradMaskTiles<T, kD>;
-  constexpr int kMaskTile = Of::kRows, kThreads = Of::kThreads, kTile = Of::kTile, kN = kMaskTile / 8;
+  using Of = GradMaskTiles<T, kD, kWide>;
+  constexpr int kMaskTile = Of::kRows, kThreads = Of::kThreads, kTile = Of::kTile, kM = Of::kM;
+  constexpr int kN = Of::kKeysAtOnce / 8, kParts = Of::kWarpKeys / Of::kKeysAtOnce;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* const tiles = reinterpret_cast<T*>(shared);  // stages of q, grad_out, k, v; of the mask behind them
+  T* const tiles = reinterpret_cast<T*>(shared);  // stages of q, grad_out, k, v; of the mask behind them, one if it stays
   const Attention& a = of.g.a;
   const fuseline_attention& c = a.call;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  const int lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  const int warp_row = int(threadIdx.x) / 32 / Of::kKeyWarps * 16 * kM;
+  const int warp_key = int(threadIdx.x) / 32 % Of::kKeyWarps * Of::kWarpKeys;
   unsigned block = blockIdx.x;
   const auto next = [&](int count) {
     const int index = int(block % unsigned(count));
@@ -83,8 +90,6 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   };
   const int key_tile = next(of.key_tiles), row_tile = next(of.row_tiles), head0 = next(of.heads),
             batch0 = next(of.batches), piece = int(block);
-  uint64_t seed = 0;
-  if (a.dropout.seed != nullptr) seed = uint64_t(*a.dropout.seed);
 
   GradMaskWay way(of, piece);
   const auto first_row = [&](const GradMaskWay& at) { return (row_tile + at.row) * kMaskTile; };
@@ -97,7 +102,8 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
       way.advance(of);
     }
   };
-  const auto copy = [&](int stage) {
+  const auto mask_tile = [&](int stage) { return shared + Of::kShared + (of.mask_stays ? 0 : stage) * a.mask_tile.bytes; };
+  const auto copy = [&](int stage, bool first) {
     if (way.left > 0) {
       const Sequence sequence(c, batch0 + way.batch);
       const int row = first_row(way), key = first_key(way), head = head0 + way.head, kv_head = head / a.group;
@@ -114,48 +120,57 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
       copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(
           to + 3 * kTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key), c.v_strides[2],
           sequence.keys - key, head_dim);
-      copy_mask<T, kMaskTile, kMaskTile, kThreads>(shared + Of::kShared + stage * a.mask_tile.bytes, a, sequence, head, row,
-                                                   key);
+      if (first || !of.mask_stays) {
+        copy_mask<T, kMaskTile, kMaskTile, kThreads>(mask_tile(stage), a, sequence, head, row, key);
+      }
     }
     end_copies();
   };
 
-  float sums[1][kN][4];
-  set_zero(sums);
+  float sums[kParts][kM][kN][4];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) set_zero(sums[part]);
   leave_out_unseen();
-  copy(0);
+  copy(0, true);
   for (int stage = 0; way.left > 0; stage ^= Of::kStages - 1) {
     const GradMaskWay here = way;
     const Sequence sequence(c, batch0 + here.batch);
     const int row = first_row(here), key = first_key(here), head = head0 + here.head;
-    float lse[2], delta[2];
+    float lse[kM][2], delta[kM][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = row + warp * 16 + 8 * half + lane / 4;
-      const int64_t statistic = sequence.statistic(c, head, at < sequence.rows ? at : row);
-      lse[half] = at < sequence.rows ? statistic_of_row(c.lse[statistic]) : kInfinity;
-      delta[half] = at < sequence.rows ? of.g.delta[statistic] : 0.f;
-    }
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = row + warp_row + 16 * m + 8 * half + lane / 4;
+        const int64_t statistic = sequence.statistic(c, head, at < sequence.rows ? at : row);
+        lse[m][half] = at < sequence.rows ? statistic_of_row(c.lse[statistic]) : kInfinity;
+        delta[m][half] = at < sequence.rows ? of.g.delta[statistic] : 0.f;
+      }
     wait_copies<0>();
     __syncthreads();
     way.advance(of);
     leave_out_unseen();
-    if constexpr (Of::kStages == 2) copy(stage ^ 1);
+    if constexpr (Of::kStages == 2) copy(stage ^ 1, false);
     const T* const q_tile = tiles + stage * 4 * kTile;
-    float scores[1][kN][4], dots[1][kN][4];
-    multiply_rows<T, kD>(scores, q_tile + warp * 16 * kPitch<T, kD>, q_tile + 2 * kTile);
-    multiply_rows<T, kD>(dots, q_tile + kTile + warp * 16 * kPitch<T, kD>, q_tile + 3 * kTile);
-    const unsigned char* const mask_tile = shared + Of::kShared + stage * a.mask_tile.bytes;
-    const Place place{sequence, head, row + warp * 16, key, mask_at(a, mask_tile, warp * 16, 0)};
+    const T* const k_tile = q_tile + 2 * kTile + warp_key * kPitch<T, kD>;
     const int last = min(row + kMaskTile, sequence.rows) - 1;
     const bool whole = key >= sequence.keys_from(a, last) && key + kMaskTile <= sequence.keys_to(a, row);
-    differentiate<T, false, false, false>(
-        a, place, whole, seed, scores, dots, [&](int, int, int e) { return lse[e / 2]; },
-        [&](int, int, int e) { return delta[e / 2]; });
-    each_element<1, kN>([&](int m, int n, int e) { sums[m][n][e] += dots[m][n][e]; });
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int along = warp_key + part * Of::kKeysAtOnce;
+      float scores[kM][kN][4], dots[kM][kN][4];
+      multiply_rows<T, kD>(scores, q_tile + warp_row * kPitch<T, kD>, k_tile + part * Of::kKeysAtOnce * kPitch<T, kD>);
+      multiply_rows<T, kD>(dots, q_tile + kTile + warp_row * kPitch<T, kD>,
+                           k_tile + kTile + part * Of::kKeysAtOnce * kPitch<T, kD>);
+      const Place place{sequence, head, row + warp_row, key + along, mask_at(a, mask_tile(stage), warp_row, along)};
+      differentiate<T, false, false, false>(
+          a, place, whole, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
+          [&](int m, int, int e) { return delta[m][e / 2]; });
+      each_element<kM, kN>([&](int m, int n, int e) { sums[part][m][n][e] += dots[m][n][e]; });
+    }
     if constexpr (Of::kStages == 1) {
       __syncthreads();
-      copy(0);
+      copy(0, false);
     }
   }
   wait_copies<0>();
@@ -166,12 +181,13 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   static_assert(kMaskTile * kLine * 4 <= 4 * kTile * int(sizeof(T)));
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int key = Of::Order::kRun * (lane % 4) + column_of<false, kN>(n, e % 2);
-      tile[(warp * 16 + lane / 4 + 8 * (e / 2)) * kLine + key] = sums[0][n][e];
-    }
+  for (int part = 0; part < kParts; ++part) {
+    each_element<kM, kN>([&](int m, int n, int e) {
+      const int row = warp_row + 16 * m + 8 * (e / 2) + lane / 4;
+      const int key = warp_key + part * Of::kKeysAtOnce + Of::Order::kRun * (lane % 4) + column_of<false, kN>(n, e % 2);
+      tile[row * kLine + key] = sums[part][m][n][e];
+    });
+  }
   __syncthreads();
   const bool one_row = of.strides[2] == 0, one_key = of.strides[3] == 0;
   if (one_row && threadIdx.x < kMaskTile) {
@@ -192,7 +208,7 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   const int at_row = one_row ? 0 : sequence.first_row, at_key = one_key ? 0 : sequence.first_key;
   const int64_t out = piece * of.size + sequence.batch * of.strides[0] + head0 * of.strides[1];
   for (int at = threadIdx.x; at < rows * keys; at += kThreads) {
-    const int row = at / keys, key = at % keys;
+    const int row = one_key ? at : at / kMaskTile, key = one_key ? 0 : at % kMaskTile;
     const int64_t y = int64_t(row_tile) * kMaskTile + row, x = int64_t(key_tile) * kMaskTile + key;
     if ((one_row || y < sequence.rows) && (one_key || x < sequence.keys)) {
       store_as(of.to, of.to_dtype, out + (at_row + y) * of.strides[2] + (at_key + x) * of.strides[3],
@@ -201,17 +217,31 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD>::kThreads, 2)
   }
 }
 
+// Bytes of shared memory of a block.
+template <class T, int kD, bool kWide>
+int grad_mask_shared(const AttentionGradMask& of) {
+  using Of = GradMaskTiles<T, kD, kWide>;
+  return Of::kShared + (of.mask_stays ? 1 : Of::kStages) * mask_tile_of(of.g.a.call, Of::kRows, Of::kRows).bytes;
+}
+
+template <class T, int kD, bool kWide>
+int launch_grad_mask_kernel(AttentionGradMask of, int64_t blocks, void* stream) {
+  using Of = GradMaskTiles<T, kD, kWide>;
+  of.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
+  AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
+  grid.blocks = blocks;
+  return launch_attention(attention_grad_mask<T, kD, kWide>, of, grid, Of::kThreads, grad_mask_shared<T, kD, kWide>(of),
+                          stream);
+}
+
 template <class T>
-int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* stream) {
+int launch_grad_mask_tiles(const AttentionGradMask& of, bool wide, int64_t blocks, void* stream) {
   return with_head_dim<false>(of.g.a.call.head_dim, [&](auto dim) {
     constexpr int kD = decltype(dim)::value;
-    using Of = GradMaskTiles<T, kD>;
-    AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
-    grid.blocks = blocks;
-    AttentionGradMask given = of;
-    given.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
-    return launch_attention(attention_grad_mask<T, kD>, given, grid, Of::kThreads,
-                            Of::kShared + Of::kStages * given.g.a.mask_tile.bytes, stream);
+    if constexpr (kD == 64 && !std::is_same_v<T, float>) {
+      if (wide) return launch_grad_mask_kernel<T, kD, true>(of, blocks, stream);
+    }
+    return launch_grad_mask_kernel<T, kD, false>(of, blocks, stream);
   });
 }
 
