@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fuseline import native
 from fuseline.native import NativeError
 from fuseline.native.kernels import Kernels, open_kernels
 
@@ -107,6 +108,54 @@ def test_layer_norm_backward(kernels: Kernels, dtype: torch.dtype, weights: str)
                     assert out.abs().max() < 1e-2, what
                 else:
                     assert_as_good(out, one.to(out.dtype), reference, f"{name}, {what}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_layer_norm_backward_of_many_rows(kernels: Kernels, dtype: torch.dtype, offset: int) -> None:
+    """Rings and tiles come round several times; the same bits each run."""
+    for n in (8, 31, 64, 200, 384, 1000, 1024, 1600, 4096, 5120, 16384, 32768, 50257):
+        rows = 2**24 // n | 1
+        x = place(rows, n, dtype, offset=offset, fill=3 * randn(rows, n, torch.float32) + 1)
+        grad_out = place(rows, n, dtype, offset=offset, fill=randn(rows, n, torch.float32))
+        weight = weights_for(n, dtype)[0]
+        mean = x.double().mean(-1, keepdim=True)
+        rstd = (x.double().var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+        found = []
+        for _ in range(2):
+            grad_x = place(rows, n, dtype, offset=offset)
+            grad_weight, grad_bias = (place(1, n, dtype) for _ in range(2))
+            kernels.layer_norm_backward(
+                grad_out, x, weight, mean.float(), rstd.float(), grad_x, grad_weight, grad_bias
+            )
+            assert guards_hold(grad_x)
+            found.append((grad_x, grad_weight, grad_bias))
+        exact = layer_norm_gradients(grad_out.double(), x.double(), weight.double(), mean, rstd)
+        eager = layer_norm_gradients(grad_out.float(), x.float(), weight.float(), mean.float(), rstd.float())
+        for out, again, one, reference in zip(*found, eager, exact, strict=True):
+            assert torch.equal(out, again), f"n {n}"
+            assert_as_good(out, one.to(dtype), reference, f"n {n}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_sums_of_many_rows_are_those_of_few(dtype: torch.dtype, p: float) -> None:
+    """Rows of sums and norms come in bulk copies if they are many, and are held in registers if few."""
+    native.load()
+    for n in (512, 768, 1024, 1600, 4096, 8192, 16384):
+        rows, some = 2**22 // n, 16
+        x, residual = randn(rows, n, dtype), randn(rows, n, dtype)
+        weight, bias, x_bias = randn(3, n, dtype)
+        seed = torch.ones(1, dtype=torch.int64, device=DEVICE)
+        arguments = (n,), weight, bias, 1e-5, x_bias, p, seed, True
+        forward = torch.ops.fuseline.norm_forward
+        many = forward("dropout_add_layer_norm", x, residual, *arguments)
+        few = forward("dropout_add_layer_norm", x[:some], residual[:some], *arguments)
+        (y, total, mean, rstd), (few_y, few_total, few_mean, few_rstd) = [out[:some] for out in many], few
+        assert torch.equal(total, few_total), f"n {n}"
+        torch.testing.assert_close(mean, few_mean)
+        torch.testing.assert_close(rstd, few_rstd)
+        torch.testing.assert_close(y, few_y)
 
 
 def layer_norm_gradients(
