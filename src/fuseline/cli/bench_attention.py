@@ -4,8 +4,9 @@ the fastest over random problems."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ class Options(Common):
     suite: tuple[str, ...] = ()
     """Suites: small (whole layers), short, long, decode, masks, picker. All if none is named."""
     budget: str | None = None
-    """Stop after so long (90s, 10m); what is left waits for --resume. Not of `small`."""
+    """Stop after so long (90s, 10m); what is left waits for --resume."""
     resume: bool = False
     """Leave out what an earlier run into the same folder measured, with the same GPU, torch and commit."""
     flex: bool = True
@@ -81,8 +82,18 @@ def run(options: Options) -> int:
         return _write_table(bench, options.write_table, options.problems, out)
     layers: list[Record] = []
     if small.SECTION in suites:
+        sweep = small.SmallBench(
+            device,
+            seed=options.seed,
+            every=options.every,
+            budget_seconds=bench.budget_seconds,
+            resume=options.resume,
+        )
+        begin = time.monotonic()
         with measuring(100) as observe:
-            layers = small.run_small(small.SmallBench(device, seed=options.seed), out, observe)
+            layers = small.run_small(sweep, out, observe)
+        if bench.budget_seconds is not None:
+            bench = replace(bench, budget_seconds=bench.budget_seconds - (time.monotonic() - begin))
     with measuring(100) as observe:
         outcome = measure(bench, out, observe)
     outcome.records[:0] = layers

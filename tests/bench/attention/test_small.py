@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,18 @@ def test_records_every_peer_and_direction(tmp_path: Path) -> None:
 def test_names_an_unknown_form() -> None:
     with pytest.raises(ValueError, match="shared"):
         small.SmallBench(CPU, forms=("share",))
+
+
+def test_goes_on_where_its_budget_ended(tmp_path: Path) -> None:
+    bench = small.SmallBench(
+        CPU, batch=2, heads=2, lengths=(3, 4), embed_dims=(16,), forms=("shared",), rounds=1
+    )
+
+    def run(**changed: object) -> list[int]:
+        records = small.run_small(replace(bench, **changed), tmp_path, lambda now, done, total: None)
+        return sorted({int(record.case["seqlen_q"]) for record in records})
+
+    assert run(budget_seconds=0.0) == []
+    assert run(every=2) == [3]
+    assert run(resume=True) == [4]
+    assert run(resume=True) == []

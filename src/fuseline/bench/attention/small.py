@@ -7,6 +7,7 @@ moods meet them alike. And on a GPU inside a CUDA graph. Peak memory is that of 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import torch
 from fuseline import native
 from fuseline.bench.attention.small_layers import PEERS, build
 from fuseline.bench.failure import describe_failure
-from fuseline.bench.ops.captured import capture
+from fuseline.bench.ladder.budget import Budget
+from fuseline.bench.ops.captured import Captured
 from fuseline.errors import unknown_name
-from fuseline.records import Environment, Record, append, describe
+from fuseline.records import Environment, Record, append, describe, read
 from fuseline.records.record import Scalar
 from fuseline.timing import (
     Ratio,
@@ -50,7 +52,9 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SmallBench:
-    """The sweep. `rounds` is how often every peer is timed in turn; without `dtypes` those of the device."""
+    """The sweep. `rounds` is how often every peer is timed in turn; without `dtypes` those of the device.
+    `every` thins it out to each so many'th case; with `resume` cases that an earlier run into the same folder
+    measured are left out; no case is begun when the budget is spent."""
 
     device: torch.device
     batch: int = 16
@@ -61,6 +65,9 @@ class SmallBench:
     dtypes: tuple[torch.dtype, ...] = ()
     rounds: int = 7
     seed: int = 1337
+    every: int = 1
+    budget_seconds: float | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for form in self.forms:
@@ -76,7 +83,7 @@ class SmallBench:
             for dtype in dtypes
             for embed_dim in self.embed_dims
             for length in self.lengths
-        ]
+        ][:: self.every]
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,9 @@ def run_small(bench: SmallBench, out: Path, observe: Observer) -> list[Record]:
     environment = describe(bench.device)
     records: list[Record] = []
     cases = bench.cases()
+    budget = Budget(bench.budget_seconds)
+    file = out / f"{SUITE}.jsonl"
+    done = _done(file, environment) if bench.resume else set()
     for number, (form, dtype, length, embed_dim) in enumerate(cases):
         observe(f"{form}, S={length}, E={embed_dim}", number, len(cases))
         case: dict[str, Scalar] = {
@@ -106,8 +116,10 @@ def run_small(bench: SmallBench, out: Path, observe: Observer) -> list[Record]:
             "seqlen_q": length,
             "embed_dim": embed_dim,
         }
+        if _key(case) in done or budget.left() <= 0:
+            continue
         new = list(_measure(bench, case, form, dtype, length, embed_dim, environment))
-        append(out / f"{SUITE}.jsonl", new)
+        append(file, new)
         records += new
     observe("done", len(cases), len(cases))
     return records
@@ -195,14 +207,40 @@ def _in_turns(calls: dict[str, Call], device: torch.device, rounds: int) -> dict
     return samples
 
 
+def _done(file: Path, environment: Environment) -> set[str]:
+    """The cases that an earlier run on the same GPU, torch and commit measured."""
+    here = (environment.device, environment.torch, environment.commit)
+    return {
+        _key({name: record.case[name] for name in record.case if name in _NAMES_OF_A_CASE})
+        for record in (read(file) if file.exists() else ())
+        if record.case.get("section") == SECTION and (record.device, record.torch, record.commit) == here
+    }
+
+
+_NAMES_OF_A_CASE = ("section", "op", "form", "dtype", "batch", "heads", "seqlen_q", "embed_dim")
+
+
+def _key(case: object) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
 def _captured(contender: Contender, direction: str, device: torch.device) -> Summary:
     """Microseconds of one of `CAPTURED_CALLS` calls inside a graph."""
-
-    def prepare() -> list[Call]:
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         contender.renew()
-        return [contender.calls[direction]] * CAPTURED_CALLS
-
-    return capture(prepare, device).time(CAPTURED_RUNS)
+        calls = [contender.calls[direction]] * CAPTURED_CALLS
+        calls[0]()
+        stream.synchronize()
+        # Not torch.cuda.graph: it empties the allocator's cache, for a quarter of a second.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            results = tuple(call() for call in calls)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return Captured(graph, tuple(calls), results).time(CAPTURED_RUNS)
 
 
 def _calls_a_sample(call: Call, device: torch.device) -> int:
