@@ -189,7 +189,7 @@ def tune(
     Raises InputError without a GPU.
     """
     # Imported here: measuring draws tensors and calls `attention`, which imports what this file explains.
-    from fuseline.ops.attention.measure import measure
+    from fuseline.ops.attention.measure import measure, release
 
     wanted = list(dict.fromkeys(problems))
     found = []
@@ -206,5 +206,6 @@ def tune(
             kept.keep(gpu, [entry])
             choice.forget()
         found.append(entry)
+    release()
     observe("done", len(wanted), len(wanted))
     return found
