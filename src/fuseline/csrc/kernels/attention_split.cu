@@ -18,7 +18,7 @@ Split lay_out(const fuseline_attention& c, int processors) {
   g.chunks = int(divide_up(c.seqlen_q * (c.heads / c.kv_heads), 16 * warps));
   const int64_t blocks = g.chunks * c.kv_heads * c.batch, most = divide_up(c.seqlen_k, kFewestKeys);
   const int at_once = (c.head_dim <= 128 ? 2 : 1) * processors;
-  g.splits = int(std::max<int64_t>(1, std::min<int64_t>({most, at_once / std::max<int64_t>(1, blocks), 64})));
+  g.splits = int(std::max<int64_t>(1, std::min<int64_t>({most, at_once / std::max<int64_t>(1, blocks), kMostSplits})));
   return g;
 }
 

@@ -269,56 +269,58 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
   }
 }
 
-// Adds up the parts of a row: a block a row, each of its warps every fourth part, a lane 16 bytes of these.
+// Adds up the parts of a row: a block a row, a thread a column. The parts come to shared memory, all on their way at once:
+// with 33 of them, what waits for one after another takes 20 us.
+constexpr int kMostSplits = 64, kCombineThreads = 256;
+
 template <class T>
-__global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Split g, int) {
+__global__ void __launch_bounds__(kCombineThreads) attention_combine(const __grid_constant__ Split g, int) {
   const fuseline_attention& c = g.a.call;
-  constexpr int kWarps = 4, kMostDims = 256, kHeld = kMostDims / 128;
-  __shared__ float4 lines[kWarps][kMostDims / 4];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head_dim = int(c.head_dim);
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* const lines = reinterpret_cast<float*>(shared);  // [splits][head_dim]
+  __shared__ float weights[kMostSplits];
+  const int lane = threadIdx.x % 32, head_dim = int(c.head_dim), vectors = head_dim / 4;
   const int64_t row = blockIdx.x;
   const int head = int(row / c.seqlen_q % c.heads);
   wait_for_earlier();
+  for (int at = threadIdx.x; at < g.splits * vectors; at += kCombineThreads) {
+    const int part = at / vectors, column = at % vectors * 4;
+    copy_bytes(lines + part * head_dim + column, g.sums + (part * g.rows + row) * head_dim + column, 16);
+  }
+  end_copies();
+  float2 totals[kMostSplits / 32];  // of parts lane, lane + 32; every warp has them
+#pragma unroll
+  for (int i = 0; i < kMostSplits / 32; ++i) {
+    const int part = 32 * i + lane;
+    totals[i] = part < g.splits ? g.totals[part * g.rows + row] : make_float2(-kInfinity, 0.f);
+  }
   const float sink = c.sinks != nullptr ? c.sinks[head] * kLog2E : -kInfinity;
   float most = sink;
-  for (int part = lane; part < g.splits; part += 32) most = fmaxf(most, g.totals[part * g.rows + row].x);
+#pragma unroll
+  for (const float2& one : totals) most = fmaxf(most, one.x);
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
   const float zero = most == -kInfinity ? 0.f : most;
   float total = 0.f;
-  for (int part = lane; part < g.splits; part += 32) {
-    const float2 one = g.totals[part * g.rows + row];
-    total = fmaf(one.y, power_of_two(one.x - zero), total);
+#pragma unroll
+  for (int i = 0; i < kMostSplits / 32; ++i) {
+    const float weight = power_of_two(totals[i].x - zero);
+    if (threadIdx.x < 32) weights[32 * i + lane] = weight;
+    total = fmaf(totals[i].y, weight, total);
   }
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
   total += power_of_two(sink - zero);
-
-  float4 sums[kHeld] = {};
-#pragma unroll 4
-  for (int part = warp; part < g.splits; part += kWarps) {
-    const int64_t at = part * g.rows + row;
-    const float weight = power_of_two(g.totals[at].x - zero);
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int column = 128 * i + 4 * lane;
-      if (column < head_dim) {
-        const float4 one = *reinterpret_cast<const float4*>(g.sums + at * head_dim + column);
-        sums[i].x = fmaf(weight, one.x, sums[i].x), sums[i].y = fmaf(weight, one.y, sums[i].y);
-        sums[i].z = fmaf(weight, one.z, sums[i].z), sums[i].w = fmaf(weight, one.w, sums[i].w);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) lines[warp][32 * i + lane] = sums[i];
+  wait_copies<0>();
   __syncthreads();
-  T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
-                 row % c.seqlen_q * c.out_strides[2];
-  const float* const line = reinterpret_cast<const float*>(lines);
-  for (int column = threadIdx.x; column < head_dim; column += 128) {
+
+  const int column = threadIdx.x;
+  if (column < head_dim) {
     float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += line[i * kMostDims + column];
+#pragma unroll 8
+    for (int part = 0; part < g.splits; ++part) sum = fmaf(weights[part], lines[part * head_dim + column], sum);
+    T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
+                   row % c.seqlen_q * c.out_strides[2];
     out[column] = from_float<T>(total > 0.f ? sum / total : 0.f);
   }
   if (threadIdx.x == 0) c.lse[row] = total > 0.f ? (zero + log2f(total)) * kLn2 : -kInfinity;
@@ -338,7 +340,7 @@ int launch_split_parts(const Split& g, int row_warps, void* stream) {
   if (code != 0) return code;
   AttentionGrid grid(c, 1, false, 1);
   grid.blocks = g.rows;
-  return launch_attention(attention_combine<T>, g, grid, 128, 0, stream, true);
+  return launch_attention(attention_combine<T>, g, grid, kCombineThreads, int(g.splits * c.head_dim * 4), stream, true);
 }
 
 }  // namespace fuseline
