@@ -152,7 +152,9 @@ def test_sums_of_many_rows_are_those_of_few(dtype: torch.dtype, p: float) -> Non
         many = forward("dropout_add_layer_norm", x, residual, *arguments)
         few = forward("dropout_add_layer_norm", x[:some], residual[:some], *arguments)
         (y, total, mean, rstd), (few_y, few_total, few_mean, few_rstd) = [out[:some] for out in many], few
-        assert torch.equal(total, few_total), f"n {n}"
+        if p == 0:  # with a mask compilers contract the same operations here and not there
+            assert torch.equal(total, few_total), f"n {n}"
+        torch.testing.assert_close(total, few_total)
         torch.testing.assert_close(mean, few_mean)
         torch.testing.assert_close(rstd, few_rstd)
         torch.testing.assert_close(y, few_y)

@@ -98,9 +98,8 @@ struct RingFamily {
     if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
     const bool aligned = in_vectors<kSize>(a);
     const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
-    const bool short_masked = a.dropout.seed && a.n * int64_t(sizeof(Y)) < kShortestMaskedRing;
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
-    if (plan.slots == 0 || (short_masked && !row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given)) return false;
+    if (plan.slots == 0) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     const auto kernel = kernel_for(plan.slots, aligned);
     int count = 0;
@@ -123,9 +122,7 @@ struct RingFamily {
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
-  // Bytes of a row of y from which there are rings, for what the table does not know; with masks, which many threads
-  // compute sooner.
-  static constexpr int64_t kShortestRing = kAdded ? 1024 : 8193, kShortestMaskedRing = 8192;
+  static constexpr int64_t kShortestRing = kAdded ? 1024 : 8193;  // bytes of a row of y, for what the table does not know
 
   static int threads_of(int slots, bool aligned) {
     if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;
