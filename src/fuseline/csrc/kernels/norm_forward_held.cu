@@ -27,7 +27,8 @@ HeldPlan plan_held(int64_t rows, int64_t n, const Device& device) {
   // Few rows are spread over all threads that there are; these then have little to do after each other.
   const int64_t threads = int64_t(device.processors) * 1024;
   const bool few = rows * vectors <= 2 * threads;
-  plan.held = few ? 1 + (rows * vectors > threads) : std::min(power_of_two_from(choice->held), kMostHeld);
+  plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
+  if (few) plan.held = rows * vectors > threads || vectors > kWarp * kFewStates ? 2 : 1;
   const int most = few || vectors > kWarp * plan.held ? kMostThreads : kWarp;
   while (divide_up(vectors, plan.held) > most) plan.held *= 2;
   plan.threads = int(divide_up(vectors, plan.held));

@@ -10,6 +10,8 @@
 
 namespace fuseline {
 
+constexpr int kFewStates = 8;
+
 // The moments of a row from those of its few warps, read by every thread for itself: without a shuffle.
 template <class T>
 __device__ __forceinline__ Moments combine_few(const Moments* states, int count, float n, float inverse_n,
@@ -88,9 +90,12 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), held_blocks(kOneWarp, 
     const Moments warp = moments_of<T>(
         values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, [](int, int) { return false; },
         [&](auto value) { return group.warp_sum(value); });
-    const Moments whole =
-        group.in_one_warp() ? warp
-                            : combine_few<T>(group.publish(warp), group.states, float(n), inverse_n, a.centred);
+    Moments whole = warp;
+    if (!group.in_one_warp()) {
+      const Moments* const states = group.publish(warp);
+      whole = group.states <= kFewStates ? combine_few<T>(states, group.states, float(n), inverse_n, a.centred)
+                                         : combine(states, group.states, float(n), a.centred);
+    }
     const float rstd = rstd_of<T>(whole.squares, inverse_n, a.eps);
     const int64_t row = first + r * int(blockDim.y);
     if (row >= a.rows) return;

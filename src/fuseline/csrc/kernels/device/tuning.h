@@ -63,13 +63,13 @@ inline constexpr RowChoice kCrossEntropy4[] = {
     {262144, 16, 512, 8, 1},
 };
 inline constexpr RowChoice kLayerNormForward2[] = {
-    {256, 1, 128, 1, 0},
+    {64, 1, 128, 1, 0},
     {512, 2, 128, 1, 0},
     {1024, 4, 128, 1, 0},
     {16384, 4, 512, 1, 0},
 };
 inline constexpr RowChoice kLayerNormForward4[] = {
-    {128, 1, 128, 1, 0},
+    {32, 1, 128, 1, 0},
     {256, 2, 128, 1, 0},
     {512, 4, 128, 1, 0},
     {8192, 4, 512, 1, 0},
