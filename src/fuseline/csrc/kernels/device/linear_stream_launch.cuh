@@ -53,7 +53,12 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
   const auto kernel = linear_stream_kernel<T, Weights, kColumnBlocks, kAnyGroups>;
   const int splits = plan_stream<Weights, Shape>(a, call, device);
   if (splits == 0) return FUSELINE_UNSUPPORTED;
-  int clusters = device.processors / splits, shared = 0;
+  // Two blocks a multiprocessor, where each still has enough to do: 32.7 us in place of 34.8 for 4096 x 22016 in int8,
+  // 19.7 in place of 20.6 in int4; a multiprocessor's 64 KB of 4096 x 4096 in int4 go better to one.
+  constexpr int64_t kEnough = 96 * 1024;
+  const int64_t weights = int64_t(a.tiles) * a.chunks * (Weights::kVectors * kWarp * 16);
+  const bool two = kColumnBlocks == 1 && splits == 1 && device.clusters && weights >= kEnough * device.processors;
+  int clusters = device.processors * (two ? 2 : 1) / splits, shared = 0;
   for (;;) {  // the device may hold fewer clusters than multiprocessors / splits
     shared = deal_units<Shape>(a, splits, clusters);
     if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
