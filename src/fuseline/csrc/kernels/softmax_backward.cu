@@ -273,13 +273,14 @@ template <class T>
 bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
   if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 2, device);
-  if (aligned || plan.threads == 0) {
+  const bool together = !aligned && plan.threads > 0;
+  if (!together) {
     plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
   }
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
-  const auto kernel = plan.together > 1 ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
+  const auto kernel = together ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
   error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }

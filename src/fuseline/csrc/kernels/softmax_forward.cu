@@ -281,23 +281,26 @@ bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error)
 constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
 
 // Of a block that shares an aligned row with others. Rows of 64 KB in bf16, in blocks of 64, 32, 16 and 8 KB: 0.935, 0.945,
-// 0.967 and 0.809 of the copy bandwidth; of 100 KB at odd addresses 0.92 in blocks of 100 KB, 0.81 in those of 16.
+// 0.967 and 0.809 of the copy bandwidth; of 100 KB at odd addresses, in blocks of 100, 50, 25 and 13 KB: 0.921, 0.912, 0.945
+// and 0.857.
 template <class T>
 constexpr int64_t kBlockBytes = sizeof(T) == 4 ? 32768 : 16384;
+constexpr int64_t kOddBlockBytes = 32768;
 
 // Long rows; false if the row fits no cluster.
 template <class T>
 bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* stream, int& error) {
   if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 1, device);
-  if (aligned || plan.threads == 0) {
-    const int64_t most = aligned ? kBlockBytes<T> : kAnyBytes;
+  const bool together = !aligned && plan.threads > 0;
+  if (!together) {
+    const int64_t most = aligned ? kBlockBytes<T> : kOddBlockBytes;
     plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
-  const auto kernel = plan.together > 1 ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
+  const auto kernel = together ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
   error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
