@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   const Tile<T> tile(ring, rows, n);
   let_next_start();
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  __syncwarp();
   wait_for_earlier();
   tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
   float weight[kEach], bias[kEach];
