@@ -117,11 +117,10 @@ int run_out(const fuseline_small_layer& layer, const Device& device, void* strea
   if (enough(64, 64)) return launch_out<Math, 64, 64, 1, 4, 1>(layer, device, stream);
   if constexpr (std::is_same_v<Math, Exact>) {  // for which shared memory is read too often with few rows
     if (enough(32, 32)) return launch_out<Math, 32, 32, 1, 4, 4>(layer, device, stream);
-    return launch_out<Math, 32, 16, 2, 2, 8>(layer, device, stream);
   } else {
     if (enough(16, 64)) return launch_out<Math, 16, 64, 1, 4, 4>(layer, device, stream);
-    return launch_out<Math, 16, 32, 1, 4, 8>(layer, device, stream);
   }
+  return launch_out<Math, 32, 16, 2, 2, 8>(layer, device, stream);
 }
 
 }  // namespace fuseline
