@@ -9,7 +9,7 @@ namespace fuseline {
 // How many blocks share the columns, by the nanoseconds that all should take; 0 if not so many as are asked for can.
 inline int split_tiles(const LinearArguments& a, const fuseline_linear& call, int rows, const Device& device) {
   constexpr double kEnds = 4500;  // of a block, in nanoseconds
-  const double a_chunk = rows == 32 ? 200 : rows == 64 ? 250 : rows == 128 ? 510 : 840;
+  const double a_chunk = rows == 32 ? 310 : rows == 64 ? 360 : rows == 128 ? 510 : 840;  // measured
   const int64_t clusters = divide_up(a.n, kBlockRows) * divide_up(a.m, rows);
   double best = 0;
   int best_splits = 0;
@@ -17,8 +17,9 @@ inline int split_tiles(const LinearArguments& a, const fuseline_linear& call, in
     if (call.splits && call.splits != splits) continue;
     const int64_t chunks = divide_up(a.chunks, splits);
     if (chunks * (splits - 1) >= a.chunks) continue;  // a block would have nothing
-    // Clusters of more than two leave multiprocessors over.
-    const int64_t at_once = splits <= 2 ? device.processors / splits : device.processors * 9 / 10 / splits;
+    // A cluster is of one part of the device, 16 to 18 multiprocessors: some are left over.
+    const int64_t parts = std::max(1, device.processors / 18);
+    const int64_t at_once = splits <= 2 ? device.processors / splits : parts * (16 / splits);
     const double cost = divide_up(clusters, at_once) * (chunks * a_chunk + kEnds);
     if (best_splits == 0 || cost < best) best = cost, best_splits = splits;
   }
