@@ -79,4 +79,6 @@ def test_clusters_share_what_a_block_does_not_hold() -> None:
     assert Layout(1, 256, 8) in shared
     assert Layout(2, 512, 2) in shared
     assert all(layout.threads(16384, 2) <= layout.block for layout in shared)
-    assert not any(layout.cluster == 1 for layout in shared)
+    assert not any(layout.cluster == 1 for layout in shared if layout.stages == 0)
+    assert Layout(4, 512, 1, 6) in shared
+    assert Layout(4, 512, 2, 6) in shared

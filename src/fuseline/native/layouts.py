@@ -19,6 +19,10 @@ WARP = 32
 WORTH = 0.01
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
+RING_HELD = (2, 4)
+RING_STAGES = 6
+"""What a thread holds of a row in a ring of the norms' backward, and the most rows of a ring."""
+
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
 _LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}")
 
@@ -108,7 +112,10 @@ def candidates(
 
 
 def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout]:
-    """Layouts worth trying for rows of n in a kernel whose blocks stay, and share rows in clusters."""
+    """Layouts worth trying for rows of n in a kernel whose blocks stay, and share rows in clusters.
+
+    Those with rows ahead hold these in rings in shared memory.
+    """
     for one in held:
         for block in (256, 512):
             for cluster in (1, 2, 4, 8, 16):
@@ -119,6 +126,13 @@ def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout
                     and (cluster == 1 or threads >= 4 * WARP)
                     and (block == 256 or threads > 256)
                 ):
+                    yield layout
+    for one in RING_HELD:
+        for block in (256, 384, 512, 640):
+            for cluster in (1, 2, 4, 8, 16):
+                layout = Layout(one, block, cluster, RING_STAGES)
+                threads = layout.threads(n, element_size)
+                if WARP // 2 < threads <= block and (cluster == 1 or threads >= 4 * WARP):
                     yield layout
 
 
