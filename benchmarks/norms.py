@@ -85,12 +85,11 @@ def work(kind: str, direction: str, x: torch.Tensor) -> tuple[int, Callable[[], 
 
 
 def layouts(direction: str, n: int) -> Iterator[Layout | None]:
-    """None is the one that is chosen. A forward whose rows stay has rows ahead; a backward always has."""
+    """None is the one that is chosen."""
     yield None
-    if direction == "fw" and n >= 2048:
-        for cluster in (1, 2, 4, 8):
-            yield 4, 1024, cluster, 4
-            yield 4, 1024, cluster, 2
+    if direction == "fw":
+        for held in (1, 2, 4):
+            yield held, 128, 1, 0
     elif direction == "bw" and n >= 1024:
         for cluster in (1, 2, 4, 8):
             for block in (512, 256):

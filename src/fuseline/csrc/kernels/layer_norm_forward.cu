@@ -1,5 +1,6 @@
-// The forward of the layer norm and of the RMS norm: the kernels of device/norm_forward_rows.cuh and
-// norm_forward_long.cuh over x alone.
+// The forward of the layer norm and of the RMS norm over x alone: bulk copies (norm_forward_copied.cu) and registers
+// (norm_forward_held.cu) take what they can; the kernels of device/norm_forward_rows.cuh and norm_forward_long.cuh the
+// rest: y of fewer bits than x, odd addresses, and rows that no cluster holds.
 #include "device/norm_forward_launch.cuh"
 
 namespace fuseline {
