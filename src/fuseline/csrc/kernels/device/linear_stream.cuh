@@ -1,10 +1,10 @@
 // Linear layers for up to 32 rows of activations: y = x W^T + bias, each warp a stream of weights.
 //
 // Floor: the bytes of W over the copy bandwidth; for 4096 x 12288 that is 16.7 us in int8 and 8.4 in int4 at 3.0 TB/s.
-// A multiprocessor has to have 18 KB under way to reach it; 48 KB are. Arithmetic: in int4 a scheduler has 160 cycles
+// A multiprocessor has to have 18 KB under way to reach it; 48 KB a block are. Arithmetic: in int4 a scheduler has 160 cycles
 // for the 1,024 weights of a tile, and some 80 instructions to issue, 32 of them where one takes two cycles.
 //
-// Tiles (16 rows of W) are dealt to clusters of blocks, one block a multiprocessor, as evenly as whole tiles go; the
+// Tiles (16 rows of W) are dealt to clusters of blocks, one or two a multiprocessor, as evenly as whole tiles go; the
 // blocks of a cluster share the columns, so that x of theirs fits shared memory (one block where x is small). What a
 // block has is one run of steps, tile after tile, cut evenly among its warps, wherever the cuts fall in a tile. A warp
 // reads its steps from memory into registers, each asked for anew as soon as it is used: between the first step and the
