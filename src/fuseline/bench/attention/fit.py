@@ -19,8 +19,8 @@ from fuseline.ops.attention.features import floor_us, numbers
 from fuseline.ops.attention.fitted import Fitted
 from fuseline.ops.attention.tables import Entry
 
-NETWORKS, WIDTH, DEPTH = 5, 192, 3
-BATCH, STEPS, PEAK_RATE, WEIGHT_DECAY = 256, 12_000, 3e-3, 0.1
+NETWORKS, WIDTH, DEPTH = 2, 320, 3
+BATCH, STEPS, PEAK_RATE, WEIGHT_DECAY = 128, 18_000, 3e-3, 0.1
 FADING = 1.5  # how fast a candidate's weight falls with the ratio of its time to the fastest
 LEAST_WEIGHT = 0.02
 ROUNDING = 0.02  # of the loss, in logarithms: what is nearer is measured no better

@@ -1,6 +1,6 @@
 """The times of any problem on a GPU, as networks tell them that were fitted to times measured there.
 
-A few small networks (three layers of `features.numbers`) each give the logarithm of every candidate's time
+Small networks (three layers of `features.numbers`) each give the logarithm of every candidate's time
 over a floor; their mean counts. `fuseline bench attention --write-table` measures and fits. What lies outside
 of what was measured is told as its nearest inside.
 """
