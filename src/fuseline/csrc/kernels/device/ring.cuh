@@ -52,18 +52,4 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
 
 __device__ __forceinline__ void wait_for_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// The kernel that was launched to follow this one may take its place on the device; it waits for this one's results.
-__device__ __forceinline__ void start_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits for the kernel before, all of it, where this one was launched to follow it early.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 }  // namespace fuseline
