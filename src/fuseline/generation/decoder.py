@@ -21,6 +21,8 @@ from fuseline.errors import InputError
 from fuseline.generation.choice import GREEDY, Sampling, choose, penalized
 from fuseline.generation.static_cache import Beginning, CacheShape, Continuation, StaticCache
 from fuseline.models.heads import Attend
+from fuseline.models.whole_step import whole_step
+from fuseline.ops.decode_step import decode_step, workspace
 
 SMALLEST_BUCKET = 128
 # Tokens of prompts that go through the model at once; more of them only take memory.
@@ -74,6 +76,7 @@ class Decoder:
         seed: of the draws. None takes a seed of torch's.
         storage: "model", "int8" or "fp8": how keys and values are kept.
         graphs: record steps; None does on a GPU.
+        whole: a step in one launch where the model is small enough for that to be faster; False: never.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Decoder:
         seed: int | None = None,
         storage: str = "model",
         graphs: bool | None = None,
+        whole: bool = True,
     ) -> None:
         config: Shape = model.config
         if capacity > config.block_size:
@@ -119,6 +123,8 @@ class Decoder:
         self._graphs = self.device.type == "cuda" if graphs is None else graphs
         self._recorded: dict[int, torch.cuda.CUDAGraph] = {}
         self._longest = 0
+        self._whole = whole_step(model) if whole and batch == 1 and storage == "model" else None
+        self._workspace = None if self._whole is None else workspace(self._whole)
 
     @property
     def batch(self) -> int:
@@ -196,9 +202,17 @@ class Decoder:
     @torch.no_grad()
     def step(self, bucket: int) -> None:
         """One token for every row; nothing here waits for the device."""
-        attend = Continuation(self.cache, 1, bucket)
-        x_BTC = self.model.hidden(self.tokens_B.unsqueeze(1), attend.positions_BT, attend)
-        self.tokens_B.copy_(self._drawn(self.model.logits(x_BTC[:, 0])))
+        if self._whole is None or self._workspace is None:
+            attend = Continuation(self.cache, 1, bucket)
+            x_BTC = self.model.hidden(self.tokens_B.unsqueeze(1), attend.positions_BT, attend)
+            self.tokens_B.copy_(self._drawn(self.model.logits(x_BTC[:, 0])))
+        else:
+            held = self.cache
+            logits_BV = decode_step(
+                self._whole, self.tokens_B, held.k, held.v, held.lengths_B, self._workspace
+            )
+            if not self.sampling.is_greedy or self.seen_BV is not None:
+                self.tokens_B.copy_(self._drawn(logits_BV))
         self.cache.lengths_B += 1
 
     def close(self) -> None:
