@@ -36,7 +36,7 @@ int lay_out(const fuseline_decode& call, Layout& layout) {
 }
 
 template <class T, bool kByte, int D, int G>
-int launch_step(const Step& a, const Layout& layout, const fuseline_decode& call, void* stream) {
+int launch_step(const DecodeArguments& a, const Layout& layout, const fuseline_decode& call, void* stream) {
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
@@ -53,7 +53,7 @@ int launch_step(const Step& a, const Layout& layout, const fuseline_decode& call
 }
 
 template <class T, bool kByte>
-int launch_step(const Step& a, const Layout& layout, const fuseline_decode& call, void* stream) {
+int launch_step(const DecodeArguments& a, const Layout& layout, const fuseline_decode& call, void* stream) {
   if (call.head_dim == 64) {
     return layout.heads_a_block == 1 ? launch_step<T, kByte, 64, 1>(a, layout, call, stream)
                                      : launch_step<T, kByte, 64, 4>(a, layout, call, stream);
@@ -80,7 +80,7 @@ int fuseline_decode_attention(const fuseline_decode* call, void* stream) {
   const int refused = lay_out(*call, layout);
   if (refused) return refused;
   if (call->batch == 0) return 0;
-  Step a{};
+  DecodeArguments a{};
   a.qkv = static_cast<const char*>(call->qkv), a.y = static_cast<char*>(call->y);
   a.k = static_cast<char*>(call->k), a.v = static_cast<char*>(call->v);
   a.k_scales = call->k_scales, a.v_scales = call->v_scales, a.lengths = call->lengths;

@@ -25,7 +25,7 @@ constexpr int kAhead = 4;       // keys and values under way, a lane
 constexpr int kLeastKeys = 32;  // of a block, where the context is split
 constexpr int kMostBlocks = 32; // that share a context
 
-struct Step {
+struct DecodeArguments {
   const char* qkv;
   char* y;
   char* k;
@@ -76,7 +76,7 @@ struct Piece {
 };
 
 template <class T, bool kByte, int D, int G>
-__global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_constant__ Step a) {
+__global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_constant__ DecodeArguments a) {
   using Of = Piece<T, kByte>;
   constexpr int E = Of::kElements, kLanes = D / E, kSlots = kWarp / kLanes, kPairs = D / 64;
   using Raw = typename Of::Raw;
