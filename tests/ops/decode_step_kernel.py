@@ -66,4 +66,4 @@ def test_steps_follow_one_another() -> None:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+    return ((found.double() - expected).norm() / expected.norm()).detach().item()
