@@ -22,6 +22,7 @@ def test_the_definition_is_the_models_own_step(name: str) -> None:
     model = made(name)
     step = whole_step(model)
     assert step is not None
+    assert not step.head.requires_grad
     decoder = Decoder(model, batch=1, capacity=60)
     prompt = list(range(45))
     token = decoder.begin([prompt]).clone()

@@ -37,9 +37,9 @@ def _of_gpt(model: GPT) -> StepModel | None:
         return None
     return StepModel(
         *_taken(layers),
-        token_table=tables.wte.weight,
+        token_table=_tensor(tables.wte, "weight"),
         norm=_tensor(tables.ln_f, "weight"),
-        head=model.lm_head.weight,
+        head=_tensor(model.lm_head, "weight"),
         num_heads=config.num_heads,
         num_kv_heads=config.num_heads,
         head_dim=config.head_dim,
@@ -47,7 +47,7 @@ def _of_gpt(model: GPT) -> StepModel | None:
         norm_kind="layer",
         activation=config.activation,
         eps=float(tables.ln_f.eps),  # type: ignore[arg-type]
-        position_table=tables.wpe.weight,
+        position_table=_tensor(tables.wpe, "weight"),
         norm_bias=_bias(tables.ln_f),
     )
 
@@ -63,9 +63,9 @@ def _of_llama(model: Llama) -> StepModel | None:
         return None
     return StepModel(
         *_taken(layers),
-        token_table=model.embedding.weight,
-        norm=model.norm.weight,
-        head=model.head.weight,
+        token_table=_tensor(model.embedding, "weight"),
+        norm=_tensor(model.norm, "weight"),
+        head=_tensor(model.head, "weight"),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
