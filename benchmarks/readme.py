@@ -90,9 +90,9 @@ def ops(records: Sequence[Record]) -> list[str]:
 def _share(records: Iterable[Record], op: str, direction: str, n: int) -> str:
     wanted = {"op": op, "direction": direction, "n": n, "dtype": "bfloat16", "captured": False}
     found: dict[str, float] = {}
-    for r in records:
+    for r in sorted(records, key=lambda r: r.time):  # the newest run of each
         if r.metric == "share_of_copy" and r.value is not None and wanted.items() <= r.case.items():
-            found[r.peer] = max(found.get(r.peer, 0.0), r.value)
+            found[r.peer] = r.value
     peers = {peer: found[peer] for peer in PEERS if peer in found}
     if "fuseline" not in found or not peers:
         return ""
@@ -127,9 +127,23 @@ def translation(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+def decode(records: Sequence[Record]) -> list[str]:
+    """Tokens a second around position 200, by model, format and rows."""
+    told: dict[tuple[str, str], dict[int, float]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if (r.peer, r.metric, r.case.get("position")) == ("fuseline", "tokens_per_s", 200) and r.value:
+            told.setdefault((str(r.case["preset"]), str(r.case["format"])), {})[int(r.case["batch"])] = r.value
+    lines = ["| model | weights | 1 row, tokens/s | 8 rows, tokens/s |", "|---|---|---:|---:|"]
+    for (preset, weights), rates in told.items():
+        cells = [f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8)]
+        lines.append(f"| {' | '.join((preset, weights, *cells))} |".replace("|  |", "| |"))
+    return lines
+
+
 TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "ladder": ("ladder", ladder),
     "ops": ("ops", ops),
+    "decode": ("decode", decode),
     "translation": ("translation", translation),
 }
 
