@@ -132,7 +132,8 @@ def decode(records: Sequence[Record]) -> list[str]:
     told: dict[tuple[str, str], dict[int, float]] = {}
     for r in sorted(records, key=lambda r: r.time):
         if (r.peer, r.metric, r.case.get("position")) == ("fuseline", "tokens_per_s", 200) and r.value:
-            told.setdefault((str(r.case["preset"]), str(r.case["format"])), {})[int(r.case["batch"])] = r.value
+            rates = told.setdefault((str(r.case["preset"]), str(r.case["format"])), {})
+            rates[int(str(r.case["batch"]))] = r.value
     lines = ["| model | weights | 1 row, tokens/s | 8 rows, tokens/s |", "|---|---|---:|---:|"]
     for (preset, weights), rates in told.items():
         cells = [f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8)]
