@@ -27,9 +27,8 @@ from fuseline.timing import summarize
 FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches
 # Of what holds [B, H, T, S], by bytes of a number; with more it is never first, and soon does not fit.
 MOST_SCORES = {2: 2**22, 4: 2**27, 8: 2**27}
-CLOSE, CLOSE_US = 1.3, 4.0  # times that are to be told apart; a single one is off by some microseconds
+CLOSE, CLOSE_US = 1.5, 4.0  # times that are to be told apart; a single one is off by some microseconds
 LONGEST_CONTEST_US = 1.2e4
-BEHIND, BEHIND_US = 2.5, 100.0  # what is so far behind in a first run, which is a cold one, is out
 FEWEST, MOST = 3, 9  # samples of those that are close
 LONG_US = 2e4  # one sample is enough
 
@@ -124,16 +123,16 @@ def clock(prepared: Prepared, most: int = MOST) -> Times:
             _check_device(problem.device, name, error)
     if not first:
         return Times(problem, {}, failed)
-    best = min(first.values())
-    near = [name for name, time_us in first.items() if time_us <= BEHIND * best + BEHIND_US]
-    once = {name: times[0] for name, times in _samples(calls, [near], problem.device).items()}
+    # A first run is a cold one, and may take several times as long.
+    again = _samples(calls, [list(first)], problem.device)
+    once = {name: min(time_us, again[name][0]) for name, time_us in first.items()}
     best = min(once.values())
     contest = [name for name, time_us in once.items() if time_us <= CLOSE * best + CLOSE_US]
     fewest = FEWEST if best < LONG_US else 1
     count = max(fewest, min(most, int(LONGEST_CONTEST_US / (max(best, 1.0) * len(contest)))))
     orders = [contest if number % 2 == 0 else contest[::-1] for number in range(count)]
     medians = {name: summarize(s).median for name, s in _samples(calls, orders, problem.device).items()}
-    return Times(problem, {**first, **once, **medians}, failed)
+    return Times(problem, {**once, **medians}, failed)
 
 
 def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
