@@ -322,6 +322,8 @@ def test_reasons_name_what_is_missing() -> None:
     assert CANDIDATES["cudnn"].supports(asked) == "its dropout is in sixteenths, over more than one query"
     assert CANDIDATES["flash"].supports(asked) is None
     assert CANDIDATES["flex"].supports(asked) == "it has no dropout"
+    asked = problem(**on_gpu, batch=2048, heads=64, kv_heads=64)
+    assert CANDIDATES["flex"].supports(asked) == "it takes batch times heads up to 65535"
     asked = problem(**on_gpu, direction="fwbw", lse=True)
     assert CANDIDATES["flash"].supports(asked) == "its lse has no gradient"
     asked = problem(**on_gpu, direction="fwbw", deterministic=True)

@@ -21,6 +21,7 @@ from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_c
 from fuseline.ops.attention.problem import Problem
 
 _BLOCK = 128
+_LARGEST_GRID = 65535
 _DECODED_ROWS = 16  # with more, its kernel for decoding may find no configuration
 _Limits = tuple[int, int, int, int, int]  # T, S, shift, window_left, reach_right
 
@@ -30,6 +31,8 @@ def _supports(problem: Problem) -> str | None:
     reason = reason or refuse_extras(problem, "dropout", "packing")
     if reason is None and problem.head_dim < 16:
         return f"it takes head dims from 16, not {problem.head_dim}"
+    if reason is None and problem.batch * problem.heads > _LARGEST_GRID:
+        return f"it takes batch times heads up to {_LARGEST_GRID}"
     return reason
 
 
