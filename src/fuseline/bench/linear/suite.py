@@ -125,7 +125,7 @@ def _measure(
         except CannotError as reason:
             yield record("skipped", None, reason=str(reason))
             continue
-        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+        except (RuntimeError, ImportError, torch._dynamo.exc.TorchDynamoException) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             yield record("skipped", None, reason=f"failed with {type(error).__name__}: {first}")
             continue

@@ -38,7 +38,7 @@ PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fa2": ("overhead", (2.0, 2.0)),
     "fa4": ("tensor", (2.0, 2.0)),
     "fuseline": ("kernels", ()),
-    "pick": ("accent", (7.0, 3.0)),
+    "pick": ("ink", (7.0, 3.0)),
 }
 NEAR = 1 / 1.03
 BAR = 0.95

@@ -76,6 +76,7 @@ inline constexpr RowChoice kLayerNormForward4[] = {
 };
 inline constexpr RowChoice kLayerNormBackward2[] = {
     {256, 1, 256, 1, 0},
+    {384, 2, 640, 1, 6},
     {512, 2, 384, 1, 6},
     {768, 4, 256, 1, 6},
     {1000, 1, 256, 1, 0},
