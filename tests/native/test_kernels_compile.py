@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture we ship, and none spills registers."""
+"""Every kernel compiles for every architecture we ship, and none spills more than two registers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ HOST_ONLY = (
     "tuning.cu",
 )
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+# Bytes of a thread: two registers put aside cost less than a block a multiprocessor fewer.
+SPARED = 8
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def spills(report: str) -> list[str]:
-    """The kernels that `ptxas -v` reports a stack frame or a spill for."""
+    """The kernels that `ptxas -v` reports a stack frame or a spill of more than SPARED bytes for."""
     found, function = [], "?"
     for line in report.splitlines():
         if match := FUNCTION.search(line):
             function = f"{match[1]} for {match[2]}"
-        elif (match := FRAME.search(line)) and any(int(count) for count in match.groups()):
+        elif (match := FRAME.search(line)) and any(int(count) > SPARED for count in match.groups()):
             found.append(f"{function}: {match[0]}")
     return found
 
@@ -40,6 +42,8 @@ def test_spills_reads_the_report() -> None:
     report = (
         "ptxas info    : Compiling entry function 'good' for 'sm_90'\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Compiling entry function 'near' for 'sm_90'\n"
+        "    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n"
         "ptxas info    : Compiling entry function 'bad' for 'sm_80'\n"
         "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
     )
