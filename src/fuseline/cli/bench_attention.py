@@ -42,6 +42,8 @@ class Options(Common):
     `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""
     problems: int = 1000
     """How many random problems the networks are fitted to."""
+    again: tuple[str, ...] = ()
+    """With --write-table: candidates whose kernels have changed; they are measured on what is done, too."""
     processes: int = 0
     """How many processes prepare problems side by side on a GPU; one at a time is timed. 0: by the cores."""
 
@@ -79,7 +81,7 @@ def run(options: Options) -> int:
         _print_plan(bench, out, as_json=options.json)
         return 0
     if options.write_table is not None:
-        return _write_table(bench, options.write_table, options.problems, out)
+        return _write_table(bench, options.write_table, options.problems, split_names(options.again), out)
     layers: list[Record] = []
     if small.SECTION in suites:
         sweep = small.SmallBench(
@@ -101,9 +103,12 @@ def run(options: Options) -> int:
     return publish(outcome.records, out / "attention.jsonl", tables, remarks, width=130, as_json=options.json)
 
 
-def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) -> int:
+def _write_table(bench: AttentionBench, file: Path, problems: int, again: Sequence[str], out: Path) -> int:
     from fuseline.bench.attention.table import write_table
+    from fuseline.ops.attention.choice import check_name
 
+    for name in again:
+        check_name(name)
     with measuring(100) as observe:
         found = write_table(
             file,
@@ -113,6 +118,7 @@ def _write_table(bench: AttentionBench, file: Path, problems: int, out: Path) ->
             budget_seconds=bench.budget_seconds,
             processes=bench.processes,
             with_compiled=bench.with_compiled,
+            again=again,
             observe=observe,
         )
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from fuseline.bench.attention import run as attention_run
 from fuseline.bench.attention.evaluate import Truth
-from fuseline.bench.attention.measured import measure_all, read
+from fuseline.bench.attention.measured import as_entry, measure_again, measure_all, read
 from fuseline.bench.attention.results import Ceilings, Result, case_of, records_of
 from fuseline.bench.attention.run import AttentionBench, evaluate, run, summary
 from fuseline.bench.attention.suites import typical
@@ -130,6 +131,26 @@ def test_lines_are_read_again_and_a_torn_one_is_left_out(tmp_path: Path) -> None
     assert again.times_us.keys() == found.times[0].times_us.keys()
     assert again.failed["cudnn"] == "it is a CUDA kernel; the device is cpu"
     assert measure_all([SMALL], file, budget_seconds=0.0).left == 0, "it is done already"
+
+
+def test_what_changed_is_measured_again_over_what_was(tmp_path: Path) -> None:
+    file = tmp_path / "times.jsonl"
+    other = replace(SMALL, batch=3)
+    stale = [
+        Times(p, {"math": 1.0, "flash": 1.05, "efficient": 7.0}, {"cudnn": "no"}) for p in (SMALL, other)
+    ]
+    far = Times(replace(SMALL, batch=5), {"math": 9.0, "flash": 1.0})
+    lines = [{**as_entry(times).to_json(), "failed": dict(times.failed)} for times in (*stale, far)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [lines[1], *lines]))
+    found = measure_again(["math"], file, budget_seconds=None)
+    assert [times.problem for times in found.times] == [SMALL, other], (
+        "the longest ago first; the far one not"
+    )
+    latest = {times.problem: times for times in read(file)}
+    assert latest[SMALL].times_us["math"] > 1.0, "it is the measured time now"
+    assert latest[SMALL].times_us["efficient"] == 7.0, "what was not measured again is kept"
+    assert latest[SMALL].failed["cudnn"] == "no"
+    assert latest[far.problem] == far
 
 
 def test_a_table_is_written_and_added_to_and_networks_are_fitted(tmp_path: Path) -> None:

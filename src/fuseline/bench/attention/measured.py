@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from fuseline.bench.attention.side_by_side import SideBySide
 from fuseline.bench.ladder.budget import Budget
+from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.measure import Times, Turn, clock, prepare
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry
@@ -20,6 +21,10 @@ Observer = Callable[[str, int, int], None]
 
 
 SAMPLES = 5  # many problems tell more than many samples
+AGAIN_WITHIN, BESIDE_WITHIN = 2.0, 1.1  # of the fastest: what is measured again, and what beside it
+
+_Item = tuple[Problem, bool, tuple[str, ...] | None]
+"""A problem, whether with what compiles for it, and the candidates to measure (None: all)."""
 
 
 @dataclass
@@ -42,28 +47,65 @@ def measure_all(
     """Measure the `problems` that `file` lacks; those in `compiled` also with what compiles for a shape."""
     known = {times.problem: times for times in read(file)}
     with_compiled = set(compiled)
-    wanted = [(p, p in with_compiled) for p in dict.fromkeys(problems) if p not in known]
-    budget = Budget(budget_seconds)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    done = len(problems) - len(wanted)
-    observe("starting", done, len(problems))
-    device = problems[0].device if problems else torch.device("cpu")
-    side_by_side = SideBySide(_measure, device, processes, _died, is_out_of_memory)
-    with file.open("a") as lines:
-        for _, found in side_by_side.run(wanted, lambda: budget.left() <= 0):
-            known[found.problem] = found
-            lines.write(json.dumps({**as_entry(found).to_json(), "failed": dict(found.failed)}) + "\n")
-            lines.flush()
-            done += 1
-            observe(str(found.problem), done, len(problems))
+    wanted: list[_Item] = [(p, p in with_compiled, None) for p in dict.fromkeys(problems) if p not in known]
+    for found in _run(wanted, file, {}, budget_seconds, processes, observe):
+        known[found.problem] = found
     times = [known[problem] for problem in problems if problem in known]
     return Measured(times, len(problems) - len(times))
 
 
-def _measure(item: tuple[Problem, bool], turn: Turn) -> Times:
-    problem, with_compiled = item
+def measure_again(
+    names: Sequence[str],
+    file: Path,
+    *,
+    budget_seconds: float | None,
+    processes: int = 1,
+    observe: Observer = lambda now, done, total: None,
+) -> Measured:
+    """Measure candidates whose kernels have changed again on the problems in `file` where they are near the
+    fastest, those first that were measured longest ago, beside the fastest others: one session's times are
+    not another's."""
+    known = {times.problem: times for times in reversed(read(file))}
+    wanted: list[_Item] = []
+    for problem, times in reversed(known.items()):
+        rest = {n: t for n, t in times.times_us.items() if n not in names and not CANDIDATES[n].compiles}
+        mine = [n for n in names if n in times.times_us]
+        limit = AGAIN_WITHIN * min(times.times_us.values(), default=0.0)
+        if mine and min(times.times_us[n] for n in mine) <= limit:
+            beside = [n for n, t in rest.items() if t <= BESIDE_WITHIN * min(rest.values())]
+            wanted.append((problem, False, (*mine, *beside)))
+    found = list(_run(wanted, file, known, budget_seconds, processes, observe))
+    return Measured(found, len(wanted) - len(found))
+
+
+def _run(
+    wanted: Sequence[_Item],
+    file: Path,
+    before: Mapping[Problem, Times],
+    budget_seconds: float | None,
+    processes: int,
+    observe: Observer,
+) -> Iterator[Times]:
+    """What is found of each, over what was known `before`, and written to `file`."""
+    budget = Budget(budget_seconds)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    observe("starting", 0, len(wanted))
+    device = wanted[0][0].device if wanted else torch.device("cpu")
+    side_by_side = SideBySide(_measure, device, processes, _died, is_out_of_memory)
+    with file.open("a") as lines:
+        for done, (_, new) in enumerate(side_by_side.run(wanted, lambda: budget.left() <= 0), 1):
+            old = before.get(new.problem, Times(new.problem))
+            found = Times(new.problem, {**old.times_us, **new.times_us}, {**old.failed, **new.failed})
+            lines.write(json.dumps({**as_entry(found).to_json(), "failed": dict(found.failed)}) + "\n")
+            lines.flush()
+            observe(str(found.problem), done, len(wanted))
+            yield found
+
+
+def _measure(item: _Item, turn: Turn) -> Times:
+    problem, with_compiled, names = item
     try:
-        prepared = prepare(problem, with_compiled=with_compiled, turn=turn)
+        prepared = prepare(problem, with_compiled=with_compiled, names=names, turn=turn)
         with turn:
             return clock(prepared, SAMPLES)
     except torch.OutOfMemoryError as error:
@@ -73,7 +115,7 @@ def _measure(item: tuple[Problem, bool], turn: Turn) -> Times:
             torch.compiler.reset()
 
 
-def _died(item: tuple[Problem, bool], reason: str) -> Times:
+def _died(item: _Item, reason: str) -> Times:
     return Times(item[0], {}, {"process": reason})
 
 
@@ -82,7 +124,7 @@ def is_out_of_memory(times: Times) -> bool:
 
 
 def read(file: Path) -> list[Times]:
-    """What an earlier run measured; a line that was cut off is left out."""
+    """What earlier runs measured, in their order; a line that was cut off is left out."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:

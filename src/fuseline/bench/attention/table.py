@@ -6,6 +6,7 @@ FlexAttention can do are measured with it, which takes seconds each.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fuseline.bench.attention.fit import fit
-from fuseline.bench.attention.measured import Measured, Observer, as_entry, measure_all, read
+from fuseline.bench.attention.measured import Measured, Observer, as_entry, measure_again, measure_all, read
 from fuseline.bench.attention.suites import COMPILED_SEEDS, TABLE_SEEDS, random_problems, typical
 from fuseline.ops.attention import kept
 from fuseline.ops.attention.candidates import CANDIDATES
@@ -21,7 +22,8 @@ from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table, plain, read_entries
 from fuseline.version import __version__
 
-COMPILED_SHARE = 0.3  # of a budget, where something compiles
+AGAIN_SHARE = 0.4  # of a budget, where there are new problems too
+COMPILED_SHARE = 0.3  # of the rest, where something compiles
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,20 @@ def write_table(
     budget_seconds: float | None = None,
     processes: int = 1,
     with_compiled: bool = True,
+    again: Sequence[str] = (),
     steps: int | None = None,
     observe: Observer = lambda now, done, total: None,
 ) -> Written:
     """Measure the typical problems and `count` random ones (those in `lines` are done), add the former to the
-    table in `file`, and fit networks to all lines, beside it."""
+    table in `file`, and fit networks to all lines, beside it. Candidates named in `again` have changed: they
+    are measured on what is done, too, and first."""
+    begin = time.monotonic()
+    left = 0
+    if again:
+        seconds = None if budget_seconds is None else budget_seconds * (AGAIN_SHARE if count else 1.0)
+        left = measure_again(again, lines, budget_seconds=seconds, processes=processes, observe=observe).left
+    if budget_seconds is not None:
+        budget_seconds = max(0.0, budget_seconds - (time.monotonic() - begin))
     compiled = _with_compiled(count, device) if with_compiled else []
     share = COMPILED_SHARE if compiled else 0.0
 
@@ -69,12 +80,13 @@ def write_table(
     about = {"gpu": kept.gpu_name(device) or device.type, "torch": torch.__version__, "fuseline": __version__}
     kept.write(file, ordered, about)
     told = fit_lines(lines, kept.fitted_file(file), device, steps)
-    return Written(len(ordered), told, sum(part.left for part in parts))
+    return Written(len(ordered), told, left + sum(part.left for part in parts))
 
 
 def fit_lines(lines: Path, file: Path, device: torch.device, steps: int | None = None) -> int:
     """Fit networks to what was measured into `lines`; returns of how many problems that was."""
-    entries: list[Entry] = [as_entry(times) for times in read(lines) if times.times_us]
+    latest = {times.problem: times for times in read(lines)}
+    entries: list[Entry] = [as_entry(times) for times in latest.values() if times.times_us]
     if entries:
         fit(entries, device=device, steps=steps).save(file)
     return len(entries)
