@@ -19,6 +19,7 @@ CASES: list[dict[str, Any]] = [
     {"heads": 7, "kv_heads": 1, "head_dim": 64, "norms": True},
     {"heads": 14, "kv_heads": 2, "head_dim": 64, "window": 9},
     {"lengths": (0, 1, 63, 64, 65, 699), "heads": 4, "kv_heads": 4, "capacity": 700},
+    {"lengths": (100, 3), "heads": 6, "kv_heads": 2, "capacity": 128},
     {"lengths": (2000,), "heads": 8, "kv_heads": 1, "capacity": 2048},
     {"lengths": (2000,), "heads": 2, "kv_heads": 2, "capacity": 2048, "window": 1000, "head_dim": 64},
 ]

@@ -56,7 +56,7 @@ class Options(Common):
     dtype: str = "auto"
     """fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU."""
     quant: str = "none"
-    """Format of the linear layers: none, int8, int4, fp8."""
+    """Format of the linear layers: none, int8, int4, fp8; beside int4 the head is int8."""
     group_size: int = 128
     """Of int4: 32, 64, 128."""
     save: Path | None = None

@@ -15,6 +15,8 @@ from fuseline.models.llama_config import LlamaConfig
 
 # A weight of a linear layer, scales among it: one of int8 and fp8 a row, one bf16 a group.
 _LINEAR_BYTES = {"int8": 1.0, "fp8": 1.0}
+HEAD_IN_INT8 = ("int8", "int4")
+"""Formats beside which the head is in int8."""
 GIB = 2**30
 
 
@@ -70,7 +72,8 @@ def footprint(
     )
     rows = min(batch * prompt, max(PROMPT_TOKENS, prompt))
     whole = (linears + tables + head) * size
-    kept = linear_bytes(linears, format, size, group_size) + (tables + head) * size
+    kept = linear_bytes(linears, format, size, group_size) + tables * size
+    kept += linear_bytes(head, "int8" if format in HEAD_IN_INT8 else None, size)
     return Footprint(
         weights=kept,
         cache=shape.bytes,
