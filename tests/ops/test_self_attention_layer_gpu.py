@@ -245,6 +245,32 @@ def test_same_bits_on_any_stream_and_in_a_graph(math: str) -> None:
             assert torch.equal(ours, one)
 
 
+def test_same_bits_at_every_replay() -> None:
+    """With more of k than fits on chip at once, other work beside it, and nothing left of the last replay."""
+    for shape in (
+        (9, 16, 12, 12, 64, 768, 40),
+        (3, 65, 20, 20, 64, 1280, 1280),
+        (9, 30, 16, 16, 64, 1024, 1024),
+    ):
+        tensors, options = draw(shape, torch.bfloat16)
+        tensors = [t.detach() for t in tensors]
+        wanted = fused(*tensors, **options)
+        side, junk = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fused(*tensors, **options)
+        graph.replay()
+        first = out.clone()
+        torch.testing.assert_close(first, wanted, rtol=0.05, atol=0.05)
+        for turn in range(200):
+            out.fill_(float("nan"))
+            with torch.cuda.stream(side):
+                junk.add_(1)
+            graph.replay()
+            assert torch.equal(out, first), f"{shape}, replay {turn}"
+
+
 def test_takes_any_layout() -> None:
     tensors, options = draw((2, 24, 4, 4, 32, 128, 128), torch.float32)
     wanted = all_of(fused, tensors, options)

@@ -8,6 +8,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "meeting.cuh"
 #include "tile_product.cuh"
 
@@ -144,6 +146,13 @@ struct ChunkProduct {
   static constexpr int kStage = (kRowsA + kRowsB) * kChunkBytes;
   static constexpr int kPitch = kRowsB + 8;  // of sums on their way through shared memory
   static constexpr int kSumBytes = kSplits * kRowsA * kPitch * 4;
+
+  // Stages of the ring for `chunks`, where there is `room` for so many bytes. A stage that is used again is read by the same
+  // warps each time: others could wait for its second chunk before the first has come, and take the barrier of that for open.
+  static int stages(int chunks, int64_t room) {
+    const int most = int(std::min<int64_t>(kMostChunks, room / kStage));
+    return chunks <= most ? chunks : most - most % kSplits;
+  }
 
   static __device__ __forceinline__ int warp() { return int(threadIdx.x) / kWarp; }
   static __device__ __forceinline__ int row() { return warp() % kReaders / kAcross * 16 * kTall; }

@@ -287,7 +287,7 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   // Clusters of four find room for all at once only if two blocks fit a multiprocessor.
   const int most = kParts >= 4 ? std::min(device.shared_a_block, device.shared_a_processor / 2 - 1024) : device.shared_a_block;
   const int room = most - kBehind - (Shape::kReuses ? 0 : Shape::kTileBytes);
-  of.stages = std::min({of.chunks, kMostChunks, room / Product::kStage});
+  of.stages = Product::stages(of.chunks, room);
   if (of.stages < std::min(of.chunks, Shape::kSplits)) return FUSELINE_UNSUPPORTED;
   int used = std::max(of.stages * Product::kStage, Product::kSumBytes + partial_bytes);
   of.partials = Product::kSumBytes, of.tile = used;

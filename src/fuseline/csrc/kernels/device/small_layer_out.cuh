@@ -89,7 +89,7 @@ int launch_out(const fuseline_small_layer& layer, const Device& device, void* st
   const int64_t k = layer.num_heads * layer.head_dim, line = k * int64_t(sizeof(E));
   of.chunks = int(divide_up(line, kChunkBytes));
   constexpr int kBehind = kMostChunks * 16 + kColumns * 4;
-  of.stages = std::min({of.chunks, kMostChunks, (device.shared_a_block - kBehind) / Product::kStage});
+  of.stages = Product::stages(of.chunks, device.shared_a_block - kBehind);
   if (of.stages < std::min(of.chunks, kSplits)) return FUSELINE_UNSUPPORTED;
   of.barriers = std::max(of.stages * Product::kStage, Product::kSumBytes);
   const size_t bytes = size_t(of.barriers + kBehind);
