@@ -10,6 +10,7 @@ from fuseline.nn.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, RMSNorm
 from fuseline.nn.quant_linear import QuantLinear
 from fuseline.nn.rotary import RotaryEmbedding
 from fuseline.nn.self_attention import SelfAttention
+from fuseline.nn.transformer_layer import TransformerEncoderLayer
 
 __all__ = [
     "GELU",
@@ -26,5 +27,6 @@ __all__ = [
     "RotaryEmbedding",
     "SelfAttention",
     "SwiGLU",
+    "TransformerEncoderLayer",
     "branch",
 ]

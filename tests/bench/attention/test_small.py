@@ -45,7 +45,7 @@ def test_records_every_peer_and_direction(tmp_path: Path) -> None:
         for direction in small.DIRECTIONS
     }
     ratios = [r for r in records if r.metric == "paired_speedup"]
-    assert {r.peer for r in ratios} == {"aten", "fuseline", "sdpa", "mha"}
+    assert {r.peer for r in ratios} == {"aten", "fuseline", "sdpa", "mha", "eager"}
     assert all(r.case["baseline"] == "python" for r in ratios)
     assert not [r for r in records if r.metric == "skipped"]
 

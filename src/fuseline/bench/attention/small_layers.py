@@ -2,7 +2,8 @@
 
 Three forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`);
 `full`, with rows of the projection for each head, as `torch.nn.MultiheadAttention` has it; and `block`, a
-transformer block around the latter: y = x + attention(norm(x)), y + W_2 gelu(W_1 norm(y)), W_1 of 4 E rows.
+transformer block around the latter (`fuseline.nn.TransformerEncoderLayer`): y = x + attention(norm(x)),
+y + W_2 gelu(W_1 norm(y)), W_1 of 4 E rows.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fuseline.nn import SelfAttention
-from fuseline.ops import add_layer_norm, gelu, layer_norm, self_attention_layer
+from fuseline.nn import SelfAttention, TransformerEncoderLayer
+from fuseline.ops import self_attention_layer
 
 PEERS = {
     "shared": ("python", "aten", "fuseline", "sdpa"),
     "full": ("python", "aten", "fuseline", "sdpa", "mha"),
-    "block": ("python", "fuseline", "sdpa"),
+    "block": ("python", "fuseline", "sdpa", "eager"),
 }
-"""The peers of each form. `sdpa`: the module over torch's attention; `mha`: torch's MultiheadAttention."""
+"""The peers of each form. `sdpa`: the module over torch's attention; `mha` and `eager`: torch's own
+MultiheadAttention and TransformerEncoderLayer."""
 
 IMPLEMENTATIONS = {"python": "python", "aten": "aten", "fuseline": "fused"}
 
@@ -85,30 +87,20 @@ def _shared(
 
 
 def _block(peer: str, embed_dim: int, heads: int, device: torch.device, dtype: torch.dtype) -> Layer:
-    like: dict[str, Any] = {"device": device, "dtype": dtype}
-    attention = torch.nn.MultiheadAttention(embed_dim, heads, batch_first=True, **like)
-    first, second = (torch.nn.LayerNorm(embed_dim, **like) for _ in range(2))
-    up, down = (
-        torch.nn.Linear(embed_dim, 4 * embed_dim, **like),
-        torch.nn.Linear(4 * embed_dim, embed_dim, **like),
-    )
-    layer = (
-        *(attention.in_proj_weight, attention.in_proj_bias),
-        *(attention.out_proj.weight, attention.out_proj.bias),
-    )
-    leaves = tuple(p for module in (attention, first, second, up, down) for p in module.parameters())
-    if peer == "fuseline":
+    options: dict[str, Any] = {"batch_first": True, "norm_first": True, "device": device, "dtype": dtype}
+    kind = TransformerEncoderLayer if peer == "fuseline" else torch.nn.TransformerEncoderLayer
+    module = kind(embed_dim, heads, 4 * embed_dim, 0.0, "gelu", **options).eval()
+    leaves = tuple(module.parameters())
+    if peer in ("fuseline", "eager"):
+        return Layer(module, leaves)
+    attention = module.self_attn
+    last = attention.out_proj.weight, attention.out_proj.bias
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            normed = layer_norm(x, embed_dim, first.weight, first.bias)
-            attended = self_attention_layer(normed, *layer, num_heads=heads, implementation="fused")
-            normed, total = add_layer_norm(attended, x, embed_dim, second.weight, second.bias)
-            return total + down(gelu(F.linear(normed, up.weight), up.bias))
-    else:
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            total = x + _composed(peer, first(x), *layer, heads)
-            return total + down(F.gelu(up(second(total)), approximate="tanh"))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        total = x + _composed(
+            peer, module.norm1(x), attention.in_proj_weight, attention.in_proj_bias, *last, heads
+        )
+        return total + module.linear2(F.gelu(module.linear1(module.norm2(total))))
 
     return Layer(run, leaves)
 

@@ -37,6 +37,7 @@ PEERS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "python": ("Python", "baseline", ()),
     "sdpa": ("module over torch's SDPA", "tensor", ()),
     "mha": ("nn.MultiheadAttention", "quantize", (4.0, 3.0)),
+    "eager": ("nn.TransformerEncoderLayer", "quantize", (4.0, 3.0)),
 }
 SHOWN = ("fw", "fwbw")  # in figures; tables have all three
 AGAINST = {"seqlen_q": ("length", "embed_dim", "E"), "embed_dim": ("embedding", "seqlen_q", "S")}

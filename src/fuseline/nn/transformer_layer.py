@@ -1,0 +1,102 @@
+"""`torch.nn.TransformerEncoderLayer` in few launches: a whole transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from fuseline.nn.multihead_attention import MultiheadAttention
+from fuseline.ops import dropout_add_layer_norm, gelu, layer_norm
+
+
+class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer`: same arguments, parameters, state_dict and results.
+
+    The attention is one op (`fuseline.nn.MultiheadAttention`, whose docstring says for which masks), dropout,
+    residual and norm between the two halves are one pass, and so are the first linear layer's bias and GELU:
+    forward seven or eight launches for a small layer without dropout, `norm_first` and GELU.
+    Differs from torch as the attention does (a query whose keys are all hidden attends to nothing), and in
+    the words that dropout draws. Nested tensors go torch's way.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[torch.Tensor], torch.Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device=device,
+            dtype=dtype,
+        )
+        # Torch's own, with its values: nothing is drawn twice.
+        ours = MultiheadAttention(
+            d_model, nhead, dropout=dropout, bias=bias, batch_first=batch_first, device="meta", dtype=dtype
+        )
+        ours.load_state_dict(self.self_attn.state_dict(), assign=True)
+        self.self_attn = ours
+
+    def forward(
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """As torch's. src [B, S, E] (`batch_first`), [S, B, E] or [S, E]; masks: True hides."""
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        masks = src_mask, src_key_padding_mask, is_causal
+        if self.norm_first:
+            normed = layer_norm(src, *_affine(self.norm1))
+            normed, total = self._joined(self._attended(normed, *masks), src, self.dropout1, self.norm2)
+            return total + self.dropout2(self.linear2(self._hidden(normed)))
+        x, _ = self._joined(self._attended(src, *masks), src, self.dropout1, self.norm1)
+        return self._joined(self.linear2(self._hidden(x)), x, self.dropout2, self.norm2)[0]
+
+    def _attended(
+        self, x: torch.Tensor, mask: torch.Tensor | None, padding: torch.Tensor | None, is_causal: bool
+    ) -> torch.Tensor:
+        given = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
+        return self.self_attn(x, x, x, need_weights=False, **given)[0]
+
+    def _joined(
+        self, x: torch.Tensor, residual: torch.Tensor, dropout: torch.nn.Dropout, norm: torch.nn.LayerNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of residual + dropout(x), and that sum."""
+        if not self.norm_first:  # what is normed is the next residual, and keeps its precision under autocast
+            x = x.to(residual.dtype)
+        return dropout_add_layer_norm(x, residual, *_affine(norm), p=dropout.p, training=self.training)
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activation is F.gelu or isinstance(self.activation, torch.nn.GELU):
+            approximate = getattr(self.activation, "approximate", "none")
+            hidden = gelu(F.linear(x, self.linear1.weight), self.linear1.bias, approximate)
+        else:
+            hidden = self.activation(self.linear1(x))
+        return self.dropout(hidden)
+
+
+def _affine(
+    norm: torch.nn.LayerNorm,
+) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None, float]:
+    return norm.normalized_shape, norm.weight, norm.bias, norm.eps
