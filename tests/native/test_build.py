@@ -10,7 +10,7 @@ import pytest
 
 from fuseline.native.build import BuildError, Recipe, Unit, build
 from fuseline.native.compilers import Compiler, find_cxx, find_nvcc
-from fuseline.native.recipes import kernels_recipe, torch_recipe
+from fuseline.native.recipes import gencode, kernels_recipe, torch_recipe
 
 CXX = find_cxx().compiler
 needs_cxx = pytest.mark.skipif(CXX is None, reason=f"needs a C++ compiler: {find_cxx().reason}")
@@ -84,6 +84,14 @@ def test_a_toolkit_from_a_wheel_builds_the_same_library_anywhere() -> None:
     cxx = Compiler(("g++",), "g++ 12", "")
     here, there = Compiler(("/a/nvcc",), "release 13.0", ""), Compiler(("/b/nvcc",), "release 13.0", "")
     assert kernels_recipe(here, cxx).key() == kernels_recipe(there, cxx).key()
+
+
+def test_kernels_are_compiled_for_the_machines_named() -> None:
+    source = Path("softmax_forward.cu")
+    assert gencode(source, (9,)) == ("-gencode=arch=compute_90,code=sm_90",)
+    assert gencode(source, (8, 9)) == gencode(source)[:2]
+    assert gencode(source, (12,)) == ("-gencode=arch=compute_90,code=compute_90",)
+    assert gencode(Path("small_sm90a.cu"), (8,)) == ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
 @pytest.mark.slow

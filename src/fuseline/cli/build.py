@@ -12,7 +12,7 @@ from fuseline.errors import InputError
 @dataclass(frozen=True)
 class Options:
     wheel: bool = False
-    """Make a wheel with the libraries inside."""
+    """Make a wheel with the libraries inside, for every GPU from the A100 on."""
     out: Path = Path("dist")
     """Folder for the wheel."""
     torch_only: bool = False
@@ -33,7 +33,9 @@ def run(options: Options) -> int:
         raise InputError(
             "--torch-only and --kernels-only exclude each other; leave both out for all libraries."
         )
-    planned = plan(torch_library=not options.kernels_only, kernels=not options.torch_only)
+    planned = plan(
+        torch_library=not options.kernels_only, kernels=not options.torch_only, elsewhere=options.wheel
+    )
     if options.dry_run:
         _print(options, {name: str(recipe.path()) for name, recipe in planned.recipes.items()}, "would build")
         return 0

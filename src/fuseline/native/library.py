@@ -22,7 +22,7 @@ from fuseline.errors import InputError
 from fuseline.native.build import build
 from fuseline.native.compilers import Compiler, Search, compilers, find_cxx, find_nvcc, toolkit_version
 from fuseline.native.direct_calls import direct
-from fuseline.native.recipes import KERNELS_NAME, TORCH_NAME, kernels_recipe, torch_recipe
+from fuseline.native.recipes import KERNELS_NAME, TORCH_NAME, kernels_recipe, majors_here, torch_recipe
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 MANIFEST = "manifest.json"
@@ -142,7 +142,7 @@ class Loader:
         if path is None:
             nvcc, cxx = self._compiler("nvcc"), self._compiler("cxx")
             _check_driver(toolkit_version(nvcc)[0])
-            path = _built(lambda: build(kernels_recipe(nvcc, cxx)))
+            path = _built(lambda: build(kernels_recipe(nvcc, cxx, majors_here())))
         else:
             _check_driver(int(_manifest(self._prebuilt)["toolkit"].split(".")[0]))
         complaint = _hand_over(torch_status.path, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 
 from fuseline.native.build import Recipe, Unit
@@ -27,11 +28,12 @@ TORCH_NAME = "fuseline_torch"
 DIRECT_NAME = "fuseline_direct"
 
 # Machine code for A100 (and its minors) and H100; PTX for what comes after.
-GENCODE = (
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=sm_90",
-    "-gencode=arch=compute_90,code=compute_90",
-)
+GENCODE_OF_MAJOR = {
+    8: "-gencode=arch=compute_80,code=sm_80",
+    9: "-gencode=arch=compute_90,code=sm_90",
+    10: "-gencode=arch=compute_90,code=compute_90",
+}
+GENCODE = tuple(GENCODE_OF_MAJOR.values())
 # Sources named *_sm90a.cu use instructions that only the H100 has.
 HOPPER_GENCODE = ("-gencode=arch=compute_90a,code=sm_90a",)
 NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
@@ -52,13 +54,14 @@ ISA_FLAGS = {
 }
 
 
-def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
-    """`libfuseline_kernels.so` from every `.cu` in csrc/kernels."""
+def kernels_recipe(nvcc: Compiler, cxx: Compiler, majors: Collection[int] = ()) -> Recipe:
+    """`libfuseline_kernels.so` from every `.cu` in csrc/kernels, for GPUs of these major compute
+    capabilities; for all that the kernels serve where none is named."""
     units = tuple(
         Unit(
             source,
             nvcc,
-            (*host_compiler_flags(cxx), *gencode(source), *NVCC_FLAGS, f"-I{KERNELS}"),
+            (*host_compiler_flags(cxx), *gencode(source, majors), *NVCC_FLAGS, f"-I{KERNELS}"),
             included_headers(source, (KERNELS,)),
             (cxx.version,),
             source.name,
@@ -70,9 +73,21 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler) -> Recipe:
     return Recipe(KERNELS_NAME, units, nvcc, link)
 
 
-def gencode(source: Path) -> tuple[str, ...]:
+def gencode(source: Path, majors: Collection[int] = ()) -> tuple[str, ...]:
     """The machines that a `.cu` is compiled for."""
-    return HOPPER_GENCODE if source.stem.endswith("_sm90a") else GENCODE
+    if source.stem.endswith("_sm90a"):
+        return HOPPER_GENCODE
+    newest = max(GENCODE_OF_MAJOR)
+    return tuple(sorted({GENCODE_OF_MAJOR[min(major, newest)] for major in majors})) or GENCODE
+
+
+def majors_here() -> tuple[int, ...]:
+    """The major compute capabilities of this machine's GPUs: a library that stays here is compiled for no
+    other, which takes half the time. None without a GPU."""
+    import torch
+
+    here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return tuple(sorted({torch.cuda.get_device_capability(device)[0] for device in here}))
 
 
 def torch_recipe(cxx: Compiler) -> Recipe:
