@@ -106,7 +106,7 @@ def test_stands_in_a_stack_of_torchs() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_is_as_near_to_float64_as_torchs(norm_first: bool, dtype: torch.dtype) -> None:
-    options = {"norm_first": norm_first, "activation": "gelu", "batch_first": True}
+    options: dict[str, Any] = {"norm_first": norm_first, "activation": "gelu", "batch_first": True}
     ours, theirs = pair("cuda", dtype, **options)
     exact, _ = pair("cuda", **options)
     exact.load_state_dict({name: p.double() for name, p in ours.state_dict().items()})
