@@ -31,11 +31,11 @@ MODULES: dict[str, dict[str, Any]] = {
 def pair(
     device: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0, **options: Any
 ) -> tuple[TransformerEncoderLayer, torch.nn.TransformerEncoderLayer]:
-    made = []
-    for kind in (TransformerEncoderLayer, torch.nn.TransformerEncoderLayer):
-        torch.manual_seed(0)
-        made.append(kind(E, H, HIDDEN, dropout, dtype=dtype, **options).to(device))
-    return made[0], made[1]
+    torch.manual_seed(0)
+    ours = TransformerEncoderLayer(E, H, HIDDEN, dropout, dtype=dtype, **options).to(device)
+    torch.manual_seed(0)
+    theirs = torch.nn.TransformerEncoderLayer(E, H, HIDDEN, dropout, dtype=dtype, **options).to(device)
+    return ours, theirs
 
 
 def draw(device: str, *shape: int) -> torch.Tensor:
