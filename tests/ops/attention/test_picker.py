@@ -117,7 +117,9 @@ def test_networks_come_before_neighbours_and_after_measurements(
     assert (decision.name, decision.estimated_us["math"]) == ("math", 2.0)
     assert decision.why == "the fastest as estimated from 7 problems measured on such a GPU"
     assert decide(BASE, may_compile=True).name == "flex"
-    assert decide(BASE, is_traced=True).name == "flex", "a trace compiles anyway"
+    traced = decide(BASE, is_traced=True)
+    assert (traced.name, traced.refused["flex"]) == ("math", "it wants inductor to compile what is traced")
+    assert decide(BASE, is_traced=True, may_compile=True).name == "flex", "inductor compiles anyway"
     with picker.compiling():
         assert decide(BASE).name == "flex"
     assert decide(replace(BASE, dtype=torch.float64)).why.startswith("by rule"), "nothing is told of it"
@@ -241,6 +243,21 @@ def test_traced_the_pick_is_that_of_static_shapes(measured: dict[str, list[Entry
     assert seen == ["aten._scaled_dot_product_attention_math"]
     q, k, v = qkv(T=48)
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
+@pytest.mark.parametrize("backend, expected", [("inductor", True), ("aot_eager", False), ("eager", False)])
+def test_a_trace_knows_whether_inductor_takes_it(backend: str, expected: bool) -> None:
+    torch._dynamo.reset()
+    found: list[bool] = []
+
+    def probe() -> bool:
+        found.append(choice._goes_to_inductor())
+        return True
+
+    probe._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    torch.compile(lambda x: x if probe() else -x, backend=backend, fullgraph=True)(torch.ones(1))
+    assert found == [expected]
+    assert not choice._goes_to_inductor(), "nothing is traced now"
 
 
 def test_traced_again_when_another_is_asked_for() -> None:

@@ -116,12 +116,12 @@ def decide(
     may_compile: bool | None = None,
 ) -> Decision:
     """The choice and its reasons. `may_compile`: whether an estimate may choose what compiles for each shape;
-    None goes by `picker.compiling`, and yes in a trace, which compiles anyway.
+    None goes by `picker.compiling`.
 
     Raises InputError if what was asked for does not do the problem, or nothing does.
     """
     if may_compile is None:
-        may_compile = SETTINGS.compile or is_traced
+        may_compile = SETTINGS.compile
     if backend != PICK:
         reason = _reason(problem, backend, is_traced)
         if reason is not None:
@@ -146,6 +146,8 @@ def decide(
             refused[name] = banned_by[name]
         elif problem.device.type not in candidate.offered_on:
             refused[name] = "it runs on request"
+        elif is_traced and candidate.compiles and not may_compile:
+            refused[name] = "it wants inductor to compile what is traced"
         elif reason := _reason(problem, name, is_traced):
             refused[name] = reason
     able = [name for name in CANDIDATES if name not in refused]
@@ -246,7 +248,24 @@ def _choose_traced(*constants: Any) -> str:
     *fields, backend, used, forbidden, is_dynamic = constants
     if SETTINGS.tune is not None and backend == PICK and not is_dynamic:
         _measure_first(Problem(*fields))
-    return decide(Problem(*fields), backend, used, forbidden, is_dynamic, is_traced=True).name
+    may_compile = SETTINGS.compile or _goes_to_inductor()
+    return decide(
+        Problem(*fields), backend, used, forbidden, is_dynamic, is_traced=True, may_compile=may_compile
+    ).name
+
+
+def _goes_to_inductor() -> bool:
+    """Whether inductor compiles what is traced now. Other backends of torch.compile run what they traced
+    as it is, and FlexAttention then holds [B, H, T, S]; without inductor it is not chosen."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # another tracer than dynamo
+        return False
+    for wrapped in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        backend = getattr(backend, wrapped, backend)
+    return "inductor" in (getattr(backend, "compiler_name", None), getattr(backend, "__name__", None))
 
 
 # Evaluated while torch.compile traces, with constants: what torch.compiler.assume_constant_result does,
