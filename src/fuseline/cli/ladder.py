@@ -25,9 +25,12 @@ DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 class Options(Common):
     workload: str = "train"
     """train: a GPT that trains on text; generate: a language model with random weights, token by token (of
-    the options below --preset, --batch and --rungs count)."""
+    the options below --preset, --checkpoint, --batch and --rungs count)."""
     preset: str = "auto"
     """tiny, shakespeare, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: gpt2 on a GPU, else tiny."""
+    checkpoint: Path | None = None
+    """With generate: folder of a run of `fuseline train gpt`, for its model in the place of a preset's; each
+    rung then shows its perplexity on the text held out."""
     data: str = "python"
     """Text to train on: python (this interpreter's standard library), shakespeare, openwebtext, or the path
     of a file or folder."""
@@ -61,7 +64,7 @@ def run(options: Options) -> int:
     if options.workload == "generate":
         from fuseline.cli import ladder_generate
 
-        return ladder_generate.run(options, options.preset, options.batch, options.rungs)
+        return ladder_generate.run(options, options.preset, options.batch, options.rungs, options.checkpoint)
     if options.workload != "train":
         raise unknown_name("workload", options.workload, ("train", "generate"))
     from fuseline.bench import ladder

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("fuseline-ladder-generate")
 
 
-def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) -> int:
-    """Climb with `preset` ("auto": llama2-7b on a GPU, else llama-tiny) and `batch` rows (default 1)."""
+def run(
+    common: Common, preset: str, batch: int | None, rungs: tuple[str, ...], checkpoint: Path | None
+) -> int:
+    """Climb with the run `checkpoint`, or `preset` ("auto": llama2-7b on a GPU, else llama-tiny) with random
+    weights, and `batch` rows (default 1)."""
     import torch
 
     from fuseline.bench.decode import DecodeBench
@@ -36,11 +39,13 @@ def run(common: Common, preset: str, batch: int | None, rungs: tuple[str, ...]) 
         512 if on_gpu else 256,
         ("bf16" if on_gpu else "fp32",),
         seed=common.seed,
+        run=checkpoint,
     )
     out = common.out or DEFAULT_OUT
     named = split_names(rungs)
     if common.dry_run:
-        print(f"{bench.preset} on {device}: {', '.join(named or (rung.name for rung in RUNGS))}.")
+        chosen = named or (rung.name for rung in RUNGS)
+        print(f"{checkpoint or bench.preset} on {device}: {', '.join(chosen)}.")
         return 0
     with measuring(28) as observe:
         records = climb(bench, out, observe, rungs=named)
@@ -53,11 +58,11 @@ def _table(records: Sequence[Record]) -> Table:
     from rich import box
     from rich.table import Table
 
-    metrics = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib")
+    metrics = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib", "perplexity")
     table = Table(title="Levers on a generation", box=box.SIMPLE)
     for heading in ("rung", "lever"):
         table.add_column(heading)
-    for heading in ("ms a step", "tokens/s", "over eager", "memory, GiB"):
+    for heading in ("ms a step", "tokens/s", "over eager", "memory, GiB", "perplexity"):
         table.add_column(heading, justify="right")
     lines: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from fuseline.bench.decode import DecodeBench
 from fuseline.bench.decode.climb import RUNGS, climb
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
+from fuseline.training.config import preset
+from fuseline.training.train import train
 
 BENCH = DecodeBench(torch.device("cpu"), "llama-tiny", (1,), (40,), 64, ("fp32",), steps=2, runs=3)
 
@@ -30,6 +33,35 @@ def test_rungs_are_counted_from_eager(tmp_path: Path) -> None:
     page = report.build(records, tmp_path).read_text()
     assert "Levers" in page
     assert "custom kernels" in page
+
+
+def test_a_trained_model_tells_what_formats_cost(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of {i * i} lines\n" for i in range(800)))
+    config = preset(
+        "tiny",
+        data=str(text),
+        tokenizer="char",
+        num_layers=1,
+        num_heads=2,
+        embed_dim=64,
+        block_size=64,
+        batch_size=4,
+        steps=4,
+        warmup_steps=2,
+        execution="eager",
+        sample_interval=0,
+    )
+    train(config, folder=tmp_path / "run", cache_dir=tmp_path)
+    bench = replace(BENCH, run=tmp_path / "run", capacity=50)
+    rungs = ("fused", "int4")
+    records = climb(bench, tmp_path, lambda *_: None, rungs=rungs, cache_dir=tmp_path)
+    found = {r.case["rung"]: r.value for r in records if r.metric == "perplexity"}
+    costs = {r.case["rung"]: r.value for r in records if r.metric == "loss_error"}
+    assert costs == {"int4": pytest.approx((found["int4"] or 0) / (found["fused"] or 1) - 1)}
+    assert 0 < abs(costs["int4"] or 0) < 0.2
+    page = report.build(records, tmp_path).read_text()
+    assert "that the run held out" in page
 
 
 def test_unknown_rungs_and_workloads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """The levers on a generation, rung upon rung: what each is worth in time a token and in memory.
 
 First what carries out a step is replaced, then the format of its weights; last the model's own int4 copy
-drafts tokens for it, and time is that of a token kept. What formats cost in perplexity a trained model tells:
-`fuseline bench quality`.
+drafts tokens for it, and time is that of a token kept. With a trained model (`DecodeBench.run`) each rung has
+its perplexity on held-out text too; weights are rounded to the nearest here, and what calibration makes good
+`fuseline bench quality` tells.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from fuseline import native
 from fuseline.bench.decode.contenders import Compiled, Contender, in_plain_torch
 from fuseline.bench.decode.suite import SUITE, DecodeBench, Observer, Problem, made_model, timed
 from fuseline.bench.failure import describe_failure
+from fuseline.bench.quality import QualityBench, perplexity, texts
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
 from fuseline.generation.speculation import Speculator
+from fuseline.models.gpt import GPT
 from fuseline.models.pretrained import LanguageModel
 from fuseline.records import Record, append, describe
 from fuseline.timing import Summary, peak_memory_gib, reset_peak_memory, summarize, time_steps
@@ -47,11 +50,19 @@ RUNGS = (
     Rung("speculation", "speculate", "drafted"),
 )
 AHEAD = 4  # tokens that the model's own int4 copy drafts a round
+HELD_OUT = 8  # batches of text that perplexity is over
 
 
-def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str, ...] = ()) -> list[Record]:
+def climb(
+    bench: DecodeBench,
+    out: Path,
+    observe: Observer,
+    *,
+    rungs: tuple[str, ...] = (),
+    cache_dir: Path | None = None,
+) -> list[Record]:
     """Run the rungs (all if none is named) with the first batch and position of `bench`; records are appended
-    to `<out>/decode.jsonl` rung by rung."""
+    to `<out>/decode.jsonl` rung by rung. `cache_dir`: where the tokens of the run's text are kept."""
     known = {rung.name: rung for rung in RUNGS}
     for name in rungs:
         if name not in known:
@@ -62,6 +73,7 @@ def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str,
     records: list[Record] = []
     held: tuple[str, LanguageModel] | None = None
     ground: float | None = None
+    costs = None if bench.run is None else _Costs(bench, plain, cache_dir)
     for order, rung in enumerate(wanted):
         observe(rung.name, order, len(wanted))
         format = rung.format or plain
@@ -72,7 +84,7 @@ def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str,
         problem = Problem(bench.batches[0], format, bench.positions[0], bench.capacity, "fuseline")
         case: dict[str, Any] = {
             "section": "climb",
-            "preset": bench.preset,
+            "preset": bench.preset if bench.run is None else bench.run.name,
             "rung": rung.name,
             "lever": rung.lever,
             "order": order,
@@ -96,6 +108,7 @@ def climb(bench: DecodeBench, out: Path, observe: Observer, *, rungs: tuple[str,
             if rung.step == "eager":
                 ground = times.median
             new = list(_records(case, times, problem.batch, ground, bench.device))
+            new += [] if costs is None else costs.records(case, format, held[1])
         append(out / f"{SUITE}.jsonl", new)
         records += new
     observe("done", len(wanted), len(wanted))
@@ -134,6 +147,31 @@ def _drafted(model: LanguageModel, bench: DecodeBench, problem: Problem) -> Summ
         samples.append(taken_ms * problem.batch / sum(kept))
     speculator.close()
     return summarize(samples)
+
+
+class _Costs:
+    """Perplexity of a run's model on its held-out text, format by format. A draft leaves the distribution as
+    it is, and so does another way to carry out a step, but for rounding."""
+
+    def __init__(self, bench: DecodeBench, plain: str, cache_dir: Path | None) -> None:
+        assert bench.run is not None
+        quality = QualityBench(bench.device, bench.run, (), HELD_OUT)
+        self._texts, self._bench, self._plain = texts(quality, cache_dir), bench, plain
+        self._found: dict[str, float] = {}
+
+    def records(self, case: dict[str, Any], format: str, model: LanguageModel) -> Iterator[Record]:
+        environment = describe(self._bench.device)
+        found = self._of(format, model)
+        yield Record.of(SUITE, case, "perplexity", found, environment, n=HELD_OUT)
+        if format != self._plain:
+            yield Record.of(SUITE, case, "loss_error", found / self._of(self._plain) - 1, environment)
+
+    def _of(self, format: str, model: LanguageModel | None = None) -> float:
+        if format not in self._found:
+            model = model or made_model(self._bench, format).model
+            assert isinstance(model, GPT)
+            self._found[format] = perplexity(model, self._texts.crops(self._texts.held_out, HELD_OUT))
+        return self._found[format]
 
 
 def _records(

@@ -67,6 +67,8 @@ class DecodeBench:
     seed: int = 1337
     budget_seconds: float | None = None
     resume: bool = False
+    run: Path | None = None
+    """Folder of a run of `fuseline train gpt`: its model in the place of the preset's random weights."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -165,11 +167,11 @@ def _key(preset: str, case: Mapping[str, Any], peer: str) -> tuple[str, ...]:
 
 
 def made_model(bench: DecodeBench, format: str) -> TextGenerator:
-    """The model with random weights, its linear layers in `format`. Whether a problem's cache has room beside
-    it each will see."""
+    """The model of `bench.run` or with random weights, its linear layers in `format`. Whether a problem's
+    cache has room beside it each will see."""
     return load(
-        None,
-        bench.preset,
+        bench.run,
+        None if bench.run else bench.preset,
         device=bench.device,
         dtype=torch.float32 if format == "fp32" else torch.bfloat16,
         wanted=Wanted(1, 1, 1),

@@ -81,9 +81,26 @@ class QualityBench:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
-def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | None = None) -> list[Record]:
-    """Measure; records are appended to `<out>/quality.jsonl` format by format."""
-    config, step = peek(bench.run / LATEST)
+@dataclass(frozen=True)
+class Texts:
+    """What a run's model was trained on, and what it is measured on, in batches of one shape."""
+
+    vocab_size: int
+    trained_on: np.ndarray
+    held_out: np.ndarray
+    batch_size: int
+    block_size: int
+    device: torch.device
+
+    def crops(self, tokens: np.ndarray, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return validation_batches(
+            tokens, batch_size=self.batch_size, block_size=self.block_size, count=count, device=self.device
+        )
+
+
+def texts(bench: QualityBench, cache_dir: Path | None = None) -> Texts:
+    """Those of `bench.run`. Raises `InputError` where they cannot be read any more."""
+    config, _ = peek(bench.run / LATEST)
     dataset = prepare(
         load_corpus(config.data, cache_dir),
         config.tokenizer,
@@ -91,26 +108,33 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         validation_fraction=config.validation_fraction,
         cache_dir=cache_dir,
     )
-    shape = bench.batch_size or config.batch_size, config.block_size
+    held_out = dataset.validation if bench.text is None else _tokens(bench.text, dataset.tokenizer)
+    return Texts(
+        dataset.vocab_size,
+        dataset.train,
+        held_out,
+        bench.batch_size or config.batch_size,
+        config.block_size,
+        bench.device,
+    )
+
+
+def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | None = None) -> list[Record]:
+    """Measure; records are appended to `<out>/quality.jsonl` format by format."""
+    config, step = peek(bench.run / LATEST)
+    read = texts(bench, cache_dir)
     case: dict[str, Scalar] = {
         "section": "formats",
         "run": bench.run.name,
         "data": Path(config.data).name,
         "text": "held out" if bench.text is None else bench.text.name,
         "step": step,
-        "tokens": bench.batches * shape[0] * shape[1],
+        "tokens": bench.batches * read.batch_size * read.block_size,
     }
-    held_out = dataset.validation if bench.text is None else _tokens(bench.text, dataset.tokenizer)
     records: list[Record] = []
     plain = str(bench.dtype).removeprefix("torch.")
     names = (plain, *bench.formats)
     base = math.nan
-
-    def crops(tokens: np.ndarray, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return validation_batches(
-            tokens, batch_size=shape[0], block_size=shape[1], count=count, device=bench.device
-        )
-
     for number, name in enumerate(names):
         observe(name, number, len(names))
         kind = FORMATS.get(name, Kind(name))
@@ -121,16 +145,16 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
             "rounding": "calibrated" if kind.calibrated else "nearest",
         }
         try:
-            model = _model(bench, dataset.vocab_size)
+            model = _model(bench, read.vocab_size)
             if name != plain:
-                batches = [batch[:1] for batch in crops(dataset.train, bench.calibration)]
+                batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
                 quantize(
                     model,
                     kind.format,
                     calibrate=batches if kind.calibrated else None,
                     group_size=kind.group_size or 128,
                 )
-            found = perplexity(model, crops(held_out, bench.batches))
+            found = perplexity(model, read.crops(read.held_out, bench.batches))
         except (InputError, RuntimeError, NotImplementedError) as error:
             of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]

@@ -16,6 +16,11 @@ READING = (
     "bandwidth is theirs over the time of a step."
 )
 
+READING_TRAINED = (
+    "Greedy, a token at a time, with the model of a training run; perplexity on text that the run held out; "
+    "its cost is over that of the plain weights."
+)
+
 
 def sections(shelf: Shelf) -> list[Section]:
     """Take the suite's records: a section for each model and machine."""
@@ -56,21 +61,28 @@ def _section(index: int, preset: str, device: str, records: Sequence[Record]) ->
 def _climb(records: Sequence[Record]) -> Table | None:
     """A row a rung, in the order of the climb."""
     measured = [r for r in records if r.value is not None]
+    trained = any(r.metric == "perplexity" for r in measured)
     rows = []
     for (rung, lever), group in grouped(
         measured, lambda r: (str(r.case["rung"]), str(r.case["lever"]))
     ).items():
         found = {r.metric: r for r in group}
         figures = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib")
-        rows.append(Row((Cell(rung, lever), *(cell(found.get(metric)) for metric in figures))))
+        cells = [Cell(rung, lever), *(cell(found.get(metric)) for metric in figures)]
+        if trained:
+            cost = found.get("loss_error")
+            over = "" if cost is None or cost.value is None else f"{100 * cost.value:+.2f}%"
+            cells += [cell(found.get("perplexity")), Cell(over)]
+        rows.append(Row(tuple(cells)))
     columns = [
         Column("rung", numeric=False),
         Column("ms a step"),
         Column("tokens/s"),
         Column("over eager"),
         Column("memory, GiB"),
+        *([Column("perplexity"), Column("cost")] if trained else []),
     ]
-    return table("Levers", columns, rows, source(measured), READING)
+    return table("Levers", columns, rows, source(measured), READING_TRAINED if trained else READING)
 
 
 def _rates(records: Sequence[Record]) -> Table | None:
