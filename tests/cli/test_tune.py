@@ -29,6 +29,19 @@ def test_reads_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "B=1 H=32 T=1 S=4096 D=128 bfloat16 fw on cpu, 32 heads over 8" in out
 
 
+def test_takes_what_a_preset_says(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["tune", "--batch", "2", "--device", "cpu", "--dry-run", "--preset"]
+    assert run([*line, "shakespeare"]) == 0
+    out = capsys.readouterr().out
+    assert "fwbw on cpu, causal (bottom right), dropout 0.2" in out, "what its training calls with"
+    assert "fw on cpu, causal (bottom right)\n" in out
+    assert run([*line, "shakespeare", "--dropout", "0"]) == 0
+    assert "dropout" not in capsys.readouterr().out
+    assert run([*line, "llama3-8b", "--seqlen", "512"]) == 0
+    assert "B=2 H=32 T=512 S=512 D=128" in (out := capsys.readouterr().out)
+    assert "32 heads over 8" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,21 +15,24 @@ from fuseline.errors import InputError, unknown_name
 if TYPE_CHECKING:
     import torch
 
+    from fuseline.models.gpt_config import GPTConfig
+    from fuseline.models.llama_config import LlamaConfig
     from fuseline.ops.attention.problem import Problem
     from fuseline.ops.attention.tables import Entry
 
 SHAPE = "BxHxTxD, BxHxTxSxD or BxH/HkvxTxSxD"
 DIRECTIONS = ("fw", "fwbw")
+LONGEST = 8192
 
 
 @dataclass(frozen=True)
 class Options(Common):
     preset: str | None = None
-    """A GPT's preset: its attention in training and evaluation."""
+    """A GPT's or Llama's preset: its attention in training and evaluation, or over a prompt."""
     batch: tuple[int, ...] = (1, 8, 16)
     """Batch sizes of the preset."""
     seqlen: tuple[int, ...] = ()
-    """Lengths of the preset; its block size if none is named."""
+    """Lengths of the preset; its block size, up to 8,192, if none is named."""
     shapes: tuple[str, ...] = ()
     """Shapes to measure: BxHxTxD, BxHxTxSxD or BxH/HkvxTxSxD, as 8x16x1024x64 or 1x32/8x1x4096x128."""
     dtype: str = "bfloat16"
@@ -38,8 +41,8 @@ class Options(Common):
     """fw, fwbw."""
     causal: bool = True
     """Shapes: whether the last query sees all keys, and earlier ones fewer."""
-    dropout: float = 0.0
-    """Dropout while training."""
+    dropout: float | None = None
+    """Dropout while training; the preset's, or none, if it is not named."""
     flex: bool = False
     """Measure FlexAttention too, which compiles for every shape."""
 
@@ -84,13 +87,15 @@ def _problems(options: Options, device: torch.device) -> list[Problem]:
         if direction not in DIRECTIONS:
             raise unknown_name("direction", direction, DIRECTIONS)
     sizes = [_parsed(shape) for shape in options.shapes]
+    dropout_p = options.dropout or 0.0
     if options.preset is not None:
-        from fuseline.models.gpt_config import preset
-
-        config = preset(options.preset)
-        lengths = options.seqlen or (config.block_size,)
-        heads, head_dim = config.num_heads, config.embed_dim // config.num_heads
-        sizes += [(b, heads, heads, t, t, head_dim) for b in options.batch for t in lengths]
+        config = _config(options.preset)
+        if options.dropout is None:
+            dropout_p = getattr(config, "dropout", 0.0)
+        lengths = options.seqlen or (min(config.block_size, LONGEST),)
+        heads, head_dim = config.num_heads, config.head_dim
+        kv_heads = getattr(config, "num_kv_heads", heads)
+        sizes += [(b, heads, kv_heads, t, t, head_dim) for b in options.batch for t in lengths]
     return [
         Problem(
             device,
@@ -98,11 +103,22 @@ def _problems(options: Options, device: torch.device) -> list[Problem]:
             *size,
             direction=direction,
             causal="bottom_right" if options.causal else "none",
-            dropout_p=options.dropout if direction == "fwbw" else 0.0,
+            dropout_p=dropout_p if direction == "fwbw" else 0.0,
         )
         for size in sizes
         for direction in options.directions
     ]
+
+
+def _config(name: str) -> GPTConfig | LlamaConfig:
+    from fuseline.models import gpt_config, llama_config
+
+    known = (*gpt_config.PRESETS, *llama_config.PRESETS)
+    if name not in known:
+        raise unknown_name("preset", name, known)
+    if name in gpt_config.PRESETS:
+        return gpt_config.preset(name)
+    return llama_config.preset(name)
 
 
 def _parsed(shape: str) -> tuple[int, int, int, int, int, int]:

@@ -98,6 +98,7 @@ def test_a_random_problem_is_judged_tuned_too() -> None:
     result = evaluate(SMALL, 0, with_compiled=False, with_tuned=True)
     assert result.tuned in result.times.times_us
     records = records_of(result, "picker", Ceilings(10.0, {}), describe(CPU))
+    assert {r.metric for r in records} == {"time_us", "error", "share_of_best", "skipped"}
     (record,) = [r for r in records if r.case.get("tuned")]
     assert (record.peer, record.metric) == ("pick", "share_of_best")
 

@@ -81,7 +81,8 @@ def case_of(problem: Problem, suite: str) -> dict[str, Scalar]:
 
 
 def records_of(result: Result, suite: str, ceilings: Ceilings, environment: Environment) -> list[Record]:
-    """Of every candidate and of the pick: time, rates, share of the floor, error, memory; or why not."""
+    """Of every candidate and of the pick: time, rates, share of the floor, error, memory; or why not. The
+    picker's many problems are records of time and error alone."""
     problem = result.times.problem
     case = case_of(problem, suite)
     records = [
@@ -101,6 +102,8 @@ def records_of(result: Result, suite: str, ceilings: Ceilings, environment: Envi
             "error": result.errors.get(name),
             "peak_memory_gib": result.memory_gib.get(name),
         }
+        if suite == "picker":
+            figures = {metric: figures[metric] for metric in ("time_us", "error")}
         if peer == PICK:
             figures["share_of_best"] = result.share_of_best
         records += [
