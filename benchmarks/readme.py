@@ -128,16 +128,47 @@ def translation(records: Sequence[Record]) -> list[str]:
 
 
 def decode(records: Sequence[Record]) -> list[str]:
-    """Tokens a second around position 200, by model, format and rows."""
+    """Tokens a second around position 200 of 512, by model, format and rows, and the best of others."""
     told: dict[tuple[str, str], dict[int, float]] = {}
+    others: dict[tuple[str, str], dict[str, float]] = {}
     for r in sorted(records, key=lambda r: r.time):
-        if (r.peer, r.metric, r.case.get("position")) == ("fuseline", "tokens_per_s", 200) and r.value:
-            rates = told.setdefault((str(r.case["preset"]), str(r.case["format"])), {})
-            rates[int(str(r.case["batch"]))] = r.value
-    lines = ["| model | weights | 1 row, tokens/s | 8 rows, tokens/s |", "|---|---|---:|---:|"]
-    for (preset, weights), rates in told.items():
-        cells = [f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8)]
-        lines.append(f"| {' | '.join((preset, weights, *cells))} |".replace("|  |", "| |"))
+        place = r.metric, r.case.get("position"), r.case.get("seqlen_k")
+        if "rung" in r.case or place != ("tokens_per_s", 200, 512) or r.value is None:
+            continue
+        key = str(r.case["preset"]), str(r.case["format"])
+        if r.peer == "fuseline":
+            told.setdefault(key, {})[int(str(r.case["batch"]))] = r.value
+        elif r.case["batch"] == 1:
+            others.setdefault(key, {})[r.peer] = r.value
+    lines = [
+        "| model | weights | 1 row, tokens/s | best of the others | 8 rows, tokens/s |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for key, rates in told.items():
+        one, eight = (f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8))
+        best = max(others.get(key, {}).items(), key=lambda found: found[1], default=None)
+        beside = "" if best is None else f"{best[1]:,.0f} ({DECODERS.get(best[0], best[0])})"
+        lines.append(f"| {' | '.join((*key, one, beside, eight))} |".replace("|  |", "| |"))
+    return lines
+
+
+DECODERS = {"gptfast": "gpt-fast's way"}
+
+
+def quality(records: Sequence[Record]) -> list[str]:
+    """What each format costs in perplexity, by the text that a model was trained and measured on."""
+    told: dict[tuple[str, ...], dict[str, float]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if r.case.get("section") != "formats" or r.value is None:
+            continue
+        of = str(r.case["data"]) if r.case["text"] == "held out" else Path(str(r.case["text"])).stem
+        size = f", groups of {r.case['group_size']}" if r.case["group_size"] else ""
+        rounding = ", calibrated" if r.case["rounding"] == "calibrated" else ""
+        told.setdefault((of, f"{r.case['format']}{size}{rounding}"), {})[r.metric] = r.value
+    lines = ["| text | weights | perplexity | more than bf16 |", "|---|---|---:|---:|"]
+    for (of, format), found in told.items():
+        cost = f"{100 * found['loss_error']:.3f}%" if "loss_error" in found else ""
+        lines.append(f"| {of} | {format} | {found['perplexity']:.3f} | {cost} |".replace("|  |", "| |"))
     return lines
 
 
@@ -145,6 +176,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "ladder": ("ladder", ladder),
     "ops": ("ops", ops),
     "decode": ("decode", decode),
+    "quality": ("quality", quality),
     "translation": ("translation", translation),
 }
 
