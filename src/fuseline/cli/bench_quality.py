@@ -1,5 +1,5 @@
-"""What the formats of quantized weights cost a GPT that `fuseline train gpt` trained: its perplexity on the
-text that was held out, in each."""
+"""What the formats of quantized weights, and of keys and values, cost a GPT that `fuseline train gpt` has
+trained: its perplexity on the text that was held out, in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Options(Common):
     checkpoint: Path | None = None
     """Folder of a run of `fuseline train gpt`."""
     formats: tuple[str, ...] = ()
-    """Of int8, int8-calibrated, int4, int4-calibrated, int4-32-calibrated, fp8. All if none is named."""
+    """Of int8, int8-calibrated, int4, int4-calibrated, int4-32-calibrated, fp8, and of keys and values
+    cache-int8, cache-fp8. All if none is named."""
     batches: int = 40
     """Batches of held-out text."""
     calibration: int = 8

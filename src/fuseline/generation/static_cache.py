@@ -137,6 +137,23 @@ class Beginning:
         return merged(causal(q_BHTD, k_BHTD, v_BHTD, heads.window, fused=heads.fused))
 
 
+class Rounded:
+    """The `Attend` of whole sequences that see keys and values as a cache of that storage gives them back:
+    what it costs in precision, without a token at a time."""
+
+    def __init__(self, storage: str) -> None:
+        self._stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[storage]
+
+    def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
+        q_BHTD, k_BKTD, v_BKTD = heads.split(qkv_BTN)
+        k_BKTD, v_BKTD = self._rounded(k_BKTD), self._rounded(v_BKTD)
+        return merged(causal(q_BHTD, k_BKTD, v_BKTD, heads.window, fused=heads.fused))
+
+    def _rounded(self, x_BKTD: Tensor) -> Tensor:
+        small, scales = quantized(x_BKTD, self._stored)
+        return (small.float() * scales.unsqueeze(-1)).to(x_BKTD.dtype)
+
+
 class Continuation:
     """The `Attend` of T more positions for every row, after those held. `count` positions are looked at: a
     bucket that is fixed while a step is recorded, and no row may reach past it."""

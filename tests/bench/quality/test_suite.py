@@ -62,7 +62,11 @@ def test_a_file_takes_the_place_of_the_held_out_part(trained: Path, tmp_path: Pa
 
 def test_formats_are_measured_on_the_held_out_text(trained: Path, tmp_path: Path) -> None:
     bench = QualityBench(
-        CPU, trained / "run", ("int8", "int4", "int4-32-calibrated"), batches=3, calibration=2
+        CPU,
+        trained / "run",
+        ("int8", "int4", "int4-32-calibrated", "cache-int8", "cache-fp8"),
+        batches=3,
+        calibration=2,
     )
     records = run(bench, tmp_path, lambda *_: None, cache_dir=trained)
     found = {(r.case["format"], r.case["group_size"]): r.value for r in records if r.metric == "perplexity"}
@@ -80,13 +84,20 @@ def test_formats_are_measured_on_the_held_out_text(trained: Path, tmp_path: Path
             )
         ]
     assert plain == pytest.approx(math.exp(sum(losses) / 3), rel=1e-5)
-    assert set(found) == {("int8", None), ("int4", 128), ("int4", 32)}
+    assert set(found) == {
+        ("int8", None),
+        ("int4", 128),
+        ("int4", 32),
+        ("int8 cache", None),
+        ("fp8 cache", None),
+    }
     errors = {(r.case["format"], r.case["group_size"]): r.value for r in records if r.metric == "loss_error"}
     for key, value in found.items():
         assert value is not None
         assert value != plain
         assert errors[key] == pytest.approx(value / plain - 1)
     assert abs(errors["int8", None] or 1) < abs(errors["int4", 128] or 0)
+    assert 1e-9 < abs(errors["int8 cache", None] or 0) < abs(errors["fp8 cache", None] or 0) < 0.05
     assert "perplexity" in report.build(records, tmp_path).read_text()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fuseline.bench.failure import describe_failure
 from fuseline.data.batches import validation_batches
@@ -20,7 +21,9 @@ from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import prepare
 from fuseline.data.tokenizers import Tokenizer
 from fuseline.errors import InputError, unknown_name
+from fuseline.generation.static_cache import Rounded
 from fuseline.models.gpt import GPT
+from fuseline.models.heads import Attend
 from fuseline.quant import quantize
 from fuseline.records import Record, append, describe
 from fuseline.records.record import Scalar
@@ -34,11 +37,13 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of the linear layers: how it is called, and how its weights are rounded."""
+    """A format of the linear layers: how it is called, and how its weights are rounded. Or one of the cache
+    of keys and values (`cached`), the layers as they are."""
 
     format: str
     group_size: int = 0
     calibrated: bool = False
+    cached: str = ""
 
 
 FORMATS = {
@@ -48,6 +53,8 @@ FORMATS = {
     "int4-calibrated": Kind("int4", 128, calibrated=True),
     "int4-32-calibrated": Kind("int4", 32, calibrated=True),
     "fp8": Kind("fp8"),
+    "cache-int8": Kind("int8 cache", cached="int8"),
+    "cache-fp8": Kind("fp8 cache", cached="fp8"),
 }
 
 
@@ -146,7 +153,7 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         }
         try:
             model = _model(bench, read.vocab_size)
-            if name != plain:
+            if name != plain and not kind.cached:
                 batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
                 quantize(
                     model,
@@ -154,7 +161,8 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
                     calibrate=batches if kind.calibrated else None,
                     group_size=kind.group_size or 128,
                 )
-            found = perplexity(model, read.crops(read.held_out, bench.batches))
+            attend = Rounded(kind.cached) if kind.cached else None
+            found = perplexity(model, read.crops(read.held_out, bench.batches), attend)
         except (InputError, RuntimeError, NotImplementedError) as error:
             of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]
@@ -189,7 +197,17 @@ def _model(bench: QualityBench, vocab_size: int) -> GPT:
 
 
 @torch.no_grad()
-def perplexity(model: GPT, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """e to the mean loss in nats a token, over batches of one size."""
-    losses = [model(tokens_BT, targets_BT).double() for tokens_BT, targets_BT in batches]
+def perplexity(
+    model: GPT, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], attend: Attend | None = None
+) -> float:
+    """e to the mean loss in nats a token, over batches of one size; `attend` in the place of the model's own
+    attention."""
+
+    def loss(tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        if attend is None:
+            return model(tokens_BT, targets_BT)
+        logits_BTV = model.logits(model.hidden(tokens_BT, None, attend))
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    losses = [loss(*batch).double() for batch in batches]
     return math.exp(float(torch.stack(losses).mean()))
