@@ -63,7 +63,8 @@ bool in_vectors(const NormBackward& a) {
   return aligned;
 }
 
-// Dropout's multipliers of elements first .. first + kCount of the tensor; kAnywhere: first is no multiple of 4.
+// Dropout's multipliers of elements first .. first + kCount of the tensor; kAnywhere: first is no multiple of 4, and may
+// be negative, where a vector of memory begins before the tensor.
 template <int kCount, bool kAnywhere>
 __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t seed, int64_t first,
                                             float (&multipliers)[kCount]) {
@@ -73,10 +74,10 @@ __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t see
     uint32_t words[kCount + 4];
 #pragma unroll
     for (int i = 0; i < kCount + 4; i += 4) {
-      const uint4 bits = philox_uniform(seed, uint64_t(first) / 4 + i / 4);
+      const uint4 bits = philox_uniform(seed, uint64_t((first >> 2) + i / 4));
       words[i] = bits.x, words[i + 1] = bits.y, words[i + 2] = bits.z, words[i + 3] = bits.w;
     }
-    shift_words<2>(words, int(first % 4));
+    shift_words<2>(words, int(first & 3));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) multipliers[i] = words[i] >= dropout.threshold ? dropout.scale : 0.f;
   }
