@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from fuseline.bench.attention import fit
 from fuseline.bench.attention import run as attention_run
+from fuseline.bench.attention import small as small_suite
 from fuseline.bench.attention.results import Ceilings
 from fuseline.cli.main import run
 from fuseline.ops.attention.problem import Problem
@@ -47,6 +49,22 @@ def test_a_dry_run_lists_the_problems(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whole_layers_print_who_is_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [("shared", torch.float32, 3, 16)]
+    monkeypatch.setattr(small_suite.SmallBench, "cases", lambda bench: cases * (bench.forms == ("shared",)))
+    line = ["bench", "attention", "--device", "cpu", "--suite", "small", "--forms", "shared"]
+    assert run([*line, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Small layers, as called: the fastest at each length" in printed
+    assert re.search(r"shared +float32 +16 +fwbw +\S.* at 3", printed)
+    assert run([*line, "--dry-run"]) == 0
+    assert "small   shared float32 B=16 H=8 S=3 E=16" in capsys.readouterr().out
+    assert run([*line, "--budget", "0.001s", "--out", str(tmp_path / "other")]) == 0
+    assert "1 problems were left" in capsys.readouterr().out
+
+
 def test_writes_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +81,7 @@ def test_writes_a_table(
     ("arguments", "message"),
     [
         (["--suite", "shrt"], "no suite of attention named 'shrt'. Did you mean 'short'"),
+        (["--suite", "small", "--forms", "shred"], "Did you mean 'shared'"),
         (["--every", "0"], "--every 0 must be 1 or more"),
         (["--budget", "soon"], "soon"),
     ],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fuseline.bench.attention.run import AttentionBench, Outcome
+    from fuseline.bench.attention.small import SmallBench
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-attention")
@@ -37,6 +38,9 @@ class Options(Common):
     """Measure FlexAttention too, which compiles for every shape; of the picker's problems, on 30."""
     every: int = 1
     """Only each so many'th problem of a suite."""
+    forms: tuple[str, ...] = ()
+    """Of suite small: shared (one projection for all heads, as in the seed), full (a projection for each),
+    block (a transformer block around it). All if none is named."""
     write_table: Path | None = None
     """Measure problems for the picker instead: typical ones for the table in this file, as those in
     `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""
@@ -55,8 +59,10 @@ def run(options: Options) -> int:
     from fuseline.bench.attention.run import AttentionBench
     from fuseline.bench.attention.run import run as measure
     from fuseline.bench.attention.side_by_side import processes_for
+    from fuseline.bench.attention.small_layers import PEERS
     from fuseline.bench.attention.suites import SUITES
     from fuseline.bench.ladder.budget import parse_duration
+    from fuseline.cli.layer_tables import tables as layer_tables
 
     device = torch.device(resolve_device(options.device))
     known = (small.SECTION, *SUITES)
@@ -77,29 +83,33 @@ def run(options: Options) -> int:
         processes=options.processes or processes_for(device),
     )
     out = options.out or DEFAULT_OUT
+    sweep = small.SmallBench(
+        device,
+        forms=split_names(options.forms) or tuple(PEERS),
+        seed=options.seed,
+        every=options.every,
+        budget_seconds=bench.budget_seconds,
+        resume=options.resume,
+    )
     if options.dry_run:
-        _print_plan(bench, out, as_json=options.json)
+        _print_plan(bench, sweep if small.SECTION in suites else None, out, as_json=options.json)
         return 0
     if options.write_table is not None:
         return _write_table(bench, options.write_table, options.problems, split_names(options.again), out)
     layers: list[Record] = []
+    left = 0
     if small.SECTION in suites:
-        sweep = small.SmallBench(
-            device,
-            seed=options.seed,
-            every=options.every,
-            budget_seconds=bench.budget_seconds,
-            resume=options.resume,
-        )
         begin = time.monotonic()
         with measuring(100) as observe:
-            layers = small.run_small(sweep, out, observe)
+            layers, left = small.run_small(sweep, out, observe)
         if bench.budget_seconds is not None:
             bench = replace(bench, budget_seconds=bench.budget_seconds - (time.monotonic() - begin))
     with measuring(100) as observe:
         outcome = measure(bench, out, observe)
     outcome.records[:0] = layers
+    outcome.left += left
     tables, remarks = _told(outcome)
+    tables[:0] = layer_tables(layers)
     return publish(outcome.records, out / "attention.jsonl", tables, remarks, width=130, as_json=options.json)
 
 
@@ -128,8 +138,14 @@ def _write_table(bench: AttentionBench, file: Path, problems: int, again: Sequen
     return 0
 
 
-def _print_plan(bench: AttentionBench, out: Path, *, as_json: bool) -> None:
-    places = [(suite, str(problem)) for suite, problem in bench.places()]
+def _print_plan(bench: AttentionBench, sweep: SmallBench | None, out: Path, *, as_json: bool) -> None:
+    places: list[tuple[str, str]] = []
+    if sweep is not None:
+        sizes = f"B={sweep.batch} H={sweep.heads}"
+        for form, dtype, length, embed_dim in sweep.cases():
+            name = str(dtype).removeprefix("torch.")
+            places.append(("small", f"{form} {name} {sizes} S={length} E={embed_dim}"))
+    places += [(suite, str(problem)) for suite, problem in bench.places()]
     if as_json:
         print(json.dumps({"problems": [{"suite": s, "problem": p} for s, p in places]}))
         return

@@ -29,7 +29,8 @@ def test_peers_are_one_layer(form: str) -> None:
 def test_records_every_peer_and_direction(tmp_path: Path) -> None:
     bench = small.SmallBench(CPU, batch=2, heads=2, lengths=(3, 4), embed_dims=(16,), rounds=2)
     seen: list[tuple[int, int]] = []
-    records = small.run_small(bench, tmp_path, lambda now, done, total: seen.append((done, total)))
+    records, left = small.run_small(bench, tmp_path, lambda now, done, total: seen.append((done, total)))
+    assert left == 0
     assert seen == [(now, 6) for now in range(7)]
     assert read(tmp_path / "attention.jsonl") == records
     times = {
@@ -60,11 +61,12 @@ def test_goes_on_where_its_budget_ended(tmp_path: Path) -> None:
         CPU, batch=2, heads=2, lengths=(3, 4), embed_dims=(16,), forms=("shared",), rounds=1
     )
 
-    def run(**changed: object) -> list[int]:
-        records = small.run_small(replace(bench, **changed), tmp_path, lambda now, done, total: None)
-        return sorted({int(record.case["seqlen_q"]) for record in records})
+    def run(**changed: object) -> tuple[list[int], int]:
+        records, left = small.run_small(replace(bench, **changed), tmp_path, lambda now, done, total: None)
+        return sorted({int(record.case["seqlen_q"]) for record in records}), left
 
-    assert run(budget_seconds=0.0) == []
-    assert run(every=2) == [3]
-    assert run(resume=True) == [4]
-    assert run(resume=True) == []
+    assert run(budget_seconds=0.0) == ([], 2)
+    assert run(every=2) == ([3], 0)
+    assert run(resume=True, budget_seconds=0.0) == ([], 1)
+    assert run(resume=True) == ([4], 0)
+    assert run(resume=True) == ([], 0)

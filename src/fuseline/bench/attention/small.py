@@ -95,11 +95,15 @@ class Contender:
     renew: Call
 
 
-def run_small(bench: SmallBench, out: Path, observe: Observer) -> list[Record]:
-    """Measure the sweep; records are appended to `<out>/attention.jsonl` case by case."""
+def run_small(bench: SmallBench, out: Path, observe: Observer) -> tuple[list[Record], int]:
+    """Measure the sweep; records are appended to `<out>/attention.jsonl` case by case.
+
+    Returns them, and how many cases the budget left for another run.
+    """
     native.ready(bench.device.type)
     environment = describe(bench.device)
     records: list[Record] = []
+    left = 0
     cases = bench.cases()
     budget = Budget(bench.budget_seconds)
     file = out / f"{SUITE}.jsonl"
@@ -116,13 +120,16 @@ def run_small(bench: SmallBench, out: Path, observe: Observer) -> list[Record]:
             "seqlen_q": length,
             "embed_dim": embed_dim,
         }
-        if _key(case) in done or budget.left() <= 0:
+        if _key(case) in done:
+            continue
+        if budget.left() <= 0:
+            left += 1
             continue
         new = list(_measure(bench, case, form, dtype, length, embed_dim, environment))
         append(file, new)
         records += new
     observe("done", len(cases), len(cases))
-    return records
+    return records, left
 
 
 def _measure(

@@ -24,6 +24,7 @@ from fuseline.report.numbers import tick, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
+SECTION = "small"
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 FORMS = {
     "shared": "one projection shared by the heads, as in the seed",
@@ -45,7 +46,7 @@ AGAINST = {"seqlen_q": ("length", "embed_dim", "E"), "embed_dim": ("embedding", 
 
 def sections(shelf: Shelf) -> list[Section]:
     """Take the suite's records: a section for each machine and form of the layer."""
-    records = shelf.take(lambda r: r.suite == "attention" and r.case.get("section") == "small")
+    records = shelf.take(lambda r: r.suite == "attention" and r.case.get("section") == SECTION)
     places = grouped(records, lambda r: (r.device, r.torch, str(r.case["form"]), str(r.case["dtype"])))
     return [_section(i, *place, group) for i, (place, group) in enumerate(places.items(), 1)]
 
