@@ -44,6 +44,8 @@ def test_contenders_compute_the_same_product() -> None:
         ("inductor", "int4", "has no int4"),
         ("tinygemm", "int8", "is int4"),
         ("tinygemm", "int4", "for CPUs"),
+        ("torchao", "bf16", "has no bf16"),
+        ("torchao", "int4", "is for GPUs"),
     ):
         with pytest.raises(CannotError, match=reason):
             make_calls(peer, Problem("chart", format, 2, 256, 128), x, 1)

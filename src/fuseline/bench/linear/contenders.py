@@ -2,7 +2,8 @@
 
 Fuseline takes each format as it is stored. Eager int8 is the crash course's own: the weight made bf16 in
 every call, by a kernel of its own; inductor fuses that into the product. Eager bf16 is cuBLAS. tinygemm is
-torch's int4 kernel. torchao, where it is installed, brings its own int8 and int4.
+torch's int4 kernel. torchao, where it is installed, brings its own int8, and int4 in the format it has for
+that kernel; its others want a package of kernels beside it.
 """
 
 from __future__ import annotations
@@ -89,16 +90,21 @@ def tinygemm_layer(problem: Problem, device: torch.device) -> Layer:
 
 
 def torchao_layer(problem: Problem, device: torch.device) -> Layer:
+    int8 = problem.format == "int8"
+    if problem.format == "bf16":
+        raise CannotError("torchao has no bf16 of its own")
+    if not int8 and device.type != "cuda":
+        raise CannotError("torchao's int4 in tinygemm's format is for GPUs")
+    if not int8 and problem.k % GROUP_SIZE:
+        raise CannotError(f"torchao leaves a weight alone whose K is not in whole groups of {GROUP_SIZE}")
     try:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise CannotError(f"not installed: `pip install torchao` ({error})") from error
-    if problem.format == "bf16":
-        raise CannotError("torchao has no bf16 of its own")
     linear = torch.nn.Linear(problem.k, problem.n, bias=False, device=device, dtype=torch.bfloat16)
-    int8 = problem.format == "int8"
-    config = Int8WeightOnlyConfig() if int8 else Int4WeightOnlyConfig(group_size=GROUP_SIZE)
-    quantize_(linear, config)
+    tiles = "tile_packed_to_4d"
+    int4_config = Int4WeightOnlyConfig(group_size=GROUP_SIZE, int4_packing_format=tiles)
+    quantize_(linear, Int8WeightOnlyConfig() if int8 else int4_config)
     return partial(_compiled(_bf16_linear), linear.weight)
 
 
