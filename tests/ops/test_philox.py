@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from fuseline import ops
 from fuseline.errors import InputError
 from fuseline.ops import philox
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+Draw = Callable[[torch.Tensor], torch.Tensor]
+
+
+def of_embedding(x: torch.Tensor) -> torch.Tensor:
+    return ops.embedding(torch.arange(len(x), device=x.device), x, p=0.5)
+
+
+def of_layer_norm(x: torch.Tensor) -> torch.Tensor:
+    return ops.dropout_add_layer_norm(x, torch.zeros_like(x), x.shape[-1], p=0.5)[1]
+
+
+def of_rms_norm(x: torch.Tensor) -> torch.Tensor:
+    return ops.dropout_add_rms_norm(x, torch.zeros_like(x), p=0.5)[1]
 
 
 def test_words_are_the_published_ones() -> None:
@@ -41,6 +59,46 @@ def test_seeds_follow_the_generator() -> None:
     torch.manual_seed(3)
     assert torch.equal(philox.draw_seed(torch.device("cpu")), first)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("drop", [of_embedding, of_layer_norm, of_rms_norm])
+def test_masks_follow_the_generator_and_come_back_in_the_backward_pass(drop: Draw, device: str) -> None:
+    x = torch.ones(40, 33, device=device, requires_grad=True)
+    torch.manual_seed(5)
+    first, other = drop(x), drop(x)
+    torch.manual_seed(5)
+    assert torch.equal(drop(x), first)
+    assert not torch.equal(first, other)
+    assert sorted(first.detach().unique().tolist()) == [0.0, 2.0]
+    grad = torch.autograd.grad(first, x, torch.full_like(first, 3.0))[0]
+    assert torch.equal(grad, 3.0 * first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drop", [of_embedding, of_layer_norm, of_rms_norm])
+def test_every_replay_of_a_graph_draws_a_mask_of_its_own(drop: Draw) -> None:
+    x = torch.ones(40, 33, device="cuda", requires_grad=True)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        y = drop(x)
+        return y.detach(), torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grad = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(y, grad)  # of ones: the mask itself, in both directions
+        masks.append(y.clone())
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
 
 
 def test_refuses_what_is_no_probability() -> None:
