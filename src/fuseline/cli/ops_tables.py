@@ -1,4 +1,4 @@
-"""The tables of `fuseline bench ops`: the worst of each op first, then every case in one line."""
+"""The tables of `fuseline bench ops`: the worst of each op, then every case in one line, then the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Row = dict[str, dict[str, "Record"]]
 
 def tables(records: Sequence[Record]) -> list[Table]:
     places = _places(records)
-    return [table for table in (_worst(places), _all(places), _seed(records)) if table is not None]
+    made = (_worst(places), _all(places), _host(records), _seed(records))
+    return [table for table in made if table is not None]
 
 
 def _places(records: Sequence[Record]) -> dict[tuple[str, ...], Row]:
@@ -83,6 +84,27 @@ def _all(places: dict[tuple[str, ...], Row]) -> Table | None:
             *("" if share is None else f"{share:.3f}" for share in shares),
             "" if best is None else f"{best[0]:.3f}",
         )
+    return table
+
+
+def _host(records: Sequence[Record]) -> Table | None:
+    """What an eager call costs the host: microseconds of everyone, and ours over torch's own."""
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        if record.metric == "host_us" and record.value is not None:
+            place = str(record.case["op"]), str(record.case["dtype"])
+            rows.setdefault(place, {})[record.peer] = record.value
+    if not rows:
+        return None
+    peers = list(dict.fromkeys(peer for row in rows.values() for peer in row))
+    table = Table(title="The host's microseconds of an eager forward call", box=box.SIMPLE)
+    for heading in ("op", "dtype"):
+        table.add_column(heading)
+    for heading in (*peers, "ours/eager"):
+        table.add_column(heading, justify="right")
+    for place, row in rows.items():
+        ratio = f"{row[OURS] / row['eager']:.2f}" if {OURS, "eager"} <= row.keys() else ""
+        table.add_row(*place, *(f"{row[peer]:.1f}" if peer in row else "" for peer in peers), ratio)
     return table
 
 
