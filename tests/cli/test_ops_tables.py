@@ -47,11 +47,14 @@ def test_the_host_has_a_table_with_ours_over_torchs() -> None:
         record("fuseline", "host_us", 6.0),
         record("eager", "host_us", 8.0),
         record("inductor", "host_us", 40.0),
+        record("fuseline", "host_us", 30.0, direction="fwbw"),
+        record("eager", "host_us", 25.0, direction="fwbw"),
         record("eager", "host_us", 9.0, op="rope"),
     )
-    assert lines[1] == ["op", "dtype", "fuseline", "eager", "inductor", "ours/eager"]
-    assert ["softmax", "float32", "6.0", "8.0", "40.0", "0.75"] in lines
-    assert ["rope", "float32", "9.0"] in lines
+    assert lines[1] == ["op", "dtype", "direction", "fuseline", "eager", "inductor", "ours/eager"]
+    assert ["softmax", "float32", "fw", "6.0", "8.0", "40.0", "0.75"] in lines
+    assert ["softmax", "float32", "fwbw", "30.0", "25.0", "1.20"] in lines
+    assert ["rope", "float32", "fw", "9.0"] in lines
 
 
 def test_the_worst_of_each_op_comes_first() -> None:

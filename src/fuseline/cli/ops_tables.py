@@ -89,16 +89,16 @@ def _all(places: dict[tuple[str, ...], Row]) -> Table | None:
 
 def _host(records: Sequence[Record]) -> Table | None:
     """What an eager call costs the host: microseconds of everyone, and ours over torch's own."""
-    rows: dict[tuple[str, str], dict[str, float]] = {}
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
     for record in records:
         if record.metric == "host_us" and record.value is not None:
-            place = str(record.case["op"]), str(record.case["dtype"])
+            place = tuple(str(record.case[key]) for key in ("op", "dtype", "direction"))
             rows.setdefault(place, {})[record.peer] = record.value
     if not rows:
         return None
     peers = list(dict.fromkeys(peer for row in rows.values() for peer in row))
-    table = Table(title="The host's microseconds of an eager forward call", box=box.SIMPLE)
-    for heading in ("op", "dtype"):
+    table = Table(title="The host's microseconds of an eager call", box=box.SIMPLE)
+    for heading in ("op", "dtype", "direction"):
         table.add_column(heading)
     for heading in (*peers, "ours/eager"):
         table.add_column(heading, justify="right")

@@ -167,3 +167,17 @@ def test_a_peer_that_breaks_the_device_is_left_out_when_the_run_resumes(
 def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         list(bench(**options).contenders)
+
+
+def test_the_host_is_timed_forward_and_with_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite_module, "HOST_CALLS", 2)
+    monkeypatch.setattr(suite_module, "HOST_RUNS", 2)
+    peers = [PEERS["fuseline"], PEERS["eager"]]
+    records = []
+    for op in ("softmax", "quant_linear"):
+        place = Place(get(op), torch.float32, 4, 64)
+        records += suite_module._host_records(bench(), place, peers, is_native=False)
+    assert {r.metric for r in records} == {"host_us"}
+    of_softmax = [(r.case["direction"], r.peer) for r in records if r.case["op"] == "softmax"]
+    assert of_softmax == [("fw", "fuseline"), ("fw", "eager"), ("fwbw", "fuseline"), ("fwbw", "eager")]
+    assert all(r.value > 0 and r.n == 2 for r in records if r.value is not None)

@@ -56,9 +56,11 @@ def skip_record(peer: Peer, reason: str, case: Mapping[str, Scalar], environment
     return Record.of(SUITE, {**case, "reason": reason}, "skipped", None, environment, peer=peer.name)
 
 
-def host_record(peer: Peer, host_us: Summary, case: Mapping[str, Scalar], environment: Environment) -> Record:
-    """What one eager forward call costs the host."""
-    place = {**case, "direction": "fw", "captured": False}
+def host_record(
+    peer: Peer, direction: str, host_us: Summary, case: Mapping[str, Scalar], environment: Environment
+) -> Record:
+    """What one eager call costs the host: forward, or forward and backward."""
+    place = {**case, "direction": direction, "captured": False}
     return _record(
         peer, place, "host_us", (host_us.median, host_us.low, host_us.high), host_us.n, environment
     )

@@ -33,6 +33,7 @@ from fuseline.records.record import Scalar
 from fuseline.timing import copy_bandwidth_gbs, host_time_us
 
 HOST_ROWS, HOST_LENGTH = 8, 1024
+HOST_CALLS, HOST_RUNS = 100, 6
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, cases done, and cases in all."""
@@ -155,19 +156,24 @@ def _measure(
 
 
 def _host_records(bench: OpsBench, place: Place, peers: Sequence[Peer], is_native: bool) -> list[Record]:
-    """The host's time for one forward call of each peer, at a shape that the device is done with at once."""
+    """The host's time for one call of each peer, forward and with its backward, at a shape that the device is
+    done with at once."""
     op, dtype = place.op, place.dtype
     small = Place(op, dtype, HOST_ROWS, min(op.lengths, default=HOST_LENGTH))
-    bound = bind_inputs(op, small.case, dtype, bench.device, bench.seed).without_gradients()
+    bound = bind_inputs(op, small.case, dtype, bench.device, bench.seed)
     environment = describe(bench.device)
     flat: dict[str, Scalar] = {**small.key(), "native": is_native}
     records = []
-    for peer in peers:
-        try:
-            with torch.no_grad():
-                host_us = host_time_us(Computation.of(peer, bound).forward, bench.device)
-        except Exception:  # the case itself tells what is the matter with this peer
-            continue
-        records.append(host_record(peer, host_us, flat, environment))
+    for direction in ("fw", "fwbw") if bound.leaves else ("fw",):
+        forward = direction == "fw"
+        for peer in peers:
+            try:
+                with torch.set_grad_enabled(not forward):
+                    computation = Computation.of(peer, bound.without_gradients() if forward else bound)
+                    call = computation.forward if forward else computation.forward_and_backward
+                    host_us = host_time_us(call, bench.device, calls=HOST_CALLS, runs=HOST_RUNS)
+            except Exception:  # the case itself tells what is the matter with this peer
+                continue
+            records.append(host_record(peer, direction, host_us, flat, environment))
     torch.compiler.reset()
     return records

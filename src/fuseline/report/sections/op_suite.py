@@ -170,7 +170,7 @@ def _host(records: Sequence[Record]) -> Table | None:
         by_peer = {r.peer: r for r in group}
         rows.append(Row((Cell(panel), *(cell(by_peer.get(peer)) for peer in peers))))
     columns = [Column("direction and dtype", numeric=False), *(Column(f"{peer}, µs") for peer in peers)]
-    reading = "One eager call on a small matrix: what the host spends before the GPU begins."
+    reading = "An eager call on a small matrix: what the host spends, forward alone and with the backward."
     return table("Host time", columns, rows, source(calls, samples="n (runs)"), reading)
 
 
