@@ -84,7 +84,7 @@ def test_records_say_what_was_run(tmp_path: Path) -> None:
         assert rate.n == 3
     page = report.build(records, tmp_path).read_text()
     assert "Decoding: llama-tiny" in page
-    assert "tokens/s with 1 row(s) in" in page
+    assert "tokens/s with 1 row in" in page
 
 
 def test_what_a_budget_leaves_out_a_later_run_takes_up(tmp_path: Path) -> None:

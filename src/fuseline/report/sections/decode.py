@@ -44,7 +44,8 @@ def _section(index: int, preset: str, device: str, records: Sequence[Record]) ->
     best = max(alone or ours, key=lambda r: r.value or 0.0, default=None)
     headline = None
     if best is not None and best.value is not None:
-        words = f"tokens/s with {best.case['batch']} row(s) in {best.case['format']}"
+        rows = "1 row" if best.case["batch"] == 1 else f"{best.case['batch']} rows"
+        words = f"tokens/s with {rows} in {best.case['format']}"
         headline = Headline(plain(best.value), words, source=source([best]))
     blocks: tuple[Block | None, ...] = (
         headline,
