@@ -12,9 +12,13 @@ import torch
 from fuseline.cli.main import run
 from fuseline.data.tokenizers import ByteBPETokenizer
 from fuseline.generation.generate import generate
+from fuseline.models.gpt import GPT
+from fuseline.models.gpt_config import GPTConfig
+from fuseline.models.gpt_hugging_face import save_hugging_face
 from fuseline.models.llama import Llama, preset
 from fuseline.models.llama_hugging_face import save_llama
 from fuseline.models.pretrained import load_model
+from fuseline.training.checkpoint import save_weights
 
 CPU = ["--device", "cpu"]
 
@@ -164,6 +168,27 @@ def test_a_config_that_is_not_of_its_weights(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 99}))
     assert run(["generate", *CPU, "--model", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2"]) == 2
     assert "do not belong together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["hugging face", "best.pt", "latest.pt"])
+def test_a_gpt_is_measured_before_it_is_read(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=300, num_layers=1, num_heads=2, embed_dim=32))
+    if kind == "hugging face":
+        save_hugging_face(model, tmp_path)
+    else:
+        save_weights(tmp_path / kind, model, step=1, validation_loss=1.0)
+    asked = ["--model", str(tmp_path), "--prompt-ids", "1,2"]
+    whole = answered(capsys, *asked, "--max-new-tokens", "3")["tokens"]
+    assert whole == generate(model.eval(), [[1, 2]], 3)
+    assert run(["generate", *CPU, *asked, "--max-new-tokens", "15"]) == 2
+    assert "context is 16" in capsys.readouterr().err
+    monkeypatch.setattr("fuseline.training.text_generator._read", None)
+    monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: 2**10)
+    assert run(["generate", *CPU, *asked, "--max-new-tokens", "3"]) == 2
+    assert "GiB on cpu" in capsys.readouterr().err
 
 
 def test_dry_run_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ class Options(Common):
     model: Path | None = None
     """Folder or .safetensors file of Hugging Face's format."""
     checkpoint: Path | None = None
-    """Folder of a run of `fuseline train gpt`, its best.pt, or nanoGPT's ckpt.pt."""
+    """Folder of a run of `fuseline train gpt`, its best.pt or latest.pt, or nanoGPT's ckpt.pt."""
     preset: str | None = None
     """Shape of a model with random weights: gpt2, llama2-7b, ..; its text is bytes, its tokens numbers."""
     tokenizer: Path | None = None

@@ -63,7 +63,7 @@ def load_hugging_face(path: Path | str, **options: Any) -> GPT:
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    config = _read_config(folder / CONFIG, options)
+    config = read_config(folder, **options)
     return assemble(config, _to_ours(dict(each_weight(path))), path)
 
 
@@ -97,7 +97,9 @@ def save_hugging_face(model: GPT, folder: Path | str) -> None:
         part.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_config(path: Path, options: dict[str, Any]) -> GPTConfig:
+def read_config(folder: Path, **options: Any) -> GPTConfig:
+    """The shape that `config.json` in `folder` describes; `options` as for `load_hugging_face`."""
+    path = folder / CONFIG
     said = read_json(path)
     for name, value in _FIXED.items():
         if said.get(name, value) != value:

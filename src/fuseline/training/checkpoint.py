@@ -124,6 +124,13 @@ def load_weights(path: Path, **options: Any) -> GPT:
     return model
 
 
+def peek_shape(path: Path) -> dict[str, Any] | None:
+    """The shape of the GPT at `path`, if that is a file of ours; its tensors are not read."""
+    content = _load(path, mmap=True)
+    ours = content.get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
+    return dict(content["model_config"]) if ours else None
+
+
 def is_ours(path: Path) -> bool:
     """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
     return _load(path, mmap=True).get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])

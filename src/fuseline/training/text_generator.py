@@ -13,7 +13,7 @@ import torch
 from fuseline.data.tokenizers import load_tokenizer
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.footprint import HEAD_IN_INT8, check_memory, footprint
-from fuseline.models import gpt_config, llama_config
+from fuseline.models import gpt_config, gpt_hugging_face, llama_config
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.models.llama import Llama, Rotary
@@ -25,7 +25,6 @@ from fuseline.quant import load_quantized, quantize, save_quantized, saved_about
 from fuseline.training import checkpoint
 
 TOKENIZER = "tokenizer.json"
-BEST = "best.pt"
 QUANTIZED = "quantized.safetensors"
 BYTES = 256  # ids that text without a tokenizer has
 
@@ -123,7 +122,7 @@ def vocabulary_of(path: Path | None) -> Vocabulary:
 
 
 def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig | None:
-    """The shape of a model, before its weights are read; None if only they can tell (checkpoints)."""
+    """The shape of a model, before its weights are read; None if only they can tell (nanoGPT's files)."""
     if preset is not None:
         if preset in gpt_config.PRESETS:
             return gpt_config.preset(preset, norm="fuseline")
@@ -136,10 +135,21 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
     saved = _saved_quantized(path)
     if saved is not None:
         return saved.config
+    own = _checkpoint(path)
+    if own is not None:
+        shape = checkpoint.peek_shape(own)
+        return None if shape is None else GPTConfig(**shape)
     folder = path if path.is_dir() else path.parent
-    if not (folder / CONFIG).exists() or read_json(folder / CONFIG).get("model_type") not in MODEL_TYPES:
-        return None
-    return read_config(folder)
+    kind = read_json(folder / CONFIG).get("model_type", "gpt2") if (folder / CONFIG).exists() else None
+    if kind in MODEL_TYPES:
+        return read_config(folder)
+    return gpt_hugging_face.read_config(folder) if kind == "gpt2" else None
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The file that a training run wrote its weights to, the best ones if it has such; None for others."""
+    files = (path / checkpoint.BEST, path / checkpoint.LATEST) if path.is_dir() else (path,)
+    return next((file for file in files if file.suffix == ".pt" and file.exists()), None)
 
 
 def load(
@@ -279,8 +289,8 @@ def _random(config: GPTConfig | LlamaConfig, device: torch.device, dtype: torch.
 
 
 def _read(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[LanguageModel, tuple[int, ...]]:
-    own = path / BEST if path.is_dir() else path
-    if own.suffix == ".pt" and own.exists() and checkpoint.is_ours(own):
+    own = _checkpoint(path)
+    if own is not None and checkpoint.is_ours(own):
         return checkpoint.load_weights(own, norm="fuseline", dropout=0.0).to(device=device, dtype=dtype), ()
     model = load_model(path, dtype=dtype, device=device)
     folder = path if path.is_dir() else path.parent
