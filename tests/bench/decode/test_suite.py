@@ -17,6 +17,8 @@ from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT, GPTConfig
 from fuseline.models.llama import Llama, preset
+from fuseline.nn import QuantLinear
+from fuseline.quant import quantize
 from fuseline.records import read
 
 CPU = torch.device("cpu")
@@ -51,6 +53,19 @@ def test_all_write_the_same(model: Llama) -> None:
         warnings.simplefilter("ignore")  # its own deprecations are not ours to mend
         pytest.importorskip("transformers", reason="needs transformers to compare with")
         assert written(contender("transformers", model, **options)) == expected
+
+
+def test_int8_is_compared_in_the_same_integers(model: Llama) -> None:
+    quantize(model, "int8")
+    options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    expected = written(contender("fuseline", model, **options))
+    plain = in_plain_torch(model)
+    assert not any(isinstance(layer, QuantLinear) for layer in plain.modules())
+    assert written(Compiled(plain, **options, backend="eager")) == expected
+    again = Llama(model.config)
+    quantize(again, "int4")
+    with pytest.raises(InputError, match="not in int4"):
+        in_plain_torch(again)
 
 
 def test_a_gpt_is_compared_too() -> None:

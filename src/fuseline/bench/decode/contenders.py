@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fuseline.errors import InputError
@@ -20,11 +21,14 @@ from fuseline.models.gpt import GPT
 from fuseline.models.llama import Llama
 from fuseline.models.llama_hugging_face import described, places
 from fuseline.models.pretrained import LanguageModel
+from fuseline.nn import QuantLinear
+from fuseline.ops.quant_layout import unpack_int8
+from fuseline.quant.quantize import replace as replace_module
 
 PEERS = ("fuseline", "eager", "gptfast", "transformers")
-# What each can decode; others' own quantized kernels are measured as products, by `fuseline bench linear`.
-FORMATS = {"fuseline": ("bf16", "fp32", "int8", "int4", "fp8")}
 FLOATS = ("bf16", "fp32")
+# What each can decode; others' own quantized kernels are measured as products, by `fuseline bench linear`.
+FORMATS = {"fuseline": (*FLOATS, "int8", "int4", "fp8"), "gptfast": (*FLOATS, "int8")}
 
 
 class Contender(Protocol):
@@ -47,6 +51,31 @@ def contender(peer: str, model: LanguageModel, *, batch: int, capacity: int) -> 
     return Compiled(plain, batch=batch, capacity=capacity)
 
 
+class Int8Linear(torch.nn.Module):
+    """gpt-fast's: the weight takes the dtype of x within the product, where a compiler fuses that."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        for name, tensor in (("weight", weight), ("scales", scales), ("bias", bias)):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scales.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def _in_int8(layer: QuantLinear) -> Int8Linear:
+    if layer.format != "int8":
+        raise InputError(f"others are compared in {', '.join((*FLOATS, 'int8'))}, not in {layer.format}")
+    assert layer.scales is not None
+    weight = unpack_int8(layer.weight, layer.out_features, layer.in_features)
+    return Int8Linear(weight, layer.scales, layer.bias)
+
+
 def in_plain_torch(model: LanguageModel) -> LanguageModel:
     """The same weights in a model that calls none of Fuseline's ops."""
     plain: LanguageModel
@@ -55,7 +84,14 @@ def in_plain_torch(model: LanguageModel) -> LanguageModel:
             plain = Llama(replace(model.config, kernels="torch"))
         else:
             plain = GPT(replace(model.config, norm="torch"))
-    plain.load_state_dict(model.state_dict(), assign=True)
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLinear):
+            small = _in_int8(layer)
+            replace_module(plain, name, small)
+            state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.")}
+            state |= {f"{name}.{key}": tensor for key, tensor in small.state_dict().items()}
+    plain.load_state_dict(state, assign=True)
     if isinstance(plain, Llama) and isinstance(model, Llama):
         plain.rotary.cos, plain.rotary.sin = model.rotary.cos, model.rotary.sin
     return plain.eval()
