@@ -1,4 +1,8 @@
-"""`auto`: `scaled_dot_product_attention` with torch's own choice of a kernel: a picker, never picked."""
+"""`auto`: `scaled_dot_product_attention` with torch's own choice of a kernel: a picker, never picked.
+
+Torch may choose cuDNN, which takes gradients of a second layout for those of the first (see cudnn.py): eager
+calls bring the gradient into the output's. Compiled ones, and masks with a gradient, are as torch has them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from torch.nn import functional as F
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Attended, Candidate, refuse_dtype, refuse_extras
-from fuseline.ops.attention.candidates.arguments import bias
+from fuseline.ops.attention.candidates.arguments import bias, with_gradient_like
 from fuseline.ops.attention.problem import Problem
 
 
@@ -34,6 +38,8 @@ def _run(call: Call) -> Attended:
         scale=call.softmax_scale,
         enable_gqa=call.is_grouped(),
     )
+    if call.wants_grad and call.q.device.type == "cuda" and not torch.compiler.is_compiling():
+        out = with_gradient_like(out)
     return out, None
 
 
