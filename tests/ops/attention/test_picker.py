@@ -340,6 +340,29 @@ def test_a_new_shape_is_measured_before_its_first_call(
     assert choice.SETTINGS.tune is None
 
 
+def test_tuning_leaves_the_generators_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    before = torch.get_rng_state()
+    picker.tune([replace(BASE, seqlen_q=8, seqlen_k=8, direction="fwbw", dropout_p=0.5)])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_shape_without_memory_to_measure_it_is_picked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+
+    def full(problem: Problem) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    q, k, v = qkv(8, 8)
+    with picker.tuning():
+        monkeypatch.setattr(choice.SETTINGS, "tune", full)
+        with pytest.warns(UserWarning, match="no memory to measure B=2 H=4 T=8"):
+            out = attention(q, k, v)
+        assert choice.SETTINGS.tune is full, "the next shape may fit"
+    torch.testing.assert_close(out, attention(q, k, v, backend="math"), rtol=1e-5, atol=1e-5)
+
+
 def test_tuning_wants_a_gpu() -> None:
     with pytest.raises(InputError, match="Times are kept by GPU, and cpu is none"):
         picker.tune([BASE])

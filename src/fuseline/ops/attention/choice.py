@@ -9,6 +9,7 @@ is made while tracing: from static shapes as in eager mode, from shapes that var
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,12 @@ def _measure_first(problem: Problem) -> None:
     tune, SETTINGS.tune = SETTINGS.tune, None  # what it measures calls attention
     try:
         tune(problem)
+    except torch.OutOfMemoryError:
+        warnings.warn(
+            f"attention: there is no memory to measure {problem} beside what runs; its kernel is picked by "
+            "what is known of others.",
+            stacklevel=4,
+        )
     finally:
         SETTINGS.tune = tune
 

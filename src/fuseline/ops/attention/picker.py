@@ -183,7 +183,8 @@ def tune(
     with_compiled: bool = False,
     observe: Observer = lambda now, done, total: None,
 ) -> list[Entry]:
-    """Measure all candidates on `problems` and keep the times on this machine: they are used from now on.
+    """Measure all candidates on `problems` and keep the times on this machine: they are used from now on. The
+    state of torch's generators is left as it was.
 
     with_compiled: also FlexAttention and others that compile for each shape, for seconds.
     Raises InputError without a GPU.
@@ -200,7 +201,9 @@ def tune(
                 f"Times are kept by GPU, and {problem.device} is none. On a CPU the picker follows its rule."
             )
         observe(str(problem), number, len(wanted))
-        times = measure(problem, with_compiled=with_compiled)
+        generators = [problem.device] if problem.device.type == "cuda" else []
+        with torch.random.fork_rng(generators):
+            times = measure(problem, with_compiled=with_compiled)
         entry = Entry(problem, times.times_us)
         if times.times_us:
             kept.keep(gpu, [entry])
