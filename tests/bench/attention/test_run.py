@@ -23,6 +23,7 @@ from fuseline.ops.attention.measure import Times
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import read_entries
 from fuseline.records import describe
+from fuseline.timing import summarize
 
 CPU = torch.device("cpu")
 SMALL = Problem(CPU, torch.float32, 2, 4, 2, 16, 24, 8, direction="fwbw", causal="bottom_right")
@@ -101,6 +102,18 @@ def test_a_random_problem_is_judged_tuned_too() -> None:
     assert {r.metric for r in records} == {"time_us", "error", "share_of_best", "skipped"}
     (record,) = [r for r in records if r.case.get("tuned")]
     assert (record.peer, record.metric) == ("pick", "share_of_best")
+
+
+def test_a_time_has_the_interval_of_its_turns_and_a_rate_that_of_its_time() -> None:
+    times = Times(SMALL, {"math": 10.0, "flash": 90.0}, {}, {"math": summarize([8.0, 10.0, 20.0])})
+    records = records_of(Result(times), "masks", Ceilings(1.0, {}), describe(CPU))
+    found = {(r.peer, r.metric): r for r in records}
+    time_us, rate = found["math", "time_us"], found["math", "bandwidth_gbs"]
+    assert (time_us.value, time_us.low, time_us.high, time_us.n) == (10.0, 8.0, 20.0, 3)
+    assert rate.value is not None
+    assert (rate.low, rate.high) == (pytest.approx(rate.value / 2), pytest.approx(rate.value * 1.25))
+    far = found["flash", "time_us"]
+    assert (far.value, far.low, far.n) == (90.0, None, 1), "it ran twice, and took no turns"
 
 
 def test_truth_is_of_the_first_key_head() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,14 @@ class Ceilings:
         moving = bytes_moved(problem) / self.copy_gbs / 1e3
         rate = self.matrix_tflops.get(problem.dtype.itemsize)
         return max(moving, flops(problem) / rate / 1e6) if rate else moving
+
+
+RATES: Mapping[str, Callable[[Problem, Ceilings], float]] = {
+    "tflops": lambda problem, ceilings: flops(problem) / 1e6,
+    "bandwidth_gbs": lambda problem, ceilings: bytes_moved(problem) / 1e3,
+    "share_of_floor": lambda problem, ceilings: ceilings.floor_us(problem),
+}
+"""What there is to do: over the microseconds it is the rate."""
 
 
 @dataclass
@@ -93,22 +101,20 @@ def records_of(result: Result, suite: str, ceilings: Ceilings, environment: Envi
     if result.picked in peers:
         peers[PICK] = str(result.picked)
     for peer, name in peers.items():
-        time_us = result.times.times_us[name]
-        figures: dict[str, float | None] = {
-            "time_us": time_us,
-            "tflops": flops(problem) / time_us / 1e6,
-            "bandwidth_gbs": bytes_moved(problem) / time_us / 1e3,
-            "share_of_floor": ceilings.floor_us(problem) / time_us,
-            "error": result.errors.get(name),
-            "peak_memory_gib": result.memory_gib.get(name),
-        }
-        if suite == "picker":
-            figures = {metric: figures[metric] for metric in ("time_us", "error")}
+        metrics = ("time_us",) if suite == "picker" else ("time_us", *RATES)
+        for metric in metrics:
+            value, low, high, n = _clocked(result.times, name, metric, ceilings)
+            records.append(
+                Record.of(SUITE, case, metric, value, environment, peer=peer, low=low, high=high, n=n)
+            )
+        others = {"error": result.errors.get(name)}
+        if suite != "picker":
+            others["peak_memory_gib"] = result.memory_gib.get(name)
         if peer == PICK:
-            figures["share_of_best"] = result.share_of_best
+            others["share_of_best"] = result.share_of_best
         records += [
             Record.of(SUITE, case, metric, value, environment, peer=peer)
-            for metric, value in figures.items()
+            for metric, value in others.items()
             if value is not None
         ]
     share = result.share_of(result.tuned)
@@ -116,6 +122,21 @@ def records_of(result: Result, suite: str, ceilings: Ceilings, environment: Envi
         tuned = {**case, "tuned": True}
         records.append(Record.of(SUITE, tuned, "share_of_best", share, environment, peer=PICK))
     return records
+
+
+def _clocked(
+    times: Times, name: str, metric: str, ceilings: Ceilings
+) -> tuple[float, float | None, float | None, int]:
+    """A metric of a time, its interval and the number of runs: one that is far behind has no interval."""
+
+    def told(time_us: float) -> float:
+        return time_us if metric == "time_us" else RATES[metric](times.problem, ceilings) / time_us
+
+    value, samples = told(times.times_us[name]), times.samples_us.get(name)
+    if samples is None:
+        return value, None, None, 1
+    low, high = sorted((told(samples.low), told(samples.high)))
+    return value, low, high, samples.n
 
 
 def ceiling_records(ceilings: Ceilings, environment: Environment) -> list[Record]:

@@ -156,7 +156,11 @@ def evaluate(
     if with_compiled:
         torch.compiler.reset()
     return Result(
-        Times(problem, kept, failed), decide(problem, may_compile=with_compiled).name, errors, memory, tuned
+        Times(problem, kept, failed, times.samples_us),
+        decide(problem, may_compile=with_compiled).name,
+        errors,
+        memory,
+        tuned,
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.draw import Drawn, draw
 from fuseline.ops.attention.problem import Problem
-from fuseline.timing import summarize
+from fuseline.timing import Summary, summarize
 
 FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches
 # Of what holds [B, H, T, S], by bytes of a number; with more it is never first, and soon does not fit.
@@ -37,11 +37,13 @@ Turn = contextlib.AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds by candidate of one problem; `failed` has the reason of each that did not run."""
+    """Microseconds by candidate of one problem; `failed` has the reason of each that did not run. Of
+    those that took turns, whose times are medians, `samples_us` tells more."""
 
     problem: Problem
     times_us: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    samples_us: Mapping[str, Summary] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ def clock(prepared: Prepared, most: int = MOST) -> Times:
     fewest = FEWEST if best < LONG_US else 1
     count = max(fewest, min(most, int(LONGEST_CONTEST_US / (max(best, 1.0) * len(contest)))))
     orders = [contest if number % 2 == 0 else contest[::-1] for number in range(count)]
-    medians = {name: summarize(s).median for name, s in _samples(calls, orders, problem.device).items()}
-    return Times(problem, {**once, **medians}, failed)
+    turns = {name: summarize(taken) for name, taken in _samples(calls, orders, problem.device).items()}
+    medians = {name: told.median for name, told in turns.items()}
+    return Times(problem, {**once, **medians}, failed, turns)
 
 
 def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
