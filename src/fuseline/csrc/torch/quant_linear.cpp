@@ -188,8 +188,12 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
     }
     static const auto rows = FUSELINE_PICK(cpu::quant_linear);
     const WeightOnCpu on(w, K);
-    const Tensor wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
-    wide.narrow(1, 0, K).copy_(x.reshape({M, K}));
+    Tensor wide = x.reshape({M, K}).contiguous();
+    if (K % 64 != 0 || x.scalar_type() != at::kFloat) {
+        const Tensor few = wide;
+        wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
+        wide.narrow(1, 0, K).copy_(few);
+    }
     Tensor y = at::empty({M, out_features}, on.scales.options());
     const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), y.data_ptr<float>(), M};
     at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows), [&](int64_t begin, int64_t end) {
