@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fuseline.bench.attention.random_problems import MOST_BYTES, MOST_FLOPS, random_problem
@@ -13,6 +14,7 @@ from fuseline.bench.attention.suites import (
     SUITES,
     TABLE_SEEDS,
     problems_of,
+    thinned,
 )
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.measure import contenders
@@ -53,3 +55,19 @@ def test_suites_cover_what_they_say() -> None:
         for problem in problems_of(name, GPU):
             assert CANDIDATES["math"].supports(problem) is None
         assert len(problems_of(name, torch.device("cpu"))) > 0
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("suite", ["short", "long"])
+def test_a_thinned_suite_keeps_lengths_and_what_they_are_drawn_for(suite: str, every: int) -> None:
+    whole = problems_of(suite, GPU)
+    thin = thinned(whole, every)
+    assert len(thin) == len(whole) // every
+    assert {p.seqlen_q for p in thin} == {p.seqlen_q for p in whole}
+    panels = [{(p.direction, p.causal, p.head_dim) for p in found} for found in (thin, whole)]
+    assert panels[0] == panels[1] or (suite, every) == ("short", 4)
+
+
+def test_one_of_each_so_many_is_kept() -> None:
+    assert thinned(range(9), 3) == [0, 5, 7]
+    assert thinned(range(4), 1) == [0, 1, 2, 3]

@@ -23,7 +23,7 @@ from fuseline.bench.attention.results import (
     records_of,
 )
 from fuseline.bench.attention.side_by_side import SideBySide
-from fuseline.bench.attention.suites import COMPILED_CASES, problems_of
+from fuseline.bench.attention.suites import COMPILED_CASES, problems_of, thinned
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
 from fuseline.ops.attention.measure import Times, Turn, clock, prepare
@@ -38,7 +38,7 @@ Observer = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class AttentionBench:
     """What to run. `with_compiled` measures FlexAttention too, in the picker's suite on 30 problems; `every`
-    thins a suite out to each so many'th problem. `processes` prepare side by side."""
+    thins a suite out (`suites.thinned`). `processes` prepare side by side."""
 
     suites: tuple[str, ...]
     device: torch.device
@@ -53,7 +53,7 @@ class AttentionBench:
         return [
             (suite, problem)
             for suite in self.suites
-            for problem in problems_of(suite, self.device)[:: self.every]
+            for problem in thinned(problems_of(suite, self.device), self.every)
         ]
 
 

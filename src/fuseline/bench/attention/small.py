@@ -17,6 +17,7 @@ import torch
 
 from fuseline import native
 from fuseline.bench.attention.small_layers import PEERS, build
+from fuseline.bench.attention.suites import thinned
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.captured import Captured
@@ -77,13 +78,14 @@ class SmallBench:
     def cases(self) -> list[tuple[str, torch.dtype, int, int]]:
         """Form, dtype, length and embedding of each case."""
         dtypes = self.dtypes or DTYPES[self.device.type == "cuda"]
-        return [
+        cases = [
             (form, dtype, length, embed_dim)
             for form in self.forms
             for dtype in dtypes
             for embed_dim in self.embed_dims
             for length in self.lengths
-        ][:: self.every]
+        ]
+        return thinned(cases, self.every)
 
 
 @dataclass(frozen=True)

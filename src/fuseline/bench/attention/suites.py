@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fuseline.bench.attention.random_problems import random_problem
 from fuseline.ops.attention.problem import Problem
+
+Item = TypeVar("Item")
 
 TOKENS = 32768
 CHANNELS = 2048
@@ -47,6 +49,15 @@ MASKS: Mapping[str, Mapping[str, Any]] = {
 
 def problems_of(suite: str, device: torch.device) -> list[Problem]:
     return SUITES[suite](device)
+
+
+def thinned(items: Sequence[Item], every: int) -> list[Item]:
+    """One of each so many in a row, and not always the same: where features alternate, none goes missing."""
+    return [item for i, item in enumerate(items) if every == 1 or _digit_sum(i, every) % every == 0]
+
+
+def _digit_sum(number: int, base: int) -> int:
+    return number % base + _digit_sum(number // base, base) if number else 0
 
 
 def _plain(device: torch.device, length: int, head_dim: int, causal: str, direction: str) -> Problem:
