@@ -241,10 +241,6 @@ def test_takes_any_layout(backend: str, layout: str, device: str) -> None:
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD", "packed"])
 @pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", "fuseline", "auto"])
 def test_takes_gradients_of_any_layout(backend: str, layout: str, device: str) -> None:
-    if (backend, device) == ("auto", "cuda"):
-        pytest.skip(
-            "torch's own choice is cuDNN, whose plan of the first layout is used for all (see cudnn.py)"
-        )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = tuple(x.detach().requires_grad_() for x in _layouts(device, dtype)[layout])
     able(backend, make_call(*tensors, causal=True).problem())
