@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 
 from fuseline.bench.attention.fit import fit
 from fuseline.bench.attention.random_problems import random_problem
-from fuseline.ops.attention.features import floor_us, numbers
+from fuseline.ops.attention.cuts import cuts, flash_splits
+from fuseline.ops.attention.features import floor_us, numbers, sizes
 from fuseline.ops.attention.fitted import Fitted, load
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry
@@ -72,6 +75,40 @@ def test_a_file_holds_it(fitted: Fitted, tmp_path: Path) -> None:
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
+def test_networks_that_were_fitted_before_there_were_more_columns_read_their_own(fitted: Fitted) -> None:
+    first = len(fitted.mean) - 50
+    (weight, bias), *rest = fitted.layers
+    cut = {name: getattr(fitted, name)[:first] for name in ("mean", "scale", "low", "high")}
+    older = replace(fitted, **cut, layers=((weight[:, :first], bias), *rest))
+    problem = random_problem(5, GPU)
+    told = older.estimate(problem, ["short"])["short"]
+    inside = np.clip(np.array(numbers(problem)), fitted.low, fitted.high)
+    x = ((inside - fitted.mean) / fitted.scale)[None, None, :first].astype(np.float32)
+    for i, (weight, bias) in enumerate(older.layers):
+        x = x @ weight + bias
+        x = x if i + 1 == len(older.layers) else x / (1 + np.exp(-x))
+    wanted = floor_us(problem) * np.exp(x[:, 0].mean(0)[0] + fitted.offsets[0])
+    assert told == pytest.approx(wanted, rel=1e-4)
+
+
 def test_every_problem_has_the_same_columns() -> None:
     assert len({len(numbers(random_problem(seed, GPU))) for seed in range(200)}) == 1
     assert all(np.isfinite(numbers(random_problem(seed, GPU))).all() for seed in range(200))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "key_tiles", "splits"),
+    [(300, 64, 1), (4, 1, 1), (8, 64, 32), (100, 16, 2), (0, 8, 1)],
+)
+def test_a_cache_is_split_as_flash_attention_splits_it(blocks: int, key_tiles: int, splits: int) -> None:
+    assert flash_splits(blocks, 264, key_tiles) == splits
+
+
+def test_the_kernel_that_takes_a_problem_is_among_its_numbers() -> None:
+    short = Problem(GPU, torch.bfloat16, 8, 4, 4, 48, 48, 64)
+    decoding = replace(short, seqlen_q=1, seqlen_k=4096)
+    for problem, place in ((short, 0), (decoding, 6)):
+        assert cuts(problem, sizes(problem))[place] == 1.0
+        assert cuts(replace(problem, dtype=torch.float32), sizes(problem))[place] == 0.0
+    assert cuts(replace(short, sinks=True), sizes(short))[:6] == [0.0] * 6
+    assert cuts(short, sizes(short))[1:3] == [2 * math.log2(64 / 48), 0.0], "a tile of 64 x 64"

@@ -40,7 +40,8 @@ class Fitted:
         known = [name for name in names if width in self.widths.get(name, ())]
         if not known or problem.is_empty:
             return {}
-        logs = self._outputs(np.array(numbers(problem)))
+        # New columns are appended: a file that was fitted before them reads its own.
+        logs = self._outputs(np.array(numbers(problem)[: len(self.mean)]))
         floor = floor_us(problem)
         return {name: floor * float(np.exp(logs[self.names.index(name)])) for name in known}
 
