@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from fuseline.bench.decode import DecodeBench
 from fuseline.bench.decode.climb import RUNGS, climb
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
-from fuseline.training.config import preset
-from fuseline.training.train import train
 
 BENCH = DecodeBench(torch.device("cpu"), "llama-tiny", (1,), (40,), 64, ("fp32",), steps=2, runs=3)
 
@@ -35,25 +34,9 @@ def test_rungs_are_counted_from_eager(tmp_path: Path) -> None:
     assert "custom kernels" in page
 
 
-def test_a_trained_model_tells_what_formats_cost(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {i} of {i * i} lines\n" for i in range(800)))
-    config = preset(
-        "tiny",
-        data=str(text),
-        tokenizer="char",
-        num_layers=1,
-        num_heads=2,
-        embed_dim=64,
-        block_size=64,
-        batch_size=4,
-        steps=4,
-        warmup_steps=2,
-        execution="eager",
-        sample_interval=0,
-    )
-    train(config, folder=tmp_path / "run", cache_dir=tmp_path)
-    bench = replace(BENCH, run=tmp_path / "run", capacity=50)
+def test_a_trained_model_tells_what_formats_cost(tmp_path: Path, train_tiny: Callable[..., Path]) -> None:
+    run = train_tiny(tmp_path, block_size=64, batch_size=4, steps=4)
+    bench = replace(BENCH, run=run, capacity=50)
     rungs = ("fused", "int4")
     records = climb(bench, tmp_path, lambda *_: None, rungs=rungs, cache_dir=tmp_path)
     found = {r.case["rung"]: r.value for r in records if r.metric == "perplexity"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,33 +17,14 @@ from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import prepare
 from fuseline.errors import InputError
 from fuseline.training.checkpoint import load_weights
-from fuseline.training.config import preset
-from fuseline.training.train import train
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, train_tiny: Callable[..., Path]) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    text = folder / "text.txt"
-    text.write_text("".join(f"line {i} of {i * i} lines\n" for i in range(800)))
-    config = preset(
-        "tiny",
-        data=str(text),
-        tokenizer="char",
-        num_layers=1,
-        num_heads=2,
-        embed_dim=64,
-        block_size=32,
-        batch_size=8,
-        steps=30,
-        warmup_steps=2,
-        execution="eager",
-        eval_interval=0,
-        sample_interval=0,
-    )
-    train(config, folder=folder / "run", cache_dir=folder)
+    train_tiny(folder, block_size=32, batch_size=8, steps=30)
     return folder
 
 
