@@ -47,8 +47,8 @@ class Options(Common):
     """Rungs, slots (precision, attention, ...) or combinations (seed-001, seed-003, anchors) to run,
     separated by spaces or commas. All rungs if none is named."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
-    """Time for the whole ladder: 4, 90s, 1.5h or none. Rungs it does not reach are listed. Default: 4 minutes
-    on a processor, 8 on a GPU."""
+    """Time for the whole ladder: 4, 90s, 1.5h or none. Rungs it does not reach are listed; a first build of
+    the kernels counts for two fifths of it at most. Default: 4 minutes on a processor, 8 on a GPU."""
     steps: int = 20
     """Most steps in a timed run; fewer where the budget asks for it."""
     runs: int = 5

@@ -35,6 +35,18 @@ def test_a_budget_counts_from_its_beginning():
     assert Budget(None).left() == Budget(None).less(5.0).left() == math.inf
 
 
+def test_a_long_beginning_leaves_what_is_granted():
+    now = [0.0]
+    budget, endless = Budget(60.0, lambda: now[0]), Budget(None)
+    now[0] += 20.0
+    budget.grant(36.0)
+    assert budget.left() == 40.0, "there is more"
+    now[0] += 100.0
+    budget.grant(36.0)
+    endless.grant(36.0)
+    assert (budget.left(), budget.less(6.0).left(), endless.left()) == (36.0, 30.0, math.inf)
+
+
 def test_what_fixed_costs_leave_is_shared_evenly():
     assert share(100.0, [10.0, 20.0, 30.0]) == pytest.approx(40 / 3)
     assert share(50.0, [10.0, 20.0, 30.0]) == 0.0

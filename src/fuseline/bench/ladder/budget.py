@@ -29,6 +29,11 @@ class Budget:
         smaller._begin = self._begin
         return smaller
 
+    def grant(self, seconds: float) -> None:
+        """At least `seconds` are left from here on: what came before is done once and for all."""
+        if self.seconds is not None:
+            self.seconds += max(0.0, seconds - self.left())
+
     def left(self) -> float:
         return math.inf if self.seconds is None else self.seconds - self.spent()
 

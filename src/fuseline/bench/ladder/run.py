@@ -30,6 +30,8 @@ RECORDS = "ladder.jsonl"
 PREVIOUS = "ladder-previous.jsonl"
 PEAK_RATES = {"tiny": 1e-3, "shakespeare": 1e-3}
 LARGE_PEAK_RATE = 3e-4
+# Of the budget, left for the ladder itself however long a first build of the kernels took.
+LEAST_SHARE = 0.6
 # Kept of the budget for what comes after the climb, trials of batches apart.
 KEPT_SECONDS = {"cpu": 12.0, "cuda": 20.0}
 TRIALS_KEPT_FOR = 5
@@ -50,6 +52,7 @@ def run(settings: Settings, observer: Observer) -> Outcome:
     torch.manual_seed(settings.seed)
     observer(Preparing("loading Fuseline's kernels (the first time they are built)"))
     machine = examine(settings.device)
+    budget.grant(LEAST_SHARE * (settings.budget_seconds or 0.0))
     observer(Preparing(f"reading and tokenizing {settings.data}"))
     text = Text.prepare(settings.data, settings.tokenizer, settings.preset, device, settings.seed)
     base = _fit_vocabulary(settings.base, text)
