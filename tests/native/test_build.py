@@ -94,6 +94,12 @@ def test_kernels_are_compiled_for_the_machines_named() -> None:
     assert gencode(Path("small_sm90a.cu"), (8,)) == ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
+@pytest.mark.parametrize("majors, cores", [((), 2), ((9,), 1), ((8, 9), 2)])
+def test_as_many_sources_at_once_as_cores_allow(majors: tuple[int, ...], cores: int) -> None:
+    nvcc, cxx = Compiler(("nvcc",), "release 13.0", ""), Compiler(("g++",), "g++ 12", "")
+    assert max(unit.cores for unit in kernels_recipe(nvcc, cxx, majors).units) == cores
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_nvcc().compiler is None, reason=f"needs nvcc: {find_nvcc().reason}")
 @needs_cxx

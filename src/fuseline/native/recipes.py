@@ -37,7 +37,7 @@ GENCODE = tuple(GENCODE_OF_MAJOR.values())
 # Sources named *_sm90a.cu use instructions that only the H100 has.
 HOPPER_GENCODE = ("-gencode=arch=compute_90a,code=sm_90a",)
 NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
-NVCC_CORES = 2
+NVCC_CORES = 2  # of one source, where there are several machines to compile it for
 
 CXX_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas")
 # The row loops vectorize through `omp simd`, which needs no OpenMP runtime; nobody reads errno or
@@ -65,7 +65,7 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler, majors: Collection[int] = ()) 
             included_headers(source, (KERNELS,)),
             (cxx.version,),
             source.name,
-            cores=NVCC_CORES,
+            cores=min(NVCC_CORES, len(gencode(source, majors))),
         )
         for source in sorted(KERNELS.rglob("*.cu"))
     )
@@ -83,7 +83,7 @@ def gencode(source: Path, majors: Collection[int] = ()) -> tuple[str, ...]:
 
 def majors_here() -> tuple[int, ...]:
     """The major compute capabilities of this machine's GPUs: a library that stays here is compiled for no
-    other, which takes half the time. None without a GPU."""
+    other, which takes little more than half of the work. None without a GPU."""
     import torch
 
     here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
