@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "device/attention_short_wgmma.h"
 #include "device/attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
@@ -97,6 +98,11 @@ int forward(const fuseline_attention& call, void* stream) {
   a.out = tensor(call.out, call.out_strides);
   a.lse = call.lse;
   if (counter_bytes(call) > 0) a.counter = static_cast<Counter*>(call.workspace);
+  if (is_longest(a)) {
+    const int code = call.dtype == FUSELINE_FLOAT16 ? forward_by_warpgroups<__half>(a, device, stream)
+                                                    : forward_by_warpgroups<__nv_bfloat16>(a, device, stream);
+    if (code != FUSELINE_UNSUPPORTED) return code;
+  }
   return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half>(a, device, stream)
                                         : forward_of<__nv_bfloat16>(a, device, stream);
 }
@@ -130,11 +136,18 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
     scratch += 2 * grouped;
   }
   if (counter_bytes(call) > 0) a.counter = reinterpret_cast<Counter*>(scratch);
-  int code = with_length(a, [&](auto length) {
-    constexpr int kS = decltype(length)::value;
-    return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)
-                                          : backward_of<__nv_bfloat16, kS>(a, device, stream);
-  });
+  int code = FUSELINE_UNSUPPORTED;
+  if (is_longest(a)) {
+    code = call.dtype == FUSELINE_FLOAT16 ? backward_by_warpgroups<__half>(a, device, stream)
+                                          : backward_by_warpgroups<__nv_bfloat16>(a, device, stream);
+  }
+  if (code == FUSELINE_UNSUPPORTED) {
+    code = with_length(a, [&](auto length) {
+      constexpr int kS = decltype(length)::value;
+      return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)
+                                            : backward_of<__nv_bfloat16, kS>(a, device, stream);
+    });
+  }
   if (grouped > 0 && code == 0 && grad_k.at) code = launch_sum_groups(a, a.grad_k, grad_k, call.dtype, stream);
   if (grouped > 0 && code == 0 && grad_v.at) code = launch_sum_groups(a, a.grad_v, grad_v, call.dtype, stream);
   return code;

@@ -163,10 +163,9 @@ __device__ __forceinline__ void store_pair(uint32_t at, int one, int two) {
 }
 
 // Starts the copies of one problem's rows into a tile.
-template <class T, int kS, int kD>
-__device__ __forceinline__ void fetch(const Tile<kD>& to, const ShortTensor& tensor, const Head& at, int rows,
-                                      int head_dim) {
-  constexpr int kChunks = Tile<kD>::kChunks, kStep = 2 * kS / kChunks;
+template <class T, int kS, class To>
+__device__ __forceinline__ void fetch(const To& to, const ShortTensor& tensor, const Head& at, int rows, int head_dim) {
+  constexpr int kChunks = To::kChunks, kStep = 2 * kS / kChunks;
   const unsigned thread = thread_number();
   const int chunk = thread % kChunks, first = thread / kChunks;
   const bool inside = chunk * 8 < head_dim;

@@ -17,30 +17,6 @@ namespace fuseline::short_attention {
 template <int kS, int kD>
 constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);
 
-// Probabilities as the left side of a product; what dropout drops is zero.
-template <class T, int kS>
-__device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t (&packed)[kS / 16][4],
-                                          const ShortAttention& a, int problem, const Place& place) {
-#pragma unroll
-  for (int i = 0; i < kS / 8; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      packed[i / 2][i % 2 * 2 + half] = pack_pair<T>(p[i][2 * half], p[i][2 * half + 1]);
-    }
-  }
-  if (!a.dropout.seed) return;
-  uint32_t kept[2];
-  kept_by_dropout<kS>(kept, a, problem, place);
-#pragma unroll
-  for (int i = 0; i < kS / 8; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      packed[i / 2][i % 2 * 2 + half] &=
-          (has_bit(kept[half], i, 0) ? 0x0000ffffu : 0u) | (has_bit(kept[half], i, 1) ? 0xffff0000u : 0u);
-    }
-  }
-}
-
 // ---- kernel ----
 
 // kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
@@ -90,17 +66,7 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     multiply_held<T, kS, kD, kSkips>(out, packed, v, blocks.keys(Place::here<kS>()), Place::here<kS>());
     meet<kS>();
     fetch_values(turns.next());
-    const Place place = Place::here<kS>();
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = place.row + place.group + 8 * half;
-      factor[half] = sums.sum[half] == 0.f ? 0.f : (a.dropout.seed ? a.dropout.scale : 1.f) * fast_reciprocal(sums.sum[half]);
-      if (a.lse && place.quad == 0 && row < a.seqlen_q) {
-        a.lse[int64_t(turns.problem()) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
-      }
-    }
-    store_rows<T, kD>(out, factor[0], factor[1], a.out, a, turns.problem(), a.seqlen_q, Place::here<kS>());
+    store_out<T, kD>(out, sums, a, turns.problem(), Place::here<kS>());
     turns.advance();
   } while (turns.problem() < a.problems);
 }

@@ -92,12 +92,12 @@ __device__ __forceinline__ void seen_keys(uint32_t (&kept)[2], const ShortAttent
 }
 
 // Applies the mask and hides keys; answers what the scores are still to be multiplied with to be powers of two. Of the
-// longest problems those with bounds are kSkips.
-template <class T, int kS, bool kSkips>
+// longest problems those with bounds are kSkips, where kernels that skip are others: else bounds are asked for.
+template <class T, int kS, bool kSkips, bool kAsks = (kS < kLongest)>
 __device__ __forceinline__ float apply_mask(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
                                             const Place& place) {
   float factor = a.scale * kLog2E;
-  const bool by_place = kSkips || (kS < kLongest && a.bounded) || a.seqlen_k < kS;
+  const bool by_place = kSkips || (kAsks && a.bounded) || a.seqlen_k < kS;
   if (a.mask_kind > FUSELINE_MASK_BOOL) {
     const MaskPlace at = mask_place(a, problem, place);
     if (a.mask_kind == FUSELINE_MASK_ADD) {
@@ -128,10 +128,10 @@ struct RowSums {
 };
 
 // Scores become e^(score - largest of the row); a row that sees nothing is zeros.
-template <class T, int kS, bool kSkips>
+template <class T, int kS, bool kSkips, bool kAsks = (kS < kLongest)>
 __device__ __forceinline__ RowSums exponentials(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
                                                 const Place& place) {
-  const float factor = apply_mask<T, kS, kSkips>(scores, a, problem, place);
+  const float factor = apply_mask<T, kS, kSkips, kAsks>(scores, a, problem, place);
   RowSums sums;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -193,6 +193,46 @@ __device__ __forceinline__ void kept_by_dropout(uint32_t (&kept)[2], const Short
     }
     kept[half] = bits;
   }
+}
+
+// Probabilities as the left side of a product; what dropout drops is zero.
+template <class T, int kS>
+__device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t (&packed)[kS / 16][4],
+                                          const ShortAttention& a, int problem, const Place& place) {
+#pragma unroll
+  for (int i = 0; i < kS / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      packed[i / 2][i % 2 * 2 + half] = pack_pair<T>(p[i][2 * half], p[i][2 * half + 1]);
+    }
+  }
+  if (!a.dropout.seed) return;
+  uint32_t kept[2];
+  kept_by_dropout<kS>(kept, a, problem, place);
+#pragma unroll
+  for (int i = 0; i < kS / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      packed[i / 2][i % 2 * 2 + half] &=
+          (has_bit(kept[half], i, 0) ? 0x0000ffffu : 0u) | (has_bit(kept[half], i, 1) ? 0xffff0000u : 0u);
+    }
+  }
+}
+
+// The warp's rows of out, and their lse.
+template <class T, int kD>
+__device__ __forceinline__ void store_out(const float (&out)[kD / 8][4], const RowSums& sums, const ShortAttention& a,
+                                          int problem, const Place& place) {
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = place.row + place.group + 8 * half;
+    factor[half] = sums.sum[half] == 0.f ? 0.f : (a.dropout.seed ? a.dropout.scale : 1.f) * fast_reciprocal(sums.sum[half]);
+    if (a.lse && place.quad == 0 && row < a.seqlen_q) {
+      a.lse[int64_t(problem) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
+    }
+  }
+  store_rows<T, kD>(out, factor[0], factor[1], a.out, a, problem, a.seqlen_q, place);
 }
 
 }  // namespace fuseline::short_attention
