@@ -39,6 +39,11 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         for mask in (None, torch.randn(2, 1, T, T, device="cuda")):
             options: dict[str, Any] = {} if mask is None else {"mask": mask, "dropout_p": 0.1}
             yield f"short {T} {D} {sorted(options)}", call(torch.bfloat16, T, T, D, sinks=None, **options)
+    yield "short 128 32 of many", call(torch.float16, 128, 128, 32, B=80, sinks=None)
+    yield (
+        "short 70 128 padded",
+        call(torch.float16, 70, 90, 128, sinks=None, mask=torch.rand(2, 1, 1, 90, device="cuda") > 0.2),
+    )
     for T, D in ((1, 64), (3, 128), (16, 128), (16, 256)):
         yield f"split {T} {D}", call(torch.bfloat16, T, 700, D, wants_grad=False)
 

@@ -13,7 +13,7 @@
 
 namespace fuseline::short_attention {
 
-constexpr int kRowsOfGroup = 64;
+constexpr int kRowsOfGroup = 64;  // of a warpgroup
 
 __device__ __forceinline__ Place place_of_group() {
   const unsigned thread = thread_number();
