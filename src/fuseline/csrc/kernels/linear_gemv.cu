@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
     }
   };
 
+  prefetch_norm<kLinearThreads>(a);
   if (first < units) point();
   if (!a.overlap) {
     if (lane < R && first < units && begin < end) {  // towards the L2 at least, while the launch before may still be at work

@@ -6,14 +6,16 @@
 // Threads: a block of 4 warps has one key head, up to 4 of the query heads that share it, and a stretch of the
 // positions. A key is spread over as many lanes as it has 16-byte vectors (8-byte ones in 8 bits), so that a warp looks
 // at several keys at once, each slot with a softmax of its own; 4 keys and values a lane are under way. Slots meet by
-// shuffles, warps in shared memory, blocks in `partials`: the last to arrive adds up all, in their order. What does not
-// come from the launch before (angles, the first keys and values) is asked for before that has ended.
+// shuffles, warps in shared memory. Up to 8 blocks of a context are a cluster, which adds up out of each other's shared
+// memory; more leave their parts in `partials`, and the last to arrive adds up all. Both in the order of blocks. What does
+// not come from the launch before (angles, the first keys and values) is asked for before that has ended.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "../fuseline_decode.h"
 #include "launch.cuh"
+#include "meeting.cuh"
 #include "overlap.cuh"
 #include "softmax_parts.cuh"
 
@@ -24,6 +26,7 @@ constexpr int kDecodeThreads = kDecodeWarps * kWarp;
 constexpr int kAhead = 4;       // keys and values under way, a lane
 constexpr int kLeastKeys = 32;  // of a block, where the context is split
 constexpr int kMostBlocks = 32; // that share a context
+constexpr int kClustered = 8;    // of them, at most, that read each other's shared memory
 
 struct DecodeArguments {
   const char* qkv;
@@ -44,6 +47,7 @@ struct DecodeArguments {
   int window, splits;
   float eps, scale;  // scale times log2(e)
   bool fp8;
+  bool clustered;  // blocks that share a context are a cluster
 };
 
 __device__ __forceinline__ float from_byte(uint32_t byte, bool fp8) {
@@ -75,6 +79,58 @@ struct Piece {
   }
 };
 
+// Where a block receives the parts of what it adds up for its cluster of 2, 4 or 8: so many elements of each head.
+template <int D, int G>
+struct Inbox {
+  alignas(8) float sums[G * D];   // of each block, head by head
+  float2 weights[kClustered][G];  // most and total
+  uint64_t arrived;
+
+  // All threads of a cluster, at once; nobody sends before `cluster_wait`.
+  __device__ __forceinline__ void open(int blocks, int heads) {
+    if (threadIdx.x == 0) {
+      barrier_init(&arrived, 1);
+      publish_barriers();
+      barrier_expect(&arrived, heads * (D * int(sizeof(float)) + blocks * int(sizeof(float2))));
+    }
+    cluster_arrive();
+  }
+  static __device__ __forceinline__ int shift(int blocks) {  // D / blocks is two to that
+    return __clz(blocks) - __clz(D);
+  }
+
+  // Elements d and d + 1 of head g, to the block that adds them up.
+  __device__ __forceinline__ void send(int g, int d, float2 parts, int rank, int blocks) {
+    const int of = shift(blocks), to = d >> of, each = 1 << of;
+    send_in_cluster(reinterpret_cast<float2*>(sums + (rank * G + g) * each + (d & (each - 1))), &arrived, to, parts);
+  }
+  __device__ __forceinline__ void send_weights(int g, float most, float total, int rank, int to) {
+    send_in_cluster(&weights[rank][g], &arrived, to, make_float2(most, total));
+  }
+
+  template <class T>
+  __device__ __forceinline__ void add_up(int rank, int blocks, int heads, T* y) {
+    barrier_wait(&arrived, 0);
+    const int of = shift(blocks), each = 1 << of;
+    for (int i = threadIdx.x; i < heads << of; i += kDecodeThreads) {
+      const int g = i >> of;
+      float highest = -kInfinity, together = 0.f, all = 0.f;
+#pragma unroll
+      for (int s = 0; s < kClustered; ++s) {
+        if (s < blocks) highest = fmaxf(highest, weights[s][g].x);
+      }
+#pragma unroll
+      for (int s = 0; s < kClustered; ++s) {
+        if (s >= blocks) break;
+        const float kept = weight_of(weights[s][g].x, highest);
+        together = fmaf(kept, sums[s * G * each + i], together);
+        all = fmaf(kept, weights[s][g].y, all);
+      }
+      y[g * D + rank * each + (i & (each - 1))] = from_float<T>(together / all);
+    }
+  }
+};
+
 template <class T, bool kByte, int D, int G>
 __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_constant__ DecodeArguments a) {
   using Of = Piece<T, kByte>;
@@ -85,11 +141,13 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   __shared__ float sums[kDecodeWarps][G][D];
   __shared__ float mosts[kDecodeWarps][G], totals[kDecodeWarps][G];
   __shared__ float kept_shared[kMostBlocks][G];
+  __shared__ Inbox<D, G> inbox;
   __shared__ bool last;
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int split = blockIdx.x, kv_head = blockIdx.y / a.parts, part = blockIdx.y % a.parts, row = blockIdx.z;
   const int first_head = kv_head * a.group + part * G, heads = min(G, a.group - part * G);
+  if (a.clustered) inbox.open(a.splits, heads);
   const int position = int(a.lengths[row]);
   const int lowest = a.window > 0 ? max(0, position + 1 - a.window) : 0;
   const int each = (position + 1 - lowest + a.splits - 1) / a.splits;
@@ -297,27 +355,44 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   }
   __syncthreads();
 
-  const int64_t place_of_block = (int64_t(row) * a.kv_heads + kv_head) * a.parts + part;
-  constexpr int kRecord = D + 2;
-  float* const record = a.partials + (place_of_block * a.splits + split) * G * kRecord;
   T* const y = reinterpret_cast<T*>(a.y) + (int64_t(row) * a.heads + first_head) * D;
-  for (int i = threadIdx.x; i < heads * D; i += kDecodeThreads) {
-    const int g = i / D, d = i % D;
+  const auto highest_of = [&](int g) {
     float highest = -kInfinity;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) highest = fmaxf(highest, mosts[w][g]);
-    float together = 0.f, all = 0.f;
+    return highest;
+  };
+  const auto of_warps = [&](int g, const auto& part_of) {  // added up as they weigh
+    const float highest = highest_of(g);
+    float all = 0.f;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
-      const float kept = weight_of(mosts[w][g], highest);
-      together += kept * sums[w][g][d];
-      all += kept * totals[w][g];
+    for (int w = 0; w < kDecodeWarps; ++w) all = fmaf(weight_of(mosts[w][g], highest), part_of(w), all);
+    return all;
+  };
+  const auto total_of = [&](int g) { return of_warps(g, [&](int w) { return totals[w][g]; }); };
+  const auto sum_of = [&](int g, int d) { return of_warps(g, [&](int w) { return sums[w][g][d]; }); };
+  if (a.clustered) {
+    cluster_wait();
+    static_assert(G <= kDecodeWarps);
+    if (warp < heads && lane < a.splits) inbox.send_weights(warp, highest_of(warp), total_of(warp), split, lane);
+    for (int i = 2 * threadIdx.x; i < heads * D; i += 2 * kDecodeThreads) {
+      const int g = i / D, d = i % D;
+      inbox.send(g, d, make_float2(sum_of(g, d), sum_of(g, d + 1)), split, a.splits);
     }
+    inbox.add_up(split, a.splits, heads, y);
+    return;
+  }
+  const int64_t place_of_block = (int64_t(row) * a.kv_heads + kv_head) * a.parts + part;
+  constexpr int kRecord = D + 2;
+  float* const record = a.partials + (place_of_block * a.splits + split) * G * kRecord;
+  for (int i = threadIdx.x; i < heads * D; i += kDecodeThreads) {
+    const int g = i / D, d = i % D;
+    const float together = sum_of(g, d), all = total_of(g);
     if (a.splits == 1) {
       y[i] = from_float<T>(together / all);
     } else {
       record[g * kRecord + d] = together;
-      if (d == 0) record[g * kRecord + D] = highest, record[g * kRecord + D + 1] = all;
+      if (d == 0) record[g * kRecord + D] = highest_of(g), record[g * kRecord + D + 1] = all;
     }
   }
   if (a.splits == 1) return;

@@ -48,6 +48,16 @@ __device__ __forceinline__ int tile_at(const LinearArguments& a, int place) {
   return a.halves ? place / 2 + place % 2 * a.halves : place;
 }
 
+// Norms' weights on their way to the L2, out of which a model's weights have pushed them, while earlier launches end.
+template <int kThreads>
+__device__ __forceinline__ void prefetch_norm(const LinearArguments& a) {
+  if (a.norm == FUSELINE_NORM_NONE) return;
+  for (int at = int(threadIdx.x) * 128; at < a.k * 2; at += kThreads * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm_weight + at));
+    if (a.norm_bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm_bias + at));
+  }
+}
+
 // What stands after the product: one output, of `feature` and, for SwiGLU, the sum of what its gate multiplies.
 template <class T>
 __device__ __forceinline__ float activated(const LinearArguments& a, float sum, float other) {

@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     publish_barriers();
   }
   if (left > 0) point();
+  prefetch_norm<kThreads>(a);
   // Asks the L2 for steps of this warp, one a lane: what HBM does while the block gets ready is not waited for later.
   const auto prefetch = [&](int first, int last) {
     if (lane < first || lane >= min(last, left)) return;

@@ -81,10 +81,52 @@ __device__ __forceinline__ void fetch_rows(const LinearArguments& a, char* share
   }
 }
 
-// The same, normed over all of k. `room` holds a float for each warp and row of x and two for each row.
+// One row, of which this block has all columns: each thread norms what it fetched, in the place where it belongs. `room`
+// holds two floats for each warp.
+template <class T, int kThreads>
+__device__ __forceinline__ void load_normed_row(const LinearArguments& a, float* room, const StretchOfRows<kThreads>& of) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  load_rows(a, of);
+  const auto sum_of_block = [&](float* to, const auto& term) {
+    float sum = 0.f;
+    for (int half = of.now; half < of.count && of.column(half) < of.limit; half += of.step) {
+      float values[8];
+      unpack<T>(load_shared(of.place(half)), values);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum += term(values[e]);
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane == 0) to[warp] = sum;
+    __syncthreads();
+    sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += to[w];
+    return sum;
+  };
+  const float mean = a.norm == FUSELINE_NORM_LAYER ? sum_of_block(room, [](float x) { return x; }) / a.k : 0.f;
+  const float squares = sum_of_block(room + kWarps, [&](float x) { return (x - mean) * (x - mean); });
+  const float rstd = rsqrtf(squares / a.k + a.eps);
+  for (int half = of.now; half < of.count && of.column(half) < of.limit; half += of.step) {
+    float values[8], weight[8], shift[8] = {};
+    unpack<T>(load_shared(of.place(half)), values);
+    unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(of.column(half)) * 2)), weight);
+    if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(of.column(half)) * 2)), shift);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - mean) * rstd, weight[e], shift[e]);
+    store_shared(of.place(half), pack<T>(values));
+  }
+}
+
+// Rows normed over all of k. `room` holds a float for each warp and row of x and two for each row.
 template <class T, int kThreads>
 __device__ __forceinline__ void load_normed_rows(const LinearArguments& a, float* room, StretchOfRows<kThreads> of) {
   constexpr int kWarps = kThreads / kWarp;
+  if (a.m == 1 && a.splits == 1) {
+    load_normed_row<T>(a, room, of);
+    return;
+  }
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   float2* const moments = reinterpret_cast<float2*>(room);  // mean and 1 / standard deviation
   float* const partial = room + 2 * a.m;
