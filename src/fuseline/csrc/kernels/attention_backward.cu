@@ -7,6 +7,9 @@ namespace fuseline {
 
 template <class T, bool kPlain>
 int launch_backward(const AttentionBackward& g, void* stream);
+// The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
+template <class T, bool kPlain>
+int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
 
 namespace {
 
@@ -90,13 +93,27 @@ int launch_delta(const Delta& g, void* stream) {
   });
 }
 
-int launch_sums(const AttentionBackward& g, void* stream) {
+template <class T>
+int launch_sums_of(const AttentionBackward& g, void* stream) {
+  constexpr int kNarrow = 32;  // plain calls have narrow tiles for these heads
   const bool plain = plain_scores(g.a);
+  const int64_t head_dim = g.a.call.head_dim;
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  if (device.warpgroups && head_dim <= 128 && !(plain && head_dim <= kNarrow)) {
+    const int code = plain ? launch_backward_panels<T, true>(g, device, stream)
+                           : launch_backward_panels<T, false>(g, device, stream);
+    if (code != FUSELINE_UNSUPPORTED) return code;
+  }
+  return plain ? launch_backward<T, true>(g, stream) : launch_backward<T, false>(g, stream);
+}
+
+int launch_sums(const AttentionBackward& g, void* stream) {
   switch (g.a.call.dtype) {
     case FUSELINE_FLOAT16:
-      return plain ? launch_backward<__half, true>(g, stream) : launch_backward<__half, false>(g, stream);
+      return launch_sums_of<__half>(g, stream);
     case FUSELINE_BFLOAT16:
-      return plain ? launch_backward<__nv_bfloat16, true>(g, stream) : launch_backward<__nv_bfloat16, false>(g, stream);
+      return launch_sums_of<__nv_bfloat16>(g, stream);
     default:
       return launch_backward<float, false>(g, stream);
   }

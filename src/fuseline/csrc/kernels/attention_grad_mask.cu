@@ -4,6 +4,11 @@
 #include "device/attention_grad_mask.h"
 
 namespace fuseline {
+
+// attention_grad_mask_*_sm90a.cu: the wide tiles by products of warpgroups.
+template <class T>
+int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
+
 namespace {
 
 constexpr int kSumThreads = 256;
@@ -49,6 +54,14 @@ struct Layout {
   bool wide;
 };
 
+template <class T>
+int launch_grad_mask_of(const AttentionGradMask& of, bool wide, int64_t blocks, void* stream) {
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  return wide && device.warpgroups ? launch_grad_mask_panels<T>(of, blocks, stream)
+                                   : launch_grad_mask_tiles<T>(of, wide, blocks, stream);
+}
+
 // Tiles of 128 x 128 where they fit the device, and the mask.
 Layout lay_out(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
@@ -58,7 +71,7 @@ Layout lay_out(const fuseline_attention_gradients& gradients) {
     wide.of.g.a.call = c;
     Device device;
     const bool known = current_device(device) == cudaSuccess;
-    if (known && grad_mask_shared<__half, 64, true>(wide.of) <= device.shared_a_block) return wide;
+    if (known && grad_mask_shared<GradMaskTiles<__half, 64, true>>(wide.of) <= device.shared_a_block) return wide;
   }
   return {lay_out(gradients, exact && c.head_dim > 128 ? 32 : 64), false};
 }
@@ -88,8 +101,8 @@ int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradie
     if (error != cudaSuccess) return int(error);
   }
   int code = 0;
-  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_tiles<__half>(of, layout.wide, blocks, stream);
-  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_tiles<__nv_bfloat16>(of, layout.wide, blocks, stream);
+  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_of<__half>(of, layout.wide, blocks, stream);
+  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_of<__nv_bfloat16>(of, layout.wide, blocks, stream);
   else code = launch_grad_mask_tiles<float>(of, layout.wide, blocks, stream);
   if (code != 0 || of.pieces == 1) return code;
   sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(

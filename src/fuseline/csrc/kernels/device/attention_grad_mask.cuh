@@ -17,10 +17,30 @@ struct GradMaskTiles {
   static constexpr int kM = 1, kRowWarps = kRows / (16 * kM), kKeyWarps = 1;
   static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
   static constexpr int kWarpKeys = kRows / kKeyWarps, kKeysAtOnce = kWide ? 64 : kWarpKeys;
-  static constexpr int kTile = kRows * kPitch<T, kD>;
+  static constexpr int kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
+  static constexpr int kTile = kRows * kPitch<T, kD> * int(sizeof(T));
   static constexpr int kStages = kD == 64 && !kExact ? 2 : 1;  // two, where there is room for as many blocks
-  static constexpr int kShared = kStages * 4 * kTile * int(sizeof(T));
+  static constexpr int kShared = kStages * 4 * kTile;
+  static constexpr int kBlocks = kWide ? 1 : 2;  // of a multiprocessor
+  static constexpr int kPartsAhead = 1;          // whose products are under way at a time
   using Order = KeyColumns<kKeysAtOnce / 8>;
+
+  template <class Slots>
+  static __device__ __forceinline__ void copy(unsigned char* to, const T* from, int64_t stride, int rows, int head_dim) {
+    copy_tile<T, kRows, kD, kThreads, Slots>(reinterpret_cast<T*>(to), from, stride, rows, head_dim);
+  }
+  static __device__ __forceinline__ void show() {}
+  // Starts scores = q k^T and dots = grad_out v^T of a stage's rows from `row` on, of the warp, and its keys from `key` on.
+  static __device__ __forceinline__ void start(float (&scores)[kM][kN][4], float (&dots)[kM][kN][4], const unsigned char* stage,
+                                               int row, int key) {
+    const T* const tiles = reinterpret_cast<const T*>(stage);
+    constexpr int kNext = kTile / int(sizeof(T));
+    multiply_rows<T, kD>(scores, tiles + row * kPitch<T, kD>, tiles + 2 * kNext + key * kPitch<T, kD>);
+    multiply_rows<T, kD>(dots, tiles + kNext + row * kPitch<T, kD>, tiles + 3 * kNext + key * kPitch<T, kD>);
+  }
+  // They are there, but for those of the `kPending` parts started last.
+  template <int kPending>
+  static __device__ __forceinline__ void finish(float (&)[kM][kN][4], float (&)[kM][kN][4]) {}
 };
 
 struct AttentionGradMask {
@@ -69,14 +89,14 @@ struct GradMaskWay {
   }
 };
 
-template <class T, int kD, bool kWide>
-__global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ? 1 : 2)
+// Of: GradMaskTiles, or GradMaskPanels of attention_grad_mask_wgmma.cuh.
+template <class T, class Of>
+__global__ void __launch_bounds__(Of::kThreads, Of::kBlocks)
     attention_grad_mask(const __grid_constant__ AttentionGradMask of, int) {
-  using Of = GradMaskTiles<T, kD, kWide>;
   constexpr int kMaskTile = Of::kRows, kThreads = Of::kThreads, kTile = Of::kTile, kM = Of::kM;
-  constexpr int kN = Of::kKeysAtOnce / 8, kParts = Of::kWarpKeys / Of::kKeysAtOnce;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const tiles = reinterpret_cast<T*>(shared);  // stages of q, grad_out, k, v; of the mask behind them, one if it stays
+  constexpr int kN = Of::kN, kParts = Of::kParts;
+  // Stages of q, grad_out, k, v; of the mask behind them, one if it stays.
+  extern __shared__ __align__(1024) unsigned char memory[];
   const Attention& a = of.g.a;
   const fuseline_attention& c = a.call;
   const int lane = threadIdx.x % 32, head_dim = int(c.head_dim);
@@ -102,22 +122,22 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ?
       way.advance(of);
     }
   };
-  const auto mask_tile = [&](int stage) { return shared + Of::kShared + (of.mask_stays ? 0 : stage) * a.mask_tile.bytes; };
+  const auto mask_tile = [&](int stage) { return memory + Of::kShared + (of.mask_stays ? 0 : stage) * a.mask_tile.bytes; };
   const auto copy = [&](int stage, bool first) {
     if (way.left > 0) {
       const Sequence sequence(c, batch0 + way.batch);
       const int row = first_row(way), key = first_key(way), head = head0 + way.head, kv_head = head / a.group;
-      T* const to = tiles + stage * 4 * kTile;
-      copy_tile<T, kMaskTile, kD, kThreads>(
+      unsigned char* const to = memory + stage * 4 * kTile;
+      Of::template copy<InPlace>(
           to, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, head, row), c.q_strides[2],
           sequence.rows - row, head_dim);
-      copy_tile<T, kMaskTile, kD, kThreads>(
+      Of::template copy<InPlace>(
           to + kTile, static_cast<const T*>(of.g.grad_out) + sequence.row_offset(of.g.grad_out_strides, head, row),
           of.g.grad_out_strides[2], sequence.rows - row, head_dim);
-      copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(
+      Of::template copy<typename Of::Order>(
           to + 2 * kTile, static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, key), c.k_strides[2],
           sequence.keys - key, head_dim);
-      copy_tile<T, kMaskTile, kD, kThreads, typename Of::Order>(
+      Of::template copy<typename Of::Order>(
           to + 3 * kTile, static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, key), c.v_strides[2],
           sequence.keys - key, head_dim);
       if (first || !of.mask_stays) {
@@ -147,21 +167,29 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ?
         delta[m][half] = at < sequence.rows ? of.g.delta[statistic] : 0.f;
       }
     wait_copies<0>();
+    Of::show();
     __syncthreads();
     way.advance(of);
     leave_out_unseen();
     if constexpr (Of::kStages == 2) copy(stage ^ 1, false);
-    const T* const q_tile = tiles + stage * 4 * kTile;
-    const T* const k_tile = q_tile + 2 * kTile + warp_key * kPitch<T, kD>;
+    const unsigned char* const tiles = memory + stage * 4 * kTile;
     const int last = min(row + kMaskTile, sequence.rows) - 1;
     const bool whole = key >= sequence.keys_from(a, last) && key + kMaskTile <= sequence.keys_to(a, row);
+    float all_scores[Of::kPartsAhead][kM][kN][4], all_dots[Of::kPartsAhead][kM][kN][4];
+    const auto start = [&](int part) {
+      const int ahead = part % Of::kPartsAhead;
+      Of::start(all_scores[ahead], all_dots[ahead], tiles, warp_row, warp_key + part * Of::kKeysAtOnce);
+    };
+    if constexpr (Of::kPartsAhead > 1) start(0);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int along = warp_key + part * Of::kKeysAtOnce;
-      float scores[kM][kN][4], dots[kM][kN][4];
-      multiply_rows<T, kD>(scores, q_tile + warp_row * kPitch<T, kD>, k_tile + part * Of::kKeysAtOnce * kPitch<T, kD>);
-      multiply_rows<T, kD>(dots, q_tile + kTile + warp_row * kPitch<T, kD>,
-                           k_tile + kTile + part * Of::kKeysAtOnce * kPitch<T, kD>);
+      float(&scores)[kM][kN][4] = all_scores[part % Of::kPartsAhead];
+      float(&dots)[kM][kN][4] = all_dots[part % Of::kPartsAhead];
+      if constexpr (Of::kPartsAhead == 1) start(part);
+      else if (part + 1 < kParts) start(part + 1);
+      if (part + 1 < kParts) Of::template finish<Of::kPartsAhead - 1>(scores, dots);
+      else Of::template finish<0>(scores, dots);
       const Place place{sequence, head, row + warp_row, key + along, mask_at(a, mask_tile(stage), warp_row, along)};
       differentiate<T, false, false, false>(
           a, place, whole, scores, dots, [&](int m, int, int e) { return lse[m][e / 2]; },
@@ -177,8 +205,8 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ?
 
   // Through shared memory: sums over rows and keys, where the mask has one entry for all of them, and whole lines to write.
   constexpr int kLine = kMaskTile + 1;
-  float* const tile = reinterpret_cast<float*>(shared);
-  static_assert(kMaskTile * kLine * 4 <= 4 * kTile * int(sizeof(T)));
+  float* const tile = reinterpret_cast<float*>(memory);
+  static_assert(kMaskTile * kLine * 4 <= Of::kShared);
   __syncthreads();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -218,20 +246,17 @@ __global__ void __launch_bounds__(GradMaskTiles<T, kD, kWide>::kThreads, kWide ?
 }
 
 // Bytes of shared memory of a block.
-template <class T, int kD, bool kWide>
+template <class Of>
 int grad_mask_shared(const AttentionGradMask& of) {
-  using Of = GradMaskTiles<T, kD, kWide>;
   return Of::kShared + (of.mask_stays ? 1 : Of::kStages) * mask_tile_of(of.g.a.call, Of::kRows, Of::kRows).bytes;
 }
 
-template <class T, int kD, bool kWide>
+template <class T, class Of>
 int launch_grad_mask_kernel(AttentionGradMask of, int64_t blocks, void* stream) {
-  using Of = GradMaskTiles<T, kD, kWide>;
   of.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
   AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
   grid.blocks = blocks;
-  return launch_attention(attention_grad_mask<T, kD, kWide>, of, grid, Of::kThreads, grad_mask_shared<T, kD, kWide>(of),
-                          stream);
+  return launch_attention(attention_grad_mask<T, Of>, of, grid, Of::kThreads, grad_mask_shared<Of>(of), stream);
 }
 
 template <class T>
@@ -239,9 +264,9 @@ int launch_grad_mask_tiles(const AttentionGradMask& of, bool wide, int64_t block
   return with_head_dim<false>(of.g.a.call.head_dim, [&](auto dim) {
     constexpr int kD = decltype(dim)::value;
     if constexpr (kD == 64 && !std::is_same_v<T, float>) {
-      if (wide) return launch_grad_mask_kernel<T, kD, true>(of, blocks, stream);
+      if (wide) return launch_grad_mask_kernel<T, GradMaskTiles<T, kD, true>>(of, blocks, stream);
     }
-    return launch_grad_mask_kernel<T, kD, false>(of, blocks, stream);
+    return launch_grad_mask_kernel<T, GradMaskTiles<T, kD, false>>(of, blocks, stream);
   });
 }
 

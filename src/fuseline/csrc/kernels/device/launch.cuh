@@ -21,6 +21,7 @@ struct Device {
   int shared_a_block = 0;      // bytes a block may ask for
   int shared_a_processor = 0;  // bytes all its blocks share
   bool clusters = false;
+  bool warpgroups = false;  // runs the machine code of sources named *_sm90a.cu, with products of warpgroups
 };
 
 inline cudaError_t current_device(Device& device) {
@@ -43,6 +44,7 @@ inline cudaError_t current_device(Device& device) {
   device.shared_a_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   device.shared_a_processor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   device.clusters = attribute(cudaDevAttrClusterLaunch) != 0;
+  device.warpgroups = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
   device.index = index;
   if (error == cudaSuccess && index < kKept) kept[index] = device;
   return error;

@@ -1,0 +1,10 @@
+// Attention backward for float16 on Hopper: device/attention_backward_wgmma.cuh.
+
+#include "device/attention_backward_wgmma.cuh"
+
+namespace fuseline {
+
+template int launch_backward_panels<__half, true>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_panels<__half, false>(const AttentionBackward& g, const Device& device, void* stream);
+
+}  // namespace fuseline
