@@ -137,6 +137,8 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   __shared__ __align__(16) WaitingRoom<State> room;
   const CrossEntropy a = known<kPlain>(given);
   Seat<State> seat(room, a.cluster, 1);
+  let_next_start();
+  wait_for_earlier();
   const int64_t row = seat.row;
   const Part<T> part(a.logits, row, a.rows, a.width, seat.rank * seat.warps + seat.warp, a.part);
   uint4* const slots = ring + seat.warp * a.part;
@@ -220,6 +222,8 @@ constexpr int kPassing = 256;
 template <class T>
 __global__ void __launch_bounds__(kPassing, 4) cross_entropy_passing(const CrossEntropy given) {
   __shared__ Powers<T> states[kPassing / kWarp];
+  let_next_start();
+  wait_for_earlier();
   const CrossEntropy a = known<true>(given);
   constexpr int kSize = kVector<T>;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
@@ -255,6 +259,8 @@ template <class T>
 __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const CrossEntropy a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>> group(shared, 1);
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -291,7 +297,7 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error)
   if (a.width <= kShortRow || (a.grad && !a.grad_vectors)) return false;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
   if (plain && !a.grad && a.rows >= 2 * device.processors) {
-    error = launch(cross_entropy_passing<T>, a, a.rows, dim3(kPassing), 0, 1, stream);
+    error = launch(cross_entropy_passing<T>, a, a.rows, dim3(kPassing), 0, 1, stream, device.clusters);
     return true;
   }
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
@@ -301,7 +307,7 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error)
   a.cluster = plan.cluster, a.part = plan.part;
   bool fits = false;
   const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits);
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 
@@ -316,10 +322,13 @@ int run(CrossEntropy a, const Device& device, void* stream) {
       plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, false, kMost, device);
   a.cluster = 1;
   if (!plan.fits || (row_overrides[FUSELINE_CROSS_ENTROPY].given && !plan.one_warp)) return FUSELINE_UNSUPPORTED;
-  if (!plan.one_warp) return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream);
+  if (!plan.one_warp) {
+    return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream, device.clusters);
+  }
   if (plan.held != kMost && plan.held != 1) return FUSELINE_UNSUPPORTED;
   const auto kernel = plan.held == kMost ? cross_entropy_rows<T, kMost> : cross_entropy_rows<T, 1>;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream);
+  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream,
+                device.clusters);
 }
 
 }  // namespace

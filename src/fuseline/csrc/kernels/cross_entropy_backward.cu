@@ -8,6 +8,7 @@
 // block over neighbouring rows and then by one block over the blocks: the same bits each run.
 
 #include "device/cross_entropy.cuh"
+#include "device/overlap.cuh"
 
 namespace fuseline {
 namespace {
@@ -69,6 +70,8 @@ struct SumRows {
 
 template <class T>
 __global__ void __launch_bounds__(kBlock) cross_entropy_backward(const Backward backward) {
+  let_next_start();
+  wait_for_earlier();
   const CrossEntropy& a = backward.of;
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(blockDim.x) * kSize;
@@ -105,6 +108,8 @@ __global__ void __launch_bounds__(kBlock) cross_entropy_backward(const Backward 
 // 30 us of 8,192 x 50,304 to see so.
 template <class T>
 __global__ void __launch_bounds__(kBlock) scale_rows(const ScaleRows a) {
+  let_next_start();
+  wait_for_earlier();
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(blockDim.x) * kSize;
   if (a.one_factor && a.factors[0] == 1.f) return;
@@ -130,25 +135,28 @@ __global__ void __launch_bounds__(kBlock) scale_rows(const ScaleRows a) {
   }
 }
 
-constexpr int kSumBlock = 512;
+constexpr int kSumBlock = 1024;
 constexpr int64_t kSumRows = 8192;  // rows of a block
 constexpr int64_t kMostSums = 64;
 
 __device__ __forceinline__ double2 add(double2 a, double2 b) { return make_double2(a.x + b.x, a.y + b.y); }
 
-// The sum over the block, in its first thread.
-__device__ __forceinline__ double2 block_sum(double2 mine) {
-  __shared__ double2 warps[kSumBlock / kWarp];
+__device__ __forceinline__ double2 warp_sum(double2 mine) {
+#pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
     mine = add(mine, make_double2(from_lane(mine.x, step), from_lane(mine.y, step)));
   }
+  return mine;
+}
+
+// The sum over the block, in its first thread.
+__device__ __forceinline__ double2 block_sum(double2 mine) {
+  static_assert(kSumBlock == kWarp * kWarp);
+  __shared__ double2 warps[kWarp];
+  mine = warp_sum(mine);
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
   __syncthreads();
-  double2 sum = make_double2(0., 0.);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kSumBlock / kWarp; ++i) sum = add(sum, warps[i]);
-  }
-  return sum;
+  return threadIdx.x < kWarp ? warp_sum(warps[threadIdx.x]) : mine;
 }
 
 __device__ __forceinline__ void keep_sums(const SumRows& a, double2 sum) {
@@ -157,11 +165,13 @@ __device__ __forceinline__ void keep_sums(const SumRows& a, double2 sum) {
 }
 
 __global__ void __launch_bounds__(kSumBlock) sum_rows(const SumRows a) {
+  let_next_start();
+  wait_for_earlier();
   const int64_t each = (a.rows + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * each;
   const int64_t end = begin + each < a.rows ? begin + each : a.rows;
   double2 mine = make_double2(0., 0.);
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t row = begin + threadIdx.x; row < end; row += kSumBlock) {
     const int64_t target = a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row])
                                            : static_cast<const int64_t*>(a.target)[row];
@@ -182,9 +192,7 @@ __global__ void __launch_bounds__(kSumBlock) sum_rows(const SumRows a) {
 __global__ void __launch_bounds__(kWarp) sum_partials(const SumRows a, int count) {
   double2 sum = make_double2(0., 0.);
   for (int i = threadIdx.x; i < count; i += kWarp) sum = add(sum, a.partials[i]);
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    sum = add(sum, make_double2(from_lane(sum.x, step), from_lane(sum.y, step)));
-  }
+  sum = warp_sum(sum);
   if (threadIdx.x == 0) keep_sums(a, sum);
 }
 
@@ -213,11 +221,15 @@ int fuseline_cross_entropy_backward(const void* logits, const void* target, int 
   a.soft_cap = float(soft_cap), a.inverse_cap = soft_cap > 0 ? float(1 / soft_cap) : 0.f;
   a.int32_targets = target_bytes == 4, a.one_grad_out = one_grad_out != 0;
   a.grad_vectors = offset_in_vector(logits) == offset_in_vector(grad);
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     const Tiling tiling = tile<T>(rows, width);
     backward.chunks = tiling.chunks;
-    return launch(cross_entropy_backward<T>, backward, tiling.grid, dim3(tiling.threads, tiling.rows), 0, 1, stream);
+    return launch(cross_entropy_backward<T>, backward, tiling.grid, dim3(tiling.threads, tiling.rows), 0, 1, stream,
+                  device.clusters);
   });
 }
 
@@ -236,8 +248,11 @@ int fuseline_cross_entropy_reduce(const float* loss, const void* target, int tar
   a.loss = loss, a.target = target, a.weight = weight, a.sum = sum, a.total = total;
   a.partials = static_cast<double2*>(workspace);
   a.rows = rows, a.n = n, a.ignore_index = ignore_index, a.int32_targets = target_bytes == 4, a.mean = mean != 0;
+  Device device;
+  const cudaError_t failed = current_device(device);
+  if (failed != cudaSuccess) return int(failed);
   const int64_t blocks = sum_blocks(rows);
-  const int error = launch(sum_rows, a, blocks, dim3(kSumBlock), 0, 1, stream);
+  const int error = launch(sum_rows, a, blocks, dim3(kSumBlock), 0, 1, stream, device.clusters);
   if (error || blocks == 1) return error;
   sum_partials<<<1, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(a, int(blocks));
   return int(cudaGetLastError());
@@ -257,6 +272,7 @@ int fuseline_scale_rows(void* x, const float* factors, int one_factor, int64_t r
     const Tiling tiling = tile<T>(rows, n);
     const ScaleRows a{x, factors, one_factor != 0, rows, n, tiling.chunks, tiling.grid};
     const int64_t blocks = std::min<int64_t>(tiling.grid, int64_t(device.processors) * kScaling);
-    return launch(scale_rows<T>, a, blocks, dim3(tiling.threads, tiling.rows), 0, 1, stream);
+    return launch(scale_rows<T>, a, blocks, dim3(tiling.threads, tiling.rows), 0, 1, stream,
+                  device.clusters);
   });
 }

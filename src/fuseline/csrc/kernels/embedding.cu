@@ -77,6 +77,8 @@ __device__ __forceinline__ Raw<T, kWide> gather(const void* table, int64_t row, 
 
 template <class T, int kWide, bool kPositions>
 __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : 6) embedding_forward(const EmbeddingForward a) {
+  let_next_start();
+  wait_for_earlier();
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
   const uint32_t group = a.slice.divide(thread);
   const int64_t first = (int64_t(blockIdx.y) * a.slice.value + thread - group * a.slice.value) * kWide;
@@ -348,6 +350,7 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
       a.slice = Divisor(uint32_t(slice));
       const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)), unsigned(divide_up(accesses, slice)));
       const auto kernel = position_table ? embedding_forward<T, kWide, true> : embedding_forward<T, kWide, false>;
+      if (device.clusters) return launch_overlapping(kernel, a, grid, kElementwiseBlock, 0, 1, stream);
       kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
       return int(cudaGetLastError());
     });

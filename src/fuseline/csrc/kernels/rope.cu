@@ -33,6 +33,7 @@ struct Rope {
   const int64_t* positions;            // null for 0, 1, ..
   int64_t positions_stride;            // from batch to batch; 0 if they share them
   uint32_t heads, head_step;           // of all, and between those of a thread
+  uint32_t groups;                     // of heads that a thread has, over all tokens
   uint32_t pairs;
   bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
   Divisor units, inner, middle;        // units are accesses in a head
@@ -100,11 +101,13 @@ __device__ __forceinline__ Raw<T, kWide> load_shared(const T* at) {
 }
 
 template <class T, int kWide, bool kInterleaved>
-__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Rope a, uint32_t groups) {
+__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Rope a) {
+  let_next_start();
+  wait_for_earlier();
   constexpr bool kInside = kInterleaved && kWide > 1;  // partners are in the same vector
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
   const uint32_t group = a.units.divide(thread);
-  if (group >= groups) return;
+  if (group >= a.groups) return;
   const uint32_t at = (thread - group * a.units.value) * kWide;
   const uint32_t outer = a.inner.divide(group), in = group - outer * a.inner.value;
   const uint32_t batch = a.middle.divide(outer), middle = outer - batch * a.middle.value;
@@ -193,9 +196,12 @@ int run_wide(Rope& a, int64_t B, int64_t T_, int64_t D, bool interleaved, void* 
   const int64_t groups = B * T_ * a.head_step;
   const int64_t blocks = divide_up(groups * a.units.value, kElementwiseBlock);
   if (blocks > (int64_t(1) << 24)) return int(cudaErrorInvalidConfiguration);
-  const auto kernel = interleaved ? rope<T, kWide, true> : rope<T, kWide, false>;
-  kernel<<<unsigned(blocks), kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a, uint32_t(groups));
-  return int(cudaGetLastError());
+  a.groups = uint32_t(groups);
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  void (*const kernel)(Rope) = interleaved ? rope<T, kWide, true> : rope<T, kWide, false>;
+  return launch(kernel, a, blocks, dim3(kElementwiseBlock), 0, 1, stream, device.clusters);
 }
 
 template <class T>

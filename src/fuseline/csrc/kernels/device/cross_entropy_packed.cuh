@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cross_entropy.cuh"
+#include "overlap.cuh"
 
 namespace fuseline {
 
@@ -106,6 +107,8 @@ template <class T, int kHeld>
 __global__ void __launch_bounds__(most_threads(true), 2) cross_entropy_rows(const CrossEntropy a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>, true> group(shared, 1);
+  let_next_start();
+  wait_for_earlier();
   const int step = group.threads * kVector<T>;
   const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
   const int inside = row < a.rows ? int(a.width) : 0;

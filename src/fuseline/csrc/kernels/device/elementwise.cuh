@@ -8,6 +8,7 @@
 #pragma once
 
 #include "launch.cuh"
+#include "overlap.cuh"
 #include "weights.cuh"
 
 namespace fuseline {
@@ -138,6 +139,8 @@ constexpr int kRowsOf = kWide > 1 ? F::kRows : 8;
 // F::apply(in, bias, out) of every element. F has kIn, kOut and kRows.
 template <class F, class T, int kWide>
 __global__ void __launch_bounds__(kElementwiseBlock, 4) elementwise(const Streams<F::kIn, F::kOut> a) {
+  let_next_start();
+  wait_for_earlier();
   constexpr int kRows = kRowsOf<F, kWide>;
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
   const uint32_t group = a.walk.positions.divide(thread);
@@ -214,7 +217,8 @@ int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_e
   a.walk = plan_walk(elements, row_elements, kWide, kRowsOf<F, kWide>, device);
   for (int s = 0; s < F::kIn; ++s) a.in_step[s] = a.in_stride[s] * a.walk.row_step;
   for (int s = 0; s < F::kOut; ++s) a.out_step[s] = a.out_stride[s] * a.walk.row_step;
-  return launch(elementwise<F, T, kWide>, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream);
+  return launch(elementwise<F, T, kWide>, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream,
+                device.clusters);
 }
 
 }  // namespace fuseline
