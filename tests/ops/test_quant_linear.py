@@ -250,6 +250,23 @@ def test_layers_one_after_another_wait_for_each_other(name: str, rows: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_written_between_calls_is_read_as_written(name: str) -> None:
+    """One that an earlier call took is read ahead of the launch before, but not if written since."""
+    arguments = draw(2, 4096, 2048, FORMATS[name], torch.bfloat16)
+    weight = arguments["weight"].clone()
+    weights = [weight, weight.flip(0).contiguous()]
+    wanted = [quant_linear(**{**arguments, "weight": each}) for each in weights]
+    torch.cuda.synchronize()
+    found = []
+    for i in range(12):
+        arguments["weight"].copy_(weights[i % 2])
+        found += [quant_linear(**arguments) for _ in range(3)]
+    for i, y in enumerate(found):
+        assert torch.equal(y, wanted[i // 3 % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
 def test_kernel_takes_rows_apart_and_at_odd_addresses(name: str) -> None:
     arguments = draw(6, 256, 64, FORMATS[name], torch.bfloat16)
     x, wanted = arguments["x"], quant_linear(**arguments)

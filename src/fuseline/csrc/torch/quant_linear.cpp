@@ -17,6 +17,7 @@
 #include "cpu/quant_linear.h"
 #include "fuseline_quant.h"
 #include "fuseline_torch.h"
+#include "unwritten.h"
 
 namespace fuseline {
 namespace {
@@ -231,6 +232,15 @@ struct WeightOnCuda {
         if (!w.plain()) scales = aligned(w.scales->to(w.int4() ? at::kBFloat16 : at::kFloat));
         if (w.zeros.has_value()) zeros = aligned(*w.zeros);
     }
+    // Whether what the kernel reads is what was given, not written since an earlier call took it.
+    bool unwritten(const Weight& w) const {
+        static Unwritten seen;
+        const auto same = [](const OptionalTensor& here, const OptionalTensor& given) {
+            return !here.has_value() || here->is_same(*given);
+        };
+        if (!weight.is_same(w.weight) || !same(scales, w.scales) || !same(zeros, w.zeros)) return false;
+        return seen.known({&weight, scales.has_value() ? &*scales : nullptr, zeros.has_value() ? &*zeros : nullptr});
+    }
     fuseline_linear call(const Weight& w, int64_t K, int dtype) const {
         fuseline_linear call{};
         call.format = w.code(), call.dtype = dtype;
@@ -276,7 +286,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     const WeightOnCuda on(w);
     fuseline_linear call = on.call(w, K, kernel_dtype(x, kName));
     call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
-    call.m = M, call.x_stride = x.stride(0);
+    call.m = M, call.x_stride = x.stride(0), call.overlap = on.unwritten(w);
     static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_quant_linear_workspace);
     Tensor workspace;
     if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
