@@ -67,6 +67,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
   const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
   int failed = 0;
+  if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
@@ -81,8 +82,9 @@ size_t workspace_bytes(const fuseline_norm& norm) {
   const auto ring_blocks_of = added     ? add_norm_backward_ring_blocks
                               : centred ? layer_norm_backward_ring_blocks
                                         : rms_norm_backward_ring_blocks;
-  const int64_t blocks = std::max(blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
-                                  ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device));
+  const int64_t few_blocks = norm.rows <= kMostFewRows ? kMostFewClusters : 0;
+  const int64_t blocks = std::max({blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
+                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks});
   return size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
 }
 

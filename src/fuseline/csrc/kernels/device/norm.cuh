@@ -112,6 +112,11 @@ int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int 
 int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
+// That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
+constexpr int64_t kMostFewRows = 512;
+constexpr int kMostFewClusters = 8;
+bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 // Those that they take, of x of y's dtype: false for others.
 bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);

@@ -19,12 +19,14 @@ namespace fuseline {
 constexpr int kMostRingStages = 6;
 constexpr int kMostRingGroups = 16;
 
-template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows>
+template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows,
+          bool kPastRing = false>
 struct RingKind {
   using X = XType;
   using Y = YType;
   static constexpr int kSlots = kSlotsOfThread, kSums = kSumsOfColumn;
   static constexpr bool kCentred = kCentredRows, kShifted = kShiftedRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
+  static constexpr bool kPast = kPastRing;  // grad_sum has no room in the ring: it is read when it is added
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr bool kMore = kWide || kShifted;  // registers
@@ -47,6 +49,14 @@ struct RingRoom {
   RingStates states;
   uint64_t (*barriers)[kMostRingGroups];
 };
+
+// Bytes (as for copy_in) that will be read soon, to the L2.
+__device__ __forceinline__ void prefetch(const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes)
+               : "memory");
+#endif
+}
 
 // Sends for columns from .. from + kColumns of a row; one lane calls, first to prepare: that reads by elements what shares
 // its vector with memory outside the tensor, and answers how many bytes will come in copies.
@@ -185,10 +195,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
   const int groups = int(gridDim.x) / cluster * int(blockDim.y);  // of all blocks
   const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
-  const bool centred = kCentred && (!kAdded || a.mean);
-  const bool wants_rows = a.wants_rows();
-  const bool alone = cluster * warps == 1;               // a row has one warp
-  const int behind = stages > 2 && !alone ? 1 : 0;  // rows between the first pass and the second
+  const bool centred = kCentred && (!(kAdded || Kind::kPast) || a.mean);
+  const bool wants_rows = Kind::kPast || a.wants_rows();
+  const bool alone = !Kind::kPast && cluster * warps == 1;  // a row has one warp
+  const int behind = stages > 2 && !alone ? 1 : 0;        // rows between the first pass and the second
 
   const int place = int(threadIdx.y) * warps + warp;  // of this warp's ring
   const int stage_bytes = int(blockDim.y) * warps * Kind::kStage;
@@ -209,6 +219,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     };
     barrier_expect(barrier, parts(true));
     parts(false);
+    if (Kind::kPast && from < n) {
+      prefetch(static_cast<const X*>(a.grad_sum) + row * a.n + from, min(kColumns, n - from) * int(sizeof(X)));
+    }
   };
 
   let_next_start();
@@ -326,6 +339,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
 #pragma unroll
             for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
           } else {
+            if constexpr (Kind::kPast) {
+              HeldSlot<X, kSize, false> past;
+              past.load(static_cast<const X*>(a.grad_sum) + base, first, n, 0, 0);
+              past.values(0, values);
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) grad[i] += values[i];
+            }
             store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
           }
         }

@@ -15,13 +15,14 @@ struct RingPlan {
   size_t shared = 0;
 };
 
-template <class X, class Y, int kSums, bool kCentred>
+// kPast: of rows that only the threads with most slots hold, with a grad_sum that the ring has no room for.
+template <class X, class Y, int kSums, bool kCentred, bool kPast = false>
 struct RingFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr int kSize = kVector<Y>;
   template <int kSlots, bool kShifted>
-  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted>;
+  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
   using Tiles = TileFamily<X, Y, kSums, kCentred>;
 
@@ -90,16 +91,18 @@ struct RingFamily {
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
     const RingPlan ring = plan(rows, n, true, 0, device);
     const int64_t most = ring.cluster == 1 && ring.slots > 0 ? std::min<int64_t>(rows, device.processors) : ring.blocks;
-    return std::max<int64_t>(most, Tiles::plan(rows, n, device).blocks);
+    return kPast ? most : std::max<int64_t>(most, Tiles::plan(rows, n, device).blocks);
   }
 
   // All of the backward; false for rows that neither a ring nor tiles take.
   static bool run(NormBackward a, const Device& device, void* stream, int& error) {
-    if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
+    if constexpr (!kPast) {
+      if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
+    }
     const bool aligned = in_vectors<kSize>(a);
     const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
-    if (plan.slots == 0) return false;
+    if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     const auto kernel = kernel_for(plan.slots, aligned);
     int count = 0;
@@ -122,7 +125,7 @@ struct RingFamily {
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
-  static constexpr int64_t kShortestRing = kAdded ? 1024 : 8193;  // bytes of a row of y, for what the table does not know
+  static constexpr int64_t kShortestRing = kAdded ? 768 : 8193;  // bytes of a row of y, for what the table does not know
 
   static int threads_of(int slots, bool aligned) {
     if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;
@@ -133,8 +136,12 @@ struct RingFamily {
     return aligned ? Kind<kMostSlots, false>::kStage : Kind<kMostSlots, true>::kStage;
   }
   static auto kernel_for(int slots, bool aligned) -> void (*)(NormBackward) {
-    if (slots == 2) return aligned ? norm_backward_ring<Kind<2, false>> : norm_backward_ring<Kind<2, true>>;
-    return aligned ? norm_backward_ring<Kind<kMostSlots, false>> : norm_backward_ring<Kind<kMostSlots, true>>;
+    if constexpr (kPast) {
+      return norm_backward_ring<Kind<kMostSlots, false>>;
+    } else {
+      if (slots == 2) return aligned ? norm_backward_ring<Kind<2, false>> : norm_backward_ring<Kind<2, true>>;
+      return aligned ? norm_backward_ring<Kind<kMostSlots, false>> : norm_backward_ring<Kind<kMostSlots, true>>;
+    }
   }
 };
 

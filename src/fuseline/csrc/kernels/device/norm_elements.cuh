@@ -41,7 +41,13 @@ __device__ __forceinline__ void add_residual(const NormForward& a, int64_t row, 
   }
   if (a.dropout.seed) {
     float kept[kSize];
-    dropout_row<kSize, !kAligned>(a.dropout, uint64_t(*a.dropout.seed), row * a.n + first, kept);
+    const uint64_t seed = uint64_t(*a.dropout.seed);
+    const int64_t at = row * a.n + first;
+    if (kAligned || (at & 3) == 0) {
+      dropout_row<kSize, false>(a.dropout, seed, at, kept);
+    } else {
+      dropout_row<kSize, true>(a.dropout, seed, at, kept);
+    }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] *= kept[i];
   }

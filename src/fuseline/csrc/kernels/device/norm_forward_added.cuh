@@ -12,7 +12,8 @@
 namespace fuseline {
 
 constexpr int kAddedHeld = 4;       // slots of a row that a thread has
-constexpr int kAddedThreads = 256;  // of a block; two of them share a multiprocessor
+constexpr int kAddedThreads = 256;  // of a block; two of them share a multiprocessor,
+constexpr int kAddedMost = 512;     // but for rows that take more
 constexpr int kAddedStages = 4;     // rows in a warp's ring, at most
 
 struct AddedNorm {
@@ -28,7 +29,7 @@ struct AddedStates {
 
 struct AddedRoom {
   AddedStates states;
-  uint64_t (*barriers)[kAddedThreads / kWarp];
+  uint64_t (*barriers)[kAddedMost / kWarp];
 };
 
 template <class X, class Y>
@@ -52,12 +53,12 @@ __device__ __forceinline__ void send_part(void* to, const void* from, int bytes)
 }
 
 template <class X, class Y>
-__global__ void __launch_bounds__(kAddedThreads, 2) norm_forward_added(const AddedNorm given) {
+__global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedNorm given) {
 #if __CUDA_ARCH__ >= 900
   using Part = AddedPart<X, Y>;
   constexpr int kSize = Part::kSize, kHeld = kAddedHeld, kXVectors = kSize / kVector<X>;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ uint64_t arrived[kAddedStages][kAddedThreads / kWarp], met[kMeetings][kAddedThreads / kWarp];
+  __shared__ uint64_t arrived[kAddedStages][kAddedMost / kWarp], met[kMeetings][kAddedMost / kWarp];
   const NormForward& a = given.norm;
   const int n = int(a.n), stages = given.stages;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
@@ -160,7 +161,7 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   using Part = AddedPart<X, Y>;
   constexpr int kLeastVectors = 64;  // a warp has more than one slot a thread
   constexpr int64_t kRowsEach = 8;   // of a group: with more, those multiprocessors that are slower hold up the end
-  constexpr int kMostWarps = kAddedThreads / kWarp;
+  constexpr int kWarps = kAddedThreads / kWarp;
   if (!device.clusters || a.n % Part::kSize != 0 || a.n < kLeastVectors * Part::kSize || a.n > (int64_t(1) << 30)) {
     return false;
   }
@@ -168,15 +169,16 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
                              static_cast<const void*>(a.sum)}) {
     if (offset_in_vector(tensor) != 0) return false;
   }
-  // A cluster for each longer row reads 0.87 of the copy bandwidth at 16,384, blocks that end with their rows 0.90.
+  // A cluster for each longer row reads 0.87 of the copy bandwidth at 16,384, blocks that end with their rows 0.90, and
+  // with a mask 0.69.
   const int64_t warps = divide_up(a.n, Part::kColumns);
-  if (warps > kMostWarps || a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
+  if (warps > (a.dropout.seed ? kAddedMost / kWarp : kWarps) || a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
   a.cluster = 1;
-  const int each = int(warps), groups = kMostWarps / each;
+  const int each = int(warps), groups = std::max(1, kWarps / each);
   const int64_t stage = int64_t(groups) * each * Part::kBytes;
   const int64_t states = kMeetings * int64_t(groups) * each * int64_t(sizeof(Moments));
   const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
-  int stages = stages_in(device.shared_a_processor / 2 - 2048);
+  int stages = each > kWarps ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
   if (stages < 3) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
   if (stages < 3) return false;
   const size_t bytes = size_t(stages * stage + states);

@@ -9,18 +9,19 @@
 
 namespace fuseline {
 
-// Four words for elements 4 * block .. 4 * block + 3. About 50 instructions; the keys are the same for all threads.
+// Four words for elements 4 * block .. 4 * block + 3. About 40 instructions; the keys are the same for all threads.
+// Halves of products are asked for one by one: of a 64-bit product the compiler adds a zero to each upper half.
 __device__ __forceinline__ uint4 philox_uniform(uint64_t seed, uint64_t block) {
   uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
   uint32_t c0 = uint32_t(block), c1 = uint32_t(block >> 32), c2 = 0, c3 = 0;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t(c0) * 0xD2511F53u;
-    const uint64_t b = uint64_t(c2) * 0xCD9E8D57u;
-    c0 = uint32_t(b >> 32) ^ c1 ^ key0;
-    c1 = uint32_t(b);
-    c2 = uint32_t(a >> 32) ^ c3 ^ key1;
-    c3 = uint32_t(a);
+    const uint32_t low_a = c0 * 0xD2511F53u, high_a = __umulhi(c0, 0xD2511F53u);
+    const uint32_t low_b = c2 * 0xCD9E8D57u, high_b = __umulhi(c2, 0xCD9E8D57u);
+    c0 = high_b ^ c1 ^ key0;
+    c1 = low_b;
+    c2 = high_a ^ c3 ^ key1;
+    c3 = low_a;
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }

@@ -1,0 +1,85 @@
+// The backward of all norms for few rows: device/norm_backward_few.cuh.
+#include "device/norm_backward_few.cuh"
+
+#include "device/norm_sums.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int64_t kBlockElements = 6144;  // more are divided between blocks, of a cluster,
+constexpr int64_t kLeastVectors = 4;      // as long as each has so many of a row
+
+struct FewPlan {
+  int threads = 0;  // of a block; 0: the chip does not hold these rows
+  int cluster = 1, width = 0, across = 0;
+  int rows = 0, clusters = 1;
+  size_t bytes = 0;
+};
+
+template <class X, class Y>
+FewPlan plan_few(int64_t rows, int64_t n, bool added, int most, int most_clusters, const Device& device) {
+  FewPlan plan;
+  const int64_t vectors = n / kVector<Y>;
+  const auto width = [&] { return divide_up(vectors, plan.cluster); };
+  while (plan.cluster < most && (width() > kFewThreads || (rows * n > plan.cluster * kBlockElements &&
+                                                           width() >= 2 * kLeastVectors))) {
+    plan.cluster *= 2;
+  }
+  if (width() > kFewThreads) return plan;
+  plan.width = int(width());
+  plan.across = plan.width <= kWarp ? power_of_two_from(plan.width) : int(divide_up(plan.width, kWarp)) * kWarp;
+  const auto fits = [&](int clusters) {
+    plan.clusters = clusters;
+    plan.rows = int(divide_up(rows, clusters));
+    const int beside = std::max(1, kWarp / plan.across);  // rows of a warp
+    const int down = int(std::min<int64_t>(kFewThreads / plan.across, divide_up(plan.rows, beside) * beside));
+    plan.threads = down * plan.across;
+    plan.bytes = size_t(FewRoom<X, Y>(plan.rows, plan.threads, plan.across, plan.cluster, added).bytes);
+    return plan.bytes + 1024 <= size_t(device.shared_a_block);
+  };
+  // One cluster if it holds them; else as many as there can be, since a second kernel is there anyway.
+  if (fits(1)) return plan;
+  const int64_t clusters = std::min<int64_t>(most_clusters, rows);
+  if (clusters < 2 || !fits(int(clusters))) return FewPlan{};
+  plan.clusters = int(divide_up(rows, plan.rows));
+  return plan;
+}
+
+template <class X, class Y>
+bool run_few(NormBackward a, const Device& device, void* stream, int& error) {
+  if (!in_vectors<kVector<Y>>(a)) return false;
+  const auto kernel = norm_backward_few<X, Y>;
+  const int most = device.clusters ? kMostBlocks : 1;
+  FewPlan plan = plan_few<X, Y>(a.rows, a.n, a.grad_sum, most, kMostFewClusters, device);
+  if (plan.threads == 0) return false;
+  int count = 0;
+  if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const cudaError_t found = resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count);
+  if (found != cudaSuccess || count == 0) return cudaGetLastError(), false;  // larger clusters than all devices have
+  if (plan.clusters > count) {
+    plan = plan_few<X, Y>(a.rows, a.n, a.grad_sum, most, count, device);
+    if (plan.threads == 0) return false;
+    const cudaError_t again = resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count);
+    if (again != cudaSuccess || count < plan.clusters) return cudaGetLastError(), false;
+  }
+  a.cluster = plan.cluster;
+  error = launch(kernel, FewNorm{a, plan.width, plan.across, plan.rows, plan.clusters},
+                 int64_t(plan.clusters) * plan.cluster, dim3(unsigned(plan.threads)), plan.bytes, plan.cluster, stream,
+                 device.clusters);
+  if (!error && a.partials && plan.clusters > 1) {
+    const int sums = a.grad_x_bias ? 3 : a.grad_bias ? 2 : 1;
+    error = add_partials<Y>(a, sums, plan.clusters, device.clusters, stream);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error) {
+  if (a.rows > kMostFewRows || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return false;
+  return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
+    return int(run_few<decltype(x), decltype(y)>(a, device, stream, error));
+  });
+}
+
+}  // namespace fuseline
