@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const So
   const Tile<T> grad_tile(ring, rows, n);
   const Tile<T> y_tile(ring + (a.part * n + kVector<T> - 1) / kVector<T>, rows, n);
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 2), publish_barriers();
+  __syncwarp();
   let_next_start();
   wait_for_earlier();
   grad_tile.fetch(static_cast<const T*>(a.grad_out) + first * n, &arrived);

@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softma
   const int rows = int(min(a.rows - first, int64_t(a.part)));
   const Tile<T> tile(ring, rows, n);
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  __syncwarp();
   let_next_start();
   wait_for_earlier();
   tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
