@@ -39,14 +39,15 @@ def test_the_kernel_is_the_definition(name: str, length: int, dtype: torch.dtype
     assert room is not None
     token, k, v, at = held(model, 1024, length, "cuda")
     wide = k.double(), v.double()
-    expected = reference(exact, token.clone(), *wide, at)
-    plain = reference(step, token.clone(), k.clone(), v.clone(), at)
+    expected = reference(exact, token.clone(), *wide, at.clone())
+    plain = reference(step, token.clone(), k.clone(), v.clone(), at.clone())
     bound = 2 * _error(plain, expected) + 1e-3
     for _ in range(3):  # the workspace is ready for the next step
-        found, k_found, v_found = token.clone(), k.clone(), v.clone()
-        logits = decode_step(step, found, k_found, v_found, at, room)
+        found, k_found, v_found, held_at = token.clone(), k.clone(), v.clone(), at.clone()
+        logits = decode_step(step, found, k_found, v_found, held_at, room)
         assert _error(logits, expected) <= bound
         assert int(found) == int(logits[0].argmax())
+        assert int(held_at) == length + 1
         assert _error(k_found, wide[0]) < 1e-2
         assert torch.equal(k_found[..., :length, :], k[..., :length, :])
 

@@ -206,6 +206,7 @@ class Decoder:
             attend = Continuation(self.cache, 1, bucket)
             x_BTC = self.model.hidden(self.tokens_B.unsqueeze(1), attend.positions_BT, attend)
             self.tokens_B.copy_(self._drawn(self.model.logits(x_BTC[:, 0])))
+            self.cache.lengths_B += 1
         else:
             held = self.cache
             logits_BV = decode_step(
@@ -213,7 +214,6 @@ class Decoder:
             )
             if not self.sampling.is_greedy or self.seen_BV is not None:
                 self.tokens_B.copy_(self._drawn(logits_BV))
-        self.cache.lengths_B += 1
 
     def close(self) -> None:
         """Let go of the recordings and the memory they hold."""

@@ -5,7 +5,8 @@
     logits = head norm(x)
 
 What is between qkv and out is `decode_attention`; key and value of the token are written into the cache. The
-likeliest token takes the place of the one that was read, so that the next step can follow without a wait.
+likeliest token takes the place of the one that was read and length counts on, so that the next step can
+follow without a wait.
 
 A model of a hundred million parameters is read in less time than the launches of its parts take one after
 the other. Here blocks stay for the whole step, hand elements to each other as they are ready, and fetch
@@ -103,7 +104,7 @@ def decode_step(
     Args:
         token: [1] int64.
         k, v: the cache [L, 1, K, S, D] of the model's dtype; the token's are written at `length`.
-        length: [1] int64, positions held; it is left to the caller to count on.
+        length: [1] int64, positions held: one more afterwards.
         workspace: of `workspace(model)`, one for each chain of steps.
 
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
@@ -153,6 +154,7 @@ def reference(model: StepModel, token: Tensor, k: Tensor, v: Tensor, length: Ten
         x = x + F.linear(_activated(model, F.linear(_normed(model, x, *mlp_norm), *up)), *down)
     logits = F.linear(_normed(model, x, model.norm, model.norm_bias), model.head[: model.vocab_size])
     token.copy_(logits.argmax(-1))
+    length += 1
     return logits
 
 

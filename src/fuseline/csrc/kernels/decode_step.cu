@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
     stream()[i] = to_float(table[i]) + place;
   }
   __syncthreads();
-  const HeadWork work(a, position);
+  const HeadWork work(a, position, Shape::kTurnKeys);
 
   for (int layer = 0; layer < a.num_layers; ++layer) {
     const StepLayer& w = layers[layer];
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   if (atomicAdd(a.to.arrived, 1u) != gridDim.x - 1) return;
   __threadfence();
   *a.token = int64_t(0xffffffffu - uint32_t(atomicExch(a.to.best, 0ull)));
-  *a.to.arrived = 0, *a.to.steps += 1;
+  *a.to.arrived = 0, *a.to.steps += 1, *a.length += 1;
 #endif
 }
 

@@ -29,7 +29,7 @@ typedef struct {
   const float *cos, *sin;     /* [positions, head_dim / 2]: queries and keys are turned, half-split; or null */
   const void *norm_weight, *norm_bias; /* of the last norm */
   const void* head_weight;    /* [vocab_size or more, embed_dim] */
-  const int64_t* length;      /* [1]: positions held; the token stands at that one */
+  int64_t* length;            /* [1]: positions held, and then one more; the token stands at that one */
   int64_t* token;             /* [1]: the token, and then the likeliest one after it */
   void* logits;               /* [vocab_size] */
   void* workspace;            /* fuseline_decode_step_workspace() bytes, zero before the first step */

@@ -125,7 +125,7 @@ Tensor decode_step_cuda(const Tensor& token, const Tensor& workspace, const Tens
     call->cos = static_cast<const float*>(data_or_null(cos)), call->sin = static_cast<const float*>(data_or_null(sin));
     call->norm_weight = norm.const_data_ptr(), call->norm_bias = data_or_null(norm_bias);
     call->head_weight = head.const_data_ptr();
-    call->length = length.const_data_ptr<int64_t>(), call->token = token.mutable_data_ptr<int64_t>();
+    call->length = length.mutable_data_ptr<int64_t>(), call->token = token.mutable_data_ptr<int64_t>();
     static const auto bytes = FUSELINE_KERNEL(fuseline_decode_step_workspace);
     const int64_t wanted = bytes(call.get());
     if (wanted < 0) check_launch(static_cast<int>(wanted), kName);
@@ -150,7 +150,7 @@ Tensor decode_step_meta(const Tensor&, const Tensor&, const Tensor&, const Tenso
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("decode_step(Tensor(a!) token, Tensor(b!) workspace, Tensor(c!) k, Tensor(d!) v, Tensor length, Tensor[] weights, "
+    m.def("decode_step(Tensor(a!) token, Tensor(b!) workspace, Tensor(c!) k, Tensor(d!) v, Tensor(e!) length, Tensor[] weights, "
           "Tensor?[] biases, Tensor token_table, Tensor? position_table, Tensor? cos, Tensor? sin, Tensor norm, "
           "Tensor? norm_bias, Tensor head, int heads, int vocab_size, int window, float eps, float scale, str norm_kind, "
           "str activation) -> Tensor",

@@ -21,7 +21,6 @@ struct StepLayer {
 };
 
 constexpr int kMostStepSplits = 8;  // blocks that share a head's positions
-constexpr int kStepKeys = 384;      // a block takes at once, or a part of it
 
 // Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of T and 16
 // of the number, which are all written anew in each layer, so that what stood there before has another number.
@@ -39,7 +38,7 @@ struct StepArguments {
   const char *token_table, *position_table;
   const float *cos, *sin;
   const char *norm_weight, *norm_bias, *head_weight;
-  const int64_t* length;
+  int64_t* length;
   int64_t* token;
   char* logits;
   StepBuffers to;
@@ -115,6 +114,8 @@ struct StepShape {
   static constexpr int kWarps = kVectors == 3 ? 24 : 16, kThreads = kWarps * kWarp;
   static constexpr int kDepth = kVectors == 3 ? 5 : 4;  // pieces under way: 180 KB, 128 KB
   static constexpr int kEach = kVectors == 3 ? 1 : 4;   // elements of the stream a thread norms
+  static constexpr int kKeysAhead = kVectors == 3 ? 1 : 2;  // keys and values under way, a lane; registers are short
+  static constexpr int kTurnKeys = kKeysAhead * kWarps * (kWarp * 8 / kHeadDim);  // that a block looks at at once
   static constexpr int kSlotBytes = kPiece * 2;
   static constexpr int kRingBytes = kWarps * kDepth * kSlotBytes;
   static constexpr int kUnitBytes = kStepProducts * kWarps * int(sizeof(StepUnit));
