@@ -39,6 +39,15 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         for mask in (None, torch.randn(2, 1, T, T, device="cuda")):
             options: dict[str, Any] = {} if mask is None else {"mask": mask, "dropout_p": 0.1}
             yield f"short {T} {D} {sorted(options)}", call(torch.bfloat16, T, T, D, sinks=None, **options)
+    for bounds, longest in (([0, 20, 20, 75], 55), ([0, 100, 107, 230], 123)):
+        starts = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+        packed = {
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+        yield f"short packed {longest}", call(torch.bfloat16, 240, 241, 64, B=1, sinks=None, **packed)
     yield "short 128 32 of many", call(torch.float16, 128, 128, 32, B=80, sinks=None)
     yield (
         "short 70 128 padded",

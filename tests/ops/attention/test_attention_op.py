@@ -42,6 +42,10 @@ FEATURES = {
         B=1, T=70, S=64, H=4, H_kv=2, lengths=((21, 7, 33), (21, 10, 24)), mask="float32", mask_dims="s",
         dropout_p=0.2, sinks=True, soft_cap=3.0, window=(9, 2),
     ),
+    "packed_grouped": Spec(
+        B=1, T=190, S=205, H=4, H_kv=2, causal=BOTTOM_RIGHT, lengths=((60, 7, 0, 121), (70, 10, 4, 120)),
+        dropout_p=0.2,
+    ),
     "packed_one_bias": Spec(B=1, T=64, S=64, lengths=((21, 43), (21, 43)), mask="float32", mask_dims="h"),
     "packed_bias": Spec(B=1, T=64, S=64, lengths=((21, 30), (21, 30)), mask="float32", mask_dims="hts"),
     "no_keys": Spec(S=0, T=5),

@@ -26,15 +26,23 @@ ShortAttention arguments(const fuseline_attention& call) {
   a.q = tensor(call.q, call.q_strides);
   a.k = tensor(call.k, call.k_strides);
   a.v = tensor(call.v, call.v_strides);
-  a.problems = int(call.batch * call.heads);
+  const bool packed = call.cu_seqlens_q != nullptr;
+  a.problems = int((packed ? call.sequences : call.batch) * call.heads);
   a.heads = divisor_of(unsigned(call.heads)), a.group = divisor_of(unsigned(call.heads / call.kv_heads));
-  a.seqlen_q = int(call.seqlen_q), a.seqlen_k = int(call.seqlen_k), a.head_dim = int(call.head_dim);
+  a.seqlen_q = int(packed ? call.max_seqlen_q : call.seqlen_q);
+  a.seqlen_k = int(packed ? call.max_seqlen_k : call.seqlen_k), a.head_dim = int(call.head_dim);
+  if (packed) {
+    a.starts_q = call.cu_seqlens_q, a.starts_k = call.cu_seqlens_k, a.sequences = int(call.sequences);
+    a.total_q = int(call.seqlen_q), a.total_k = int(call.seqlen_k);
+    a.bottom_right = call.causal == FUSELINE_CAUSAL_BOTTOM_RIGHT;
+    a.q.batch = a.k.batch = a.v.batch = 0;  // sequences lie behind each other
+  }
   a.scale = float(call.softmax_scale);
   a.dropout = dropout_of(call.seed, call.dropout);
   a.mask = call.mask, a.mask_kind = call.mask_kind;
   std::copy(call.mask_strides, call.mask_strides + 3, a.mask_strides);
   a.mask_step = int(call.mask_strides[3]);
-  const int64_t shift = call.causal == FUSELINE_CAUSAL_BOTTOM_RIGHT ? call.seqlen_k - call.seqlen_q : 0;
+  const int64_t shift = call.causal == FUSELINE_CAUSAL_BOTTOM_RIGHT && !packed ? call.seqlen_k - call.seqlen_q : 0;
   const int64_t right = call.causal == FUSELINE_CAUSAL_NONE ? call.window_right : 0;
   const auto reach = [](int64_t window) { return std::min<int64_t>(window < 0 ? 4 * kLongest : window, 4 * kLongest); };
   a.first = int(shift - reach(call.window_left)), a.last = int(shift + reach(right));
@@ -54,16 +62,29 @@ bool has_room(const ShortAttention& a, bool backward) {
   });
 }
 
+// Whether packed sequences are of a kind that these kernels take.
+bool packs(const fuseline_attention& call) {
+  constexpr int64_t kMostRows = int64_t(1) << 30;
+  Device device;
+  const bool both = call.cu_seqlens_q && call.cu_seqlens_k && call.batch == 1 && call.sequences >= 1;
+  return both && call.mask_kind == FUSELINE_MASK_NONE && call.seqlen_q <= kMostRows && call.seqlen_k <= kMostRows &&
+         current_device(device) == cudaSuccess &&
+         (device.warpgroups || std::max(call.max_seqlen_q, call.max_seqlen_k) <= kPackedWarps);
+}
+
 bool fits(const fuseline_attention& call, bool backward) {
   const int64_t heads = call.heads, kv_heads = call.kv_heads;
-  const bool lengths = call.seqlen_q >= 1 && call.seqlen_q <= kLongest && call.seqlen_k >= 1 && call.seqlen_k <= kLongest;
+  const bool packed = call.cu_seqlens_q || call.cu_seqlens_k;
+  if (packed && !packs(call)) return false;
+  const auto length = [](int64_t rows) { return rows >= 1 && rows <= kLongest; };
+  const bool lengths = length(packed ? call.max_seqlen_q : call.seqlen_q) && length(packed ? call.max_seqlen_k : call.seqlen_k);
   const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
   const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
-                        call.batch <= kMostProblems / heads;
+                        (packed ? call.sequences : call.batch) <= kMostProblems / heads;
   const bool dtype = call.dtype == FUSELINE_FLOAT16 || call.dtype == FUSELINE_BFLOAT16;
   const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
                     (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
-  const bool plain = call.soft_cap == 0 && !call.sinks && !call.cu_seqlens_q && !call.cu_seqlens_k;
+  const bool plain = call.soft_cap == 0 && !call.sinks;
   return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
          has_room(arguments(call), backward);
 }
@@ -73,7 +94,8 @@ size_t counter_bytes(const fuseline_attention& call) {
   constexpr int64_t kFewTurns = 4, kRowsAtOnce = 256;  // of queries, on a multiprocessor
   Device device;
   if (current_device(device) != cudaSuccess) return 0;
-  const int64_t rows = call.batch * call.heads * std::max(call.seqlen_q, call.seqlen_k);
+  const ShortAttention a = arguments(call);
+  const int64_t rows = int64_t(a.problems) * std::max(a.seqlen_q, a.seqlen_k);
   return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(Counter) : 0;
 }
 
@@ -96,6 +118,7 @@ int forward(const fuseline_attention& call, void* stream) {
   if (error != cudaSuccess) return int(error);
   ShortAttention a = arguments(call);
   a.out = tensor(call.out, call.out_strides);
+  if (a.starts_q != nullptr) a.out.batch = 0;
   a.lse = call.lse;
   if (counter_bytes(call) > 0) a.counter = static_cast<Counter*>(call.workspace);
   if (is_longest(a)) {
@@ -134,6 +157,9 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
     if (grad_k.at) a.grad_k = {scratch, call.heads * head, head, row};
     if (grad_v.at) a.grad_v = {scratch + grouped, call.heads * head, head, row};
     scratch += 2 * grouped;
+  }
+  for (ShortTensor* tensor : {&a.grad_out, &a.grad_q, &a.grad_k, &a.grad_v}) {
+    if (a.starts_q != nullptr) tensor->batch = 0;
   }
   if (counter_bytes(call) > 0) a.counter = reinterpret_cast<Counter*>(scratch);
   int code = FUSELINE_UNSUPPORTED;

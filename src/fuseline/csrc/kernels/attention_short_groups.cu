@@ -51,8 +51,10 @@ __global__ void __launch_bounds__(kThreads) sum_groups(const __grid_constant__ G
 int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype, void* stream) {
   Groups g{};
   g.from = from.at, g.to = to;
-  g.group = int(a.group.by), g.kv_heads = int(a.heads.by / a.group.by), g.rows = a.seqlen_k, g.head_dim = a.head_dim;
-  g.vectors = int64_t(a.problems / g.group) * g.rows * (g.head_dim / 8);
+  const bool packed = a.starts_k != nullptr;
+  g.group = int(a.group.by), g.kv_heads = int(a.heads.by / a.group.by), g.head_dim = a.head_dim;
+  g.rows = packed ? a.total_k : a.seqlen_k;
+  g.vectors = int64_t((packed ? int(a.heads.by) : a.problems) / g.group) * g.rows * (g.head_dim / 8);
   const int64_t blocks = divide_up(g.vectors, kThreads);
   if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   const auto on = static_cast<cudaStream_t>(stream);

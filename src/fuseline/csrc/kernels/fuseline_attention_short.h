@@ -11,7 +11,8 @@ extern "C" {
 #endif
 
 /* Whether these kernels take the call: 16-bit dtypes, both lengths 1 .. 128, head dims 8 .. 128 by 8, a positive scale,
- * no soft cap, sinks or packed sequences. `backward`: and its gradients. */
+ * no soft cap or sinks. Of packed sequences each has such lengths, there is no mask, and the device is Hopper if one is
+ * longer than 64. `backward`: and its gradients. */
 FUSELINE_API int fuseline_attention_short_fits(const fuseline_attention* call, int backward);
 
 /* Bytes of scratch for workspace, of the call or its gradients; may be 0. Without it calls go slower, and gradients with

@@ -1,7 +1,8 @@
 // Attention over short sequences: what the forward and the backward share.
 //
 // A block takes one (batch, head) problem after another, of up to kS queries and kS keys, each whole in shared memory. It
-// has a warp for every 16 queries. Elements outside of the problem are zeros there, and hidden from the softmax.
+// has a warp for every 16 queries. Elements outside of the problem are zeros there, and hidden from the softmax. Of packed
+// calls (kPacked, with no mask) a problem is a head of a sequence, and asks for where that starts whenever it is wanted.
 #pragma once
 
 #include "../fuseline_attention.h"
@@ -50,6 +51,9 @@ struct ShortAttention {
   int problems;
   Divisor heads, group;  // group: query heads that share a head of keys
   int seqlen_q, seqlen_k, head_dim;
+  const int32_t *starts_q, *starts_k;  // of packed sequences, or null; seqlen_q and seqlen_k are those of the longest
+  int sequences, total_q, total_k;     // of these, and the rows and keys of all
+  bool bottom_right;                   // the last row of a packed sequence sees all its keys
   int first, last;  // row t sees keys t + first .. t + last
   int mask_kind;
   bool bounded;  // first or last hide something
@@ -162,14 +166,43 @@ __device__ __forceinline__ void store_pair(uint32_t at, int one, int two) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(one), "r"(two) : "memory");
 }
 
-// Starts the copies of one problem's rows into a tile.
+// Where a problem's rows and keys start, how many they are, and how far its diagonal is shifted.
+struct Extent {
+  int first_row, rows, first_key, keys, shift;
+};
+
+__device__ __forceinline__ int start_of(const int32_t* starts, unsigned sequence) {
+  int start;  // asked for anew, not held
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(start) : "l"(starts + sequence));
+  return start;
+}
+
+template <bool kPacked>
+__device__ __forceinline__ Extent extent_of(const ShortAttention& a, int problem) {
+  if constexpr (!kPacked) return {0, a.seqlen_q, 0, a.seqlen_k, 0};
+  const unsigned sequence = a.heads.divide(problem);
+  const int row = start_of(a.starts_q, sequence), key = start_of(a.starts_k, sequence);
+  const int rows = min(start_of(a.starts_q, sequence + 1) - row, a.seqlen_q);
+  const int keys = min(start_of(a.starts_k, sequence + 1) - key, a.seqlen_k);
+  return {row, rows, key, keys, a.bottom_right ? keys - rows : 0};
+}
+
+// Of a problem's first row in lse.
+template <bool kPacked>
+__device__ __forceinline__ int64_t statistic_of(const ShortAttention& a, int problem, const Extent& extent) {
+  if constexpr (!kPacked) return int64_t(problem) * a.seqlen_q;
+  return int64_t(head_of(a, problem).head) * a.total_q + extent.first_row;
+}
+
+// Starts the copies of one problem's rows into a tile, from row `start` of the tensor on.
 template <class T, int kS, class To>
-__device__ __forceinline__ void fetch(const To& to, const ShortTensor& tensor, const Head& at, int rows, int head_dim) {
+__device__ __forceinline__ void fetch(const To& to, const ShortTensor& tensor, const Head& at, int start, int rows,
+                                      int head_dim) {
   constexpr int kChunks = To::kChunks, kStep = 2 * kS / kChunks;
   const unsigned thread = thread_number();
   const int chunk = thread % kChunks, first = thread / kChunks;
   const bool inside = chunk * 8 < head_dim;
-  const T* from = rows_of<const T>(tensor, at) + first * tensor.row + chunk * 8;
+  const T* from = rows_of<const T>(tensor, at) + (start + first) * tensor.row + chunk * 8;
 #pragma unroll
   for (int i = 0; i < kS / kStep; ++i) {
     const int row = first + i * kStep;
@@ -204,9 +237,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int quad) {
 // The warp's 16 rows of a product, times a factor a row, to memory: 16 bytes a lane, 64 of a row together.
 template <class T, int kD>
 __device__ __forceinline__ void store_rows(const float (&sums)[kD / 8][4], float factor, float factor8,
-                                           const ShortTensor& tensor, const ShortAttention& a, int problem, int rows,
-                                           const Place& place) {
-  T* const to = rows_of<T>(tensor, head_of(a, problem));
+                                           const ShortTensor& tensor, const ShortAttention& a, int problem, int start,
+                                           int rows, const Place& place) {
+  T* const to = rows_of<T>(tensor, head_of(a, problem)) + start * tensor.row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = place.row + place.group + 8 * half;
@@ -225,6 +258,19 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kD / 8][4], float
         *reinterpret_cast<uint4*>(start + 32 * i) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
+  }
+}
+
+// Zeros for the rows behind the last packed sequence: those of `from` .. `to`, of every head.
+template <class T>
+__device__ __forceinline__ void clear_behind(const ShortAttention& a, const ShortTensor& tensor, int from, int to) {
+  if (tensor.at == nullptr) return;
+  const int vectors = a.head_dim / 8;
+  const int64_t count = int64_t(to - from) * a.heads.by * vectors;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t line = i / vectors;
+    T* const row = static_cast<T*>(tensor.at) + line % a.heads.by * tensor.head + (from + line / a.heads.by) * tensor.row;
+    *reinterpret_cast<uint4*>(row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
   }
 }
 

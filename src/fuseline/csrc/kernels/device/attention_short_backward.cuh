@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const
 // ---- kernel ----
 
 // kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
-template <class T, int kS, int kD, bool kSkips>
+template <class T, int kS, int kD, bool kSkips, bool kPacked>
 __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
@@ -72,44 +72,52 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     return Tile<kD>{base + (kAheadGrad && turns.odd() != ahead ? 5 : 3) * kTile};
   };
   const Tile<kS> room{base + (4 + kAheadQ + kAheadGrad) * kTile}, grad_room{room.base + (kOneRoom<kS> ? 0 : kRoom)};
-  const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem, int rows) {
-    if (problem < a.problems) fetch<T, kS>(to, tensor, head_of(a, problem), rows, a.head_dim);
+  const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(to, tensor, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+    }
     commit_copies();
   };
   const auto fetch_keys = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
-    if (problem < a.problems) fetch<T, kS>(to, tensor, keys_of(a, problem), a.seqlen_k, a.head_dim);
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(to, tensor, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+    }
     commit_copies();
   };
+  const auto extent = [&] { return extent_of<kPacked>(a, turns.problem()); };
   wait_for_earlier();
   fetch_keys(k, a.k, blockIdx.x);
   fetch_keys(v, a.v, blockIdx.x);
-  fetch_one(grad_out(), a.grad_out, blockIdx.x, a.seqlen_q);
-  fetch_one(q(), a.q, blockIdx.x, a.seqlen_q);
+  fetch_one(grad_out(), a.grad_out, blockIdx.x);
+  fetch_one(q(), a.q, blockIdx.x);
   turns.begin(a);
   blocks.begin(a, Place::here<kS>());
   let_next_start();
+  if constexpr (kPacked) clear_gradients_behind<T>(a);
   do {
     wait_for_all();
     meet<kS>();
     const int asked = turns.ask(a);
-    if constexpr (kAheadQ) fetch_one(q(true), a.q, turns.next(), a.seqlen_q);
-    if constexpr (kAheadGrad) fetch_one(grad_out(true), a.grad_out, turns.next(), a.seqlen_q);
+    if constexpr (kAheadQ) fetch_one(q(true), a.q, turns.next());
+    if constexpr (kAheadGrad) fetch_one(grad_out(true), a.grad_out, turns.next());
     uint32_t grad_s[kS / 16][4];
     {
       float p[kS / 8][4];
       multiply_rows<T, kD, kS, kSkips>(p, q(), k, blocks.keys(Place::here<kS>()), Place::here<kS>());
       turns.answer(a, asked);
-      const RowSums sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
+      const RowSums sums = exponentials<T, kS, kSkips, (kS < kLongest), kPacked>(p, a, turns.problem(), extent(), Place::here<kS>());
       normalize<T, kS>(p, sums, grad_s);
       if (a.dropout.seed) {
         uint32_t kept[2];
-        kept_by_dropout<kS>(kept, a, turns.problem(), Place::here<kS>());
+        kept_by_dropout<kS, kPacked>(kept, a, turns.problem(), extent(), Place::here<kS>());
         mark<kS>(grad_s, kept);
       }
       leave<kS>(grad_s, room, Place::here<kS>());  // p
       __syncwarp();
       float grad_lse[2] = {0.f, 0.f};
-      if (a.grad_lse) load_rows(grad_lse, a, turns.problem(), Place::here<kS>());
+      if (a.grad_lse) load_rows<kPacked>(grad_lse, a, turns.problem(), extent(), Place::here<kS>());
       const uint32_t seen = blocks.keys(Place::here<kS>());
       multiply_rows<T, kD, kS, kSkips>(p, grad_out(), v, seen, Place::here<kS>());  // the gradient of p
       if (a.dropout.seed) {
@@ -120,9 +128,12 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     }
     if constexpr (!kOneRoom<kS>) leave<kS>(grad_s, grad_room, Place::here<kS>());
     float sums[kD / 8][4];
+    const auto store_problem = [&](const ShortTensor& tensor, float factor, int start, int rows) {
+      store_rows<T, kD>(sums, factor, factor, tensor, a, turns.problem(), start, rows, Place::here<kS>());
+    };
     if (a.grad_q.at) {
       multiply_held<T, kS, kD, kSkips>(sums, grad_s, k, blocks.keys(Place::here<kS>()), Place::here<kS>());
-      store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, turns.problem(), a.seqlen_q, Place::here<kS>());
+      store_problem(a.grad_q, a.scale, extent().first_row, extent().rows);
     }
     meet<kS>();
     fetch_keys(k, a.k, turns.next());
@@ -131,11 +142,11 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
       const float factor = a.dropout.seed ? a.dropout.scale : 1.f;
       const uint32_t seen = blocks.rows(Place::here<kS>());
       multiply_columns<T, kS, kD, kSkips>(sums, room, grad_out(), a.dropout.seed, seen, Place::here<kS>());
-      store_rows<T, kD>(sums, factor, factor, a.grad_v, a, turns.problem(), a.seqlen_k, Place::here<kS>());
+      store_problem(a.grad_v, factor, extent().first_key, extent().keys);
     }
     if constexpr (kOneRoom<kS>) {
       meet<kS>();
-      if constexpr (!kAheadGrad) fetch_one(grad_out(), a.grad_out, turns.next(), a.seqlen_q);
+      if constexpr (!kAheadGrad) fetch_one(grad_out(), a.grad_out, turns.next());
       leave<kS>(grad_s, grad_room, Place::here<kS>());
       meet<kS>();
     }
@@ -145,10 +156,10 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
     }
     if constexpr (!kAheadQ) {
       meet<kS>();
-      fetch_one(grad_out(), a.grad_out, turns.next(), a.seqlen_q);
-      fetch_one(q(), a.q, turns.next(), a.seqlen_q);
+      fetch_one(grad_out(), a.grad_out, turns.next());
+      fetch_one(q(), a.q, turns.next());
     }
-    if (a.grad_k.at) store_rows<T, kD>(sums, a.scale, a.scale, a.grad_k, a, turns.problem(), a.seqlen_k, Place::here<kS>());
+    if (a.grad_k.at) store_problem(a.grad_k, a.scale, extent().first_key, extent().keys);
     turns.advance();
   } while (turns.problem() < a.problems);
 }
@@ -159,11 +170,17 @@ template <class T, int kS>
 int backward_of(const ShortAttention& a, const Device& device, void* stream) {
   return with_head_dim(a.head_dim, [&](auto head_dim) {
     constexpr int kD = decltype(head_dim)::value, kBytes = kBackwardBytes<kS, kD>;
-    constexpr bool kCounts = kBackwardCounts<kS, kD>;
-    if constexpr (kS == kLongest) {
-      if (skips(a)) return launch_problems(short_backward<T, kS, kD, true>, a, 2 * kS, kBytes, kCounts, device, stream);
+    const auto launch = [&](void (*kernel)(ShortAttention)) {
+      return launch_problems(kernel, a, 2 * kS, kBytes, kBackwardCounts<kS, kD>, device, stream);
+    };
+    if (a.starts_q != nullptr) {
+      if constexpr (kS == kPackedWarps) return launch(short_backward<T, kS, kD, false, true>);
+      return int(FUSELINE_UNSUPPORTED);
     }
-    return launch_problems(short_backward<T, kS, kD, false>, a, 2 * kS, kBytes, kCounts, device, stream);
+    if constexpr (kS == kLongest) {
+      if (skips(a)) return launch(short_backward<T, kS, kD, true, false>);
+    }
+    return launch(short_backward<T, kS, kD, false, false>);
   });
 }
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ void take_off_marked(const Panels<kLongest, kLongest>
 
 // ---- kernel ----
 
-template <class T, int kD>
+template <class T, int kD, bool kPacked>
 __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_warpgroups(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kS = kLongest, kTile = kS * kD * 2;
@@ -39,13 +39,20 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
   const auto grad_out = [&](bool ahead = false) { return Rows{base + (kAheadGrad && turns.odd() != ahead ? 5 : 3) * kTile}; };
   const Panels<kS, kS> room{base + (5 + kAheadGrad) * kTile};  // p, and then grad_s
   const auto fetch_one = [&](const Rows& to, const ShortTensor& tensor, int problem) {
-    if (problem < a.problems) fetch<T, kS>(to, tensor, head_of(a, problem), a.seqlen_q, a.head_dim);
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(to, tensor, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+    }
     commit_copies();
   };
   const auto fetch_keys = [&](const Rows& to, const ShortTensor& tensor, int problem) {
-    if (problem < a.problems) fetch<T, kS>(to, tensor, keys_of(a, problem), a.seqlen_k, a.head_dim);
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(to, tensor, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+    }
     commit_copies();
   };
+  const auto extent = [&] { return extent_of<kPacked>(a, turns.problem()); };
   // What the block's threads have stored or copied is there for the products of all.
   const auto show = [] {
     show_to_copies();
@@ -58,6 +65,7 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
   fetch_one(q(), a.q, blockIdx.x);
   turns.begin(a);
   let_next_start();
+  if constexpr (kPacked) clear_gradients_behind<T>(a);
   do {
     wait_for_all();
     show();
@@ -69,17 +77,17 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
       float p[kS / 8][4];
       multiply_rows<T, kD>(p, q(), k);
       turns.answer(a, asked);
-      const RowSums sums = exponentials<T, kS, false, true>(p, a, turns.problem(), place_of_group());
+      const RowSums sums = exponentials<T, kS, false, true, kPacked>(p, a, turns.problem(), extent(), place_of_group());
       normalize<T, kS>(p, sums, grad_s);
       if (a.dropout.seed) {
         uint32_t kept[2];
-        kept_by_dropout<kS>(kept, a, turns.problem(), place_of_group());
+        kept_by_dropout<kS, kPacked>(kept, a, turns.problem(), extent(), place_of_group());
         mark<kS>(grad_s, kept);
       }
       leave<kS>(grad_s, room, place_of_group());  // p
       __syncwarp();
       float grad_lse[2] = {0.f, 0.f};
-      if (a.grad_lse) load_rows(grad_lse, a, turns.problem(), place_of_group());
+      if (a.grad_lse) load_rows<kPacked>(grad_lse, a, turns.problem(), extent(), place_of_group());
       multiply_rows<T, kD>(p, grad_out(), v);  // the gradient of p
       if (a.dropout.seed) {
         through_softmax<T, kS, true>(p, grad_s, grad_lse, room, a.dropout.scale, place_of_group());
@@ -89,9 +97,12 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
       }
     }
     float sums[kD / 8][4];
+    const auto store_problem = [&](const ShortTensor& tensor, float factor, int start, int rows) {
+      store_rows<T, kD>(sums, factor, factor, tensor, a, turns.problem(), start, rows, place_of_group());
+    };
     if (a.grad_q.at) {
       multiply_held<T, kD>(sums, grad_s, k);
-      store_rows<T, kD>(sums, a.scale, a.scale, a.grad_q, a, turns.problem(), a.seqlen_q, place_of_group());
+      store_problem(a.grad_q, a.scale, extent().first_row, extent().rows);
     }
     show();
     fetch_keys(k, a.k, turns.next());
@@ -99,7 +110,7 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
     if (a.grad_v.at) {
       const float factor = a.dropout.seed ? a.dropout.scale : 1.f;
       multiply_columns<T, kD>(sums, room, grad_out());
-      store_rows<T, kD>(sums, factor, factor, a.grad_v, a, turns.problem(), a.seqlen_k, place_of_group());
+      store_problem(a.grad_v, factor, extent().first_key, extent().keys);
     }
     __syncthreads();
     if constexpr (!kAheadGrad) fetch_one(grad_out(), a.grad_out, turns.next());
@@ -107,7 +118,7 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
     show();
     if (a.grad_k.at) {
       multiply_columns<T, kD>(sums, room, q());
-      store_rows<T, kD>(sums, a.scale, a.scale, a.grad_k, a, turns.problem(), a.seqlen_k, place_of_group());
+      store_problem(a.grad_k, a.scale, extent().first_key, extent().keys);
     }
     turns.advance();
   } while (turns.problem() < a.problems);
@@ -119,7 +130,8 @@ template <class T>
 int backward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
   return with_head_dim(a.head_dim, [&](auto head_dim) {
     constexpr int kD = decltype(head_dim)::value;
-    return launch_warpgroups(short_backward_warpgroups<T, kD>, a, kBackwardBytes<kLongest, kD>, device, stream);
+    const auto kernel = a.starts_q ? short_backward_warpgroups<T, kD, true> : short_backward_warpgroups<T, kD, false>;
+    return launch_warpgroups(kernel, a, kBackwardBytes<kLongest, kD>, device, stream);
   });
 }
 

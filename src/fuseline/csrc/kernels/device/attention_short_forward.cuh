@@ -20,7 +20,7 @@ constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24
 // ---- kernel ----
 
 // kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
-template <class T, int kS, int kD, bool kSkips>
+template <class T, int kS, int kD, bool kSkips, bool kPacked>
 __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     short_forward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
@@ -29,15 +29,20 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
   const Tile<kD> q{base}, k{base + kTile}, v{base + 2 * kTile};
   const auto fetch_scores = [&](int problem) {
     if (problem < a.problems) {
-      fetch<T, kS>(q, a.q, head_of(a, problem), a.seqlen_q, a.head_dim);
-      fetch<T, kS>(k, a.k, keys_of(a, problem), a.seqlen_k, a.head_dim);
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(q, a.q, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+      fetch<T, kS>(k, a.k, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
     }
     commit_copies();
   };
   const auto fetch_values = [&](int problem) {
-    if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(a, problem), a.seqlen_k, a.head_dim);
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(v, a.v, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+    }
     commit_copies();
   };
+  const auto extent = [&](const Turns& turns) { return extent_of<kPacked>(a, turns.problem()); };
   wait_for_earlier();
   fetch_scores(blockIdx.x);
   fetch_values(blockIdx.x);
@@ -46,6 +51,7 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
   turns.begin(a);
   blocks.begin(a, Place::here<kS>());
   let_next_start();
+  if constexpr (kPacked) clear_out_behind<T>(a);
   do {
     wait_for_oldest(2);
     meet<kS>();
@@ -55,8 +61,8 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     {
       float p[kS / 8][4];
       multiply_rows<T, kD, kS, kSkips>(p, q, k, blocks.keys(Place::here<kS>()), Place::here<kS>());
-      sums = exponentials<T, kS, kSkips>(p, a, turns.problem(), Place::here<kS>());
-      pack_kept<T, kS>(p, packed, a, turns.problem(), Place::here<kS>());
+      sums = exponentials<T, kS, kSkips, (kS < kLongest), kPacked>(p, a, turns.problem(), extent(turns), Place::here<kS>());
+      pack_kept<T, kS, kPacked>(p, packed, a, turns.problem(), extent(turns), Place::here<kS>());
     }
     turns.answer(a, asked);
     wait_for_all();
@@ -66,7 +72,7 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>)
     multiply_held<T, kS, kD, kSkips>(out, packed, v, blocks.keys(Place::here<kS>()), Place::here<kS>());
     meet<kS>();
     fetch_values(turns.next());
-    store_out<T, kD>(out, sums, a, turns.problem(), Place::here<kS>());
+    store_out<T, kD, kPacked>(out, sums, a, turns.problem(), extent(turns), Place::here<kS>());
     turns.advance();
   } while (turns.problem() < a.problems);
 }
@@ -78,11 +84,17 @@ int forward_of(const ShortAttention& a, const Device& device, void* stream) {
   return with_length(a, [&](auto length) {
     return with_head_dim(a.head_dim, [&](auto head_dim) {
       constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
-      constexpr bool kCounts = kForwardCounts<kS, kD>;
-      if constexpr (kS == kLongest) {
-        if (skips(a)) return launch_problems(short_forward<T, kS, kD, true>, a, 2 * kS, kBytes, kCounts, device, stream);
+      const auto launch = [&](void (*kernel)(ShortAttention)) {
+        return launch_problems(kernel, a, 2 * kS, kBytes, kForwardCounts<kS, kD>, device, stream);
+      };
+      if (a.starts_q != nullptr) {
+        if constexpr (kS == kPackedWarps) return launch(short_forward<T, kS, kD, false, true>);
+        return int(FUSELINE_UNSUPPORTED);
       }
-      return launch_problems(short_forward<T, kS, kD, false>, a, 2 * kS, kBytes, kCounts, device, stream);
+      if constexpr (kS == kLongest) {
+        if (skips(a)) return launch(short_forward<T, kS, kD, true, false>);
+      }
+      return launch(short_forward<T, kS, kD, false, false>);
     });
   });
 }

@@ -8,7 +8,7 @@ namespace fuseline::short_attention {
 
 // ---- kernel ----
 
-template <class T, int kD>
+template <class T, int kD, bool kPacked>
 __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kS = kLongest, kTile = kS * kD * 2;
@@ -17,21 +17,27 @@ __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(cons
   const Rows q{base}, k{base + kTile}, v{base + 2 * kTile};
   const auto fetch_scores = [&](int problem) {
     if (problem < a.problems) {
-      fetch<T, kS>(q, a.q, head_of(a, problem), a.seqlen_q, a.head_dim);
-      fetch<T, kS>(k, a.k, keys_of(a, problem), a.seqlen_k, a.head_dim);
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(q, a.q, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+      fetch<T, kS>(k, a.k, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
     }
     commit_copies();
   };
   const auto fetch_values = [&](int problem) {
-    if (problem < a.problems) fetch<T, kS>(v, a.v, keys_of(a, problem), a.seqlen_k, a.head_dim);
+    if (problem < a.problems) {
+      const Extent extent = extent_of<kPacked>(a, problem);
+      fetch<T, kS>(v, a.v, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+    }
     commit_copies();
   };
+  const auto extent = [&](const Turns& turns) { return extent_of<kPacked>(a, turns.problem()); };
   wait_for_earlier();
   fetch_scores(blockIdx.x);
   fetch_values(blockIdx.x);
   Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
   turns.begin(a);
   let_next_start();
+  if constexpr (kPacked) clear_out_behind<T>(a);
   do {
     wait_for_oldest(2);
     show_to_copies();
@@ -42,8 +48,8 @@ __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(cons
     {
       float p[kS / 8][4];
       multiply_rows<T, kD>(p, q, k);
-      sums = exponentials<T, kS, false, true>(p, a, turns.problem(), place_of_group());
-      pack_kept<T, kS>(p, packed, a, turns.problem(), place_of_group());
+      sums = exponentials<T, kS, false, true, kPacked>(p, a, turns.problem(), extent(turns), place_of_group());
+      pack_kept<T, kS, kPacked>(p, packed, a, turns.problem(), extent(turns), place_of_group());
     }
     turns.answer(a, asked);
     wait_for_all();
@@ -54,8 +60,7 @@ __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(cons
     multiply_held<T, kD>(out, packed, v);
     __syncthreads();
     fetch_values(turns.next());
-    const Place place = place_of_group();
-    store_out<T, kD>(out, sums, a, turns.problem(), place);
+    store_out<T, kD, kPacked>(out, sums, a, turns.problem(), extent(turns), place_of_group());
     turns.advance();
   } while (turns.problem() < a.problems);
 }
@@ -66,7 +71,8 @@ template <class T>
 int forward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
   return with_head_dim(a.head_dim, [&](auto head_dim) {
     constexpr int kD = decltype(head_dim)::value;
-    return launch_warpgroups(short_forward_warpgroups<T, kD>, a, kForwardBytes<kLongest, kD>, device, stream);
+    const auto kernel = a.starts_q ? short_forward_warpgroups<T, kD, true> : short_forward_warpgroups<T, kD, false>;
+    return launch_warpgroups(kernel, a, kForwardBytes<kLongest, kD>, device, stream);
   });
 }
 

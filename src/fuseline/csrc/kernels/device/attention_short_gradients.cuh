@@ -60,12 +60,13 @@ __device__ __forceinline__ void leave(const uint32_t (&packed)[kS / 16][4], cons
 #endif
 }
 
-__device__ __forceinline__ void load_rows(float (&grad_lse)[2], const ShortAttention& a, int problem,
+template <bool kPacked>
+__device__ __forceinline__ void load_rows(float (&grad_lse)[2], const ShortAttention& a, int problem, const Extent& extent,
                                           const Place& place) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = place.row + place.group + 8 * half;
-    if (row < a.seqlen_q) grad_lse[half] = a.grad_lse[int64_t(problem) * a.seqlen_q + row];
+    if (row < extent.rows) grad_lse[half] = a.grad_lse[statistic_of<kPacked>(a, problem, extent) + row];
   }
 }
 
@@ -109,6 +110,15 @@ __device__ __forceinline__ void through_softmax(float (&grad_p)[kS / 8][4], uint
       grad_s[k][w] = pack_pair<T>(p.x * (grads[w % 2 * 2] - delta[w % 2]), p.y * (grads[w % 2 * 2 + 1] - delta[w % 2]));
     }
   }
+}
+
+// Zeros in the gradients of what no packed sequence has.
+template <class T>
+__device__ __forceinline__ void clear_gradients_behind(const ShortAttention& a) {
+  const int key = start_of(a.starts_k, a.sequences);
+  clear_behind<T>(a, a.grad_q, start_of(a.starts_q, a.sequences), a.total_q);
+  clear_behind<T>(a, a.grad_k, key, a.total_k);
+  clear_behind<T>(a, a.grad_v, key, a.total_k);
 }
 
 }  // namespace fuseline::short_attention

@@ -32,6 +32,9 @@ constexpr bool kForwardCounts = kS * kD >= 2048;
 template <int kS, int kD>
 constexpr bool kBackwardCounts = kS * kD >= 1024;
 
+// Packed sequences of up to this have products of warps; longer ones those of warpgroups alone.
+constexpr int kPackedWarps = 64;
+
 // Call run(std::integral_constant<int, size>{}) with the size of the smallest tiles that hold the problem.
 template <class Run>
 int with_head_dim(int head_dim, Run&& run) {
@@ -42,7 +45,7 @@ int with_head_dim(int head_dim, Run&& run) {
 
 template <class Run>
 int with_length(const ShortAttention& a, Run&& run) {
-  const int length = std::max(a.seqlen_q, a.seqlen_k);
+  const int length = std::max({a.seqlen_q, a.seqlen_k, a.starts_q != nullptr ? kPackedWarps : 1});
   if (length <= 16) return run(std::integral_constant<int, 16>{});
   if (length <= 32) return run(std::integral_constant<int, 32>{});
   if (length <= 64) return run(std::integral_constant<int, 64>{});

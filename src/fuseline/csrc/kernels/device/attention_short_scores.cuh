@@ -83,22 +83,23 @@ __device__ __forceinline__ uint32_t keys_to(int last, int quad) {
 
 // The keys that a row sees by its place.
 template <int kS>
-__device__ __forceinline__ void seen_keys(uint32_t (&kept)[2], const ShortAttention& a, const Place& place) {
+__device__ __forceinline__ void seen_keys(uint32_t (&kept)[2], const ShortAttention& a, const Extent& extent,
+                                          const Place& place) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = place.row + place.group + 8 * half;
-    kept[half] = keys_to<kS>(min(row + a.last, a.seqlen_k - 1), place.quad) & ~keys_to<kS>(row + a.first - 1, place.quad);
+    const int row = place.row + place.group + 8 * half + extent.shift;
+    kept[half] = keys_to<kS>(min(row + a.last, extent.keys - 1), place.quad) & ~keys_to<kS>(row + a.first - 1, place.quad);
   }
 }
 
 // Applies the mask and hides keys; answers what the scores are still to be multiplied with to be powers of two. Of the
 // longest problems those with bounds are kSkips, where kernels that skip are others: else bounds are asked for.
-template <class T, int kS, bool kSkips, bool kAsks = (kS < kLongest)>
+template <class T, int kS, bool kSkips, bool kAsks, bool kPacked>
 __device__ __forceinline__ float apply_mask(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
-                                            const Place& place) {
+                                            const Extent& extent, const Place& place) {
   float factor = a.scale * kLog2E;
-  const bool by_place = kSkips || (kAsks && a.bounded) || a.seqlen_k < kS;
-  if (a.mask_kind > FUSELINE_MASK_BOOL) {
+  const bool by_place = kSkips || (kAsks && a.bounded) || extent.keys < kS;
+  if (!kPacked && a.mask_kind > FUSELINE_MASK_BOOL) {
     const MaskPlace at = mask_place(a, problem, place);
     if (a.mask_kind == FUSELINE_MASK_ADD) {
       add_mask<T, kS>(scores, a, at, factor, place);
@@ -107,10 +108,10 @@ __device__ __forceinline__ float apply_mask(float (&scores)[kS / 8][4], const Sh
     }
     factor = 1.f;
   }
-  if (by_place || a.mask_kind == FUSELINE_MASK_BOOL) {
+  if (by_place || (!kPacked && a.mask_kind == FUSELINE_MASK_BOOL)) {
     uint32_t kept[2] = {~0u, ~0u};
-    if (by_place) seen_keys<kS>(kept, a, place);
-    if (a.mask_kind == FUSELINE_MASK_BOOL) kept_by_mask<kS>(kept, a, mask_place(a, problem, place), place);
+    if (by_place) seen_keys<kS>(kept, a, extent, place);
+    if (!kPacked && a.mask_kind == FUSELINE_MASK_BOOL) kept_by_mask<kS>(kept, a, mask_place(a, problem, place), place);
 #pragma unroll
     for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
@@ -128,10 +129,10 @@ struct RowSums {
 };
 
 // Scores become e^(score - largest of the row); a row that sees nothing is zeros.
-template <class T, int kS, bool kSkips, bool kAsks = (kS < kLongest)>
+template <class T, int kS, bool kSkips, bool kAsks, bool kPacked>
 __device__ __forceinline__ RowSums exponentials(float (&scores)[kS / 8][4], const ShortAttention& a, int problem,
-                                                const Place& place) {
-  const float factor = apply_mask<T, kS, kSkips, kAsks>(scores, a, problem, place);
+                                                const Extent& extent, const Place& place) {
+  const float factor = apply_mask<T, kS, kSkips, kAsks, kPacked>(scores, a, problem, extent, place);
   RowSums sums;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -164,16 +165,18 @@ __device__ __forceinline__ uint32_t kept_of_four(const Dropout& dropout, uint64_
 
 // The elements that dropout keeps, for each of the two rows. Where rows start at multiples of four elements, two lanes
 // share each block of words: the even lane draws those of the even tiles, the odd lane the others, and they exchange.
-template <int kS>
+template <int kS, bool kPacked>
 __device__ __forceinline__ void kept_by_dropout(uint32_t (&kept)[2], const ShortAttention& a, int problem,
-                                                const Place& place) {
+                                                const Extent& extent, const Place& place) {
+  const int all_keys = kPacked ? a.total_k : a.seqlen_k;
   const uint64_t seed = uint64_t(*a.dropout.seed);
   const bool odd = place.quad % 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = (int64_t(problem) * a.seqlen_q + place.row + place.group + 8 * half) * a.seqlen_k;
+    const int64_t row =
+        (statistic_of<kPacked>(a, problem, extent) + place.row + place.group + 8 * half) * all_keys + extent.first_key;
     uint32_t bits = 0;
-    if (a.seqlen_k % 4 == 0) {
+    if ((all_keys | extent.first_key) % 4 == 0) {
 #pragma unroll 1
       for (int j = 0; j < kS / 16; ++j) {
         bits |= kept_of_four(a.dropout, seed, row + 16 * j + 8 * odd + place.quad / 2 * 4) << (4 * j);
@@ -196,9 +199,9 @@ __device__ __forceinline__ void kept_by_dropout(uint32_t (&kept)[2], const Short
 }
 
 // Probabilities as the left side of a product; what dropout drops is zero.
-template <class T, int kS>
+template <class T, int kS, bool kPacked>
 __device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t (&packed)[kS / 16][4],
-                                          const ShortAttention& a, int problem, const Place& place) {
+                                          const ShortAttention& a, int problem, const Extent& extent, const Place& place) {
 #pragma unroll
   for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
@@ -208,7 +211,7 @@ __device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t 
   }
   if (!a.dropout.seed) return;
   uint32_t kept[2];
-  kept_by_dropout<kS>(kept, a, problem, place);
+  kept_by_dropout<kS, kPacked>(kept, a, problem, extent, place);
 #pragma unroll
   for (int i = 0; i < kS / 8; ++i) {
 #pragma unroll
@@ -220,19 +223,31 @@ __device__ __forceinline__ void pack_kept(const float (&p)[kS / 8][4], uint32_t 
 }
 
 // The warp's rows of out, and their lse.
-template <class T, int kD>
+template <class T, int kD, bool kPacked>
 __device__ __forceinline__ void store_out(const float (&out)[kD / 8][4], const RowSums& sums, const ShortAttention& a,
-                                          int problem, const Place& place) {
+                                          int problem, const Extent& extent, const Place& place) {
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = place.row + place.group + 8 * half;
     factor[half] = sums.sum[half] == 0.f ? 0.f : (a.dropout.seed ? a.dropout.scale : 1.f) * fast_reciprocal(sums.sum[half]);
-    if (a.lse && place.quad == 0 && row < a.seqlen_q) {
-      a.lse[int64_t(problem) * a.seqlen_q + row] = sums.log2_sum[half] * kLn2;
+    if (a.lse && place.quad == 0 && row < extent.rows) {
+      a.lse[statistic_of<kPacked>(a, problem, extent) + row] = sums.log2_sum[half] * kLn2;
     }
   }
-  store_rows<T, kD>(out, factor[0], factor[1], a.out, a, problem, a.seqlen_q, place);
+  store_rows<T, kD>(out, factor[0], factor[1], a.out, a, problem, extent.first_row, extent.rows, place);
+}
+
+// What no packed sequence has: zeros in out, and nothing seen.
+template <class T>
+__device__ __forceinline__ void clear_out_behind(const ShortAttention& a) {
+  const int from = start_of(a.starts_q, a.sequences);
+  clear_behind<T>(a, a.out, from, a.total_q);
+  if (a.lse == nullptr) return;
+  const int64_t count = int64_t(a.total_q - from) * a.heads.by;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x) {
+    a.lse[i % a.heads.by * a.total_q + from + i / a.heads.by] = -kInfinity;
+  }
 }
 
 }  // namespace fuseline::short_attention

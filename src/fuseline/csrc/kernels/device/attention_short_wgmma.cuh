@@ -65,15 +65,11 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const
   hold(sums);
 }
 
-// As launch_problems; a device for which there is no machine code is unsupported.
+// As launch_problems; devices for which there is no machine code are unsupported.
 inline int launch_warpgroups(void (*kernel)(ShortAttention), const ShortAttention& a, size_t shared, const Device& device,
                          void* stream) {
   constexpr int kThreads = 2 * kLongest;
-  int count = 0;
-  if (!device.clusters || resident_clusters(kernel, device, kThreads, shared, 1, count) != cudaSuccess) {
-    cudaGetLastError();
-    return FUSELINE_UNSUPPORTED;
-  }
+  if (!device.warpgroups) return FUSELINE_UNSUPPORTED;
   return launch_problems(kernel, a, kThreads, shared, true, device, stream);
 }
 
