@@ -101,15 +101,14 @@ __device__ __forceinline__ HeldSlot<T, kSize, kShifted> take_slot(const unsigned
   return held;
 }
 
-// The weights of this thread's slots, kept in shared memory as they are stored.
+// The weights of this thread's slots, kept in shared memory as they are stored; ones where there are none.
 template <class Kind>
 struct RingWeights {
   static constexpr int kSize = Kind::kSize;
   uint4* at;  // of this thread
-  bool given, fp32;
+  bool fp32;
 
   __device__ __forceinline__ void keep(const NormBackward& a, int slot, int first) const {
-    if (!given) return;
     float weight[kSize];
     weights_of_columns<typename Kind::Y, Kind::kShifted>(a, first, weight);
     if (fp32) {
@@ -124,10 +123,7 @@ struct RingWeights {
   }
 
   __device__ __forceinline__ void take(int slot, float (&weight)[kSize]) const {
-    if (!given) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) weight[i] = 1.f;
-    } else if (fp32) {
+    if (fp32) {
 #pragma unroll
       for (int v = 0; v < kSize / 4; ++v) {
         float part[4];
@@ -140,13 +136,6 @@ struct RingWeights {
     }
   }
 };
-
-// Bytes of a block's weights in shared memory.
-template <class Kind>
-int64_t ring_weights_bytes(const NormBackward& a, int threads) {
-  if (!a.weight) return 0;
-  return int64_t(threads) * Kind::kSlots * Kind::kSize * (a.fp32_weights ? 4 : int(sizeof(typename Kind::Y)));
-}
 
 // A cluster's or block's partial sums of one kind, of which this thread has those of column(slot, i). Those of several
 // groups are added up in shared memory, in fp64.
@@ -239,7 +228,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   Meeting<RingRoom, float2> meeting{room, cluster, rank};
   const RingWeights<Kind> weights{
       reinterpret_cast<uint4*>(behind_ring + kMeetings * room.states.count * sizeof(float2)) + threadIdx.x,
-      a.weight != nullptr, a.fp32_weights || sizeof(Y) == 4};
+      (a.weight && a.fp32_weights) || sizeof(Y) == 4};
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     if (threadIdx.y == 0) weights.keep(a, k, start + k * kStep);
@@ -309,7 +298,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         const unsigned char* const parts = stage_at(before);
         const int x_head = head_of(static_cast<const X*>(a.x), done);
         const int grad_head = head_of(static_cast<const Y*>(a.grad_y), done);
-        const int64_t base = done * a.n;
+        int64_t base = done * a.n;
+        forget(base);  // kept, rather than multiplied anew for each store
 #pragma unroll
         for (int k = 0; k < kSlots; ++k) {
           const int first = start + k * kStep;

@@ -32,7 +32,7 @@ struct RingFamily {
     return int64_t(threads) * slots * kSize * weight_bytes + states + kStatic;
   }
 
-  // `weight_bytes`: of an element, 0 where there are none.
+  // `weight_bytes`: of an element.
   static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, const Device& device) {
     RingPlan plan;
     if (!device.clusters) return plan;
@@ -89,7 +89,7 @@ struct RingFamily {
   // The most blocks of any plan for such rows: wider weights and rows at odd addresses only make clusters larger, or
   // groups fewer.
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
-    const RingPlan ring = plan(rows, n, true, 0, device);
+    const RingPlan ring = plan(rows, n, true, int(sizeof(Y)), device);
     const int64_t most = ring.cluster == 1 && ring.slots > 0 ? std::min<int64_t>(rows, device.processors) : ring.blocks;
     return kPast ? most : std::max<int64_t>(most, Tiles::plan(rows, n, device).blocks);
   }
@@ -100,7 +100,7 @@ struct RingFamily {
       if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
     }
     const bool aligned = in_vectors<kSize>(a);
-    const int weight_bytes = !a.weight ? 0 : a.fp32_weights ? 4 : int(sizeof(Y));
+    const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, device);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
