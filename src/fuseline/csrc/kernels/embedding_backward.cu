@@ -1,0 +1,259 @@
+// The gradients of the tables of y = dropout(table[token] + position_table[position]).
+//
+// Moves: grad_out read once for each table, in the order of the ids, and the gradient written. Limit: HBM bandwidth, for
+// few tokens the launches.
+//
+// Threads: the ids are sorted (radix_sort.cuh, stable), so that what goes to one row of the table stands together; a thread
+// then adds up the columns of one access over kWindow items in a row, in fp32, and writes each sum that begins and ends
+// there. Sums that cross windows are left as fp32 rows, and a second kernel adds those up in order. No atomics on floats:
+// the same bits each run, however often an id comes. Without ids the positions repeat, and a thread adds up the rows of one
+// position.
+
+#include "device/embedding.cuh"
+#include "device/radix_sort.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int kWindow = 32;  // sorted items of a thread
+constexpr int kAhead = 4;    // of them loaded before the first is added
+
+struct TableGradient {
+  const void* grad_out;
+  const uint32_t* keys;
+  const uint32_t* from;
+  void* result;
+  float* heads;  // [windows, n]: what a window adds to a sum that began before it
+  float* tails;  // [windows, n]: what it adds to one that begins in it and goes on
+  uint32_t items, windows, rows;
+  int64_t n;
+  Dropout dropout;
+  Divisor columns;  // accesses in a row
+};
+
+constexpr uint32_t kNoKey = 0xffffffffu;
+
+template <int kWide>
+__device__ __forceinline__ void store_sums(float* at, const float (&sums)[kWide]) {
+  if constexpr (kWide == 1) {
+    *at = sums[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWide; i += 4) {
+      *reinterpret_cast<float4*>(at + i) = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    }
+  }
+}
+
+template <int kWide>
+__device__ __forceinline__ void add_sums(const float* at, float (&sums)[kWide]) {
+  if constexpr (kWide == 1) {
+    sums[0] += *at;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWide; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(at + i);
+      sums[i] += four.x, sums[i + 1] += four.y, sums[i + 2] += four.z, sums[i + 3] += four.w;
+    }
+  }
+}
+
+template <class T, int kWide>
+__global__ void __launch_bounds__(kElementwiseBlock, 3) embedding_window_sums(const TableGradient a) {
+  const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
+  const uint32_t window = a.columns.divide(thread);
+  if (window >= a.windows) return;
+  const int64_t first = int64_t(thread - window * a.columns.value) * kWide;
+  const uint32_t begin = window * kWindow, end = min(begin + kWindow, a.items);
+  const uint64_t seed = seed_of(a.dropout);
+  const uint32_t after = end < a.items ? a.keys[end] : kNoKey;
+  uint32_t current = a.keys[begin];
+  bool began_before = begin > 0 && a.keys[begin - 1] == current;
+  float sums[kWide] = {};
+  const auto flush = [&](bool goes_on) {
+    if (current >= a.rows) return;
+    if (began_before) {
+      store_sums(a.heads + int64_t(window) * a.n + first, sums);
+    } else if (goes_on) {
+      store_sums(a.tails + int64_t(window) * a.n + first, sums);
+    } else {
+      store_wide<T, kWide>(static_cast<T*>(a.result) + int64_t(current) * a.n + first, sums);
+    }
+  };
+  for (uint32_t item = begin; item < end; item += kAhead) {
+    uint32_t keys[kAhead], from[kAhead];
+    Raw<T, kWide> raw[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const bool inside = item + u < end;
+      keys[u] = inside ? a.keys[item + u] : kNoKey;
+      from[u] = inside ? a.from[item + u] : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const T* row = static_cast<const T*>(a.grad_out) + int64_t(from[u]) * a.n + first;
+      if (keys[u] < a.rows) raw[u] = load_wide<T, kWide>(row);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (item + u >= end) continue;
+      if (keys[u] != current) {
+        flush(false);
+        current = keys[u], began_before = false;
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) sums[i] = 0.f;
+      }
+      if (current >= a.rows) continue;
+      float grad[kWide], multiplier[kWide];
+      widen<T, kWide>(raw[u], grad);
+      multipliers(a.dropout, seed, int64_t(from[u]) * a.n + first, multiplier);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) sums[i] = fmaf(grad[i], multiplier[i], sums[i]);
+    }
+  }
+  flush(after == current);
+}
+
+// The sums that cross windows: the thread of the window where one begins adds up its windows in order.
+template <class T, int kWide>
+__global__ void __launch_bounds__(kElementwiseBlock) embedding_join_windows(const TableGradient a) {
+  const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
+  const uint32_t window = a.columns.divide(thread);
+  if (window + 1 >= a.windows) return;
+  const int64_t first = int64_t(thread - window * a.columns.value) * kWide;
+  const uint32_t begin = window * kWindow, end = begin + kWindow;
+  const uint32_t key = a.keys[end - 1];
+  if (key >= a.rows || a.keys[end] != key || (begin > 0 && a.keys[begin - 1] == key)) return;
+  float sums[kWide] = {};
+  add_sums(a.tails + int64_t(window) * a.n + first, sums);
+  bool goes_on = true;
+  for (uint32_t next = window + 1; goes_on; next += kAhead) {
+    // Whether the sum reaches into each window.
+    bool reaches[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) reaches[u] = next + u < a.windows && a.keys[(next + u) * kWindow] == key;
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (reaches[u]) add_sums(a.heads + int64_t(next + u) * a.n + first, sums);
+    }
+    goes_on = reaches[kAhead - 1];
+  }
+  store_wide<T, kWide>(static_cast<T*>(a.result) + int64_t(key) * a.n + first, sums);
+}
+
+struct PositionGradient {
+  const void* grad_out;
+  void* result;
+  int64_t items, period, n;
+  Dropout dropout;
+  Divisor columns;
+};
+
+template <class T, int kWide>
+__global__ void __launch_bounds__(kElementwiseBlock) embedding_position_sums(const PositionGradient a) {
+  const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
+  const uint32_t position = a.columns.divide(thread);
+  if (position >= a.period) return;
+  const int64_t first = int64_t(thread - position * a.columns.value) * kWide;
+  const uint64_t seed = seed_of(a.dropout);
+  float sums[kWide] = {};
+  for (int64_t item = position; item < a.items; item += kAhead * a.period) {
+    Raw<T, kWide> raw[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int64_t at = item + u * a.period;
+      if (at < a.items) raw[u] = load_wide<T, kWide>(static_cast<const T*>(a.grad_out) + at * a.n + first);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int64_t at = item + u * a.period;
+      if (at >= a.items) continue;
+      float grad[kWide], multiplier[kWide];
+      widen<T, kWide>(raw[u], grad);
+      multipliers(a.dropout, seed, at * a.n + first, multiplier);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) sums[i] = fmaf(grad[i], multiplier[i], sums[i]);
+    }
+  }
+  store_wide<T, kWide>(static_cast<T*>(a.result) + int64_t(position) * a.n + first, sums);
+}
+
+// ---- launchers ----
+
+int zero(void* at, int64_t elements, int dtype, void* stream) {
+  const size_t bytes = size_t(elements) * (dtype == FUSELINE_FLOAT32 ? 4 : 2);
+  return int(cudaMemsetAsync(at, 0, bytes, static_cast<cudaStream_t>(stream)));
+}
+
+unsigned blocks_for(int64_t threads) { return unsigned(divide_up(threads, kElementwiseBlock)); }
+
+}  // namespace
+}  // namespace fuseline
+
+size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
+  using namespace fuseline;
+  if (items <= 0 || n <= 0) return 0;
+  const int64_t partials = 2 * divide_up(items, kWindow) * n;
+  return size_t(sort_words(items) + partials) * 4;
+}
+
+int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
+                                void* grad_table, void* workspace, int64_t items, int64_t n, int64_t rows,
+                                const int64_t* seed, double p, int dtype, void* stream) {
+  using namespace fuseline;
+  if (items < 0 || n < 0 || rows < 0 || period < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
+  if (too_many(items, n) || rows >= 0xffffffffll) return int(cudaErrorInvalidConfiguration);
+  if (n == 0 || rows == 0) return 0;
+  int code = zero(grad_table, rows * n, dtype, stream);
+  if (code || items == 0) return code;
+  Sorted sorted{};
+  uint32_t* const words = static_cast<uint32_t*>(workspace);
+  code = run_sort(ids, period, skipped, items, rows, words, sorted, stream);
+  if (code) return code;
+  TableGradient a{};
+  a.grad_out = grad_out, a.keys = sorted.keys, a.from = sorted.from, a.result = grad_table;
+  a.items = uint32_t(items), a.windows = uint32_t(divide_up(items, kWindow)), a.rows = uint32_t(rows), a.n = n;
+  a.heads = reinterpret_cast<float*>(words + sort_words(items)), a.tails = a.heads + a.windows * n;
+  a.dropout = dropout_of(seed, p);
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
+      constexpr int kWide = decltype(wide)::value;
+      a.columns = Divisor(uint32_t(n / kWide));
+      const unsigned blocks = blocks_for(int64_t(a.windows) * a.columns.value);
+      const cudaStream_t on = static_cast<cudaStream_t>(stream);
+      embedding_window_sums<T, kWide><<<blocks, kElementwiseBlock, 0, on>>>(a);
+      if (a.windows > 1) embedding_join_windows<T, kWide><<<blocks, kElementwiseBlock, 0, on>>>(a);
+      return int(cudaGetLastError());
+    });
+  });
+}
+
+int fuseline_embedding_position_backward(const void* grad_out, void* grad_table, int64_t items, int64_t n, int64_t rows,
+                                         int64_t period, const int64_t* seed, double p, int dtype, void* stream) {
+  using namespace fuseline;
+  if (items < 0 || n < 0 || rows < 0 || period < 0 || period > rows) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
+  if (too_many(items, n)) return int(cudaErrorInvalidConfiguration);
+  if (n == 0 || rows == 0) return 0;
+  if (items == 0 || period == 0) return zero(grad_table, rows * n, dtype, stream);
+  const int64_t bytes = period * n * (dtype == FUSELINE_FLOAT32 ? 4 : 2);
+  if (rows > period) {
+    const int code = zero(static_cast<char*>(grad_table) + bytes, (rows - period) * n, dtype, stream);
+    if (code) return code;
+  }
+  PositionGradient a{};
+  a.grad_out = grad_out, a.result = grad_table, a.items = items, a.period = period, a.n = n;
+  a.dropout = dropout_of(seed, p);
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
+      constexpr int kWide = decltype(wide)::value;
+      a.columns = Divisor(uint32_t(n / kWide));
+      embedding_position_sums<T, kWide><<<blocks_for(period * a.columns.value), kElementwiseBlock, 0,
+                                          static_cast<cudaStream_t>(stream)>>>(a);
+      return int(cudaGetLastError());
+    });
+  });
+}
