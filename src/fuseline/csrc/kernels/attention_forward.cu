@@ -7,7 +7,27 @@ namespace fuseline {
 
 template <class T, bool kPlain>
 int launch_forward(const Attention& a, void* stream);
+// The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
+template <class T, bool kPlain>
+int launch_forward_panels(const Attention& a, const Device& device, void* stream);
 
+namespace {
+
+template <class T>
+int launch_forward_of(const Attention& a, void* stream) {
+  constexpr int kNarrow = 32;  // plain calls have narrow tiles for these heads
+  const bool plain = plain_scores(a);
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  if (device.warpgroups && a.call.head_dim <= 128 && !(plain && a.call.head_dim <= kNarrow)) {
+    const int code = plain ? launch_forward_panels<T, true>(a, device, stream)
+                           : launch_forward_panels<T, false>(a, device, stream);
+    if (code != FUSELINE_UNSUPPORTED) return code;
+  }
+  return plain ? launch_forward<T, true>(a, stream) : launch_forward<T, false>(a, stream);
+}
+
+}  // namespace
 }  // namespace fuseline
 
 using namespace fuseline;
@@ -25,12 +45,11 @@ int fuseline_attention_forward(const fuseline_attention* call, void* stream) {
   }
   const Attention a = attention_of(c);
   if (split_workspace(c) != 0) return launch_split(a, stream);
-  const bool plain = plain_scores(a);
   switch (c.dtype) {
     case FUSELINE_FLOAT16:
-      return plain ? launch_forward<__half, true>(a, stream) : launch_forward<__half, false>(a, stream);
+      return launch_forward_of<__half>(a, stream);
     case FUSELINE_BFLOAT16:
-      return plain ? launch_forward<__nv_bfloat16, true>(a, stream) : launch_forward<__nv_bfloat16, false>(a, stream);
+      return launch_forward_of<__nv_bfloat16>(a, stream);
     default:
       return launch_forward<float, false>(a, stream);
   }

@@ -9,17 +9,6 @@
 
 namespace fuseline {
 
-// The number of this thread's warp and of its lane, asked for anew, so that what follows from them holds no registers between
-// products.
-struct Lane {
-  int warp, lane;
-  __device__ __forceinline__ Lane() {
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    warp = int(thread / 32), lane = int(thread % 32);
-  }
-};
-
 template <class T, int kD, bool kPlain>
 struct BackwardPanels {
   static constexpr int kThreads = 128, kHeld = 64;

@@ -65,6 +65,68 @@ __device__ __forceinline__ void store_sums(const Attention& a, int tiles, const 
                         c.out_strides[2], sequence.rows - first, int(c.head_dim));
 }
 
+// The rows behind the last packed sequence see nothing.
+template <class T, int kThreads, int kRows>
+__device__ __forceinline__ void store_nothing_seen(const fuseline_attention& c, const Task& task, int tiles) {
+  T* const out = static_cast<T*>(c.out);
+  for (int64_t row = c.cu_seqlens_q[task.sequence] + int64_t(task.tile) * kRows; row < c.seqlen_q;
+       row += int64_t(tiles) * kRows) {
+    const int rows = int(min(int64_t(kRows), c.seqlen_q - row));
+    store_zeros<T, kThreads>(out + task.head * c.out_strides[1] + row * c.out_strides[2], c.out_strides[2], rows,
+                             int(c.head_dim));
+    if (int(threadIdx.x) < rows) {
+      c.lse[task.head * c.seqlen_q + row + threadIdx.x] = c.sinks != nullptr ? c.sinks[task.head] : -kInfinity;
+    }
+  }
+}
+
+// A warp's scores become powers of two relative to `reference`, and join the totals; sums follow a reference that moves.
+template <int kD, int kM, int kN>
+__device__ __forceinline__ void take_powers(float (&scores)[kM][kN][4], float unit, float (&reference)[kM][2],
+                                            float (&total)[kM][2], float (&sums)[kM][kD / 8][4]) {
+  float most[kM][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& high = most[m][half];
+      high = scores[m][0][2 * half];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) high = fmaxf(high, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2)) * unit;
+      outgrown = outgrown || high > reference[m][half] + kSlack;
+    }
+  if (__any_sync(0xffffffffu, outgrown)) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float next = fmaxf(reference[m][half], most[m][half]);
+        const float shrink = power_of_two(reference[m][half] - (next == -kInfinity ? 0.f : next));
+        reference[m][half] = next;
+        total[m][half] *= shrink;
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float zero = reference[m][half] == -kInfinity ? 0.f : reference[m][half];  // powers are then 0
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[m][n][2 * half + e];
+          score = power_of_two(fmaf(score, unit, -zero));
+          total[m][half] += score;
+        }
+    }
+}
+
 template <class T, int kD, bool kPlain>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_forward(const __grid_constant__ Attention a, int tiles) {
@@ -77,16 +139,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   const fuseline_attention& c = a.call;
   const Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
   const int warp = threadIdx.x / 32, head_dim = int(c.head_dim);
-  T* const out = static_cast<T*>(c.out);
   if (c.cu_seqlens_q != nullptr && task.sequence == c.sequences) {
-    for (int64_t row = c.cu_seqlens_q[task.sequence] + int64_t(task.tile) * Of::kRows; row < c.seqlen_q;
-         row += int64_t(tiles) * Of::kRows) {
-      const int rows = int(min(int64_t(Of::kRows), c.seqlen_q - row));
-      store_zeros<T, kAttentionThreads>(out + task.head * c.out_strides[1] + row * c.out_strides[2], c.out_strides[2],
-                                        rows, head_dim);
-      if (int(threadIdx.x) < rows) c.lse[task.head * c.seqlen_q + row + threadIdx.x] =
-          c.sinks != nullptr ? c.sinks[task.head] : -kInfinity;
-    }
+    store_nothing_seen<T, kAttentionThreads, Of::kRows>(c, task, tiles);
     return;
   }
   const Sequence sequence(c, task.sequence);
@@ -152,47 +206,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
       hide_bounds<false>(a, Place{same, again.head, again.tile * Of::kRows + warp * 16 * kM, key, nullptr}, scores);
     }
 
-    float most[kM][2];
-    bool outgrown = false;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& high = most[m][half];
-        high = scores[m][0][2 * half];
-#pragma unroll
-        for (int n = 0; n < kN; ++n) high = fmaxf(high, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
-        high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2)) * unit;
-        outgrown = outgrown || high > reference[m][half] + kSlack;
-      }
-    if (__any_sync(0xffffffffu, outgrown)) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float next = fmaxf(reference[m][half], most[m][half]);
-          const float shrink = power_of_two(reference[m][half] - (next == -kInfinity ? 0.f : next));
-          reference[m][half] = next;
-          total[m][half] *= shrink;
-#pragma unroll
-          for (int n = 0; n < kD / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float zero = reference[m][half] == -kInfinity ? 0.f : reference[m][half];  // powers are then 0
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& score = scores[m][n][2 * half + e];
-            score = power_of_two(fmaf(score, unit, -zero));
-            total[m][half] += score;
-          }
-      }
+    take_powers<kD>(scores, unit, reference, total, sums);
     if (!kPlain && a.dropout.seed != nullptr) {
       KeptElements<false, kM, kN> kept;
       kept.draw(a, place);

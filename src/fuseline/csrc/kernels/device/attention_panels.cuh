@@ -8,6 +8,17 @@
 
 namespace fuseline {
 
+// The number of this thread's warp and of its lane, asked for anew, so that what follows from them holds no registers between
+// products.
+struct Lane {
+  int warp, lane;
+  __device__ __forceinline__ Lane() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    warp = int(thread / 32), lane = int(thread % 32);
+  }
+};
+
 // copy_tile of attention_tiles.cuh.
 template <class T, int kThreads, class Order, int kD, int kRows>
 __device__ __forceinline__ void copy_panels(const Panels<kD, kRows>& to, const T* from, int64_t stride, int rows, int head_dim) {
