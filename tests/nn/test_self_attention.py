@@ -122,3 +122,31 @@ def test_fused_is_as_near_to_float64_as_python(dtype: torch.dtype) -> None:
         for ours, plain, far in zip(found["fused"], found["python"], wanted, strict=True):
             bound = 2 * (plain.double() - far).norm() + torch.finfo(dtype).eps * far.norm()
             assert (ours.double() - far).norm() <= bound
+
+
+@pytest.mark.gpu
+def test_atens_gradients_in_a_graph_are_the_eager_ones() -> None:
+    """There the weights' gradients are on a second stream."""
+    torch.manual_seed(0)
+    layer = SelfAttention(256, 8, implementation="aten", device="cuda")
+    x = torch.randn(16, 30, 256, device="cuda", requires_grad=True)
+    mask, grad = torch.ones(30, 30, device="cuda").tril(), torch.randn(16, 30, 256, device="cuda")
+    leaves = (x, *layer.parameters())
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(layer(x, mask), leaves, grad)
+
+    wanted = gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [gradients() for _ in range(3)]
+    for _ in range(5):
+        for one in found:
+            for tensor in one:
+                tensor.fill_(float("nan"))
+        graph.replay()
+        for one in found:
+            for tensor, near in zip(one, wanted, strict=True):
+                torch.testing.assert_close(tensor, near, rtol=1e-4, atol=1e-4)
+    assert torch.equal(gradients()[1], wanted[1])

@@ -52,6 +52,9 @@ FUSELINE_API int fuseline_small_layer_forward(const fuseline_small_layer* layer,
 FUSELINE_API int fuseline_small_layer_backward(const fuseline_small_layer* layer,
                                                const fuseline_small_layer_gradients* gradients, void* stream);
 
+/* Whether what is launched on the stream now goes into a graph: 1 or 0. */
+FUSELINE_API int fuseline_is_captured(void* stream);
+
 #ifdef __cplusplus
 }
 #endif

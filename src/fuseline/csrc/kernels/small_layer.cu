@@ -100,3 +100,5 @@ int fuseline_small_layer_backward(const fuseline_small_layer* layer, const fusel
   }
   return fuseline::backward(a, gradients, false, stream);
 }
+
+int fuseline_is_captured(void* stream) { return fuseline::is_being_captured(stream); }

@@ -1,6 +1,6 @@
 // The self-attention layer in ATen's operators, on any device, with the backward derived by hand
 // (docs/attention_backward.md): heads are gathered once, scores are scaled and masked inside the softmax, and the backward
-// multiplies nothing that nobody wants.
+// multiplies nothing that nobody wants, its weights' gradients beside the rest where that pays.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_softmax.h>
@@ -18,6 +18,7 @@
 
 #include <limits>
 
+#include "beside.h"
 #include "cpu/philox.h"
 #include "self_attention.h"
 
@@ -169,16 +170,28 @@ struct Composed {
 
     Five backward(const Tensor& grad_out, const Tensor& x, const Tensor& qkv_weight, const Tensor& out_weight,
                   const Tensor& qkv, const Tensor& attended, const Tensor& weights, std::array<bool, 5> wanted) const {
-        const Tensor grad = grad_out.reshape({s.tokens(), s.out});
+        const Tensor grad = grad_out.reshape({s.tokens(), s.out}), tokens = rows(x);
         Five result;
-        if (wanted[3]) std::get<3>(result) = at::mm(grad.t(), attended);
-        if (wanted[4]) std::get<4>(result) = grad.sum(0);
-        if (!wanted[0] && !wanted[1] && !wanted[2]) return result;
-        const Tensor seen = weights.numel() > 0 ? weights : probabilities(qkv);
-        const Tensor grad_rows = attention_backward(at::mm(grad, out_weight), qkv, seen);
+        Beside beside(x);
+        const auto product = [&](Tensor& to, const Tensor& left, const Tensor& right) {
+            to = at::empty({left.size(0), right.size(1)}, left.options());
+            beside.run([&] { at::mm_out(to, left, right); });
+        };
+        const auto sum = [&](Tensor& to, const Tensor& of) {
+            to = at::empty({of.size(1)}, of.options());
+            beside.run([&] { at::sum_out(to, of, at::IntArrayRef{0}); });
+        };
+        if (wanted[3]) product(std::get<3>(result), grad.t(), attended);
+        if (wanted[4]) sum(std::get<4>(result), grad);
+        Tensor grad_rows;
+        if (wanted[0] || wanted[1] || wanted[2]) {
+            const Tensor seen = weights.numel() > 0 ? weights : probabilities(qkv);
+            grad_rows = attention_backward(at::mm(grad, out_weight), qkv, seen);
+        }
+        if (wanted[1]) product(std::get<1>(result), grad_rows.t(), tokens);
+        if (wanted[2]) sum(std::get<2>(result), grad_rows);
         if (wanted[0]) std::get<0>(result) = at::mm(grad_rows, qkv_weight).view(x.sizes());
-        if (wanted[1]) std::get<1>(result) = at::mm(grad_rows.t(), rows(x));
-        if (wanted[2]) std::get<2>(result) = grad_rows.sum(0);
+        beside.join();
         return result;
     }
 };

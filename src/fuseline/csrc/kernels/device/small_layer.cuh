@@ -65,6 +65,15 @@ SmallLayer<E> small_layer_of(const fuseline_small_layer& layer) {
   return a;
 }
 
+inline bool is_being_captured(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return status == cudaStreamCaptureStatusActive;
+}
+
 // The launchers of an arithmetic, each compiled in a file of its own; `only_asking` whether it fits: nothing is launched.
 template <class Math>
 int run_forward(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream);

@@ -8,15 +8,6 @@
 
 namespace fuseline {
 
-inline bool is_being_captured(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return status == cudaStreamCaptureStatusActive;
-}
-
 // A second launch keeps the host busy for 2.5 us, which are hidden where the first form takes more than about 12. Bytes of x
 // from which two launches are faster, of 16 bits and of fp32: 8 x 64 x 256 in bf16 takes 11.0 us in one and 8.5 in two.
 inline bool takes_two_launches(const fuseline_small_layer& layer, void* stream) {
