@@ -29,9 +29,10 @@ __device__ __forceinline__ void each_inside(Index first, Index n, Value&& value)
   }
 }
 
-// values = residual + dropout(values + x_bias), elements first .. of row `row`; not rounded.
+// values = residual + dropout(values + x_bias), elements first .. of the row whose first element is number `base` of the
+// tensor; not rounded.
 template <class Y, bool kAligned, class Index, int kSize>
-__device__ __forceinline__ void add_residual(const NormForward& a, int64_t row, Index first, Index n,
+__device__ __forceinline__ void add_residual(const NormForward& a, uint64_t seed, int64_t base, Index first, Index n,
                                              const float (&residual)[kSize], float (&values)[kSize]) {
   if (a.x_bias && !(kAligned && first >= n)) {
     float bias[kSize] = {};
@@ -41,18 +42,26 @@ __device__ __forceinline__ void add_residual(const NormForward& a, int64_t row, 
   }
   if (a.dropout.seed) {
     float kept[kSize];
-    const uint64_t seed = uint64_t(*a.dropout.seed);
-    const int64_t at = row * a.n + first;
+    const int64_t at = base + first;
     if (kAligned || (at & 3) == 0) {
       dropout_row<kSize, false>(a.dropout, seed, at, kept);
     } else {
       dropout_row<kSize, true>(a.dropout, seed, at, kept);
     }
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] *= kept[i];
-  }
+    for (int i = 0; i < kSize; ++i) values[i] = fmaf(values[i], kept[i], residual[i]);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) values[i] += residual[i];
+    for (int i = 0; i < kSize; ++i) values[i] += residual[i];
+  }
+}
+
+// The same for row `row`.
+template <class Y, bool kAligned, class Index, int kSize>
+__device__ __forceinline__ void add_residual(const NormForward& a, int64_t row, Index first, Index n,
+                                             const float (&residual)[kSize], float (&values)[kSize]) {
+  const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  add_residual<Y, kAligned>(a, seed, row * a.n, first, n, residual, values);
 }
 
 // values = (values - mean) * rstd * weight + bias, the elements first .. of the row.

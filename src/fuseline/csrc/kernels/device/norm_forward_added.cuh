@@ -93,12 +93,15 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
   if (!alone) meeting.open();
 
   const float inverse_n = 1.f / float(n), inverse = alone ? inverse_n : 1.f / float(max(elements, 1));
+  const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   int stage = 0, parity = 0;
 #pragma unroll 1
   for (int turn = 0; row < a.rows; ++turn, row += apart) {
     unsigned char* const parts = mine + stage * stage_bytes;
     uint4* const sums = reinterpret_cast<uint4*>(parts);
     uint4* const branch = reinterpret_cast<uint4*>(parts + Part::kX);
+    int64_t base = row * a.n;
+    forget(base);  // kept, rather than multiplied anew for each slot
     float values[kHeld][kSize];
     barrier_wait(&arrived[stage][place], parity);
 #pragma unroll
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
         for (int i = 0; i < kVector<X>; ++i) residual[v * kVector<X> + i] = part[i];
       }
       unpack<Y>(branch[slot], values[k]);
-      add_residual<Y, true>(a, row, column, n, residual, values[k]);
+      add_residual<Y, true>(a, seed, base, column, n, residual, values[k]);
 #pragma unroll
       for (int v = 0; v < kXVectors; ++v) {
 #pragma unroll
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
         for (int i = 0; i < kVector<X>; ++i) values[k][v * kVector<X> + i] = part[i];
       }
     }
-    send_part(static_cast<X*>(a.sum) + row * a.n + from, sums, elements * int(sizeof(X)));
+    send_part(static_cast<X*>(a.sum) + base + from, sums, elements * int(sizeof(X)));
     Moments whole = moments_of<X>(
         values, float(elements), inverse, a.centred, [&](int k) { return start + k * kWarp * kSize < n; },
         [](int, int) { return false; }, [](auto value) { return sum_over_warp(value); });
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
       normalize<Y, true>(a, column, n, whole.mean, rstd, values[k]);
       branch[k * kWarp + lane] = pack<Y>(values[k]);
     }
-    send_part(static_cast<Y*>(a.y) + row * a.n + from, branch, elements * int(sizeof(Y)));
+    send_part(static_cast<Y*>(a.y) + base + from, branch, elements * int(sizeof(Y)));
     if (lane == 0 && turn > 0) {  // the row before has left once all but what this one sent is read
       asm volatile("cp.async.bulk.wait_group.read 2;" ::: "memory");
       fetch(row + (stages - 1) * apart, stage == 0 ? stages - 1 : stage - 1);
