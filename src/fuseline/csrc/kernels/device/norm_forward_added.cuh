@@ -2,7 +2,8 @@
 // leave it so (sm_90): the same results as in norm_forward_rows.cuh, sum = residual + dropout(x + x_bias) and its norm.
 //
 // Moves: x and residual read once, y and sum written once. Does: about 15 operations an element, and 15 more for a mask.
-// Limit: HBM bandwidth. Threads: a row belongs to some warps of a block, which has several such groups. Each warp has neighbouring columns, the same ones row after row, and a ring of its own: rows ahead are on their
+// Limit: HBM bandwidth. Threads: a row belongs to some warps of a block, which has several such groups, or to the blocks of
+// a cluster. Each warp has neighbouring columns, the same ones row after row, and a ring of its own: rows ahead are on their
 // way while a mask is computed, the sum takes the place of the residual, y that of x, and both leave in bulk copies.
 #pragma once
 
@@ -63,11 +64,12 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
   const int n = int(a.n), stages = given.stages;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
   const int place = int(threadIdx.y) * warps + warp;
-  const int from = warp * Part::kColumns, start = from + lane * kSize;
+  const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);  // of blocks that share a row
+  const int from = (rank * warps + warp) * Part::kColumns, start = from + lane * kSize;
   const int elements = max(min(n - from, Part::kColumns), 0);  // of this warp
-  const bool alone = warps == 1;                               // a row has one warp
-  const int64_t apart = int64_t(gridDim.x) * blockDim.y;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool alone = cluster * warps == 1;                     // a row has one warp
+  const int64_t apart = int64_t(int(gridDim.x) / cluster) * blockDim.y;
+  int64_t row = int64_t(int(blockIdx.x) / cluster) * blockDim.y + threadIdx.y;
 
   const int stage_bytes = int(blockDim.y) * warps * Part::kBytes;
   unsigned char* const mine = ring + place * Part::kBytes;
@@ -88,8 +90,8 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
   if (lane == 0) {
     for (int stage = 0; stage < stages; ++stage) fetch(row + stage * apart, stage);
   }
-  AddedRoom room{{reinterpret_cast<Moments*>(ring + stages * stage_bytes), int(blockDim.y) * warps}, met};
-  Meeting<AddedRoom, Moments> meeting{room, 1, 0};
+  AddedRoom room{{reinterpret_cast<Moments*>(ring + stages * stage_bytes), int(blockDim.y) * cluster * warps}, met};
+  Meeting<AddedRoom, Moments> meeting{room, cluster, rank};
   if (!alone) meeting.open();
 
   const float inverse_n = 1.f / float(n), inverse = alone ? inverse_n : 1.f / float(max(elements, 1));
@@ -175,11 +177,16 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   // A cluster for each longer row reads 0.87 of the copy bandwidth at 16,384, blocks that end with their rows 0.90, and
   // with a mask 0.69.
   const int64_t warps = divide_up(a.n, Part::kColumns);
-  if (warps > (a.dropout.seed ? kAddedMost / kWarp : kWarps) || a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
+  if (warps > (a.dropout.seed ? kMostBlocks * kWarps : kWarps)) return false;
+  if (a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
   a.cluster = 1;
-  const int each = int(warps), groups = std::max(1, kWarps / each);
+  const RowOverride& measuring = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
+  const bool together = warps <= kAddedMost / kWarp && !(measuring.given && measuring.choice.cluster > 1);
+  const int most = together ? kAddedMost / kWarp : kWarps;
+  while (warps > a.cluster * most) a.cluster *= 2;
+  const int each = int(divide_up(warps, a.cluster)), groups = a.cluster > 1 ? 1 : std::max(1, kWarps / each);
   const int64_t stage = int64_t(groups) * each * Part::kBytes;
-  const int64_t states = kMeetings * int64_t(groups) * each * int64_t(sizeof(Moments));
+  const int64_t states = kMeetings * int64_t(groups) * a.cluster * each * int64_t(sizeof(Moments));
   const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
   int stages = each > kWarps ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
   if (stages < 3) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
@@ -187,11 +194,13 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   const size_t bytes = size_t(stages * stage + states);
   const auto kernel = norm_forward_added<X, Y>;
   int count = 0;
-  const cudaError_t failed = resident_clusters(kernel, device, each * groups * kWarp, bytes, 1, count);
+  if (a.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const cudaError_t failed = resident_clusters(kernel, device, each * groups * kWarp, bytes, a.cluster, count);
   if (failed != cudaSuccess || count == 0) return cudaGetLastError(), false;
   const int64_t turns = divide_up(a.rows, groups);
   const int64_t blocks = std::max(divide_up(turns, kRowsEach), std::min<int64_t>(count, turns));
-  error = launch(kernel, AddedNorm{a, stages}, blocks, dim3(each * kWarp, groups), bytes, 1, stream, true);
+  error = launch(kernel, AddedNorm{a, stages}, blocks * a.cluster, dim3(each * kWarp, groups), bytes, a.cluster, stream,
+                 true);
   return true;
 }
 

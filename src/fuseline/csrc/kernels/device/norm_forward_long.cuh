@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
     }
     commit_copies();
   }
+  [[maybe_unused]] const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   Moments mine{0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int first = begin, place = 0; first < end; first += kPiece * step, place += kPiece * threads) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
         Branch branch;
         branch.take(branches + at * Branch::kBytes);
         branch.values(values);
-        add_residual<Y, false>(a, row, from, n, residual, values);
+        add_residual<Y, false>(a, seed, row * a.n, from, n, residual, values);
         Part<X, kSize> sum;
         sum.set(values);
         sum.put(held + at);
