@@ -137,7 +137,8 @@ int run_forward(NormForward a, const Device& device, void* stream) {
   const int64_t rows = plan.way == ForwardWay::short_rows ? plan.threads : plan.rows;
   const int64_t grid = divide_up(a.rows, rows) * plan.cluster;
   const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
-  return launch(kernel, a, grid, block, plan.shared, plan.cluster, stream);
+  const bool early = device.clusters && (plan.way == ForwardWay::rows || plan.way == ForwardWay::short_rows);
+  return launch(kernel, a, grid, block, plan.shared, plan.cluster, stream, early);
 }
 
 }  // namespace fuseline

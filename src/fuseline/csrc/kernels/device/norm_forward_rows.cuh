@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(most_threads(kOneWarp),
                                                  kHeld * kVector<Y> * (kAdded ? 2 : 1)))
     norm_forward_rows(const NormForward a) {
   __shared__ Moments shared[2 * kMaxStates];
+  let_next_start();
+  wait_for_earlier();
   Group<Moments, kOneWarp> group(shared, 1);
   constexpr int kSize = kVector<Y>;
   const int n = int(a.n);

@@ -55,6 +55,8 @@ inline int short_bytes(int rows, int n) {
 template <class X, class Y, bool kAdded>
 __global__ void __launch_bounds__(kShortRowsOfBlock) norm_forward_short(const NormForward a) {
   extern __shared__ uint4 room[];
+  let_next_start();
+  wait_for_earlier();
   const int n = int(a.n), t = int(threadIdx.x);
   const int64_t first_row = int64_t(blockIdx.x) * blockDim.x;
   const int rows = int(min(int64_t(blockDim.x), a.rows - first_row)), count = rows * n;
