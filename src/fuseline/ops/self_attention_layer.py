@@ -8,10 +8,10 @@ x is [B, S, E], qkv_weight [(H + 2 H_kv) D, E] (rows of q, then of k, then of v,
 own D elements of a token with the same weight. dtypes: float32, float16, bfloat16, and float64 on a CPU.
 
 On a GPU of compute capability 9.0 short sequences (S up to 128) of small batches run in a launch or two
-forward and two backward, where a layer put together from torch's operators is bound by its eight launches
-and more. What is larger is put together from torch's products and attention. On a CPU the op is a
-composition in C++, with its gradient derived by hand (docs/attention_backward.md). Under autocast it casts as
-linear does.
+forward and two backward (three where heads share keys), where a layer put together from torch's operators is
+bound by its eight launches and more. What is larger is put together from torch's products and attention. On
+a CPU the op is a composition in C++, with its gradient derived by hand (docs/attention_backward.md). Under
+autocast it casts as linear does.
 A query whose keys are all hidden attends to nothing: zeros. fp32 products run in TF32 where torch's may.
 
 Not twice differentiable where it runs natively. Source: Vaswani et al., "Attention Is All You Need", 2017,
@@ -308,12 +308,6 @@ def _is_small(
     elif dtype not in (torch.float16, torch.bfloat16) or (S > 64 and head_dim > 112):
         return False
     if work > captured and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
-        return False
-    if (
-        num_kv_heads != num_heads
-        and torch.is_grad_enabled()
-        and (x.requires_grad or qkv_weight.requires_grad)
-    ):
         return False
     return _has_clusters(x.get_device())
 

@@ -37,11 +37,11 @@ typedef struct {
   int tf32;               /* fp32 products in TF32 */
 } fuseline_small_layer;
 
-/* Gradients, of a layer whose forward kept qkv. grad_qkv is scratch of qkv's shape and always written; of the others
- * those that are null are not wanted. */
+/* Gradients, of a layer whose forward kept qkv. grad_qkv is scratch of qkv's shape and always written, and so is grad_kv,
+ * [B * S, 2, num_heads, D], where num_kv_heads < num_heads; of the others those that are null are not wanted. */
 typedef struct {
   const void* grad_out; /* [B, S, out_dim] */
-  void *grad_qkv, *grad_x, *grad_qkv_weight, *grad_qkv_bias, *grad_out_weight, *grad_out_bias;
+  void *grad_qkv, *grad_kv, *grad_x, *grad_qkv_weight, *grad_qkv_bias, *grad_out_weight, *grad_out_bias;
 } fuseline_small_layer_gradients;
 
 /* Whether the kernels run this layer on the current device: 1 or 0. Looks at sizes and dtype alone. */

@@ -94,8 +94,8 @@ int fuseline_small_layer_backward(const fuseline_small_layer* layer, const fusel
                                   void* stream) {
   const auto& a = *layer;
   const auto& g = *gradients;
-  if (!fuseline::aligned({a.x, a.qkv_weight, a.out_weight, a.qkv, a.attended, g.grad_out, g.grad_qkv, g.grad_x,
-                          g.grad_qkv_weight, g.grad_out_weight})) {
+  if (!fuseline::aligned({a.x, a.qkv_weight, a.out_weight, a.qkv, a.attended, g.grad_out, g.grad_qkv, g.grad_kv,
+                          g.grad_x, g.grad_qkv_weight, g.grad_out_weight})) {
     return FUSELINE_UNSUPPORTED;
   }
   return fuseline::backward(a, gradients, false, stream);

@@ -1,4 +1,4 @@
-// The self-attention layer in the kernels of fuseline_small_layer.h: a launch or two forward and two backward.
+// The self-attention layer in the kernels of fuseline_small_layer.h: a launch or two forward and two or three backward.
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -81,7 +81,7 @@ Five fused_backward(const Sizes& s, const Tensor& grad_out, const Tensor& given,
     const auto like = [&](bool want, at::IntArrayRef sizes) { return want ? fresh(sizes, x) : Tensor(); };
     Five result{like(wanted[0], x.sizes()), like(wanted[1], qkv_weight.sizes()), like(wanted[2], {qkv_weight.size(0)}),
                 like(wanted[3], out_weight.sizes()), like(wanted[4], {s.out})};
-    const Tensor grad_qkv = fresh(qkv.sizes(), x);
+    const Tensor grad_qkv = fresh(qkv.sizes(), x), grad_kv = like(s.kv != s.H, {s.tokens(), 2, s.H, s.D});
     auto layer = sized(s, x, o);
     layer.x = x.const_data_ptr(), layer.qkv_weight = projection.const_data_ptr(), layer.out_weight = last.const_data_ptr();
     layer.seed = seed.has_value() ? static_cast<const int64_t*>(seed->const_data_ptr()) : nullptr;
@@ -89,9 +89,9 @@ Five fused_backward(const Sizes& s, const Tensor& grad_out, const Tensor& given,
     layer.qkv = const_cast<void*>(qkv.const_data_ptr()), layer.attended = const_cast<void*>(attended.const_data_ptr());
     const auto data = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
     const fuseline_small_layer_gradients gradients{grad.const_data_ptr(),      grad_qkv.data_ptr(),
-                                                   data(std::get<0>(result)), data(std::get<1>(result)),
-                                                   data(std::get<2>(result)), data(std::get<3>(result)),
-                                                   data(std::get<4>(result))};
+                                                   data(grad_kv),             data(std::get<0>(result)),
+                                                   data(std::get<1>(result)), data(std::get<2>(result)),
+                                                   data(std::get<3>(result)), data(std::get<4>(result))};
     static const auto launch = FUSELINE_KERNEL(fuseline_small_layer_backward);
     check_launch(launch(&layer, &gradients, current_stream(x)), kName);
     return result;

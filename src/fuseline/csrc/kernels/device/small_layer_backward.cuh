@@ -1,8 +1,9 @@
-// The small attention layer, backward, in two launches.
+// The small attention layer, backward, in two launches; three where heads of queries share keys and values.
 //
 //   1. A block has a head of a batch element: the gradient of what the head attended to (grad_out times its columns of the
 //      output projection), probabilities computed again from the q and k that the forward kept, and from them the
 //      gradients of q, k and v, all on chip.
+//      Heads that share keys and values each make gradients of these, which a launch between sums up.
 //   2. The products that remain, in tiles of 64 x 64, all in one grid: the gradients of x and of both weights; and the
 //      biases' gradients, which are sums of columns.
 //
@@ -41,6 +42,7 @@ struct SmallLayerHeads {
   SmallLayer<E> layer;
   const E* grad_out;
   E* grad_qkv;
+  E* grad_kv;  // [tokens, 2, heads, D] where heads share keys and values, else null
 };
 
 template <class Math, int kRows>
@@ -65,9 +67,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   E* const scratch = grad + kRows * pitch;  // the ring, then scores
   constexpr int kScoresPitch = Layout::kScoresPitch;
   const int warp = threadIdx.x / kWarp;
-  // Of qkv and its gradient: where this head's part begins in the first row, and how far k's is from q's and v's from k's.
-  const int64_t origin = first * a.projected + (a.shared ? 3 * head * D : head * D);
-  const int step = a.shared ? D : a.heads * D;
+  // Of qkv and its gradient: where this head's part of q, k or v begins in the first row.
+  const auto begin_of = [&](int part) { return a.qkv_row(first, head) + a.weight_row(head, part * D); };
 
   const int pieces = D / kSize;
   wait_for_earlier();
@@ -75,10 +76,10 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   for (int piece = threadIdx.x; piece < kRows * pieces; piece += kTileThreads) {
     const int row = piece / pieces, at = (piece - row * pieces) * kSize;
     const bool wanted = row < S;
-    const E* const from = a.qkv + origin + (wanted ? int64_t(row) * a.projected : 0) + at;
+    const E* const from = a.qkv + (wanted ? int64_t(row) * a.projected : 0) + at;
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
-      copy_async<16>(q + (part * kRows + row) * pitch + at, from + part * step, wanted);
+      copy_async<16>(q + (part * kRows + row) * pitch + at, from + begin_of(part), wanted);
     }
   }
   commit_copies();
@@ -139,9 +140,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
   const int units = (S + Math::kUnit - 1) / Math::kUnit;
   const auto put = [&](const float (&sums)[kTall][kWide][4], int part, int column, float by) {
+    const bool apart = part > 0 && of.grad_kv != nullptr;
+    E* const to = apart ? of.grad_kv + ((first * 2 + part - 1) * a.heads + head) * D : of.grad_qkv + begin_of(part);
+    const int line = apart ? 2 * a.heads * D : a.projected;
     each_pair(sums, Product::row(), column + Product::column(), [&](int row, int d, float left, float right) {
       if (row >= S || d >= D) return;
-      store_pair(of.grad_qkv + origin + int64_t(row) * a.projected + part * step + d, left * by, right * by);
+      store_pair(to + int64_t(row) * line + d, left * by, right * by);
     });
   };
   for (int column = 0; column < D; column += kHeadColumns) {
@@ -166,6 +170,34 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     put(sums, 0, column, a.scale);
   }
 #endif
+}
+
+// ---- keys and values that heads share ----
+
+// A thread has 16 bytes of the gradient of a key or a value, the sum over the heads that see it.
+template <class E>
+__global__ void __launch_bounds__(kTileThreads)
+    small_layer_sum_heads(const __grid_constant__ SmallLayerHeads<E> of) {
+  constexpr int kSize = 16 / int(sizeof(E));
+  const SmallLayer<E>& a = of.layer;
+  const int pieces = a.head_dim / kSize, group = a.heads / a.kv_heads;
+  const int64_t vector = int64_t(blockIdx.x) * kTileThreads + threadIdx.x;
+  wait_for_earlier();
+  let_next_start();
+  if (vector >= int64_t(a.batch) * a.seqlen * 2 * a.kv_heads * pieces) return;
+  const int piece = int(vector % pieces);
+  const int64_t key = vector / pieces;  // of [tokens, 2, kv_heads]
+  const E* const from = of.grad_kv + key * group * a.head_dim + piece * kSize;
+  float sums[kSize] = {};
+  for (int h = 0; h < group; ++h) {
+    float values[kSize];
+    unpack<E>(*reinterpret_cast<const uint4*>(from + h * a.head_dim), values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sums[i] += values[i];
+  }
+  const int64_t token = key / (2 * a.kv_heads), at = key % (2 * a.kv_heads);
+  E* const to = of.grad_qkv + token * a.projected + (a.heads + at) * a.head_dim + piece * kSize;
+  *reinterpret_cast<uint4*>(to) = pack<E>(sums);
 }
 
 // ---- the products that remain ----
@@ -284,6 +316,14 @@ int launch_heads(const SmallLayerHeads<typename Math::Element>& a, const Device&
   return launch_overlapping(kernel, a, dim3(unsigned(a.layer.batch * a.layer.heads)), kTileThreads, shared, 1, stream);
 }
 
+template <class E>
+int launch_sum_heads(const SmallLayerHeads<E>& a, void* stream) {
+  const auto& layer = a.layer;
+  const int64_t vectors = int64_t(layer.batch) * layer.seqlen * 2 * layer.kv_heads * (layer.head_dim * int(sizeof(E)) / 16);
+  const dim3 grid(unsigned(divide_up(vectors, kTileThreads)));
+  return launch_overlapping(small_layer_sum_heads<E>, a, grid, kTileThreads, 0, 1, stream);
+}
+
 template <class Math>
 int run_heads(const SmallLayerHeads<typename Math::Element>& a, const Device& device, bool only_asking, void* stream) {
   if (a.layer.seqlen <= 16) return launch_heads<Math, 16>(a, device, only_asking, stream);
@@ -333,14 +373,18 @@ template <class Math>
 int run_backward(const fuseline_small_layer& layer, const fuseline_small_layer_gradients* gradients,
                  const Device& device, bool only_asking, void* stream) {
   using E = typename Math::Element;
-  SmallLayerHeads<E> heads{small_layer_of<E>(layer), nullptr, nullptr};
-  if (heads.layer.heads != heads.layer.kv_heads) return FUSELINE_UNSUPPORTED;
+  SmallLayerHeads<E> heads{small_layer_of<E>(layer), nullptr, nullptr, nullptr};
+  const bool grouped = heads.layer.heads != heads.layer.kv_heads;
   if (!only_asking) {
     heads.grad_out = static_cast<const E*>(gradients->grad_out);
     heads.grad_qkv = static_cast<E*>(gradients->grad_qkv);
+    if (grouped) heads.grad_kv = static_cast<E*>(gradients->grad_kv);
+    if (grouped && heads.grad_kv == nullptr) return FUSELINE_UNSUPPORTED;
   }
-  const int code = run_heads<Math>(heads, device, only_asking, stream);
+  int code = run_heads<Math>(heads, device, only_asking, stream);
   if (code != 0 || only_asking) return code;
+  if (grouped) code = launch_sum_heads(heads, stream);
+  if (code != 0) return code;
   return run_remaining<Math>(heads.layer, *gradients, device, stream);
 }
 
