@@ -62,6 +62,28 @@ __device__ __forceinline__ float2 from_lane(float2 value, int step) {
   return make_float2(from_lane(value.x, step), from_lane(value.y, step));
 }
 
+// The largest value of a warp in one instruction: the bits of floats, those of negative ones turned round, are in order
+// as integers. NaN may be passed over, as by fmaxf.
+__device__ __forceinline__ float largest_of_warp(float value) {
+#if __CUDA_ARCH__ >= 800
+  int bits = __float_as_int(value);
+  bits = __reduce_max_sync(kAllLanes, bits ^ (bits >> 31 & 0x7fffffff));
+  return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
+#else
+  return value;
+#endif
+}
+
+// The sum over `lanes` neighbouring lanes, a power of two.
+template <class Value>
+__device__ __forceinline__ Value sum_of_lanes(Value value, int lanes) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    if (step < lanes) value = plus(value, from_lane(value, step));
+  }
+  return value;
+}
+
 // Where this thread stands among those of its row, and what they meet through. With kOneWarp the row is known to have
 // no more threads than a warp, and nothing of the rest is kept in registers. The whole block meets at once, so all its
 // rows have to meet equally often: a barrier whose number is not a constant takes all 16 of a block, and a
@@ -100,19 +122,22 @@ struct Group {
   // Sums and maxima over the lanes of this warp that share the row.
   template <class Value>
   __device__ __forceinline__ Value warp_sum(Value value) const {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      if (step < width) value = plus(value, from_lane(value, step));
-    }
-    return value;
+    return sum_of_lanes(value, width);
   }
 
   __device__ __forceinline__ float warp_max(float value) const {
+    if (width == kWarp) return largest_of_warp(value);
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) {
       if (step < width) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
     }
     return value;
+  }
+
+  // Lanes for the states of the row's warps, a power of two: each state is with as many lanes as there is room for, and
+  // what is left of the tree is short.
+  __device__ __forceinline__ int lanes_of_states() const {
+    return states > kWarp / 2 ? kWarp : 1 << (32 - __clz(states - 1));
   }
 
   // Before the end of a kernel that may not have published: its blocks still have to have begun together.
@@ -152,10 +177,11 @@ __device__ __forceinline__ Value sum_over_row(Value mine, Group<Value, kOneWarp>
   const Value warp = group.warp_sum(mine);
   if (group.in_one_warp()) return warp;
   const Value* states = group.publish(warp);
+  const int lanes = group.lanes_of_states();
   Value total{};
 #pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) total = plus(total, states[i]);
-  return group.warp_sum(total);
+  for (int i = group.lane & (lanes - 1); i < group.states; i += kWarp) total = plus(total, states[i]);
+  return sum_of_lanes(total, lanes);
 }
 
 }  // namespace fuseline

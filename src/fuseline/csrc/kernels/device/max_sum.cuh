@@ -39,19 +39,20 @@ template <class T, bool kLinear, bool kOneWarp>
 __device__ __forceinline__ MaxSum<T> meet(const MaxSum<T>& warp, Group<MaxSum<T>, kOneWarp>& group) {
   if (group.in_one_warp()) return warp;
   const MaxSum<T>* states = group.publish(warp);
+  const int lanes = group.lanes_of_states(), first = group.lane & (lanes - 1);
   MaxSum<T> row{-kInfinity, 0.f, 0};
 #pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
+  for (int i = first; i < group.states; i += kWarp) {
     row.max = fmaxf(row.max, states[i].max);
     if (kLinear) row.linear += states[i].linear;
   }
-  row.max = group.warp_max(row.max);
-  if (kLinear) row.linear = group.warp_sum(row.linear);
+  row.max = largest_of_warp(row.max);
+  if (kLinear) row.linear = sum_of_lanes(row.linear, lanes);
 #pragma unroll 1
-  for (int i = group.lane % kWarp; i < group.states; i += kWarp) {
+  for (int i = first; i < group.states; i += kWarp) {
     row.sum += states[i].sum * exponential<T>(states[i].max - finite(row.max));
   }
-  row.sum = group.warp_sum(row.sum);
+  row.sum = sum_of_lanes(row.sum, lanes);
   return row;
 }
 

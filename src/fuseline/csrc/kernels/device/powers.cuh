@@ -85,11 +85,7 @@ __device__ __forceinline__ float largest_of(uint32_t word) {
   }
 }
 
-__device__ __forceinline__ float max_over_warp(float value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, from_lane(value, step));
-  return value;
-}
+__device__ __forceinline__ float max_over_warp(float value) { return largest_of_warp(value); }
 
 // The largest element, and the sum of the powers against it: of a thread, a warp, a row.
 template <class T>
