@@ -41,28 +41,43 @@ struct BiasGradients {
   const void* x;
   const void* bias;
   void* grad_x;       // null if not wanted
-  float* partials;    // [blocks in y, columns], columns being n if `fold`, else row_elements
+  float* partials;    // [shares and crumbs, columns], columns being n if `fold`, else row_elements
   int64_t elements, row_elements, rows;
   int64_t n;          // columns repeat every n along a row
+  int64_t columns;    // blocks along a row
+  int64_t shares, even_rows;  // the first rows are shared out evenly, to blocks that stay;
+  int64_t crumb_rows;         // then blocks come that have so many neighbouring ones each
   bool fp32_bias;
   bool bias_vectors;
   bool fold;          // a row is one block's: add its repetitions up at once
 };
 
 constexpr int kBiasThreads = 256;
-constexpr int kBiasRows = 4;    // of a thread in flight
-constexpr int kBiasBlocks = 2;  // a multiprocessor holds at once
+constexpr int kMostAcross = 64;  // of them along a row
+constexpr int kBiasRows = 2;    // of a thread in flight
+constexpr int kBiasBlocks = 4;  // a multiprocessor holds at once
+constexpr int kCrumb = 2048;    // accesses of a position, at most, of a block that comes later
+constexpr double kEven = 0.85;  // of the rows of many are shared out evenly
 
 // ---- kernels ----
 
+// Multiprocessors do not run at one speed: blocks that have the same share of the rows end at different times, and the
+// crumbs, which come as room is left, even that out. Each sum is of fixed rows, so that the bits are the same each run.
 template <class Activation, class T, int kWide>
 __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
   __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][blockDim.x * kWide]
+  let_next_start();
+  wait_for_earlier();
   const T* grad_out = static_cast<const T*>(a.grad_out);
   const T* x = static_cast<const T*>(a.x);
   T* grad_x = static_cast<T*>(a.grad_x);
-  const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWide;
-  const bool mine = first < a.row_elements;
+  const uint32_t part = blockIdx.x / uint32_t(a.columns), column_block = blockIdx.x - part * uint32_t(a.columns);
+  const int64_t first = (int64_t(column_block) * blockDim.x + threadIdx.x) * kWide;
+  const bool mine = first < a.row_elements, crumb = part >= a.shares;
+  const int64_t begin = crumb ? a.even_rows + (part - a.shares) * a.crumb_rows : int64_t(part) * blockDim.y * kBiasRows;
+  const int64_t end = crumb ? min(a.rows, begin + a.crumb_rows) : a.even_rows;
+  const int64_t step = (crumb ? 1 : a.shares) * blockDim.y * kBiasRows;
+  const int64_t last = mine ? min(end * a.row_elements, a.elements) - kWide : -1;  // where an access may begin
   float bias[kWide], sums[kWide] = {};
   load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
 
@@ -74,28 +89,18 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
     }
   };
 
-  Raw<T, kWide> next[kBiasRows][2];
-  const auto load = [&](int64_t row) {
+  for (int64_t row = begin + int64_t(threadIdx.y) * kBiasRows; row < end; row += step) {
     const int64_t at = row * a.row_elements + first;
-#pragma unroll
-    for (int u = 0; u < kBiasRows; ++u) {
-      if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
-      next[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
-      next[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
-    }
-  };
-  const int64_t step = int64_t(gridDim.y) * blockDim.y * kBiasRows;
-  int64_t row = (int64_t(blockIdx.y) * blockDim.y + threadIdx.y) * kBiasRows;
-  load(row);
-  for (; row < a.rows; row += step) {
     Raw<T, kWide> raw[kBiasRows][2];
 #pragma unroll
-    for (int u = 0; u < kBiasRows; ++u) raw[u][0] = next[u][0], raw[u][1] = next[u][1];
-    load(row + step);
-    const int64_t at = row * a.row_elements + first;
+    for (int u = 0; u < kBiasRows; ++u) {
+      if (at + u * a.row_elements > last) continue;
+      raw[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
+      raw[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
+    }
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
-      if (!mine || at + u * a.row_elements + kWide > a.elements) continue;
+      if (at + u * a.row_elements > last) continue;
       float grad[kWide], value[kWide], result[kWide];
       widen<T, kWide>(raw[u][0], grad);
       widen<T, kWide>(raw[u][1], value);
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
   // The end of the last row, if it does not fill an access.
   if constexpr (kWide > 1) {
     const int64_t at = (a.rows - 1) * a.row_elements + first;
-    if (mine && blockIdx.y == 0 && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
+    if (mine && blockIdx.x + a.columns >= gridDim.x && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
       float grad[kWide], value[kWide], result[kWide];
       const int64_t left = a.elements - at;
       widen<T, kWide>(load_vector<T, false, int64_t>(grad_out + at, 0, left, false), grad);
@@ -127,28 +132,36 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
       for (int64_t repeat = c; repeat < a.row_elements; repeat += a.n) {
         for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + repeat];
       }
-      a.partials[int64_t(blockIdx.y) * a.n + c] = sum;
+      a.partials[int64_t(part) * a.n + c] = sum;
     }
     return;
   }
   for (int column = thread; column < width; column += kBiasThreads) {
-    const int64_t of_row = int64_t(blockIdx.x) * width + column;
+    const int64_t of_row = int64_t(column_block) * width + column;
     if (of_row >= a.row_elements) return;
     float sum = 0.f;
     for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + column];
-    a.partials[int64_t(blockIdx.y) * a.row_elements + of_row] = sum;
+    a.partials[int64_t(part) * a.row_elements + of_row] = sum;
   }
 }
 
 // ---- launchers ----
 
-// How rows of n are taken together into rows of whole accesses, about a warp's at least.
+// How rows of n are taken together into rows of whole accesses, about a warp's at least; if a few of them end with a
+// warp's 512 bytes or at least with a line of the cache, so many.
 template <class T>
 int64_t joined(int64_t n, int wide) {
+  constexpr int64_t kEnds[2] = {512, 128}, kLongest = 16384;
   int64_t least = 1;
   while (least < wide && n * least % wide != 0) least *= 2;
   const int64_t positions = n * least / wide;
-  return least * std::max<int64_t>(1, kWarp / std::max<int64_t>(1, positions));
+  least *= std::max<int64_t>(1, kWarp / std::max<int64_t>(1, positions));
+  for (const int64_t end : kEnds) {
+    for (int64_t rows = least; rows == least || n * rows <= kLongest; rows *= 2) {
+      if (n * rows * int64_t(sizeof(T)) % end == 0) return rows;
+    }
+  }
+  return least;
 }
 
 // The grid of the kernel with the bias's gradient, and what it leaves behind.
@@ -156,9 +169,9 @@ struct BiasPlan {
   int64_t row_elements = 0, rows = 0;
   int64_t across = kWarp;  // threads of a block along a row
   int64_t columns = 0;     // blocks along a row
-  int64_t blocks = 0;      // over the rows, each with partial sums of its own
+  int64_t shares = 0, even_rows = 0, crumbs = 0, crumb_rows = 1;
   bool fold = false;
-  int64_t partial_rows(int64_t n) const { return fold ? blocks : blocks * (row_elements / n); }
+  int64_t partial_rows(int64_t n) const { return (shares + crumbs) * (fold ? 1 : row_elements / n); }
 };
 
 template <class T>
@@ -169,14 +182,25 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   // The widest blocks that leave few threads without a position: they read the longest runs of memory.
   const int64_t positions = divide_up(plan.row_elements, wide);
   int64_t fewest = std::numeric_limits<int64_t>::max();
-  for (int64_t across = kBiasThreads; across >= kWarp; across /= 2) {
+  for (int64_t across = kMostAcross; across >= kWarp; across /= 2) {
     const int64_t laid = divide_up(positions, across) * across;
     if (laid + positions / 16 < fewest) fewest = laid, plan.across = across;
   }
   plan.columns = divide_up(positions, plan.across);
   plan.fold = plan.columns == 1;
-  const int64_t most = divide_up(plan.rows, kBiasThreads / plan.across * kBiasRows);
-  plan.blocks = std::min(most, std::max<int64_t>(1, int64_t(device.processors) * kBiasBlocks / plan.columns));
+  const int64_t turn = kBiasThreads / plan.across * kBiasRows;  // rows of a block at a time
+  const int64_t room = int64_t(device.processors) * kBiasBlocks;
+  plan.crumb_rows = divide_up(kCrumb / plan.across, turn) * turn;
+  plan.shares = std::min(room / plan.columns, divide_up(plan.rows, turn));
+  if (plan.shares == 0) {  // rows so long that their partial sums would count: a few parts are enough
+    plan.crumb_rows = std::max(plan.crumb_rows, divide_up(divide_up(plan.rows * plan.columns, 8 * room), turn) * turn);
+  }
+  plan.even_rows = plan.shares > 0 ? plan.rows : 0;
+  if (plan.rows * plan.columns >= 8 * plan.crumb_rows * room && plan.shares > 0) {
+    const double even = kEven * double(plan.columns * plan.shares) / double(room);
+    plan.even_rows = int64_t(double(plan.rows) * even) / (plan.shares * turn) * (plan.shares * turn);
+  }
+  plan.crumbs = divide_up(plan.rows - plan.even_rows, plan.crumb_rows);
   return plan;
 }
 
@@ -193,7 +217,7 @@ int run_flat(Streams<F::kIn, F::kOut> a, int64_t rows, int64_t n, const Device& 
     for (int64_t& stride : a.in_stride) stride = row;
     for (int64_t& stride : a.out_stride) stride = row;
     a.bias_n = n;
-    a.bias_vectors = row == n && whole_vectors(a.bias, a.fp32_bias, n, kWide);
+    a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, n, kWide);
     return run_elementwise<F, T, kWide>(a, rows * n, row, device, stream);
   };
   for (int64_t& stride : a.in_stride) stride = 0;
@@ -215,18 +239,14 @@ int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Dev
   const int wide = vectors ? kSize : 1;
   const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
   a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
-  a.bias_vectors = plan.row_elements == a.n && whole_vectors(a.bias, a.fp32_bias, a.n, wide);
-  const dim3 grid(unsigned(plan.columns), unsigned(plan.blocks));
-  const dim3 block(unsigned(plan.across), unsigned(kBiasThreads / plan.across));
-  const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if (vectors) {
-    gelu_bias_gradients<Activation, T, kSize><<<grid, block, 0, on>>>(a);
-  } else {
-    gelu_bias_gradients<Activation, T, 1><<<grid, block, 0, on>>>(a);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return int(error);
-  return run_add_partials<T>(a.partials, plan.partial_rows(a.n), a.n, grad_bias, a.fp32_bias, stream);
+  a.columns = plan.columns, a.shares = plan.shares, a.even_rows = plan.even_rows, a.crumb_rows = plan.crumb_rows;
+  a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, wide);
+  const auto kernel = vectors ? gelu_bias_gradients<Activation, T, kSize> : gelu_bias_gradients<Activation, T, 1>;
+  const int error = launch(kernel, a, plan.columns * (plan.shares + plan.crumbs),
+                           dim3(unsigned(plan.across), unsigned(kBiasThreads / plan.across)), 0, 1, stream,
+                           device.clusters);
+  if (error) return error;
+  return run_add_partials<T>(a.partials, plan.partial_rows(a.n), a.n, grad_bias, a.fp32_bias, device, stream);
 }
 
 bool known_gelu(int approximate) { return approximate == FUSELINE_GELU_TANH || approximate == FUSELINE_GELU_ERF; }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_wide(T* at, const float (&values)[kWide]) 
 }
 
 // Weights of columns first .. first + kWide, where columns repeat every n; zero without weights. `vectors`: they can be
-// read 16 bytes at a time.
+// read 16 bytes at a time, which no repetition divides.
 template <class T, int kWide>
 __device__ __forceinline__ void load_repeated(const void* weights, bool fp32, bool vectors, int64_t first, int64_t n,
                                               float (&values)[kWide]) {
@@ -105,7 +105,8 @@ __device__ __forceinline__ void load_repeated(const void* weights, bool fp32, bo
   if (!weights) return;
   if constexpr (kWide > 1) {
     if (vectors) {
-      load_weights<T, true>(weights, fp32, first, n, values);
+      const int64_t column = first < n ? first : int64_t(uint32_t(first) % uint32_t(n));  // only short rows are repeated
+      load_weights<T, true>(weights, fp32, column, n, values);
       return;
     }
   }

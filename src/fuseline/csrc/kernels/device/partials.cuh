@@ -2,42 +2,58 @@
 #pragma once
 
 #include "launch.cuh"
+#include "overlap.cuh"
 
 namespace fuseline {
 
-constexpr int kPartialsWarps = 32;
+constexpr int kPartialsColumns = 8;  // a sector of each row
+constexpr int kPartialsRows = 128;
 
-// result[c] = the sum of partials[p * n + c] over p < count, in fp32 or T. A block has 32 columns; its warps share the
-// partial sums of them.
+struct Partials {
+  const float* from;
+  int64_t count, n;
+  void* result;
+  bool fp32_result;
+};
+
+// result[c] = the sum of from[p * n + c] over p < count, in fp32 or T. A block has a few columns, and its threads share
+// the partial sums of them.
 template <class T>
-__global__ void __launch_bounds__(kWarp* kPartialsWarps)
-    add_partials(const float* partials, int64_t count, int64_t n, void* result, bool fp32_result) {
-  __shared__ float shared[kPartialsWarps][kWarp + 1];
-  const int64_t c = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+__global__ void __launch_bounds__(kPartialsColumns* kPartialsRows) add_partials(const Partials a) {
+  __shared__ float shared[kPartialsColumns][kPartialsRows + 1];
+  let_next_start();
+  wait_for_earlier();
+  const int64_t c = int64_t(blockIdx.x) * kPartialsColumns + threadIdx.x;
   float sum = 0.f;
-  if (c < n) {
-#pragma unroll 4
-    for (int64_t p = threadIdx.y; p < count; p += kPartialsWarps) sum += partials[p * n + c];
+  if (c < a.n) {
+#pragma unroll 8
+    for (int64_t p = threadIdx.y; p < a.count; p += kPartialsRows) sum += a.from[p * a.n + c];
   }
-  shared[threadIdx.y][threadIdx.x] = sum;
+  shared[threadIdx.x][threadIdx.y] = sum;
   __syncthreads();
-  sum = shared[threadIdx.x][threadIdx.y];
+  const int thread = int(threadIdx.y) * kPartialsColumns + int(threadIdx.x);
+  const int warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t column = int64_t(blockIdx.x) * kPartialsColumns + warp;
+  if (warp >= kPartialsColumns || column >= a.n) return;
+  sum = 0.f;
+#pragma unroll
+  for (int p = lane; p < kPartialsRows; p += kWarp) sum += shared[warp][p];
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.y;
-  if (threadIdx.x != 0 || column >= n) return;
-  if (fp32_result) {
-    static_cast<float*>(result)[column] = sum;
+  if (lane > 0) return;
+  if (a.fp32_result) {
+    static_cast<float*>(a.result)[column] = sum;
   } else {
-    static_cast<T*>(result)[column] = from_float<T>(sum);
+    static_cast<T*>(a.result)[column] = from_float<T>(sum);
   }
 }
 
 template <class T>
-int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, bool fp32_result, void* stream) {
-  add_partials<T><<<dim3(unsigned(divide_up(n, kWarp))), dim3(kWarp, kPartialsWarps), 0,
-                    static_cast<cudaStream_t>(stream)>>>(partials, count, n, result, fp32_result);
-  return int(cudaGetLastError());
+int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, bool fp32_result,
+                     const Device& device, void* stream) {
+  const Partials a{partials, count, n, result, fp32_result};
+  return launch(add_partials<T>, a, divide_up(n, kPartialsColumns), dim3(kPartialsColumns, kPartialsRows), 0, 1, stream,
+                device.clusters);
 }
 
 }  // namespace fuseline
