@@ -40,6 +40,10 @@ __device__ __forceinline__ void score_vector(const SoftmaxForward& a, const Row&
   }
 }
 
+// 32 values a thread (held = 32 / kVector) leave room for 1024 threads a multiprocessor.
+template <class T>
+constexpr int kMostHeld = 32 / kVector<T>;
+
 // ---- kernels ----
 
 // kPlain: rows keep to 16-byte steps and there is no mask.
@@ -63,34 +67,15 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
   float score[kHeld][kSize];
-  float max = -kInfinity;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    score_vector<T, kPlain>(a, at, raw[k], start + k * step, visible, score[k]);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
-  }
-  MaxSum<T> warp{group.warp_max(max), 0.f, 0};
-  const float taken_out = finite(warp.max);
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) score[k][i] = exponential<T>(score[k][i] - taken_out);
-    add_vector<T>(warp.sum, score[k]);
-  }
-  warp.sum = group.warp_sum(warp.sum);
-  const MaxSum<T> whole = meet<T, false>(warp, group);
-  const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+  for (int k = 0; k < kHeld; ++k) score_vector<T, kPlain>(a, at, raw[k], start + k * step, visible, score[k]);
+  share_out<T>(group, score);
   if (row >= a.rows) return;
   forget(start);
   forget(row);
   T* y = static_cast<T*>(a.y) + row * a.n;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) score[k][i] = times<T>(score[k][i], share);
-    store_vector<T, kPlain>(y, start + k * step, n, a.y_vectors, score[k]);
-  }
+  for (int k = 0; k < kHeld; ++k) store_vector<T, kPlain>(y, start + k * step, n, a.y_vectors, score[k]);
 }
 
 // Short rows without a mask that do not keep to 16-byte steps.
@@ -247,10 +232,6 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 
 // ---- launcher ----
 
-// 32 values a thread (held = 32 / kVector) leave room for 1024 threads a multiprocessor.
-template <class T>
-constexpr int kMostHeld = 32 / kVector<T>;
-
 template <class T>
 auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   constexpr int kMost = kMostHeld<T>;
@@ -267,10 +248,11 @@ auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   return plan.held == 1 ? softmax_forward_rows<T, 1, true, true> : nullptr;
 }
 
-// Short rows at odd addresses; false for others.
+// Short rows at odd addresses, or of odd lines; false for others.
 template <class T>
 bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error) {
-  const Tiling plan = plan_tiles<T>(a.rows, a.n, offset_in_vector(a.x) + offset_in_vector(a.y), 1, device);
+  const int offsets = offset_in_vector(a.x) + offset_in_vector(a.y);
+  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 1, device);
   if (plan.threads == 0) return false;
   a.part = plan.rows;
   const bool few = a.n <= kWarp * kFewTiled;

@@ -113,31 +113,11 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), kOneWarp ? 4 : 2) soft
   } else {
     take(std::integral_constant<int, FUSELINE_MASK_NONE>{});
   }
-  float max = -kInfinity;
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) max = fmaxf(max, score[k][i]);
-  }
-  MaxSum<T> warp{group.warp_max(max), 0.f, 0};
-  const float taken_out = finite(warp.max);
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) score[k][i] = exponential<T>(score[k][i] - taken_out);
-    add_vector<T>(warp.sum, score[k]);
-  }
-  warp.sum = group.warp_sum(warp.sum);
-  const MaxSum<T> whole = meet<T, false>(warp, group);
-  const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+  share_out<T>(group, score);
   if (row >= a.rows) return;
   T* const y = static_cast<T*>(a.y) + row * a.n;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) score[k][i] = times<T>(score[k][i], share);
-    store_vector<T, true>(y, start + k * step, n, true, score[k]);
-  }
+  for (int k = 0; k < kHeld; ++k) store_vector<T, true>(y, start + k * step, n, true, score[k]);
 }
 
 // ---- launcher ----

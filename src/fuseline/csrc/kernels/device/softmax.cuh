@@ -95,6 +95,33 @@ __device__ __forceinline__ float times(float value, const Share& share) {
   return sizeof(T) == 4 ? fmaf(value, share.whole, value * share.rest) : value * share.whole;
 }
 
+// The scores of a row, in the registers of its threads, become their shares of it.
+template <class T, int kHeld, bool kOneWarp>
+__device__ __forceinline__ void share_out(Group<MaxSum<T>, kOneWarp>& group, float (&score)[kHeld][kVector<T>]) {
+  float max = -kInfinity;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) max = fmaxf(max, score[k][i]);
+  }
+  MaxSum<T> warp{group.warp_max(max), 0.f, 0};
+  const float taken_out = finite(warp.max);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) score[k][i] = exponential<T>(score[k][i] - taken_out);
+    add_vector<T>(warp.sum, score[k]);
+  }
+  warp.sum = group.warp_sum(warp.sum);
+  const MaxSum<T> whole = meet<T, false>(warp, group);
+  const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) score[k][i] = times<T>(score[k][i], share);
+  }
+}
+
 // Rows in 16-byte steps under a mask that can be read so, or causal: softmax_masked.cu. False for others.
 bool run_softmax_masked(const SoftmaxForward& a, int dtype, const Device& device, void* stream, int& error);
 
