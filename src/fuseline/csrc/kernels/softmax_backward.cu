@@ -69,6 +69,9 @@ __device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_r
   for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - mean);
 }
 
+// Four vectors of each row are 32 registers.
+constexpr int kMostHeld = 4;
+
 // ---- kernels ----
 
 template <class T, int kHeld, bool kAligned, bool kOneWarp>
@@ -142,6 +145,52 @@ __global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const So
 #pragma unroll 4
     for (int i = group.lane; i < inside; i += group.threads) {
       grad_out[i] = from_float<T>(a.scale * to_float(y[i]) * (to_float(grad_out[i]) - mean));
+    }
+  }
+  show_to_copies();
+  __syncthreads();
+  grad_tile.send(static_cast<T*>(a.grad_x) + first * n);
+}
+
+// Rows of a warp that keep to 16-byte steps, but not to lines of the cache.
+template <class T>
+__global__ void __launch_bounds__(kTileBlock, 4) softmax_backward_tiled_vectors(const SoftmaxBackward a) {
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t arrived;
+  const int n = int(a.n), vectors = n / kVector<T>, lane = int(threadIdx.x);
+  const int64_t first = int64_t(blockIdx.x) * a.part;
+  const int rows = int(min(a.rows - first, int64_t(a.part)));
+  const Tile<T> grad_tile(ring, rows, n), y_tile(ring + a.part * vectors, rows, n);
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 2), publish_barriers();
+  __syncwarp();
+  let_next_start();
+  wait_for_earlier();
+  grad_tile.fetch(static_cast<const T*>(a.grad_out) + first * n, &arrived);
+  y_tile.fetch(static_cast<const T*>(a.y) + first * n, &arrived);
+  __syncthreads();
+  barrier_wait(&arrived, 0);
+#pragma unroll 1
+  for (int at = threadIdx.y; at < rows; at += blockDim.y) {
+    uint4* const grad_out = ring + at * vectors;
+    const uint4* const y = ring + (a.part + at) * vectors;
+    uint4 grad_raw[kMostHeld], y_raw[kMostHeld];
+    Sums<T> sums{};
+#pragma unroll
+    for (int k = 0; k < kMostHeld; ++k) {
+      const int slot = lane + k * kWarp;
+      grad_raw[k] = y_raw[k] = make_uint4(0, 0, 0, 0);
+      if (slot < vectors) grad_raw[k] = grad_out[slot], y_raw[k] = y[slot];
+      sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
+    }
+    const float mean = mean_of(sum_of_lanes(sums, kWarp));
+#pragma unroll
+    for (int k = 0; k < kMostHeld; ++k) forget(grad_raw[k]), forget(y_raw[k]);
+#pragma unroll
+    for (int k = 0; k < kMostHeld; ++k) {
+      const int slot = lane + k * kWarp;
+      float result[kVector<T>];
+      gradient<T>(grad_raw[k], y_raw[k], mean, a.scale, result);
+      if (slot < vectors) grad_out[slot] = pack<T>(result);
     }
   }
   show_to_copies();
@@ -238,9 +287,6 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 
 // ---- launcher ----
 
-// Four vectors of each row are 32 registers.
-constexpr int kMostHeld = 4;
-
 template <class T>
 auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
   constexpr int kMost = kMostHeld;
@@ -256,10 +302,16 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
   return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
 }
 
-// Short rows at odd addresses; false for others.
+// Short rows at odd addresses, or of odd lines; false for others.
 template <class T>
 bool run_tiled(SoftmaxBackward a, const Device& device, void* stream, int& error) {
   const int offsets = offset_in_vector(a.grad_out) + offset_in_vector(a.y) + offset_in_vector(a.grad_x);
+  if (a.n % kVector<T> == 0 && offsets == 0) {
+    const Tiling plan = plan_vector_tiles<T>(a.rows, a.n, kMostHeld, 2, device);
+    a.part = plan.rows;
+    if (plan.threads > 0) error = launch_tiles(softmax_backward_tiled_vectors<T>, a, plan, device, stream, true);
+    return plan.threads > 0;
+  }
   const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 2, device);
   if (plan.threads == 0) return false;
   a.part = plan.rows;

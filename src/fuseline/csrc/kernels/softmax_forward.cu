@@ -126,6 +126,47 @@ __global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softma
   tile.send(static_cast<T*>(a.y) + first * n);
 }
 
+// Rows of a warp that keep to 16-byte steps, but not to lines of the cache.
+template <class T, int kHeld>
+__global__ void __launch_bounds__(kTileBlock, 4) softmax_forward_tiled_vectors(const SoftmaxForward a) {
+  extern __shared__ __align__(128) uint4 ring[];
+  __shared__ uint64_t arrived;
+  constexpr int kSize = kVector<T>;
+  Group<MaxSum<T>, true> group(nullptr, 1);
+  const int n = int(a.n), vectors = n / kSize;
+  const int64_t first = int64_t(blockIdx.x) * a.part;
+  const int rows = int(min(a.rows - first, int64_t(a.part)));
+  const Tile<T> tile(ring, rows, n);
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
+  __syncwarp();
+  let_next_start();
+  wait_for_earlier();
+  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
+  __syncthreads();
+  barrier_wait(&arrived, 0);
+#pragma unroll 1
+  for (int at = threadIdx.y; at < rows; at += blockDim.y) {
+    uint4* const row = ring + at * vectors;
+    float score[kHeld][kSize];
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int slot = group.lane + k * kWarp;
+      unpack<T>(slot < vectors ? row[slot] : make_uint4(0, 0, 0, 0), score[k]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) score[k][i] = slot < vectors ? score[k][i] * a.scale : -kInfinity;
+    }
+    share_out<T>(group, score);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int slot = group.lane + k * kWarp;
+      if (slot < vectors) row[slot] = pack<T>(score[k]);
+    }
+  }
+  show_to_copies();
+  __syncthreads();
+  tile.send(static_cast<T*>(a.y) + first * n);
+}
+
 // Long rows without a mask, at a scale above 0. kTogether: several to a block, whose parts seldom fill their pieces.
 template <class T, bool kTogether>
 __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const SoftmaxForward a) {
@@ -252,6 +293,14 @@ auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
 template <class T>
 bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error) {
   const int offsets = offset_in_vector(a.x) + offset_in_vector(a.y);
+  if (a.n % kVector<T> == 0 && offsets == 0) {
+    const Tiling plan = plan_vector_tiles<T>(a.rows, a.n, kMostHeld<T>, 1, device);
+    a.part = plan.rows;
+    if (plan.threads > 0) {
+      error = launch_tiles(softmax_forward_tiled_vectors<T, kMostHeld<T>>, a, plan, device, stream, true);
+    }
+    return plan.threads > 0;
+  }
   const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 1, device);
   if (plan.threads == 0) return false;
   a.part = plan.rows;

@@ -36,6 +36,22 @@ Tiling plan_tiles(int64_t rows, int64_t n, int offsets, int tensors, const Devic
   return plan;
 }
 
+// Rows of whole vectors, more than a warp has lanes, that do not end with the lines of the cache: a warp that reads and
+// writes them touches a line more at each step, a block that brings neighbours of them at once only at its ends. Few rows
+// are not worth it.
+template <class T>
+Tiling plan_vector_tiles(int64_t rows, int64_t n, int most_held, int tensors, const Device& device) {
+  Tiling plan;
+  constexpr int kRows = 16, kLine = 128;
+  const int64_t bytes = n * int64_t(sizeof(T)), vectors = bytes / 16;
+  if (!device.clusters || bytes % kLine == 0 || vectors <= kWarp || vectors > most_held * kWarp) return plan;
+  if (rows < int64_t(kRows) * 8 * device.processors) return plan;
+  plan.threads = kWarp, plan.rows = kRows;
+  plan.bytes = size_t(kRows * bytes * tensors);
+  plan.grid = divide_up(rows, plan.rows);
+  return plan;
+}
+
 template <class Arguments>
 int launch_tiles(void (*kernel)(Arguments), const Arguments& a, const Tiling& plan, const Device& device, void* stream,
                  bool early = false) {
