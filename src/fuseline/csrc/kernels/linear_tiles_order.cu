@@ -1,4 +1,5 @@
-// Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2.
+// Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2. The flags of the
+// blocks that multiply are lowered.
 
 #include "device/linear_tiles_order.cuh"
 
@@ -6,12 +7,16 @@ namespace fuseline {
 namespace {
 
 // A thread has 16 bytes of x; a warp eight rows and half a chunk.
-__global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArguments a, int rows) {
+__global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArguments a, int rows, int flags) {
   wait_for_earlier();
   let_next_start();  // what starts may read all that earlier launches wrote
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < flags; i += kLinearThreads) a.flags[i] = 0;
+  }
+  const int halves = 4 * a.steps;
   const int lane = threadIdx.x % kWarp, quad = lane % 4;
   const int64_t warp = int64_t(blockIdx.x) * kLinearWarps + threadIdx.x / kWarp;
-  const int half = int(warp % (2 * a.chunks)), row = int(warp / (2 * a.chunks)) * 8 + lane / 4;
+  const int half = int(warp % halves), row = int(warp / halves) * 8 + lane / 4;
   if (row >= a.m) return;
   const int column = half * 32 + quad * 8;
   uint4 raw = make_uint4(0, 0, 0, 0);
@@ -19,7 +24,7 @@ __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArg
     const char* const from = a.x + row * a.x_stride + int64_t(column) * 2;
     raw = a.x_vectors ? *reinterpret_cast<const uint4*>(from) : load_few(from, a.k - column);
   }
-  const int64_t chunk = int64_t(row / rows) * a.chunks + half / 2;
+  const int64_t chunk = int64_t(row / rows) * (2 * a.steps) + half / 2;
   char* const to = a.workspace + chunk * rows * 128 + (half % 2 * 4 * rows + row % rows) * 16 + quad * 4;
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -28,15 +33,15 @@ __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArg
 
 }  // namespace
 
-int launch_order_x(const LinearArguments& a, int rows, void* stream) {
+int launch_order_x(const LinearArguments& a, int rows, int flags, void* stream) {
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(divide_up(divide_up(a.m, 8) * 2 * a.chunks, kLinearWarps)));
+  config.gridDim = dim3(unsigned(divide_up(divide_up(a.m, 8) * 4 * a.steps, kLinearWarps)));
   config.blockDim = dim3(kLinearThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, order_x_kernel, a, rows);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, order_x_kernel, a, rows, flags);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
 }

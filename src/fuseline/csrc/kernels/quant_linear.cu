@@ -188,7 +188,9 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
 }
 
 int64_t fuseline_quant_linear_workspace(int format, int64_t m, int64_t k) {
-  return format == FUSELINE_WEIGHT_16 ? 0 : tiled_bytes(m, k);
+  Device device;
+  if (format == FUSELINE_WEIGHT_16 || current_device(device) != cudaSuccess) return 0;
+  return tiled_bytes(m, k, device.processors);
 }
 
 int fuseline_dequantize(const fuseline_linear* call, void* stream) {

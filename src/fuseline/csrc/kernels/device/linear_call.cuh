@@ -26,8 +26,8 @@ struct LinearArguments {
   int groups, group_shift;  // a group is 32 << group_shift columns
   int groups_a_slice;       // streams: that a block has scales of, at most
   int splits;                // blocks that share the columns
-  int units, base, extra;    // streams: clusters; of each, units of tiles, and how many clusters have one more
-  int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams pairs of them
+  int units, base, extra;    // streams: clusters; of each, units of tiles (of tiles: steps of a block), and how many have one more
+  int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams and tiles pairs of them
   int x_bytes, scale_bytes;  // of shared memory
   int prefetched;            // streams: steps of a warp that the L2 is asked for at once
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
@@ -40,7 +40,9 @@ struct LinearArguments {
   int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
   const char* residual;
   char* workspace;  // tiles: x in order
-  bool y_fours;  // four outputs at a time
+  int* flags;       // tiles: of each block that has left sums in `partials`
+  char* partials;
+  bool y_pairs;     // two outputs at a time
 };
 
 // The tile of W that stands at `place` among those of all blocks: gates and what they multiply take turns.

@@ -1,43 +1,48 @@
 // Linear layers for tens to hundreds of rows of activations, weights of 4 and 8 bits, on Hopper: y = x W^T + bias.
 //
 // Floor: 4096 x 12288 and 128 rows are 12.9 GFLOP, 16 us at 790 TFLOP/s, where the weights take 8 (int4) or 17 us. What
-// is left to lose is in x: each block of 128 rows of W reads all of it, 100 MB together here, from the L2.
+// is left to lose is in the L2, which gives a multiprocessor 47 bytes a nanosecond at most: each block of rows of W reads
+// all of x, 50 MB together here.
 //
-// A block has 128 rows of W, up to 256 rows of x and a stretch of the columns, which the blocks of a cluster share where
-// there are few rows of W. The eight columns that a lane of packed weights has are not neighbours in the product, so a
-// kernel of its own puts x in order first (linear_tiles_order.cu); one thread then brings it by bulk copies, chunk by
-// chunk. Two warpgroups multiply, 64 rows of W each, for few rows of x two more every other chunk: a warp reads its own
-// tiles of W from memory, some chunks ahead, and makes them the A of the products in registers while another warpgroup's
-// products are under way; nothing of W is ever stored. Sums of blocks are added up in their order: the same bits each run.
+// A block has 256 rows of W and up to 128 rows of x at a time. The products of all such tiles, 128 columns a step, are one
+// run of steps, cut evenly among as many blocks as there are multiprocessors, wherever the cuts fall in a tile: no wave of
+// blocks is left half empty. More rows of x are further tiles, which come right after each other: W comes from the L2 then.
+// Who has a tile's first columns adds what the blocks after it have left in the workspace, in their order: the same bits
+// each run.
 //
-// Weights of int4 are rounded to x's dtype here, as dequantizing rounds them: a second set of sums, for groups, does not
-// fit beside 256 rows. int8 is exact until its fp32 sums are scaled.
+// The eight columns that a lane of packed weights has are not neighbours in the product, so a kernel of its own puts x in
+// order first (linear_tiles_order.cu); one thread then brings it by bulk copies, step by step. Warpgroups multiply, 64 rows
+// of W each, for 128 rows of x twice as many one after the other: a warp reads its own tiles of W from memory, some steps
+// ahead, and makes them the A of the products in registers while other products are under way; nothing of W is stored.
+//
+// Weights of int4 in groups of 128 columns and more stay integers beside up to 32 rows of x, and the sums of a step are
+// scaled; elsewhere they are rounded to x's dtype here, as dequantizing rounds them: a second set of sums does not fit.
+// int8 is exact until its fp32 sums are scaled.
 #pragma once
 
-#include "linear_call.cuh"
+#include "linear_tiles_order.cuh"
 #include "meeting.cuh"
 #include "waiting.cuh"
 #include "wgmma.cuh"
 
 namespace fuseline {
 
-constexpr int kBlockTiles = 8;  // of 16 rows of W
-constexpr int kBlockRows = kBlockTiles * kTileRows;
-constexpr int kTilePitch = kBlockRows + 4;  // floats between rows of x among the sums: banks apart
+constexpr int kStepChunks = 2;  // of 64 columns
 
-// How much a block with kRows rows of x holds.
-template <class Weights, int kRows>
+// How much a block with kRows rows of x holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
+template <class Weights, int kRows, bool kAnyGroups>
 struct TilesShape {
-  static constexpr int kStageBytes = kRows * kTileColumns * 2;
-  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : kRows == 128 ? 8 : 6;
-  // Warpgroups that multiply the same rows of W, chunks in turn: few rows of x leave them waiting for each other's ends.
-  static constexpr int kDepth = kRows <= 64 ? 2 : 1;
-  static constexpr int kMultipliers = 256 * kDepth;
+  static constexpr int kGroups = kRows <= 64 ? 4 : 2;             // warpgroups that multiply
+  static constexpr int kWarpTiles = kBlockTiles / (4 * kGroups);  // of 16 rows of W, one after the other
+  static constexpr int kMultipliers = kGroups * 128;
   static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
-  static constexpr int kRegisters = kDepth == 2 ? 112 : 240;
-  static constexpr int kAhead = kRows <= 64 ? 4 : kRows == 128 ? 6 : 3;  // chunks of weights under way
+  static constexpr int kRegisters = kGroups == 4 ? 112 : 240;  // all together no more than at the start
+  static constexpr int kStageBytes = kRows * kStepChunks * kTileColumns * 2;
+  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : 6;
   static constexpr int kShared = kStages * kStageBytes;
-  static_assert(kShared >= kRows * kTilePitch * 4);
+  static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
+  // Steps of weights under way: 1 KB (int4) or 2 each for a warp's tile.
+  static constexpr int kAhead = kScalesSums ? 3 : kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
 };
 
 // Stages of x, full and empty in turn.
@@ -57,206 +62,306 @@ template <int kStages>
 struct Place {
   int slot = 0, phase = 0;
 
-  __device__ __forceinline__ void next(int by = 1) {
-    slot += by;
-    if (slot >= kStages) slot -= kStages, phase ^= 1;
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) slot = 0, phase ^= 1;
   }
+};
+
+// The steps of block `block`, of all tiles' steps.
+struct Run {
+  int first, end;
+
+  __device__ __forceinline__ Run(const LinearArguments& a, int block)
+      : first(block * a.base + min(block, a.extra)), end(first + a.base + (block < a.extra)) {}
 };
 
 // One thread brings what is in order already.
 template <class Shape>
-__device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int begin,
-                                        int chunks) {
-  const char* from = a.workspace + (int64_t(blockIdx.y) * a.chunks + begin) * Shape::kStageBytes;
+__device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int row_blocks) {
+  const Run run(a, int(blockIdx.x));
   Place<Shape::kStages> place;
-  for (int chunk = 0; chunk < chunks; ++chunk, from += Shape::kStageBytes) {
+  int tile = run.first / a.steps, step = run.first % a.steps;
+  for (int at = run.first; at < run.end; ++at) {
+    const char* const from = a.workspace + (int64_t(tile % row_blocks) * a.steps + step) * Shape::kStageBytes;
     barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
     barrier_expect(&stages.full[place.slot], Shape::kStageBytes);
     copy_in(ring + place.slot * Shape::kStageBytes, from, Shape::kStageBytes, &stages.full[place.slot]);
     place.next();
+    if (++step == a.steps) step = 0, ++tile;
   }
 }
 
-// What a lane holds of a chunk of its warp's tile.
-template <class Weights>
-struct Chunk {
-  uint4 raw[Weights::kVectors];
-  uint32_t scale[2], zero[2];  // int4, by half: rows g and g + 8
+// What a lane holds of a step of a tile.
+template <class Weights, bool kAnyGroups>
+struct HeldStep {
+  static constexpr int kScales = !Weights::kGrouped ? 0 : kAnyGroups ? 2 * kStepChunks : 1;  // of rows g and g + 8
+  uint4 raw[kStepChunks * Weights::kVectors];
+  uint32_t scale[kScales + 1], zero[kAnyGroups ? 2 * kStepChunks : 1];
 };
 
-// The chunk as the A of its four products.
-template <class T, class Weights>
-__device__ __forceinline__ void make_operands(uint32_t (&w)[4][4], const Chunk<Weights>& chunk) {
+// A chunk of a step as the A of its four products; `scales` multiplies them unless sums are.
+template <class T, class Weights, bool kAnyGroups, bool kScalesSums>
+__device__ __forceinline__ void make_operands(uint32_t (&w)[4][4], const HeldStep<Weights, kAnyGroups>& held, int chunk) {
   if constexpr (Weights::kFormat == FUSELINE_WEIGHT_INT8) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Weights::template step<T>(w[2 * half], chunk.raw[half].x, chunk.raw[half].y);
-      Weights::template step<T>(w[2 * half + 1], chunk.raw[half].z, chunk.raw[half].w);
+      const uint4 raw = held.raw[2 * chunk + half];
+      Weights::template step<T>(w[2 * half], raw.x, raw.y);
+      Weights::template step<T>(w[2 * half + 1], raw.z, raw.w);
     }
   } else {
-    const uint32_t words[4] = {chunk.raw[0].x, chunk.raw[0].y, chunk.raw[0].z, chunk.raw[0].w};
+    const uint4 raw = held.raw[chunk];
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t both = chunk.zero[half];
-      const uint32_t zero[2] = {kIntegers<T> + (both & 0xffu) * 0x10001u, kIntegers<T> + (both >> 8) * 0x10001u};
-      const float2 scales = unpack_pair<__nv_bfloat16>(chunk.scale[half]);
+      uint32_t zero[2] = {kIntegers<T> + 0x00080008u, kIntegers<T> + 0x00080008u};
+      if constexpr (kAnyGroups) {
+        const uint32_t both = held.zero[2 * chunk + half];
+        zero[0] = kIntegers<T> + (both & 0xffu) * 0x10001u;
+        zero[1] = kIntegers<T> + (both >> 8) * 0x10001u;
+      }
+      const float2 scales = unpack_pair<__nv_bfloat16>(held.scale[kAnyGroups ? 2 * chunk + half : 0]);
       const uint32_t scale[2] = {pack_pair<T>(scales.x, scales.x), pack_pair<T>(scales.y, scales.y)};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         Weights::template step<T>(w[2 * half + j], words[2 * half + j], zero);
+        if constexpr (!kScalesSums) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[2 * half + j][i] = times<T>(w[2 * half + j][i], scale[i % 2]);
+          for (int i = 0; i < 4; ++i) w[2 * half + j][i] = times<T>(w[2 * half + j][i], scale[i % 2]);
+        }
       }
     }
   }
 }
 
-// The sums of 64 rows of W a warpgroup over the block's columns, into `planes` [row of x][row of W].
-template <class T, class Weights, class Shape, int kRows>
-__device__ __forceinline__ void multiply_tiles(const LinearArguments& a, uint32_t ring, float* planes,
-                                               Stages<Shape::kStages>& stages, int first_tile, int begin, int chunks) {
-  constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp, kDepth = Shape::kDepth;
-  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp % 8, depth = int(threadIdx.x) / 256;
-  const int group = lane / 4, quad = lane % 4;
-  const int tile = min(first_tile + warp, a.tiles - 1);
-  const char* const weight = a.weight + ((int64_t(tile) * a.chunks + begin) * kTileVectors + lane) * 16;
-  const int64_t groups_at = int64_t(tile) * a.groups * 8 + group;
-  Chunk<Weights> held[kAhead];
-  const auto load = [&](Chunk<Weights>& to, int chunk) {
-    if (chunk >= chunks) return;
+// The sums of a tile of other blocks, that begin where this one ends, are added to this block's, or this block's left for
+// who has the tile's beginning. Answers whether the sums are whole.
+template <class Shape, int kTiles, int kSums>
+__device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[kTiles][kSums], int begin, int end) {
+  constexpr int kPlane = kTiles * kSums / 4 * Shape::kMultipliers;  // float4 of a block
+  const int block = int(blockIdx.x);
+  float4* const planes = reinterpret_cast<float4*>(a.partials) + threadIdx.x;
+  if (begin > 0) {
+    float4* const to = planes + int64_t(block) * kPlane;
 #pragma unroll
-    for (int v = 0; v < Weights::kVectors; ++v) {
-      to.raw[v] = load_once(weight + int64_t(chunk) * (kTileVectors * 16) + v * (kWarp * 16));
+    for (int i = 0; i < kTiles * kSums / 4; ++i) {
+      const float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];
+      __stcg(to + i * Shape::kMultipliers, make_float4(four[0], four[1], four[2], four[3]));
     }
-    if constexpr (Weights::kGrouped) {
+    __threadfence();
+    meet_multipliers<Shape::kMultipliers>();
+    if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(a.flags + block) : "memory");
+    return false;
+  }
+  for (int other = block + 1; end < a.steps; ++other) {
+    const Run run(a, other);
+    if (threadIdx.x == 0) {
+      int there = 0;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(a.flags + other) : "memory");
+      } while (!there);
+    }
+    meet_multipliers<Shape::kMultipliers>();
+    const float4* const from = planes + int64_t(other) * kPlane;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int of = min((2 * (begin + chunk) + half) >> a.group_shift, a.groups - 1);
-        to.scale[half] = __ldg(a.scales + groups_at + of * 8);
-        to.zero[half] = a.zeros ? __ldg(reinterpret_cast<const uint16_t*>(a.zeros) + groups_at + of * 8) : 0x0808u;
+    for (int i = 0; i < kTiles * kSums / 4; ++i) {
+      float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];
+      const float4 more = __ldcg(from + i * Shape::kMultipliers);
+      four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+    }
+    end += run.end - run.first;
+  }
+  return true;
+}
+
+// Whole sums, [64 rows of W a warpgroup][rows of x], to y: lanes of neighbouring rows of W trade, so that each has two
+// neighbours of one row of x.
+template <class T, class Weights, int kRows>
+__device__ __forceinline__ void write_sums(const LinearArguments& a, const float (&sums)[kRows / 2], int tile, int first_row) {
+  const int lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4, odd = group & 1;
+  float scale[2], shift[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int feature = tile * kTileRows + group + 8 * i;
+    const bool there = feature < a.n;
+    scale[i] = !Weights::kGrouped && there ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
+    shift[i] = a.bias && there ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f;
+  }
+#pragma unroll
+  for (int c = 0; c < kRows / 8; ++c) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float first = fmaf(sums[4 * c + 2 * i], scale[i], shift[i]), second = fmaf(sums[4 * c + 2 * i + 1], scale[i], shift[i]);
+      const float other = __shfl_xor_sync(~0u, odd ? first : second, 4);
+      const float low = odd ? other : first, high = odd ? second : other;
+      const int row = first_row + c * 8 + quad * 2 + odd, feature = tile * kTileRows + (group - odd) + 8 * i;
+      if (row >= a.m || feature >= a.n) continue;
+      T* const y = reinterpret_cast<T*>(a.y) + int64_t(row) * a.n + feature;
+      if (a.y_pairs) {
+        *reinterpret_cast<uint32_t*>(y) = pack_pair<T>(low, high);
+      } else {
+        y[0] = from_float<T>(low);
+        if (feature + 1 < a.n) y[1] = from_float<T>(high);
       }
+    }
+  }
+}
+
+template <class T, class Weights, int kRows, bool kAnyGroups>
+__device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t ring,
+                                             Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
+  using Shape = TilesShape<Weights, kRows, kAnyGroups>;
+  constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
+  constexpr bool kScalesSums = Shape::kScalesSums;
+  constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
+  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp, group = lane / 4;
+  const Run run(a, int(blockIdx.x));
+  // Of the two tiles of a warp the second is of the block's second half.
+  const auto tile_of = [&](int block_tile, int t) {
+    return block_tile / row_blocks * kBlockTiles + t * (Shape::kMultipliers / kWarp) + warp;
+  };
+
+  // The next step to be asked for.
+  int load_tile = run.first / a.steps, load_step = run.first % a.steps, to_load = run.end - run.first;
+  uint32_t from[kWarpTiles], scales_from[kWarpTiles];  // 16-byte vectors of weights, words of scales
+  const auto point = [&] {
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; ++t) {
+      const int tile = min(tile_of(load_tile, t), a.tiles - 1);
+      from[t] = (uint32_t(tile) * a.chunks + load_step * kStepChunks) * kTileVectors + lane;
+      scales_from[t] = uint32_t(tile) * a.groups * 8 + group;
     }
   };
+  HeldStep<Weights, kAnyGroups> held[kAhead][kWarpTiles];
+  const auto load = [&](HeldStep<Weights, kAnyGroups>& to, int t) {
+    if (to_load == 0) return;
+    // Past the last columns any weights will do: x is zero there.
+    const uint32_t second = load_step * kStepChunks + 1 < a.chunks ? kTileVectors : 0;
 #pragma unroll
-  for (int u = 0; u < kAhead; ++u) load(held[u], depth + u * kDepth);
+    for (int chunk = 0; chunk < kStepChunks; ++chunk) {
+#pragma unroll
+      for (int v = 0; v < Weights::kVectors; ++v) {
+        to.raw[chunk * Weights::kVectors + v] = load_once(a.weight + int64_t(from[t] + chunk * second + v * kWarp) * 16);
+      }
+    }
+    if constexpr (Weights::kGrouped && !kAnyGroups) {
+      to.scale[0] = __ldg(a.scales + (scales_from[t] + (load_step >> (a.group_shift - 2)) * 8));
+    } else if constexpr (Weights::kGrouped) {
+#pragma unroll
+      for (int half = 0; half < 2 * kStepChunks; ++half) {
+        const int of = min((2 * kStepChunks * load_step + half) >> a.group_shift, a.groups - 1);
+        to.scale[half] = __ldg(a.scales + (scales_from[t] + of * 8));
+        to.zero[half] = a.zeros ? __ldg(reinterpret_cast<const uint16_t*>(a.zeros) + (scales_from[t] + of * 8)) : 0x0808u;
+      }
+    }
+    from[t] += kStepChunks * kTileVectors;
+    if (t + 1 < kWarpTiles) return;
+    --to_load;
+    if (++load_step == a.steps) {
+      load_step = 0, ++load_tile;
+      if (to_load > 0) point();
+    }
+  };
+  if (to_load > 0) point();
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) {
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; ++t) load(held[u][t], t);
+  }
 
-  float sums[kRows / 2] = {};
   Place<Shape::kStages> place;
-  place.slot = depth;
-  for (int chunk = depth; chunk < chunks; chunk += kAhead * kDepth) {
+  float sums[kWarpTiles][kSums];
+  const auto multiply = [&](HeldStep<Weights, kAnyGroups>(&step)[kWarpTiles]) {
+    float part[kScalesSums ? kSums : 1];
+    float2 scales = make_float2(0.f, 0.f);
+    if constexpr (kScalesSums) scales = unpack_pair<__nv_bfloat16>(step[0].scale[0]);
+    const uint32_t stage = ring + place.slot * Shape::kStageBytes;
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      if (chunk + u * kDepth >= chunks) break;
-      uint32_t w[4][4];
-      make_operands<T, Weights>(w, held[u]);
-      barrier_wait(&stages.full[place.slot], place.phase);
-      const uint32_t stage = ring + place.slot * Shape::kStageBytes;
-      wgmma_fence();
+    for (int t = 0; t < kWarpTiles; ++t) {
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        wgmma<T, kRows>(sums, w[step], wgmma_operand(stage + step * (2 * kRows * 16), kRows * 16), true);
+      for (int chunk = 0; chunk < kStepChunks; ++chunk) {
+        uint32_t w[4][4];
+        make_operands<T, Weights, kAnyGroups, kScalesSums>(w, step[t], chunk);
+        if (t == 0 && chunk == 0) barrier_wait(&stages.full[place.slot], place.phase);
+        if (chunk == kStepChunks - 1) load(step[t], t);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint64_t x = wgmma_operand(stage + chunk * (kRows * 128) + i * (2 * kRows * 16), kRows * 16);
+          if constexpr (kScalesSums) {
+            wgmma<T, kRows>(part, w[i], x, chunk + i > 0);
+          } else {
+            wgmma<T, kRows>(sums[t], w[i], x, true);
+          }
+        }
+        wgmma_commit();
+        wgmma_wait<1>();  // the registers of the chunk before are free
       }
-      wgmma_commit();
-      load(held[u], chunk + (u + kAhead) * kDepth);
-      wgmma_wait<0>();  // the other warpgroup's products go on
-      if (lane == 0) barrier_arrive(&stages.empty[place.slot]);
-      place.next(kDepth);
     }
-  }
-  meet_multipliers<Shape::kMultipliers>();  // nobody reads x any more: the sums take its place
+    wgmma_wait<0>();  // other warpgroups' products go on
+    if (lane == 0) barrier_arrive(&stages.empty[place.slot]);
+    place.next();
+    if constexpr (kScalesSums) {
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    if (d > 0) meet_multipliers<Shape::kMultipliers>();
-    if (d != depth) continue;
+      for (int i = 0; i < kSums; ++i) sums[0][i] = fmaf(i % 4 < 2 ? scales.x : scales.y, part[i], sums[0][i]);
+    }
+  };
+
+  int tile = run.first / a.steps, begin = run.first % a.steps;
+  for (int at = run.first; at < run.end; ++tile, begin = 0) {
+    const int end = min(a.steps, begin + run.end - at);
 #pragma unroll
-    for (int c = 0; c < kRows / 8; ++c) {
+    for (int t = 0; t < kWarpTiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& to = planes[(c * 8 + quad * 2 + i % 2) * kTilePitch + warp * kTileRows + group + i / 2 * 8];
-        to = d == 0 ? sums[c * 4 + i] : to + sums[c * 4 + i];
+      for (int i = 0; i < kSums; ++i) sums[t][i] = 0.f;
+    }
+    int left = end - begin;
+    at += left;
+    for (; left > 0; left -= kAhead) {
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (u < left) multiply(held[u]);
       }
+    }
+    for (left += kAhead; left % kAhead != 0; --left) {  // the next tile begins with held[0]
+#pragma unroll
+      for (int t = 0; t < kWarpTiles; ++t) {
+        const HeldStep<Weights, kAnyGroups> first = held[0][t];
+#pragma unroll
+        for (int u = 0; u + 1 < kAhead; ++u) held[u][t] = held[u + 1][t];
+        held[kAhead - 1][t] = first;
+      }
+    }
+    wait_for_earlier();  // the flags, and who reads y or the workspace before
+    if (gather<Shape>(a, sums, begin, end)) {
+#pragma unroll
+      for (int t = 0; t < kWarpTiles; ++t) write_sums<T, Weights, kRows>(a, sums[t], tile_of(tile, t), tile % row_blocks * kRows);
     }
   }
 }
 
-// Four features of a row of x at a time, of all the cluster's blocks.
-template <class T, class Weights, int kRows, int kMultipliers>
-__device__ __forceinline__ void write_tiles(const LinearArguments& a, const float* planes, int first_row, int first_feature,
-                                            int rank) {
-  const int count = min(a.m - first_row, kRows) * (kBlockRows / 4), thread = int(threadIdx.x);
-  for (int i = rank * kMultipliers + thread; i < count; i += a.splits * kMultipliers) {
-    const int row = i / (kBlockRows / 4), column = i % (kBlockRows / 4) * 4, feature = first_feature + column;
-    if (feature >= a.n) continue;
-    const float* const here = planes + row * kTilePitch + column;
-    float4 sum = *reinterpret_cast<const float4*>(here);
-    if (a.splits > 1) {
-      sum = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int s = 0; s < a.splits; ++s) {
-        const float4 one = load_four_in_cluster(here, s);
-        sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
-      }
-    }
-    const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-    const int64_t to = int64_t(first_row + row) * a.n + feature;
-    T out[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      out[e] = T(0.f);
-      if (feature + e >= a.n) continue;
-      const float scale = Weights::kGrouped ? 1.f : __uint_as_float(__ldg(a.scales + feature + e));
-      const float shift = a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature + e]) : 0.f;
-      float y = activated<T>(a, fmaf(sums[e], scale, shift), 0.f);
-      if (a.residual) y += to_float(reinterpret_cast<const T*>(a.residual)[to + e]);
-      out[e] = from_float<T>(y);
-    }
-    T* const y = reinterpret_cast<T*>(a.y) + to;
-    if (a.y_fours) {
-      *reinterpret_cast<uint2*>(y) = *reinterpret_cast<const uint2*>(out);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (feature + e < a.n) y[e] = out[e];
-      }
-    }
-  }
-}
-
-template <class T, class Weights, int kRows>
-__global__ void __launch_bounds__(TilesShape<Weights, kRows>::kThreads, 1) linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
+template <class T, class Weights, int kRows, bool kAnyGroups>
+__global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThreads, 1)
+    linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
 #if FUSELINE_HAS_WGMMA
-  using Shape = TilesShape<Weights, kRows>;
+  using Shape = TilesShape<Weights, kRows, kAnyGroups>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
     barrier_init(&stages.full[threadIdx.x], 1);
-    barrier_init(&stages.empty[threadIdx.x], 256 / kWarp);
+    barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp);
     publish_barriers();
   }
-  const int rank = int(blockIdx.x) % a.splits, place = int(blockIdx.x) / a.splits, first_row = int(blockIdx.y) * kRows;
-  const int begin = rank * a.steps_a_split, chunks = min(a.steps_a_split, a.chunks - begin);
+  const int row_blocks = (a.m + kRows - 1) / kRows;  // of the same rows of W: one after the other
   __syncthreads();
   if (threadIdx.x >= Shape::kMultipliers) {
     give_registers<24>();
     wait_for_earlier();  // x is being put in order; all before that has ended
     let_next_start();
-    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape>(a, shared, stages, begin, chunks);
+    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape>(a, shared, stages, row_blocks);
   } else {
     take_registers<Shape::kRegisters>();
-    float* const planes = reinterpret_cast<float*>(shared);
-    const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
-    multiply_tiles<T, Weights, Shape, kRows>(a, ring, planes, stages, place * kBlockTiles, begin, chunks);
-    if (a.splits > 1) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      meet_multipliers<Shape::kMultipliers>();
-    }
-    wait_for_earlier();  // a residual, and y itself, may be of earlier launches
-    write_tiles<T, Weights, kRows, Shape::kMultipliers>(a, planes, first_row, place * kBlockRows, rank);
-    if (a.splits > 1) {  // nobody leaves while others of the cluster read here
-      cluster_arrive();
-      cluster_wait();
-    }
+    multiply_run<T, Weights, kRows, kAnyGroups>(a, uint32_t(__cvta_generic_to_shared(shared)), stages, row_blocks);
   }
 #endif
 }
