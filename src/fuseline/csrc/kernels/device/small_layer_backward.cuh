@@ -175,9 +175,10 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 // ---- keys and values that heads share ----
 
 // A thread has 16 bytes of the gradient of a key or a value, the sum over the heads that see it.
-template <class E>
+template <class Math>
 __global__ void __launch_bounds__(kTileThreads)
-    small_layer_sum_heads(const __grid_constant__ SmallLayerHeads<E> of) {
+    small_layer_sum_heads(const __grid_constant__ SmallLayerHeads<typename Math::Element> of) {
+  using E = typename Math::Element;
   constexpr int kSize = 16 / int(sizeof(E));
   const SmallLayer<E>& a = of.layer;
   const int pieces = a.head_dim / kSize, group = a.heads / a.kv_heads;
@@ -316,12 +317,13 @@ int launch_heads(const SmallLayerHeads<typename Math::Element>& a, const Device&
   return launch_overlapping(kernel, a, dim3(unsigned(a.layer.batch * a.layer.heads)), kTileThreads, shared, 1, stream);
 }
 
-template <class E>
-int launch_sum_heads(const SmallLayerHeads<E>& a, void* stream) {
+template <class Math>
+int launch_sum_heads(const SmallLayerHeads<typename Math::Element>& a, void* stream) {
+  using E = typename Math::Element;
   const auto& layer = a.layer;
   const int64_t vectors = int64_t(layer.batch) * layer.seqlen * 2 * layer.kv_heads * (layer.head_dim * int(sizeof(E)) / 16);
   const dim3 grid(unsigned(divide_up(vectors, kTileThreads)));
-  return launch_overlapping(small_layer_sum_heads<E>, a, grid, kTileThreads, 0, 1, stream);
+  return launch_overlapping(small_layer_sum_heads<Math>, a, grid, kTileThreads, 0, 1, stream);
 }
 
 template <class Math>
@@ -383,7 +385,7 @@ int run_backward(const fuseline_small_layer& layer, const fuseline_small_layer_g
   }
   int code = run_heads<Math>(heads, device, only_asking, stream);
   if (code != 0 || only_asking) return code;
-  if (grouped) code = launch_sum_heads(heads, stream);
+  if (grouped) code = launch_sum_heads<Math>(heads, stream);
   if (code != 0) return code;
   return run_remaining<Math>(heads.layer, *gradients, device, stream);
 }
