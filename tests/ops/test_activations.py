@@ -37,6 +37,20 @@ def test_every_16_bit_input_is_rounded_once(kind: str, dtype: torch.dtype) -> No
     assert float(error.max()) < 0.52, float(x[error.argmax()])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tanh", "none"])
+def test_fp32_is_right_to_a_few_units_in_the_tail_too(kind: str) -> None:
+    """Where the textbook forms cancel; looser where next to nothing is left of x."""
+    x = torch.linspace(-11.0, 11.0, 2**20, device="cuda")
+    exact = x.double() * half_tail(x.double(), kind)
+    y = ops.gelu(x, approximate=kind)
+    ulp = torch.finfo(torch.float32).eps * 2.0 ** torch.floor(torch.log2(exact.abs().clamp_min(1e-37)))
+    error = (y.double() - exact).abs() / ulp
+    tiny = exact.abs() < 1e-8 * x.double().abs()
+    assert float(error[~tiny].max()) < 12, float(x[~tiny][error[~tiny].argmax()])
+    assert float(error[tiny & (exact.abs() > 1e-30)].max()) < 40
+
+
 def half_tail(x: torch.Tensor, kind: str) -> torch.Tensor:
     """gelu(x) / x without the cancellation of the textbook forms, for which even float64 is not enough."""
     if kind == "none":
