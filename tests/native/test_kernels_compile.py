@@ -16,6 +16,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 HOST_ONLY = (
     "attention_forward.cu",
     "attention_short.cu",
+    "decode_step.cu",
     "errors.cu",
     "norms.cu",
     "small_layer.cu",

@@ -10,7 +10,7 @@ follow without a wait.
 
 A model of a hundred million parameters is read in less time than the launches of its parts take one after
 the other. Here blocks stay for the whole step, hand elements to each other as they are ready, and fetch
-weights of later products meanwhile (`csrc/kernels/decode_step.cu`).
+weights of later products meanwhile (`csrc/kernels/device/step_kernel.cuh`).
 
 dtypes: float16, bfloat16; the stream x is in float32. Results are the same bits from run to run. For
 inference: there is no gradient. It is not among the registered ops, whose contract is of functions that

@@ -1,4 +1,4 @@
-// A whole decoding step (decode_step.cu): attention of its token, head by head.
+// A whole decoding step (step_kernel.cuh): attention of its token, head by head.
 #pragma once
 
 #include "softmax_parts.cuh"

@@ -1,4 +1,4 @@
-// A whole decoding step (decode_step.cu): what its kernel is given, and how its products are cut.
+// A whole decoding step (step_kernel.cuh): what its kernel is given, and how its products are cut.
 #pragma once
 
 #include "../fuseline_decode_step.h"
@@ -131,5 +131,29 @@ struct StepShape {
     return a.at_inner + a.ffn_room * 2;
   }
 };
+
+template <class Shape>
+bool shape_fits(StepArguments& a, const Device& device) {
+  return device.clusters && a.plan(Shape::kPiece, Shape::kWarps, device.processors) && a.embed_dim <= Shape::kEach * Shape::kThreads &&
+         Shape::lay_out(a) + Shape::kStatic <= device.shared_a_block;
+}
+
+// Calls run(Shape{}) with the shape for this model and device.
+template <class T, int kHeadDim, class Run>
+int with_pieces(StepArguments& a, const Device& device, const Run& run) {
+  // Pieces of 768 or of 1,024 elements: those that leave less of embed_dim's last one empty.
+  using Three = StepShape<T, kHeadDim, 3>;
+  using Four = StepShape<T, kHeadDim, 4>;
+  const bool three = divide_up(a.embed_dim, Three::kPiece) * Three::kPiece <= divide_up(a.embed_dim, Four::kPiece) * Four::kPiece;
+  if (three && shape_fits<Three>(a, device)) return run(Three{});
+  if (shape_fits<Four>(a, device)) return run(Four{});
+  return FUSELINE_UNSUPPORTED;
+}
+
+// The same for heads of 64 and of 128.
+template <class T, class Run>
+int with_shape(StepArguments& a, const Device& device, const Run& run) {
+  return a.head_dim == 64 ? with_pieces<T, 64>(a, device, run) : with_pieces<T, 128>(a, device, run);
+}
 
 }  // namespace fuseline

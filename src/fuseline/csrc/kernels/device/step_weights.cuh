@@ -1,4 +1,4 @@
-// A whole decoding step (decode_step.cu): weights on their way from HBM, and their products with what is in shared memory.
+// A whole decoding step (step_kernel.cuh): weights on their way from HBM, and their products with what is in shared memory.
 #pragma once
 
 #include "quant_copies.cuh"

@@ -1,4 +1,4 @@
-// A whole decoding step (decode_step.cu): elements that blocks hand to each other, each with its layer's number.
+// A whole decoding step (step_kernel.cuh): elements that blocks hand to each other, each with its layer's number.
 #pragma once
 
 #include "step_plan.cuh"
