@@ -28,7 +28,7 @@ typedef enum {
 typedef enum {
   FUSELINE_LINEAR_ANY = 0,
   FUSELINE_LINEAR_STREAM = 1, /* up to 32 rows of x */
-  FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; no norm, no SwiGLU */
+  FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; nothing around them but a bias */
   FUSELINE_LINEAR_GEMV = 3    /* up to 4 rows of x, 16-bit weights */
 } fuseline_linear_kernel;
 
@@ -55,7 +55,7 @@ typedef struct {
   int64_t weight_stride; /* 16 bits: elements between rows, a multiple of 8, and k one too */
   int64_t group_size;    /* int4: 32 or more, a power of two */
   int kernel;            /* for measuring, a fuseline_linear_kernel; 0 takes the plan */
-  int splits;            /* likewise: blocks (1 .. 8) that share the columns of a row */
+  int splits;            /* likewise: blocks (1 .. 8) that share the columns of a row; of tiles, as many for each */
   /* y = residual + activation(norm(x) W^T + bias), each part optional (0, null). A norm wants rows of x at multiples of
    * 16 bytes, of k a multiple of 8, and 32 of them at most. */
   int norm;                /* over k, a fuseline_linear_norm; the normed x is rounded to x's dtype */
@@ -72,6 +72,9 @@ typedef struct {
 FUSELINE_API int64_t fuseline_quant_linear_workspace(int format, int64_t m, int64_t k);
 
 FUSELINE_API int fuseline_quant_linear(const fuseline_linear* call, void* stream);
+
+/* Of the CUDA graph that `stream` is being captured into, 0 if into none. */
+FUSELINE_API uint64_t fuseline_capture_id(void* stream);
 
 /* The weights as [n, k] rows of `dtype` (fp32, fp16, bf16), from the same fields of a call; y is where they go. */
 FUSELINE_API int fuseline_dequantize(const fuseline_linear* call, void* stream);

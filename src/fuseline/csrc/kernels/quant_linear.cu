@@ -193,6 +193,16 @@ int64_t fuseline_quant_linear_workspace(int format, int64_t m, int64_t k) {
   return tiled_bytes(m, k, device.processors);
 }
 
+uint64_t fuseline_capture_id(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  if (cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id) != cudaSuccess) {
+    cudaGetLastError();  // the stream that others being captured exclude: nothing is known of it
+    return 0;
+  }
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
 int fuseline_dequantize(const fuseline_linear* call, void* stream) {
   LinearArguments a{};
   const int refused = read_call(*call, a);

@@ -233,13 +233,15 @@ struct WeightOnCuda {
         if (w.zeros.has_value()) zeros = aligned(*w.zeros);
     }
     // Whether what the kernel reads is what was given, not written since an earlier call took it.
-    bool unwritten(const Weight& w) const {
+    bool unwritten(const Weight& w, void* stream) const {
         static Unwritten seen;
+        static const auto capture = FUSELINE_KERNEL(fuseline_capture_id);
         const auto same = [](const OptionalTensor& here, const OptionalTensor& given) {
             return !here.has_value() || here->is_same(*given);
         };
         if (!weight.is_same(w.weight) || !same(scales, w.scales) || !same(zeros, w.zeros)) return false;
-        return seen.known({&weight, scales.has_value() ? &*scales : nullptr, zeros.has_value() ? &*zeros : nullptr});
+        const Unwritten::Tensors all{&weight, scales.has_value() ? &*scales : nullptr, zeros.has_value() ? &*zeros : nullptr};
+        return seen.known(all, stream, capture(stream));
     }
     fuseline_linear call(const Weight& w, int64_t K, int dtype) const {
         fuseline_linear call{};
@@ -286,7 +288,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     const WeightOnCuda on(w);
     fuseline_linear call = on.call(w, K, kernel_dtype(x, kName));
     call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
-    call.m = M, call.x_stride = x.stride(0), call.overlap = on.unwritten(w);
+    call.m = M, call.x_stride = x.stride(0), call.overlap = on.unwritten(w, current_stream(x));
     static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_quant_linear_workspace);
     Tensor workspace;
     if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
