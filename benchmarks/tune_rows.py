@@ -18,7 +18,7 @@ import tyro
 
 from fuseline.native import NativeError
 from fuseline.native.kernels import FAMILIES, Kernels, open_kernels
-from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, write
+from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, waiting, write
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
@@ -41,8 +41,8 @@ class Options:
 class Family:
     """How to run a kernel, how often it moves its rows, and what its threads may hold (by element size).
 
-    Rows that wait in shared memory and tiles of rows at odd addresses (csrc/kernels/device/waiting.cuh,
-    tiled.cuh) lay themselves out; the table serves the others.
+    Softmax's rows that wait in shared memory (csrc/kernels/device/waiting.cuh) and tiles of rows at odd
+    addresses (tiled.cuh) lay themselves out; the table serves the others.
     """
 
     bind: Callable[[Kernels, torch.Tensor], Callable[[], None]]
@@ -50,11 +50,16 @@ class Family:
     held: dict[int, tuple[int, ...]]
     stays: bool = False
     """Blocks stay, and clusters share long rows."""
+    waits: bool = False
+    """A block has the rows that its threads hold; longer ones wait in the shared memory of clusters."""
 
     def layouts(self, n: int, size: int) -> Iterable[Layout]:
         if self.stays:
             return clustered(n, size, self.held[size])
-        return candidates(n, size, self.held[size], ())
+        layouts = candidates(n, size, self.held[size], ())
+        if self.waits:
+            return [layout for layout in layouts if layout.cluster == 1] + list(waiting(n, size))
+        return layouts
 
 
 def softmax_forward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
@@ -94,7 +99,7 @@ MEASURED = {
     "softmax_forward": Family(softmax_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4, 8)}),
     "softmax_backward": Family(softmax_backward, 3, {2: (1, 2, 4), 4: (1, 2, 4)}),
     "cross_entropy": Family(cross_entropy, 2, {2: (1, 4), 4: (1, 8)}),
-    "layer_norm_forward": Family(layer_norm_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4)}),
+    "layer_norm_forward": Family(layer_norm_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4)}, waits=True),
     "layer_norm_backward": Family(layer_norm_backward, 3, {2: (1, 2), 4: (1, 2, 4)}, stays=True),
 }
 

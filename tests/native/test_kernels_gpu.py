@@ -160,6 +160,30 @@ def test_sums_of_many_rows_are_those_of_few(dtype: torch.dtype, p: float) -> Non
         torch.testing.assert_close(y, few_y)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_sums_and_their_norms(dtype: torch.dtype, centred: bool) -> None:
+    """In tiles, in registers of warps and blocks, and in shared memory of clusters, also at odd addresses."""
+    native.load()
+    for n in (8, 31, 64, 200, 384, 1000, 1024, 1600, 8192, 16384, 32768, 50257, 65536, 131072, 262144):
+        for rows in (3, 2**22 // n | 1):
+            x, residual = randn(rows, n, dtype), 3 * randn(rows, n, dtype) + 1
+            weight, bias = randn(1, n, dtype)[0], randn(1, n, dtype)[0] if centred else None
+            arguments = (n,), weight, bias, 1e-5, None, 0.0, None, centred
+            y, total, mean, rstd = torch.ops.fuseline.norm_forward("add_norm", x, residual, *arguments)
+            assert torch.equal(total, x + residual), f"rows {rows}, n {n}"
+            wide = total.double()
+            middle = wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[:, :1])
+            scale = ((wide - middle).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+            shift = 0.0 if bias is None else bias.double()
+            exact = (wide - middle) * scale * weight.double() + shift
+            error = (y.double() - exact).norm() / exact.norm()
+            assert error < 2 * torch.finfo(dtype).eps, f"rows {rows}, n {n}: error {error:.1e}"
+            torch.testing.assert_close(rstd.double(), scale[:, 0], rtol=1e-5, atol=1e-5)
+            if centred:
+                torch.testing.assert_close(mean.double(), middle[:, 0], rtol=1e-5, atol=1e-5)
+
+
 def layer_norm_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from fuseline.errors import InputError
 from fuseline.native.kernels import FAMILIES
-from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, write
+from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, waiting, write
 
 SMALL, LARGE, STAYING = Layout(1, 128), Layout(4, 512), Layout(8, 512, 2, 3)
 
@@ -82,3 +82,11 @@ def test_clusters_share_what_a_block_does_not_hold() -> None:
     assert not any(layout.cluster == 1 for layout in shared if layout.stages == 0)
     assert Layout(4, 512, 1, 6) in shared
     assert Layout(4, 512, 2, 6) in shared
+
+
+def test_rows_that_wait_are_spread_over_clusters() -> None:
+    tried = list(waiting(65536, 2))
+    assert Layout(16, 128, 4, 1) in tried
+    assert Layout(8, 128, 8, 1) in tried
+    assert all(layout.threads(65536, 2) == layout.block and layout.fits(65536, 2) for layout in tried)
+    assert not list(waiting(256, 2))

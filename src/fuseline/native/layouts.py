@@ -23,6 +23,10 @@ RING_HELD = (2, 4)
 RING_STAGES = 6
 """What a thread holds of a row in a ring of the norms' backward, and the most rows of a ring."""
 
+WAITING_HELD = range(2, 33)
+WAITING_BYTES = (8 << 10, 200 << 10)
+"""What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
+
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
 _LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}")
 
@@ -109,6 +113,16 @@ def candidates(
     for layout in (*short, *long, *stay):
         if layout.fits(n, element_size):
             yield layout
+
+
+def waiting(n: int, element_size: int) -> Iterator[Layout]:
+    """Layouts worth trying for rows of n that wait in shared memory, as those of the norms' forward do."""
+    vectors = n * element_size // VECTOR_BYTES
+    for block in (64, 128, 256, 512):
+        for cluster in (1, 2, 4, 8, 16):
+            held = -(-vectors // (block * cluster))
+            if held in WAITING_HELD and WAITING_BYTES[0] <= held * block * VECTOR_BYTES <= WAITING_BYTES[1]:
+                yield Layout(held, block, cluster, 1)
 
 
 def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout]:

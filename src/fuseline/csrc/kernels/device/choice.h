@@ -14,7 +14,8 @@ struct RowChoice {
   int block;    // threads of a block at most; rows that need fewer share one if it is their layout
   int cluster;  // blocks that share a row
   int stages;   // 0: each block has one row (or several short ones) and ends. Else blocks stay, and this many rows are
-                // on their way through shared memory while one is computed
+                // on their way through shared memory while one is computed; 1 in the norms' forward: blocks end with their
+                // row, which waits there
 };
 
 struct RowChoices {

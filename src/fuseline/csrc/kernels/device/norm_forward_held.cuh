@@ -1,105 +1,144 @@
 // The norms' forward for rows of y's dtype that keep to 16-byte steps and that threads hold in registers: y = (x - mean) *
-// rstd * weight + bias over each row (mean 0 in an RMS norm).
+// rstd * weight + bias over each row (mean 0 in an RMS norm), of x or of sum = residual + x, which is returned, too.
 //
-// Moves: x read once, y written once; weight and bias come from cache. Does: about 9 operations an element. Limit: HBM
-// bandwidth. Threads: a row belongs to a part of a warp, a warp or a block, kHeld vectors a thread; of rows that are a
-// warp's or less a thread has kRows, all on their way at a time, and its weights once.
+// Moves: x (and residual) read once, y (and sum) written once; weight and bias come from cache. Does: about 9 operations an
+// element. Limit: HBM bandwidth. Threads: a row belongs to a part of a warp, a warp, a block or a cluster, kHeld vectors a
+// thread; of rows that are a warp's or less a thread has kRows, all on their way at a time, and its weights once.
 #pragma once
 
 #include "norm_row.cuh"
+#include "waiting.cuh"
 
 namespace fuseline {
 
-constexpr int kFewStates = 8;
+// What a thread holds, and how a block is laid out. kEarly: weights of rows' dtype are on their way with the rows.
+template <int kVectorsHeld, int kRowsEach, bool kWarpEach, bool kWeightsEarly, int kMost, int kLeast, bool kOfClusters = false>
+struct Holding {
+  static constexpr int kHeld = kVectorsHeld, kRows = kRowsEach;
+  static constexpr bool kOneWarp = kWarpEach, kEarly = kWeightsEarly, kClusters = kOfClusters;
+  static constexpr int kThreads = kMost, kBlocks = kLeast;  // of a block at most, of a multiprocessor at least
+  // Whether addresses are there before the kernel ahead has ended, at a few registers' cost: few rows wait for them.
+  static constexpr bool kReady = !kOneWarp || kHeld * kRows == 1;
+};
 
-// The moments of a row from those of its few warps, read by every thread for itself: without a shuffle.
-template <class T>
-__device__ __forceinline__ Moments combine_few(const Moments* states, int count, float n, float inverse_n,
-                                               bool centred) {
-  float mean = 0.f;
-  if (centred) {
-    float total = 0.f;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) total = fmaf(states[i].count, states[i].mean, total);
-    mean = mean_of(total, n, inverse_n);
-  }
-  float squares = 0.f, distances = 0.f;
-#pragma unroll 2
-  for (int i = 0; i < count; ++i) {
-    const Moments state = states[i];
-    const float apart = state.mean - mean;
-    squares += fmaf(state.count * apart, apart, state.squares);
-    if (sizeof(T) == 4) distances = fmaf(state.count, apart, distances);
-  }
-  return sizeof(T) == 4 && centred ? corrected(mean, distances, squares, n) : Moments{mean, squares, n, 0.f};
-}
-
-constexpr int held_blocks(bool one_warp, int vectors) { return !one_warp ? 2 : vectors > 4 ? 3 : 4; }
-
-template <class T, int kHeld, int kRows, bool kOneWarp>
-__global__ void __launch_bounds__(most_threads(kOneWarp), held_blocks(kOneWarp, kHeld* kRows))
-    norm_forward_held(const NormForward a) {
-  __shared__ Moments shared[2 * kMaxStates];
+template <class T, class Layout, bool kAdded>
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forward_held(const NormForward a) {
+  constexpr int kHeld = Layout::kHeld, kRows = Layout::kRows, kSize = kVector<T>;
+  constexpr bool kClusters = Layout::kClusters;
+  __shared__ __align__(16) Moments shared[Layout::kOneWarp ? 1 : Layout::kThreads / kWarp * (kClusters ? kMaxCluster : 1)];
+  __shared__ uint64_t met;
   let_next_start();
-  wait_for_earlier();
-  Group<Moments, kOneWarp> group(shared, 1);
-  constexpr int kSize = kVector<T>;
-  const int n = int(a.n), step = group.threads * kSize, start = group.lane * kSize;
-  const int64_t first = int64_t(group.first) * (blockDim.y * kRows) + threadIdx.y;
-  uint4 raw[kRows][kHeld];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t row = first + r * int(blockDim.y);
-    const int inside = row < a.rows ? n : 0;
-    const T* const x = static_cast<const T*>(a.x) + row * a.n;
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      // Not past the L1, which was measured to cost a hundredth, as was to stream y.
-      const int column = start + k * step;
-      raw[r][k] = column < inside ? *reinterpret_cast<const uint4*>(x + column) : make_uint4(0, 0, 0, 0);
-    }
+  const int blocks = kClusters ? a.cluster : 1, rank = kClusters ? int(blockIdx.x) & (blocks - 1) : 0;
+  if constexpr (kClusters) {
+    if (threadIdx.x == 0) barrier_init(&met, 1);
+    publish_barriers();
+    cluster_arrive_relaxed();
+    __syncwarp();
   }
-  // Weights of rows' dtype are on their way with the rows, where there are registers for both.
-  constexpr bool kEarly = kHeld <= 2;
-  const bool early = kEarly && (sizeof(T) == 4 || !a.fp32_weights);
-  uint4 weight[kEarly ? kHeld : 1], bias[kEarly ? kHeld : 1];
-  if constexpr (kEarly) {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      const int column = start + k * step;
-      weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
-      if (!early || column >= n) continue;
-      if (a.weight) weight[k] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.weight) + column));
-      if (a.bias) bias[k] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.bias) + column));
-    }
-  }
+  const int n = int(a.n), threads = int(blockDim.x), lane = int(threadIdx.x);
+  const int step = threads * kSize, start = (rank * kHeld * threads + lane) * kSize;
+  const int width = min(threads, kWarp);
+  const bool alone = Layout::kOneWarp || (!kClusters && threads <= kWarp);  // a row has one warp, or less
+  const int64_t first =
+      kClusters ? int64_t(int(blockIdx.x) / blocks) : int64_t(blockIdx.x) * (blockDim.y * kRows) + threadIdx.y;
   const float inverse_n = 1.f / float(n);
   float count = float(n), inverse = inverse_n;
-  if (!group.in_one_warp()) {  // of this warp's elements
-    const int from = start - group.lane % kWarp * kSize;
+  if (!alone) {  // of this warp's elements
+    const int from = start - lane % kWarp * kSize;
     int mine = 0;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) mine += count_inside<kWarp * kSize>(from + k * step, n);
     count = float(mine), inverse = 1.f / float(max(mine, 1));
   }
+  const T* x = static_cast<const T*>(kAdded ? a.residual : a.x) + first * a.n + start;
+  const T* added = static_cast<const T*>(a.x) + first * a.n + start;
+  const uint4* weights_at = static_cast<const uint4*>(a.weight) + start / kSize;
+  const uint4* biases_at = static_cast<const uint4*>(a.bias) + start / kSize;
+  const bool keeps = sizeof(T) == 4 || !a.fp32_weights;
+  int has_weight = keeps && a.weight, has_bias = keeps && a.bias;
+  if constexpr (Layout::kReady) {
+    make_ready(x), make_ready(weights_at), make_ready(biases_at), make_ready(has_weight), make_ready(has_bias);
+    make_ready(inverse), make_ready(count);
+    if (kAdded) make_ready(added);
+  }
+  wait_for_earlier();
+
+  uint4 raw[kRows][kHeld], branch[kRows][kAdded ? kHeld : 1];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    const int64_t row = first + r * int(blockDim.y), apart = r * int(blockDim.y) * a.n;
+    const int inside = row < a.rows ? n : 0;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      // Not past the L1, which was measured to cost a hundredth, as was to stream y.
+      raw[r][k] = start + k * step < inside ? *reinterpret_cast<const uint4*>(x + apart + k * step) : make_uint4(0, 0, 0, 0);
+    }
+    if constexpr (kAdded) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        branch[r][k] =
+            start + k * step < inside ? *reinterpret_cast<const uint4*>(added + apart + k * step) : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+  constexpr bool kEarly = Layout::kEarly;
+  const bool early = kEarly && keeps;
+  uint4 weight[kEarly ? kHeld : 1], bias[kEarly ? kHeld : 1];
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
+      if (start + k * step >= n) continue;
+      if (has_weight) weight[k] = __ldg(weights_at + k * (step / kSize));
+      if (has_bias) bias[k] = __ldg(biases_at + k * (step / kSize));
+    }
+  }
+  const auto sum = [&](auto value) {
+#pragma unroll
+    for (int by = kWarp / 2; by > 0; by /= 2) {
+      if (by < width) value = plus(value, from_lane(value, by));
+    }
+    return value;
+  };
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = first + r * int(blockDim.y);
     float values[kHeld][kSize];
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) unpack<T>(raw[r][k], values[k]);
-    const Moments warp = moments_of<T>(
+    for (int k = 0; k < kHeld; ++k) {
+      unpack<T>(raw[r][k], values[k]);
+      if constexpr (kAdded) {
+        const int column = start + k * step;
+        if (column >= n || row >= a.rows) continue;
+        float added[kSize];
+        unpack<T>(branch[r][k], added);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[k][i] += added[i];
+        const uint4 rounded = pack<T>(values[k]);
+        *reinterpret_cast<uint4*>(static_cast<T*>(a.sum) + row * a.n + column) = rounded;
+        unpack<T>(rounded, values[k]);
+      }
+    }
+    Moments whole = moments_near<T>(
         values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, [](int, int) { return false; },
-        [&](auto value) { return group.warp_sum(value); });
-    Moments whole = warp;
-    if (!group.in_one_warp()) {
-      const Moments* const states = group.publish(warp);
-      whole = group.states <= kFewStates ? combine_few<T>(states, group.states, float(n), inverse_n, a.centred)
-                                         : combine(states, group.states, float(n), a.centred);
+        sum, [&](float value) { return __shfl_sync(kAllLanes, value, 0, width); });
+    if (!alone) {
+      const int warps = threads / kWarp, in_warp = lane % kWarp;
+      if constexpr (kClusters) {
+        cluster_wait();  // the others' barriers are there
+        if (lane == 0) barrier_expect(&met, blocks * warps * int(sizeof(Moments)));
+        if (in_warp < blocks) send_in_cluster(&shared[rank * warps + lane / kWarp], &met, in_warp, whole);
+        barrier_wait(&met, 0);
+      } else {
+        if (in_warp == 0) shared[lane / kWarp] = whole;
+        __syncthreads();
+      }
+      whole = combine_near(shared, blocks * warps, float(n), inverse_n, a.centred);
     }
     const float rstd = rstd_of<T>(whole.squares, inverse_n, a.eps);
-    const int64_t row = first + r * int(blockDim.y);
+    const Standard<T> standard(whole.mean, rstd);
     if (row >= a.rows) return;
-    if (group.lane == 0) keep_statistics(a, row, whole.mean, rstd);
+    if (lane == 0 && rank == 0) keep_statistics(a, row, whole.mean, rstd);
     T* const y = static_cast<T*>(a.y) + row * a.n;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -111,7 +150,7 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), held_blocks(kOneWarp, 
         unpack<T>(bias[kEarly ? k : 0], biases);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          values[k][i] = fmaf((values[k][i] - whole.mean) * rstd, weights[i], biases[i]);
+          values[k][i] = fmaf(standard(values[k][i]), weights[i], biases[i]);
         }
       } else {
         normalize<T, true>(a, column, n, whole.mean, rstd, values[k]);

@@ -1,5 +1,5 @@
 // The norms' forward for short rows that do not keep to 16-byte steps: the same results as in norm_forward_rows.cuh, for
-// x of y's dtype (sm_90).
+// x of y's dtype, or for sum = residual + x, which is returned, too (sm_90).
 //
 // Moves: as there; limit: HBM bandwidth. Threads: as many rows as make whole vectors come to a block in one bulk copy and
 // leave it in another (tiled.cuh). Of each a part of a warp has single elements, kEach a thread, of the same columns row
@@ -16,7 +16,7 @@ struct TiledNorm {
   int rows;  // of a block
 };
 
-template <class T, int kEach>
+template <class T, int kEach, bool kAdded>
 __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledNorm given) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 ring[];
@@ -26,12 +26,15 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   const int n = int(a.n);
   const int64_t first = int64_t(blockIdx.x) * given.rows;
   const int rows = int(min(a.rows - first, int64_t(given.rows)));
+  // What is normalized, and the branch, whose place y takes.
   const Tile<T> tile(ring, rows, n);
+  const Tile<T> branch(ring + (kAdded ? (given.rows * n + kVector<T> - 1) / kVector<T> : 0), rows, n);
   let_next_start();
-  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
-  __syncwarp();
+  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, kAdded ? 2 : 1), publish_barriers();
+  __syncthreads();
   wait_for_earlier();
-  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
+  tile.fetch(static_cast<const T*>(kAdded ? a.residual : a.x) + first * n, &arrived);
+  if (kAdded) branch.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
   float weight[kEach], bias[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
@@ -45,27 +48,36 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
 #pragma unroll 1
   for (int at = threadIdx.y; at < given.rows; at += blockDim.y) {
     T* const row = tile.shared + at * n;
+    T* const y = branch.shared + at * n;
     const int inside = at < rows ? n : 0;
     float values[kEach][1];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const int i = group.lane + k * group.threads;
-      values[k][0] = i < inside ? to_float(row[i]) : 0.f;
+      values[k][0] = 0.f;
+      if (i >= inside) continue;
+      values[k][0] = to_float(row[i]);
+      if constexpr (kAdded) {
+        row[i] = from_float<T>(values[k][0] + to_float(y[i]));
+        values[k][0] = to_float(row[i]);
+      }
     }
-    const Moments whole = moments_of<T>(
+    const Moments whole = moments_near<T>(
         values, float(n), inverse, a.centred, [&](int k) { return group.lane + k * group.threads < inside; },
-        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); });
-    const float rstd = rstd_of<T>(whole.squares, inverse, a.eps);
-    if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, rstd);
+        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); },
+        [&](float value) { return __shfl_sync(kAllLanes, value, 0, group.width); });
+    const Standard<T> standard(whole.mean, rstd_of<T>(whole.squares, inverse, a.eps));
+    if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, standard.rstd);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const int i = group.lane + k * group.threads;
-      if (i < inside) row[i] = from_float<T>(fmaf((values[k][0] - whole.mean) * rstd, weight[k], bias[k]));
+      if (i < inside) y[i] = from_float<T>(fmaf(standard(values[k][0]), weight[k], bias[k]));
     }
   }
   show_to_copies();
   __syncthreads();
-  tile.send(static_cast<T*>(a.y) + first * n);
+  if (kAdded) tile.send(static_cast<T*>(a.sum) + first * n);
+  branch.send(static_cast<T*>(a.y) + first * n);
 #endif
 }
 

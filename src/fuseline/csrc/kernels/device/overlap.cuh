@@ -7,6 +7,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 namespace fuseline {
 
 __device__ __forceinline__ void wait_for_earlier() {
@@ -20,6 +22,19 @@ __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Has a value in its register by here. What is so made ready before wait_for_earlier() costs no time: the compilers would
+// rather compute it where it is used.
+template <class Value>
+__device__ __forceinline__ void make_ready(Value& value) {
+  if constexpr (std::is_same_v<Value, float>) {
+    asm volatile("" : "+f"(value));
+  } else if constexpr (sizeof(Value) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
 }
 
 inline cudaLaunchAttribute overlapping() {

@@ -1,0 +1,90 @@
+// The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd addresses
+// (norm_forward_tiled.cuh), and long ones (norm_forward_fetched.cuh).
+#pragma once
+
+#include "choice.h"
+#include "norm_forward_fetched.cuh"
+#include "norm_forward_tiled.cuh"
+
+namespace fuseline {
+
+constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
+
+struct FetchedPlan {
+  int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
+  int part = 0;                // vectors of a warp's part of each tensor
+  size_t bytes = 0;
+};
+
+// For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for x alone: a sum has as many
+// bytes a block.
+inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, int most,
+                                const Device& device) {
+  FetchedPlan plan;
+  constexpr int kMostWarps = kMostThreads / kWarp;
+  plan.cluster = std::min(choice.cluster * tensors, most);
+  plan.warps = std::min(choice.block / kWarp, kMostWarps);
+  // Few rows have more blocks each, and more warps.
+  while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
+  if (rows * plan.cluster <= device.processors) plan.warps = kMostWarps;
+  const auto part = [&] { return divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8; };
+  while (plan.warps * 2 <= kMostWarps && part() > kPartSlots) plan.warps *= 2;
+  plan.part = int(part());
+  plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
+  const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
+  if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
+  return plan;
+}
+
+template <class T, bool kAdded>
+bool run_fetched(NormForward a, bool aligned, int most, const Device& device, void* stream, int& error) {
+  const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
+  if (!choice || choice->stages == 0) return false;
+  const int64_t vectors = aligned ? a.n / kVector<T> : divide_up(a.n + kVector<T> - 1, kVector<T>);
+  const FetchedPlan plan = plan_fetched(*choice, a.rows, vectors, kAdded ? 2 : 1, most, device);
+  if (plan.warps == 0) return false;
+  const auto kernel = aligned ? norm_forward_fetched<T, kAdded, true> : norm_forward_fetched<T, kAdded, false>;
+  int count = 0;
+  cudaError_t failed = cudaSuccess;
+  if (plan.cluster > kMaxCluster) {
+    failed = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (failed == cudaSuccess) {
+    failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
+  }
+  if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
+    return cudaGetLastError(), run_fetched<T, kAdded>(a, aligned, kMaxCluster, device, stream, error);
+  }
+  error = int(failed);
+  if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
+  a.cluster = plan.cluster;
+  error = launch(kernel, FetchedNorm{a, plan.part}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
+                 plan.cluster, stream, true);
+  return true;
+}
+
+template <class T, bool kAdded>
+bool run_tiled(const NormForward& a, int offsets, const Device& device, void* stream, int& error) {
+  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
+  if (plan.threads == 0) return false;
+  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded>, TiledNorm{a, plan.rows}, plan, device, stream, true);
+  return true;
+}
+
+template <class T, bool kAdded>
+bool run_copied(const NormForward& a, const Device& device, void* stream, int& error) {
+  if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed))) return false;
+  const int offset = offset_in_vector(a.x);
+  int offsets = 0;  // all together
+  for (const void* tensor : {a.x, static_cast<const void*>(a.y), kAdded ? a.residual : a.x,
+                             kAdded ? static_cast<const void*>(a.sum) : a.x}) {
+    if (offset_in_vector(tensor) != offset) return false;
+    offsets += offset;
+  }
+  const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
+  if (!in_vectors && a.n <= kLongestNorm) return run_tiled<T, kAdded>(a, offsets, device, stream, error);
+  const bool aligned = in_vectors && offset_in_vector(a.weight) == 0 && offset_in_vector(a.bias) == 0;
+  return run_fetched<T, kAdded>(a, aligned, kMostBlocks, device, stream, error);
+}
+
+}  // namespace fuseline

@@ -1,0 +1,192 @@
+// The norms' forward for long rows, which come to shared memory in bulk copies, and with blocks that end with them: the same
+// results as in norm_forward_rows.cuh, for x of y's dtype, or for sum = residual + x, which is returned, too (sm_90).
+//
+// Moves: as there; limit: HBM bandwidth. Threads: a row belongs to a block or a cluster, each warp to a part of it. One lane
+// sends for the whole part at once; the warp takes pieces as they arrive, and what it writes takes their place and leaves in
+// bulk copies. Other blocks of the multiprocessor fill the time of the meeting (waiting.cuh). Weights come from the L2, which
+// gives them besides the rows: two rows a block, for half of that, read the same. Rows at odd addresses (not kAligned) stand
+// in shared memory as in memory, and weights are shifted.
+#pragma once
+
+#include "norm_row.cuh"
+#include "waiting.cuh"
+
+namespace fuseline {
+
+struct FetchedNorm {
+  NormForward norm;
+  int part;  // vectors of a warp's part
+};
+
+struct FetchedBarriers {
+  uint64_t arrived[kMostThreads / kWarp][kPieces];
+  uint64_t met;
+};
+
+template <class T, bool kAdded, bool kAligned>
+__global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const FetchedNorm given) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint4 slots[];
+  __shared__ FetchedBarriers barriers;
+  constexpr int kSize = kVector<T>;
+  const NormForward& a = given.norm;
+  const int n = int(a.n);
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+  const int blocks = a.cluster, rank = int(blockIdx.x) & (blocks - 1);
+  const int place = rank * warps + warp, count = blocks * warps;  // among the warps that share the row
+  const int64_t row = int64_t(blockIdx.x / unsigned(blocks));
+  Part<T> part(kAdded ? a.residual : a.x, row, a.rows, a.n, place, given.part);
+  if (kAligned) part.head = 0, part.opens = part.ends = false;
+  T* const sum = static_cast<T*>(a.sum) + row * a.n;
+  T* const y = static_cast<T*>(a.y) + row * a.n;
+  // What is normalized, of this warp, and the branch, whose place y takes.
+  uint4* const mine = slots + warp * given.part;
+  uint4* const branch = mine + (kAdded ? warps * given.part : 0);
+  Moments* const states = reinterpret_cast<Moments*>(slots + (kAdded ? 2 : 1) * warps * given.part);
+  uint64_t* const arrived = barriers.arrived[warp];
+
+  let_next_start();
+  if (lane < kPieces) barrier_init(&arrived[lane], kAdded ? 2 : 1);
+  if (threadIdx.x == 0) barrier_init(&barriers.met, blocks == 1 ? warps : 1);
+  publish_barriers();
+  if (blocks > 1) {
+    cluster_arrive_relaxed();
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  wait_for_earlier();
+  if (lane == 0) {
+    part.fetch(mine, arrived);
+    if constexpr (kAdded) {
+      Part<T> other = part;
+      other.at = static_cast<const T*>(a.x) + row * a.n;
+      other.fetch(branch, arrived);
+    }
+  }
+  // The weights of a piece, of rows' dtype; those of the first are on their way with the row.
+  const bool keeps = kAligned && (sizeof(T) == 4 || !a.fp32_weights);
+  uint4 weight[kPiece], bias[kPiece];
+  const auto take_weights = [&](int piece) {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        const int slot = piece * kPieceSlots + k * kWarp + lane;
+        weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
+        if (!keeps || slot >= part.count) continue;
+        if (a.weight) weight[k] = __ldg(static_cast<const uint4*>(a.weight) + part.first + slot);
+        if (a.bias) bias[k] = __ldg(static_cast<const uint4*>(a.bias) + part.first + slot);
+      }
+    }
+  };
+  take_weights(0);
+
+  const int begin = part.count > 0 ? max(part.element(0), 0) : 0;
+  const int own = part.count > 0 ? min(part.element(part.count), n) - begin : 0;  // elements of this warp
+  const float inverse_n = 1.f / float(n), inverse = 1.f / float(max(own, 1));
+  const auto whole = [&](int slot) {  // all of the vector is in the row
+    const int from = part.element(slot);
+    return kAligned || (from >= 0 && from + kSize <= n);
+  };
+  const auto each = [&](int slot, auto&& element) {
+    const int from = part.element(slot);
+    if (whole(slot)) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) element(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (from + i >= 0 && from + i < n) element(i);
+      }
+    }
+  };
+  float near = 0.f;                        // the mean of the first vector
+  float2 sums = make_float2(0.f, 0.f);  // of distances from it, and of their squares
+#pragma unroll 1
+  for (int piece = 0; piece < part.pieces(); ++piece) {
+    barrier_wait(&arrived[piece], 0);
+    uint4 raw[kPiece];
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + lane;
+      raw[k] = slot < part.count ? mine[slot] : make_uint4(0, 0, 0, 0);
+      if constexpr (kAdded) {
+        if (slot >= part.count) continue;
+        float values[kSize], added[kSize];
+        unpack<T>(raw[k], values);
+        unpack<T>(branch[slot], added);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[i] += added[i];
+        mine[slot] = raw[k] = pack<T>(values);
+        if (!whole(slot)) store_vector<T, false>(sum, part.element(slot), n, true, values);
+      }
+    }
+    if constexpr (kAdded) part.send(sum, mine, piece);
+    if (a.centred && piece == 0) {
+      float values[kSize], total = 0.f;
+      unpack<T>(raw[0], values);
+      each(lane, [&](int i) { total += values[i]; });
+      const int some = kAligned ? kSize : max(count_inside<kSize>(part.element(0), n), 1);
+      near = __shfl_sync(kAllLanes, total, 0) * (1.f / float(some));
+    }
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + lane;
+      if (slot >= part.count) continue;
+      float values[kSize];
+      unpack<T>(raw[k], values);
+      each(slot, [&](int i) {
+        const float apart = values[i] - near;
+        sums.x += apart;
+        sums.y = fmaf(apart, apart, sums.y);
+      });
+    }
+  }
+  sums = sum_over_warp(sums);
+  const Moments moments =
+      a.centred ? about_mean(near, sums, float(own), inverse) : Moments{0.f, sums.y, float(own), 0.f};
+  if (blocks == 1) {
+    if (lane == 0) {
+      states[place] = moments;
+      barrier_arrive(&barriers.met);
+    }
+  } else {
+    cluster_wait();  // the others' barriers are there
+    if (threadIdx.x == 0) barrier_expect(&barriers.met, count * int(sizeof(Moments)));
+    if (lane < blocks) send_in_cluster(&states[place], &barriers.met, lane, moments);
+  }
+  barrier_wait(&barriers.met, 0);
+  const Moments all = combine_near(states, count, float(n), inverse_n, a.centred);
+  const Standard<T> standard(all.mean, rstd_of<T>(all.squares, inverse_n, a.eps));
+  if (place == 0 && lane == 0) keep_statistics(a, row, all.mean, standard.rstd);
+#pragma unroll 1
+  for (int piece = 0; piece < part.pieces(); ++piece) {
+    if (piece > 0) take_weights(piece);
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + lane;
+      if (slot >= part.count) continue;
+      float values[kSize];
+      unpack<T>(mine[slot], values);
+      if (keeps) {
+        float weights[kSize], biases[kSize];
+        unpack<T>(weight[k], weights);
+        unpack<T>(bias[k], biases);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weights[i], biases[i]);
+      } else {
+        normalize<T, kAligned>(a, part.element(slot), n, all.mean, standard.rstd, values);
+      }
+      if (kAligned) {
+        branch[slot] = pack<T>(values);
+      } else {
+        part.put(y, branch, slot, values);
+      }
+    }
+    part.send(y, branch, piece);
+  }
+  if (lane == 0) wait_for_copies_out();
+#endif
+}
+
+}  // namespace fuseline

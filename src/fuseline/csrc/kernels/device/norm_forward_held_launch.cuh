@@ -1,0 +1,142 @@
+// The host's half of the norms' forward of rows that threads hold in registers: how many vectors each has of which rows.
+#pragma once
+
+#include "choice.h"
+#include "norm_forward_held.cuh"
+
+namespace fuseline {
+
+constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
+constexpr int kMostHeld = 4;   // vectors of a thread; 2 of each tensor where a sum is made on the way
+
+struct HeldPlan {
+  int held = 0;           // vectors a thread holds; 0: rows are not held
+  int threads = 0;        // of a block that share a row
+  bool one_warp = false;  // has the whole row
+  int beside = 1;         // rows a block has at a time
+  int rows = 1;           // and in all
+  int cluster = 1;        // blocks share a row
+};
+
+// As many blocks as hold `vectors`, and the threads of each. No vectors held: a cluster does not hold them.
+inline void share_blocks(HeldPlan& plan, int64_t vectors, bool clusters) {
+  while (clusters && plan.cluster < kMaxCluster && vectors > int64_t(plan.cluster) * kMostThreads * plan.held) {
+    plan.cluster *= 2;
+  }
+  plan.threads = int(divide_up(divide_up(vectors, plan.held * plan.cluster), kWarp)) * kWarp;
+  if (plan.threads > kMostThreads) plan.held = 0;
+}
+
+// Whole warps of rows that are a warp's or less, few of them spread over the multiprocessors.
+inline void share_warps(HeldPlan& plan, int64_t rows, int block, bool few, const Device& device) {
+  plan.one_warp = true;
+  plan.threads = power_of_two_from(plan.threads);
+  const int a_warp = kWarp / plan.threads;
+  const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
+  plan.beside = int(std::min<int64_t>(std::max(std::min(block, kMostShortRowBlock), kWarp) / plan.threads, spread));
+  plan.rows = plan.beside * (plan.held == 1 && !few ? kShortRows : 1);
+}
+
+// Few rows are spread over all threads that there are, one vector each while these last: a warp alone issues instructions
+// for longer than warps take to meet. In us, LayerNorm of 128 x 4,096 elements of 16 bits: 512 threads of one vector 2.82, 256
+// of two 3.38; clusters of 2 blocks of 256 2.96, of 4 of 128 3.18.
+inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
+  const int64_t threads = int64_t(device.processors) * 1024;
+  if (rows * vectors > 2 * threads) return false;
+  const int64_t most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;  // threads of a row
+  plan.held = rows * vectors > threads || vectors > most ? 2 : 1;
+  if (vectors > kWarp * plan.held) {
+    share_blocks(plan, vectors, device.clusters);
+    return plan.held > 0;
+  }
+  plan.threads = int(divide_up(vectors, plan.held));
+  share_warps(plan, rows, kShortRowBlock, true, device);
+  return true;
+}
+
+// Of x alone: as the table says.
+inline HeldPlan plan_held(int64_t rows, int64_t vectors, const RowChoice* choice, const Device& device) {
+  HeldPlan plan;
+  if (!row_overrides[FUSELINE_LAYER_NORM_FORWARD].given && plan_few_held(plan, rows, vectors, device)) return plan;
+  plan = {};
+  if (!choice || choice->stages > 0 || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
+  plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
+  const int most = vectors > kWarp * plan.held ? kMostThreads : kWarp;
+  while (divide_up(vectors, plan.held) > most) plan.held *= 2;
+  plan.threads = int(divide_up(vectors, plan.held));
+  if (plan.threads > kWarp) {
+    share_blocks(plan, vectors, false);
+    return plan;
+  }
+  // Three vectors a thread leave none idle: rows of 384, and of 768.
+  if (plan.held > 1 && power_of_two_from(plan.threads) * plan.held * 3 >= vectors * 4) {
+    plan.threads = int(divide_up(vectors, 3)), plan.held = 3;
+  }
+  share_warps(plan, rows, choice->block, false, device);
+  return plan;
+}
+
+// Of a sum: two vectors of each tensor a thread read 0.972, 0.979 and 0.980 of the copy bandwidth at 1,024, 4,096 and 8,192
+// elements of 16 bits, one 0.973, 0.889 and less, four 0.975 (of a warp's rows), 0.976 and 0.972. A row of up to 8,192 is a
+// block's; clusters of two and of four read the same there, and have those of up to 16,384.
+inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, const Device& device) {
+  constexpr int kMostOfSum = 2, kMostShared = 2;  // vectors, and blocks of a row
+  HeldPlan plan;
+  if (plan_few_held(plan, rows, vectors, device)) return plan;
+  plan = {};
+  if (vectors > int64_t(kMostThreads) * kMostOfSum * kMostShared) return plan;
+  plan.held = vectors <= 8 ? 1 : kMostOfSum;
+  if (vectors > kWarp * plan.held) {
+    share_blocks(plan, vectors, device.clusters);
+    return plan;
+  }
+  plan.threads = int(divide_up(vectors, plan.held));
+  share_warps(plan, rows, kShortRowBlock, false, device);
+  return plan;
+}
+
+// Registers of a thread leave room for blocks enough; what a multiprocessor has at least.
+template <class T, bool kAdded>
+auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
+  constexpr int kShort = kMostShortRowBlock, kLong = kMostThreads;
+  const auto of = [](auto layout) -> void (*)(NormForward) { return norm_forward_held<T, decltype(layout), kAdded>; };
+  if (plan.cluster > 1) {
+    if (plan.held == 1) return of(Holding<1, 1, false, true, kLong, 2, true>{});
+    return of(Holding<2, 1, false, true, kLong, 2, true>{});
+  }
+  if (plan.one_warp) {
+    if (plan.rows > plan.beside) return of(Holding<1, kShortRows, true, true, kShort, 4>{});
+    if (plan.held == 1) return of(Holding<1, 1, true, true, kShort, 4>{});
+    if (plan.held == 2) return of(Holding<2, 1, true, true, kShort, 4>{});
+    if constexpr (!kAdded) {
+      if (plan.held == 3) return of(Holding<3, 1, true, false, kShort, 4>{});
+      return of(Holding<4, 1, true, false, kShort, 4>{});
+    }
+  }
+  if (plan.held == 1) return of(Holding<1, 1, false, true, kLong, 2>{});
+  if (plan.held == 2) return of(Holding<2, 1, false, true, kLong, 2>{});
+  if constexpr (!kAdded) return of(Holding<4, 1, false, false, kLong, 2>{});
+  return nullptr;
+}
+
+template <class T, bool kAdded>
+bool run_held(NormForward a, const Device& device, void* stream, int& error) {
+  if (kAdded && (a.x_bias || a.dropout.seed)) return false;
+  bool aligned = a.n % kVector<T> == 0;
+  for (const void* tensor : {a.x, a.residual, a.weight, a.bias, static_cast<const void*>(a.y),
+                             static_cast<const void*>(a.sum)}) {
+    aligned = aligned && offset_in_vector(tensor) == 0;
+  }
+  if (!aligned || a.n > (int64_t(1) << 30)) return false;
+  const int64_t vectors = a.n / kVector<T>;
+  const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
+  const HeldPlan plan =
+      kAdded ? plan_held_sum(a.rows, vectors, device) : plan_held(a.rows, vectors, choice, device);
+  if (plan.held == 0) return false;
+  a.cluster = plan.cluster;
+  error = launch(held_kernel<T, kAdded>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,
+                 dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
+  return true;
+}
+
+}  // namespace fuseline
