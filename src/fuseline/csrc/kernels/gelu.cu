@@ -6,9 +6,9 @@
 //
 // Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 16-byte steps, are taken several at a
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
-// has up to 256 neighbouring positions, and its threads every so-manieth row of them; the next rows are on their way
-// while these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up
-// what the blocks found, in a fixed order.
+// has up to 64 neighbouring positions, and its threads every so-manieth row of them; other blocks of the multiprocessor
+// compute while its rows are on their way. The sums stay in registers, meet in shared memory at the end, and a second
+// kernel adds up what the blocks found, in a fixed order.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
