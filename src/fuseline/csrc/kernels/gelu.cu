@@ -53,11 +53,11 @@ struct BiasGradients {
 };
 
 constexpr int kBiasThreads = 256;
-constexpr int kMostAcross = 64;  // of them along a row
-constexpr int kBiasRows = 2;    // of a thread in flight
-constexpr int kBiasBlocks = 4;  // a multiprocessor holds at once
-constexpr int kCrumb = 2048;    // accesses of a position, at most, of a block that comes later
-constexpr double kEven = 0.85;  // of the rows of many are shared out evenly
+constexpr int kMostAcross = 64;  // of them along a row, at most
+constexpr int kBiasRows = 2;     // of a thread in flight
+constexpr int kBiasBlocks = 4;   // a multiprocessor holds at once
+constexpr int kCrumb = 2048;     // positions times rows of a block that comes later
+constexpr double kEven = 0.85;   // of many rows, shared out evenly
 
 // ---- kernels ----
 
