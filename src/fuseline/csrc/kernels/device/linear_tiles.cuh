@@ -67,7 +67,11 @@ struct Place {
   }
 };
 
-// The steps of block `block`, of all tiles' steps.
+// Blocks begin in the order of their index. The first has the last steps, so that whoever waits does so for one that began
+// before it, whatever else the device has to do.
+__device__ __forceinline__ int place_of_block() { return int(gridDim.x) - 1 - int(blockIdx.x); }
+
+// The steps of the block at place `block`, of all tiles' steps.
 struct Run {
   int first, end;
 
@@ -78,7 +82,7 @@ struct Run {
 // One thread brings what is in order already.
 template <class Shape>
 __device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int row_blocks) {
-  const Run run(a, int(blockIdx.x));
+  const Run run(a, place_of_block());
   Place<Shape::kStages> place;
   int tile = run.first / a.steps, step = run.first % a.steps;
   for (int at = run.first; at < run.end; ++at) {
@@ -139,7 +143,7 @@ __device__ __forceinline__ void make_operands(uint32_t (&w)[4][4], const HeldSte
 template <class Shape, int kTiles, int kSums>
 __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[kTiles][kSums], int begin, int end) {
   constexpr int kPlane = kTiles * kSums / 4 * Shape::kMultipliers;  // float4 of a block
-  const int block = int(blockIdx.x);
+  const int block = place_of_block();
   float4* const planes = reinterpret_cast<float4*>(a.partials) + threadIdx.x;
   if (begin > 0) {
     float4* const to = planes + int64_t(block) * kPlane;
@@ -215,7 +219,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t 
   constexpr bool kScalesSums = Shape::kScalesSums;
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
   const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp, group = lane / 4;
-  const Run run(a, int(blockIdx.x));
+  const Run run(a, place_of_block());
   // Of the two tiles of a warp the second is of the block's second half.
   const auto tile_of = [&](int block_tile, int t) {
     return block_tile / row_blocks * kBlockTiles + t * (Shape::kMultipliers / kWarp) + warp;

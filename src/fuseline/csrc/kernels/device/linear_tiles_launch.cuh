@@ -20,7 +20,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     return FUSELINE_UNSUPPORTED;  // no machine code for this device
   }
   if (resident == 0) return FUSELINE_UNSUPPORTED;
-  // All blocks are there at once: some wait for others.
+  // All blocks are there at once, so that those which wait do not wait long.
   int64_t blocks = std::min<int64_t>(std::min<int64_t>(resident, device.processors), units);
   if (call.splits) blocks = std::min(blocks, tiles * call.splits);
   a.base = int(units / blocks), a.extra = int(units % blocks);
