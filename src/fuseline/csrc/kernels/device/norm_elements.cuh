@@ -42,12 +42,7 @@ __device__ __forceinline__ void add_residual(const NormForward& a, uint64_t seed
   }
   if (a.dropout.seed) {
     float kept[kSize];
-    const int64_t at = base + first;
-    if (kAligned || (at & 3) == 0) {
-      dropout_row<kSize, false>(a.dropout, seed, at, kept);
-    } else {
-      dropout_row<kSize, true>(a.dropout, seed, at, kept);
-    }
+    dropout_row<kSize, !kAligned>(a.dropout, seed, base + first, kept);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] = fmaf(values[i], kept[i], residual[i]);
   } else {
