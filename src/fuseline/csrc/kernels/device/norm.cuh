@@ -122,6 +122,7 @@ int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& dev
 bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
+bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 // False for rows that it does not take.
 bool add_norm_forward_ring(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);

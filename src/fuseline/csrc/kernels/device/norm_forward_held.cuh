@@ -1,8 +1,9 @@
 // The norms' forward for rows of y's dtype that keep to 16-byte steps and that threads hold in registers: y = (x - mean) *
-// rstd * weight + bias over each row (mean 0 in an RMS norm), of x or of sum = residual + x, which is returned, too.
+// rstd * weight + bias over each row (mean 0 in an RMS norm), of x or of sum = residual + x, which is returned, too, or of
+// sum = residual + dropout(x + x_bias).
 //
 // Moves: x (and residual) read once, y (and sum) written once; weight and bias come from cache. Does: about 9 operations an
-// element. Limit: HBM bandwidth. Threads: a row belongs to a part of a warp, a warp, a block or a cluster, kHeld vectors a
+// element, and 15 more for a mask. Limit: HBM bandwidth. Threads: a row belongs to a part of a warp, a warp, a block or a cluster, kHeld vectors a
 // thread; of rows that are a warp's or less a thread has kRows, all on their way at a time, and its weights once.
 #pragma once
 
@@ -21,7 +22,8 @@ struct Holding {
   static constexpr bool kReady = !kOneWarp || kHeld * kRows == 1;
 };
 
-template <class T, class Layout, bool kAdded>
+// kAdded: of a sum; kMasked: of which a part is dropped, or has a bias of its own.
+template <class T, class Layout, bool kAdded, bool kMasked>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forward_held(const NormForward a) {
   constexpr int kHeld = Layout::kHeld, kRows = Layout::kRows, kSize = kVector<T>;
   constexpr bool kClusters = Layout::kClusters;
@@ -62,6 +64,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
     if (kAdded) make_ready(added);
   }
   wait_for_earlier();
+  [[maybe_unused]] const uint64_t seed = kMasked && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
 
   uint4 raw[kRows][kHeld], branch[kRows][kAdded ? kHeld : 1];
 #pragma unroll
@@ -112,8 +115,14 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
         if (column >= n || row >= a.rows) continue;
         float added[kSize];
         unpack<T>(branch[r][k], added);
+        if constexpr (kMasked) {
+          add_residual<T, true>(a, seed, row * a.n, column, n, values[k], added);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) values[k][i] += added[i];
+          for (int i = 0; i < kSize; ++i) values[k][i] = added[i];
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) values[k][i] += added[i];
+        }
         const uint4 rounded = pack<T>(values[k]);
         *reinterpret_cast<uint4*>(static_cast<T*>(a.sum) + row * a.n + column) = rounded;
         unpack<T>(rounded, values[k]);

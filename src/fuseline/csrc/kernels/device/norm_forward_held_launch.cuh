@@ -96,34 +96,39 @@ inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, const Device& devic
 }
 
 // Registers of a thread leave room for blocks enough; what a multiprocessor has at least.
-template <class T, bool kAdded>
+template <class T, bool kAdded, bool kMasked>
 auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
   constexpr int kShort = kMostShortRowBlock, kLong = kMostThreads;
-  const auto of = [](auto layout) -> void (*)(NormForward) { return norm_forward_held<T, decltype(layout), kAdded>; };
+  constexpr bool kEarly = !kMasked;  // registers that a mask takes
+  const auto of = [](auto layout) -> void (*)(NormForward) {
+    return norm_forward_held<T, decltype(layout), kAdded, kMasked>;
+  };
   if (plan.cluster > 1) {
-    if (plan.held == 1) return of(Holding<1, 1, false, true, kLong, 2, true>{});
-    return of(Holding<2, 1, false, true, kLong, 2, true>{});
+    if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2, true>{});
+    return of(Holding<2, 1, false, kEarly, kLong, 2, true>{});
   }
   if (plan.one_warp) {
-    if (plan.rows > plan.beside) return of(Holding<1, kShortRows, true, true, kShort, 4>{});
-    if (plan.held == 1) return of(Holding<1, 1, true, true, kShort, 4>{});
-    if (plan.held == 2) return of(Holding<2, 1, true, true, kShort, 4>{});
+    if (plan.rows > plan.beside) return of(Holding<1, kShortRows, true, kEarly, kShort, 4>{});
+    if (plan.held == 1) return of(Holding<1, 1, true, kEarly, kShort, 4>{});
+    if (plan.held == 2) return of(Holding<2, 1, true, kEarly, kShort, 4>{});
     if constexpr (!kAdded) {
       if (plan.held == 3) return of(Holding<3, 1, true, false, kShort, 4>{});
       return of(Holding<4, 1, true, false, kShort, 4>{});
     }
   }
-  if (plan.held == 1) return of(Holding<1, 1, false, true, kLong, 2>{});
-  if (plan.held == 2) return of(Holding<2, 1, false, true, kLong, 2>{});
+  if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2>{});
+  if (plan.held == 2) return of(Holding<2, 1, false, kEarly, kLong, 2>{});
   if constexpr (!kAdded) return of(Holding<4, 1, false, false, kLong, 2>{});
   return nullptr;
 }
 
-template <class T, bool kAdded>
+template <class T, bool kAdded, bool kMasked = false>
 bool run_held(NormForward a, const Device& device, void* stream, int& error) {
-  if (kAdded && (a.x_bias || a.dropout.seed)) return false;
+  const bool masked = a.x_bias || a.dropout.seed;
+  if (kAdded && masked != kMasked) return false;
+  if (kMasked && row_overrides[FUSELINE_LAYER_NORM_FORWARD].given) return false;  // which measures rings beside it
   bool aligned = a.n % kVector<T> == 0;
-  for (const void* tensor : {a.x, a.residual, a.weight, a.bias, static_cast<const void*>(a.y),
+  for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
     aligned = aligned && offset_in_vector(tensor) == 0;
   }
@@ -134,7 +139,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
       kAdded ? plan_held_sum(a.rows, vectors, device) : plan_held(a.rows, vectors, choice, device);
   if (plan.held == 0) return false;
   a.cluster = plan.cluster;
-  error = launch(held_kernel<T, kAdded>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,
+  error = launch(held_kernel<T, kAdded, kMasked>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,
                  dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
   return true;
 }

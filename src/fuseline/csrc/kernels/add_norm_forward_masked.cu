@@ -1,0 +1,17 @@
+// The forward of norms of residual + dropout(x + x_bias), whose rows keep to 16-byte steps and fit the registers of a block or
+// a cluster, for tensors of one dtype.
+#include "device/norm_forward_held_launch.cuh"
+
+namespace fuseline {
+
+bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error) {
+  bool taken = false;
+  error = with_dtype(dtype, [&](auto type) {
+    int failed = 0;
+    taken = run_held<decltype(type), true, true>(a, device, stream, failed);
+    return failed;
+  });
+  return taken || error;
+}
+
+}  // namespace fuseline
