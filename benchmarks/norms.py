@@ -18,6 +18,7 @@ import tyro
 
 from fuseline import native
 from fuseline.native.kernels import Kernels, open_kernels
+from fuseline.native.layouts import waiting
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
@@ -90,6 +91,8 @@ def layouts(direction: str, n: int) -> Iterator[Layout | None]:
     if direction == "fw":
         for held in (1, 2, 4):
             yield held, 128, 1, 0
+        for layout in waiting(n, 2) if n > 4096 else ():
+            yield layout.held, layout.block, layout.cluster, layout.stages
     elif direction == "bw" and n >= 1024:
         for cluster in (1, 2, 4, 8):
             for block in (512, 256):

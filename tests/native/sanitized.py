@@ -32,7 +32,12 @@ BEYOND: dict[str, tuple[Case, ...]] = {
         Case("tiles of rows of 31", (300, 31)),
         Case("rows of a block", (9, 4096)),
         Case("rows of a cluster", (3, 20000)),
-        Case("rows of odd clusters", (2, 70000)),
+        Case("rows that wait in clusters", (2, 70000)),
+    ),
+    "add_layer_norm": (
+        Case("tiles of rows of 31", (300, 31)),
+        Case("rows of a cluster", (3, 20000)),
+        Case("rows that wait in odd clusters", (2, 20001)),
     ),
     "softmax": (
         Case("rows that wait", (3, 20000)),
