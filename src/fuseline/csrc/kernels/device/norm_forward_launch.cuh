@@ -95,7 +95,7 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   return plan;
 }
 
-// Rows of x alone and of one dtype that keep to 16-byte steps are held elsewhere (norm_forward_held.cu).
+// Rows of one dtype that keep to 16-byte steps are held elsewhere (norm_forward_held.cuh).
 template <class X, class Y, bool kAdded>
 auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForward) {
   constexpr int kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
@@ -105,7 +105,7 @@ auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForwa
   if (plan.way == ForwardWay::short_rows) return norm_forward_short<X, Y, kAdded>;
   if (!aligned && plan.held == 1) return norm_forward_rows<X, Y, kAdded, 1, false, true>;
   if (!aligned) return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
-  if constexpr (kAdded || !std::is_same_v<X, Y>) {
+  if constexpr (!std::is_same_v<X, Y>) {
     if (!plan.one_warp) {
       return plan.held == kMost ? norm_forward_rows<X, Y, kAdded, kMost, true, false>
                                 : norm_forward_rows<X, Y, kAdded, kLeast, true, false>;
