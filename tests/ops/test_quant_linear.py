@@ -266,6 +266,23 @@ def test_a_weight_written_between_calls_is_read_as_written(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_weight_that_a_fused_optimizer_writes_is_read_as_written() -> None:
+    """Fused optimizers count no version up: a weight that wants a gradient is never taken for unwritten."""
+    arguments = draw(2, 4096, 2048, FORMATS["plain"], torch.bfloat16)
+    weight = torch.nn.Parameter(arguments["weight"].clone())
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    found, weights = [], []
+    with torch.no_grad():
+        for _ in range(6):
+            optimizer.step()
+            found += [quant_linear(**{**arguments, "weight": weight})]
+            weights.append(weight.clone())
+    for y, each in zip(found, weights, strict=True):
+        assert torch.equal(y, quant_linear(**{**arguments, "weight": each}))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_takes_rows_apart_and_at_odd_addresses(name: str) -> None:
     arguments = draw(6, 256, 64, FORMATS[name], torch.bfloat16)

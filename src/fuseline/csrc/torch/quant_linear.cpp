@@ -288,12 +288,13 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     const WeightOnCuda on(w);
     fuseline_linear call = on.call(w, K, kernel_dtype(x, kName));
     call.x = x.const_data_ptr(), call.bias = data_or_null(shift), call.y = y.data_ptr();
-    call.m = M, call.x_stride = x.stride(0), call.overlap = on.unwritten(w, current_stream(x));
+    call.m = M, call.x_stride = x.stride(0);
     static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_quant_linear_workspace);
     Tensor workspace;
     if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
     call.workspace = workspace.defined() ? workspace.data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
+    call.overlap = on.unwritten(w, current_stream(x));  // from here on nothing fails: the next call counts on this launch
     const int answer = launch(&call, current_stream(x));
     if (answer == FUSELINE_UNSUPPORTED) return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
     check_launch(answer, kName);

@@ -1,10 +1,11 @@
 // Which tensors have stood unwritten since an earlier call took them: the launch just before this call's did not write them,
 // so that this one may read them while that ends (kernels/device/overlap.cuh).
 //
-// What is written in place counts a tensor's version up, whoever writes it; writing through `.data` or foreign pointers does
-// not, and inference tensors have no versions: the former is to be waited for, the latter are never known. The earlier call
-// was on the same stream, behind whoever wrote: another stream might have come to it past that. Only a capture knows what
-// calls outside it took, on any stream, since its own launches have not written that.
+// What is written in place counts a tensor's version up, but for writing through `.data`, collectives and foreign pointers,
+// which is to be waited for. Fused optimizers do not count either, and inference tensors have no versions: these and what
+// wants a gradient are never known. The earlier call was on the same stream, behind whoever wrote: another stream might
+// have come to it past that. Only a capture knows what calls outside it took, on any stream, since its own launches have
+// not written that.
 
 #pragma once
 
@@ -35,7 +36,7 @@ class Unwritten {
         now.stream = stream, now.capture = capture;
         for (size_t i = 0; i < kMost; ++i) {
             if (!tensors[i]) continue;
-            if (tensors[i]->is_inference()) return false;
+            if (tensors[i]->is_inference() || tensors[i]->requires_grad()) return false;
             now.data[i] = tensors[i]->const_data_ptr();
             now.storage[i] = tensors[i]->storage().unsafeGetStorageImpl();
             now.version[i] = tensors[i]->_version();
