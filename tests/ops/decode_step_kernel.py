@@ -66,5 +66,30 @@ def test_steps_follow_one_another() -> None:
     assert same >= 90  # a rounding may turn what is nearly equal
 
 
+@pytest.mark.gpu
+def test_two_chains_of_steps_at_once() -> None:
+    """On two streams: a step's blocks wait for each other, and those of another may not keep them out."""
+    model = made("gpt").to("cuda", torch.bfloat16)
+    prompts = [list(range(40)), list(range(90))]
+
+    def begun(prompt: list[int]) -> Decoder:
+        decoder = Decoder(model, batch=1, capacity=300)
+        decoder.begin([prompt])
+        return decoder
+
+    alone = []
+    for decoder in map(begun, prompts):
+        alone.append([int(decoder.advance()) for _ in range(60)])
+    decoders, streams = [begun(prompt) for prompt in prompts], [torch.cuda.Stream() for _ in prompts]
+    torch.cuda.synchronize()
+    together: list[list[torch.Tensor]] = [[], []]
+    for _ in range(60):
+        for decoder, stream, tokens in zip(decoders, streams, together, strict=True):
+            with torch.cuda.stream(stream):
+                tokens.append(decoder.advance().clone())
+    torch.cuda.synchronize()
+    assert [[int(token) for token in tokens] for tokens in together] == alone
+
+
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).detach().item()
