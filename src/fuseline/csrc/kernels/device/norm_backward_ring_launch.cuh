@@ -91,12 +91,16 @@ struct RingFamily {
     return plan;
   }
 
-  // The most blocks of any plan for such rows: wider weights and rows at odd addresses only make clusters larger, or
-  // groups fewer.
+  // The most blocks of any plan for such rows: wider weights only make clusters larger, or groups fewer, and rows at odd
+  // addresses may have waves where others have not.
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
-    const RingPlan ring = plan(rows, n, true, int(sizeof(Y)), device);
-    const int64_t most = ring.cluster == 1 && ring.slots > 0 ? std::min<int64_t>(rows, device.processors) : ring.blocks;
-    return std::max<int64_t>({most, ring.blocks, kPast ? 0 : Tiles::plan(rows, n, device).blocks});
+    int64_t most = kPast ? 0 : Tiles::plan(rows, n, device).blocks;
+    for (const bool aligned : {true, false}) {
+      const RingPlan ring = plan(rows, n, aligned, int(sizeof(Y)), device);
+      const bool alone = ring.cluster == 1 && ring.slots > 0;
+      most = std::max<int64_t>({most, ring.blocks, alone ? std::min<int64_t>(rows, device.processors) : 0});
+    }
+    return most;
   }
 
   // All of the backward; false for rows that neither a ring nor tiles take.
