@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
       }
     }
   };
-  float near = 0.f;                        // the mean of the first vector
+  float near = 0.f;                     // the mean of the lanes' first vectors: of one alone an outlier would make it far
   float2 sums = make_float2(0.f, 0.f);  // of distances from it, and of their squares
 #pragma unroll 1
   for (int piece = 0; piece < part.pieces(); ++piece) {
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
       float values[kSize], total = 0.f;
       unpack<T>(raw[0], values);
       each(lane, [&](int i) { total += values[i]; });
-      const int some = kAligned ? kSize : max(count_inside<kSize>(part.element(0), n), 1);
-      near = __shfl_sync(kAllLanes, total, 0) * (1.f / float(some));
+      const int some = min(part.element(min(part.count, kWarp)), n) - begin;
+      near = sum_over_warp(total) / float(some);
     }
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
     weight[k] = a.weight && i < n ? weight_at<T>(a.weight, a.fp32_weights, i) : 1.f;
     bias[k] = a.bias && i < n ? weight_at<T>(a.bias, a.fp32_weights, i) : 0.f;
   }
-  const float inverse = 1.f / float(n);
+  const float inverse = 1.f / float(n), inverse_threads = 1.f / float(group.threads);
   __syncthreads();
   barrier_wait(&arrived, 0);
 #pragma unroll 1
@@ -65,7 +65,9 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
     const Moments whole = moments_near<T>(
         values, float(n), inverse, a.centred, [&](int k) { return group.lane + k * group.threads < inside; },
         [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); },
-        [&](float value) { return __shfl_sync(kAllLanes, value, 0, group.width); });
+        [&](float value) {
+          return sizeof(T) == 4 ? group.warp_sum(value) * inverse_threads : __shfl_sync(kAllLanes, value, 0, group.width);
+        });
     const Standard<T> standard(whole.mean, rstd_of<T>(whole.squares, inverse, a.eps));
     if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, standard.rstd);
 #pragma unroll

@@ -68,9 +68,10 @@ __device__ __forceinline__ Moments moments_of(const float (&values)[kHeld][kSize
 
 // The moments of `count` elements of which each thread of a group has some, zeros where it has none: all of its vectors
 // k with whole(k), and of the others the elements i with inside(k, i). `sum` adds up over the group, and `from_first` takes
-// the value of its first thread. One pass: distances are taken from the mean of the first vector, and what they have in
-// common is taken out of their squares. Those elements are a share of the row, so that they cannot be far from the mean
-// without making the variance large: at worst its error is count / kSize units in the last place of fp32.
+// the value of its first thread, or the mean of all. One pass: distances are taken from the mean of the first vector, or
+// vectors, and what they have in common is taken out of their squares. Those elements are a share of the row, so that they
+// cannot be far from the mean without making the variance large: at worst its error is count / kSize units in the last
+// place of fp32, with one vector.
 template <class T, int kHeld, int kSize, class Whole, class Inside, class Sum, class FromFirst>
 __device__ __forceinline__ Moments moments_near(const float (&values)[kHeld][kSize], float count, float inverse,
                                               bool centred, Whole&& whole, Inside&& inside, Sum&& sum,
