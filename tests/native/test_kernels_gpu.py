@@ -233,6 +233,16 @@ def test_variance_does_not_cancel(kernels: Kernels) -> None:
         assert_as_good(y, F.layer_norm(x, (n,)), F.layer_norm(x.double(), (n,)), f"n {n}")
 
 
+def test_an_outlier_costs_no_precision(kernels: Kernels) -> None:
+    for n in (100, 255, 1024, 4096, 20000, 50257, 65536):
+        x, y = torch.randn(7, n, device=DEVICE), place(7, n, torch.float32)
+        x[:, 0] = 1e4
+        mean, rstd = (place(7, 1, torch.float32) for _ in range(2))
+        kernels.layer_norm_forward(x, None, None, y, mean, rstd)
+        exact_rstd = (x.double().var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+        torch.testing.assert_close(rstd.double(), exact_rstd, rtol=4e-6, atol=0.0, msg=f"n {n}")
+
+
 def test_constant_rows_give_the_bias(kernels: Kernels) -> None:
     for n in (8, 1000, 1024, 65536):
         weight, bias = weights_for(n, torch.float32)
