@@ -6,9 +6,9 @@
 //
 // Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 16-byte steps, are taken several at a
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
-// has up to 64 neighbouring positions, and its threads every so-manieth row of them; other blocks of the multiprocessor
-// compute while its rows are on their way. The sums stay in registers, meet in shared memory at the end, and a second
-// kernel adds up what the blocks found, in a fixed order.
+// has up to 256 neighbouring positions, and its threads every so-manieth row of them, the next ones on their way while
+// these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up what the
+// blocks found, in a fixed order.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
@@ -41,28 +41,27 @@ struct BiasGradients {
   const void* x;
   const void* bias;
   void* grad_x;       // null if not wanted
-  float* partials;    // [shares and crumbs, columns], columns being n if `fold`, else row_elements
+  float* partials;    // [shares, columns], columns being n if `fold`, else row_elements
   int64_t elements, row_elements, rows;
   int64_t n;          // columns repeat every n along a row
   int64_t columns;    // blocks along a row
-  int64_t shares, even_rows;  // the first rows are shared out evenly, to blocks that stay;
-  int64_t crumb_rows;         // then blocks come that have so many neighbouring ones each
+  int64_t shares;     // and along the rows
   bool fp32_bias;
   bool bias_vectors;
   bool fold;          // a row is one block's: add its repetitions up at once
 };
 
+// Of 4,096, 768 and 1,000 columns in bf16, share of the copy bandwidth: two rows ahead and two blocks 0.928, 0.932, 0.907;
+// four rows ahead 0.921, 0.919, 0.878; two rows ahead and three blocks 0.911, 0.922, 0.880; two rows not ahead and four
+// blocks 0.905, 0.917, 0.884, where the last 15% of the rows come as room is left 0.916, 0.929, 0.892.
 constexpr int kBiasThreads = 256;
-constexpr int kMostAcross = 64;  // of them along a row, at most
-constexpr int kBiasRows = 2;     // of a thread in flight
-constexpr int kBiasBlocks = 4;   // a multiprocessor holds at once
-constexpr int kCrumb = 2048;     // positions times rows of a block that comes later
-constexpr double kEven = 0.85;   // of many rows, shared out evenly
+constexpr int kBiasRows = 2;    // of a thread in flight
+constexpr int kBiasBlocks = 2;  // a multiprocessor holds at once
+constexpr int kMostWaves = 4;   // of blocks, where rows are so wide that one leaves many multiprocessors free
+constexpr int kAcrossJoined = 64;  // threads of a block along joined rows: wider blocks leave more partial sums
 
 // ---- kernels ----
 
-// Multiprocessors do not run at one speed: blocks that have the same share of the rows end at different times, and the
-// crumbs, which come as room is left, even that out. Each sum is of fixed rows, so that the bits are the same each run.
 template <class Activation, class T, int kWide>
 __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
   __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][blockDim.x * kWide]
@@ -71,13 +70,11 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
   const T* grad_out = static_cast<const T*>(a.grad_out);
   const T* x = static_cast<const T*>(a.x);
   T* grad_x = static_cast<T*>(a.grad_x);
-  const uint32_t part = blockIdx.x / uint32_t(a.columns), column_block = blockIdx.x - part * uint32_t(a.columns);
+  const uint32_t share = blockIdx.x / uint32_t(a.columns), column_block = blockIdx.x - share * uint32_t(a.columns);
   const int64_t first = (int64_t(column_block) * blockDim.x + threadIdx.x) * kWide;
-  const bool mine = first < a.row_elements, crumb = part >= a.shares;
-  const int64_t begin = crumb ? a.even_rows + (part - a.shares) * a.crumb_rows : int64_t(part) * blockDim.y * kBiasRows;
-  const int64_t end = crumb ? min(a.rows, begin + a.crumb_rows) : a.even_rows;
-  const int64_t step = (crumb ? 1 : a.shares) * blockDim.y * kBiasRows;
-  const int64_t last = mine ? min(end * a.row_elements, a.elements) - kWide : -1;  // where an access may begin
+  const bool mine = first < a.row_elements;
+  const int64_t last = mine ? a.elements - kWide : -1;  // where an access may begin
+  const int64_t step = a.shares * blockDim.y * kBiasRows;
   float bias[kWide], sums[kWide] = {};
   load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
 
@@ -89,15 +86,24 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
     }
   };
 
-  for (int64_t row = begin + int64_t(threadIdx.y) * kBiasRows; row < end; row += step) {
+  Raw<T, kWide> next[kBiasRows][2];
+  const auto load = [&](int64_t row) {
     const int64_t at = row * a.row_elements + first;
-    Raw<T, kWide> raw[kBiasRows][2];
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
       if (at + u * a.row_elements > last) continue;
-      raw[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
-      raw[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
+      next[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
+      next[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
     }
+  };
+  int64_t row = (int64_t(share) * blockDim.y + threadIdx.y) * kBiasRows;
+  load(row);
+  for (; row < a.rows; row += step) {
+    Raw<T, kWide> raw[kBiasRows][2];
+#pragma unroll
+    for (int u = 0; u < kBiasRows; ++u) raw[u][0] = next[u][0], raw[u][1] = next[u][1];
+    load(row + step);
+    const int64_t at = row * a.row_elements + first;
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
       if (at + u * a.row_elements > last) continue;
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
   // The end of the last row, if it does not fill an access.
   if constexpr (kWide > 1) {
     const int64_t at = (a.rows - 1) * a.row_elements + first;
-    if (mine && blockIdx.x + a.columns >= gridDim.x && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
+    if (mine && share == 0 && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
       float grad[kWide], value[kWide], result[kWide];
       const int64_t left = a.elements - at;
       widen<T, kWide>(load_vector<T, false, int64_t>(grad_out + at, 0, left, false), grad);
@@ -132,7 +138,7 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
       for (int64_t repeat = c; repeat < a.row_elements; repeat += a.n) {
         for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + repeat];
       }
-      a.partials[int64_t(part) * a.n + c] = sum;
+      a.partials[int64_t(share) * a.n + c] = sum;
     }
     return;
   }
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
     if (of_row >= a.row_elements) return;
     float sum = 0.f;
     for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + column];
-    a.partials[int64_t(part) * a.row_elements + of_row] = sum;
+    a.partials[int64_t(share) * a.row_elements + of_row] = sum;
   }
 }
 
@@ -169,9 +175,9 @@ struct BiasPlan {
   int64_t row_elements = 0, rows = 0;
   int64_t across = kWarp;  // threads of a block along a row
   int64_t columns = 0;     // blocks along a row
-  int64_t shares = 0, even_rows = 0, crumbs = 0, crumb_rows = 1;
+  int64_t shares = 0;      // and along the rows
   bool fold = false;
-  int64_t partial_rows(int64_t n) const { return (shares + crumbs) * (fold ? 1 : row_elements / n); }
+  int64_t partial_rows(int64_t n) const { return shares * (fold ? 1 : row_elements / n); }
 };
 
 template <class T>
@@ -181,8 +187,9 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   plan.rows = divide_up(rows * n, plan.row_elements);
   // The widest blocks that leave few threads without a position: they read the longest runs of memory.
   const int64_t positions = divide_up(plan.row_elements, wide);
+  const int64_t widest = plan.row_elements == n ? kBiasThreads : kAcrossJoined;
   int64_t fewest = std::numeric_limits<int64_t>::max();
-  for (int64_t across = kMostAcross; across >= kWarp; across /= 2) {
+  for (int64_t across = widest; across >= kWarp; across /= 2) {
     const int64_t laid = divide_up(positions, across) * across;
     if (laid + positions / 16 < fewest) fewest = laid, plan.across = across;
   }
@@ -190,17 +197,16 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   plan.fold = plan.columns == 1;
   const int64_t turn = kBiasThreads / plan.across * kBiasRows;  // rows of a block at a time
   const int64_t room = int64_t(device.processors) * kBiasBlocks;
-  plan.crumb_rows = divide_up(kCrumb / plan.across, turn) * turn;
-  plan.shares = std::min(room / plan.columns, divide_up(plan.rows, turn));
-  if (plan.shares == 0) {  // rows so long that their partial sums would count: a few parts are enough
-    plan.crumb_rows = std::max(plan.crumb_rows, divide_up(divide_up(plan.rows * plan.columns, 8 * room), turn) * turn);
+  plan.shares = std::max<int64_t>(1, room / plan.columns);
+  // Wide rows may leave a good part of the chip without a block: more shares than run at once then fill it better.
+  const auto filled = [&](int64_t shares) {
+    const int64_t blocks = plan.columns * shares;
+    return double(blocks) / double(divide_up(blocks, room) * room);
+  };
+  for (int64_t more = plan.shares + 1; more <= kMostWaves; ++more) {
+    if (filled(more) > filled(plan.shares) + 0.05) plan.shares = more;
   }
-  plan.even_rows = plan.shares > 0 ? plan.rows : 0;
-  if (plan.rows * plan.columns >= 8 * plan.crumb_rows * room && plan.shares > 0) {
-    const double even = kEven * double(plan.columns * plan.shares) / double(room);
-    plan.even_rows = int64_t(double(plan.rows) * even) / (plan.shares * turn) * (plan.shares * turn);
-  }
-  plan.crumbs = divide_up(plan.rows - plan.even_rows, plan.crumb_rows);
+  plan.shares = std::min(plan.shares, divide_up(plan.rows, turn));
   return plan;
 }
 
@@ -239,10 +245,10 @@ int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Dev
   const int wide = vectors ? kSize : 1;
   const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
   a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
-  a.columns = plan.columns, a.shares = plan.shares, a.even_rows = plan.even_rows, a.crumb_rows = plan.crumb_rows;
+  a.columns = plan.columns, a.shares = plan.shares;
   a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, wide);
   const auto kernel = vectors ? gelu_bias_gradients<Activation, T, kSize> : gelu_bias_gradients<Activation, T, 1>;
-  const int error = launch(kernel, a, plan.columns * (plan.shares + plan.crumbs),
+  const int error = launch(kernel, a, plan.columns * plan.shares,
                            dim3(unsigned(plan.across), unsigned(kBiasThreads / plan.across)), 0, 1, stream,
                            device.clusters);
   if (error) return error;

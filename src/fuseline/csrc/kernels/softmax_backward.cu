@@ -12,6 +12,7 @@
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
+#include "device/softmax_few.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -346,7 +347,7 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
-  RowPlan plan = plan_few(a.rows, a.n / kVector<T>, kMostHeld, device);
+  RowPlan plan = plan_few_softmax(a.rows, a.n / kVector<T>, kMostHeld, device);
   const bool few = aligned && !measuring && plan.fits;
   if (!few && !measuring) {
     int error = 0;

@@ -38,16 +38,17 @@ Tiling plan_tiles(int64_t rows, int64_t n, int offsets, int tensors, const Devic
 
 // Rows of whole vectors, more than a warp has lanes, that do not end with the lines of the cache: a warp that reads and
 // writes them touches a line more at each step, a block that brings neighbours of them at once only at its ends. Few rows
-// are not worth it.
+// are not worth it. Softmax forward, share of the copy bandwidth by blocks of 8, 16, 24 rows: of 2,000 bytes 0.979, 0.967,
+// 0.961; of 4,000 0.972, 0.958, 0.957; of 1,200 0.895, 0.975, 0.968.
 template <class T>
 Tiling plan_vector_tiles(int64_t rows, int64_t n, int most_held, int tensors, const Device& device) {
   Tiling plan;
-  constexpr int kRows = 16, kLine = 128;
+  constexpr int kLine = 128, kWideRow = 1920, kFewRows = 128;
   const int64_t bytes = n * int64_t(sizeof(T)), vectors = bytes / 16;
   if (!device.clusters || bytes % kLine == 0 || vectors <= kWarp || vectors > most_held * kWarp) return plan;
-  if (rows < int64_t(kRows) * 8 * device.processors) return plan;
-  plan.threads = kWarp, plan.rows = kRows;
-  plan.bytes = size_t(kRows * bytes * tensors);
+  if (rows < int64_t(kFewRows) * device.processors) return plan;
+  plan.threads = kWarp, plan.rows = bytes < kWideRow ? 16 : 8;
+  plan.bytes = size_t(plan.rows * bytes * tensors);
   plan.grid = divide_up(rows, plan.rows);
   return plan;
 }
