@@ -1,10 +1,10 @@
 // The gradients of the tables of y = dropout(table[token] + position_table[position]).
 //
-// Moves: grad_out read once for each table, in the order of the ids, and the gradient written. Limit: HBM bandwidth, for
-// few tokens the launches.
+// Moves: grad_out read once for each table, in the order of the ids, and the gradient written, of a small table the rows
+// of ids twice. Limit: HBM bandwidth, for few tokens the launches.
 //
 // Threads: the ids are sorted (radix_sort.cuh, stable), so that what goes to one row of the table stands together; a thread
-// then adds up the columns of one access over kWindow items in a row, in fp32, and writes each sum that begins and ends
+// then adds up the columns of one access over a window of items in a row, in fp32, and writes each sum that begins and ends
 // there. Sums that cross windows are left as fp32 rows, and a second kernel adds those up in order. No atomics on floats:
 // the same bits each run, however often an id comes. Without ids the positions repeat, and a thread adds up the rows of one
 // position.
@@ -15,8 +15,11 @@
 namespace fuseline {
 namespace {
 
-constexpr int kWindow = 32;  // sorted items of a thread
-constexpr int kAhead = 4;    // of them loaded before the first is added
+constexpr int kFewInWindow = 32, kManyInWindow = 64;  // sorted items of a thread
+constexpr int64_t kManyElements = 1 << 26;            // of grad_out, from which the larger windows fill the chip
+constexpr int kAhead = 4;                             // items loaded before the first is added
+constexpr int64_t kLargeTable = 64 << 20;             // bytes from which only rows without an id are set to zero
+constexpr int kZeroRows = 8;                          // of a warp
 
 struct TableGradient {
   const void* grad_out;
@@ -25,7 +28,7 @@ struct TableGradient {
   void* result;
   float* heads;  // [windows, n]: what a window adds to a sum that began before it
   float* tails;  // [windows, n]: what it adds to one that begins in it and goes on
-  uint32_t items, windows, rows;
+  uint32_t items, windows, window, rows;
   int64_t n;
   Dropout dropout;
   Divisor columns;  // accesses in a row
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) embedding_window_sums(co
   const uint32_t window = a.columns.divide(thread);
   if (window >= a.windows) return;
   const int64_t first = int64_t(thread - window * a.columns.value) * kWide;
-  const uint32_t begin = window * kWindow, end = min(begin + kWindow, a.items);
+  const uint32_t begin = window * a.window, end = min(begin + a.window, a.items);
   const uint64_t seed = seed_of(a.dropout);
   const uint32_t after = end < a.items ? a.keys[end] : kNoKey;
   uint32_t current = a.keys[begin];
@@ -80,20 +83,26 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) embedding_window_sums(co
       store_wide<T, kWide>(static_cast<T*>(a.result) + int64_t(current) * a.n + first, sums);
     }
   };
+  uint32_t next_keys[kAhead], next_from[kAhead];
+  const auto load_ids = [&](uint32_t item) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const bool inside = item + u < end;
+      next_keys[u] = inside ? a.keys[item + u] : kNoKey;
+      next_from[u] = inside ? a.from[item + u] : 0;
+    }
+  };
+  load_ids(begin);
   for (uint32_t item = begin; item < end; item += kAhead) {
     uint32_t keys[kAhead], from[kAhead];
     Raw<T, kWide> raw[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      const bool inside = item + u < end;
-      keys[u] = inside ? a.keys[item + u] : kNoKey;
-      from[u] = inside ? a.from[item + u] : 0;
-    }
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
+      keys[u] = next_keys[u], from[u] = next_from[u];
       const T* row = static_cast<const T*>(a.grad_out) + int64_t(from[u]) * a.n + first;
       if (keys[u] < a.rows) raw[u] = load_wide<T, kWide>(row);
     }
+    load_ids(item + kAhead);
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       if (item + u >= end) continue;
@@ -121,7 +130,7 @@ __global__ void __launch_bounds__(kElementwiseBlock) embedding_join_windows(cons
   const uint32_t window = a.columns.divide(thread);
   if (window + 1 >= a.windows) return;
   const int64_t first = int64_t(thread - window * a.columns.value) * kWide;
-  const uint32_t begin = window * kWindow, end = begin + kWindow;
+  const uint32_t begin = window * a.window, end = begin + a.window;
   const uint32_t key = a.keys[end - 1];
   if (key >= a.rows || a.keys[end] != key || (begin > 0 && a.keys[begin - 1] == key)) return;
   float sums[kWide] = {};
@@ -131,7 +140,7 @@ __global__ void __launch_bounds__(kElementwiseBlock) embedding_join_windows(cons
     // Whether the sum reaches into each window.
     bool reaches[kAhead];
 #pragma unroll
-    for (int u = 0; u < kAhead; ++u) reaches[u] = next + u < a.windows && a.keys[(next + u) * kWindow] == key;
+    for (int u = 0; u < kAhead; ++u) reaches[u] = next + u < a.windows && a.keys[(next + u) * a.window] == key;
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       if (reaches[u]) add_sums(a.heads + int64_t(next + u) * a.n + first, sums);
@@ -139,6 +148,31 @@ __global__ void __launch_bounds__(kElementwiseBlock) embedding_join_windows(cons
     goes_on = reaches[kAhead - 1];
   }
   store_wide<T, kWide>(static_cast<T*>(a.result) + int64_t(key) * a.n + first, sums);
+}
+
+// Zeros for the rows that no id names. Lane i of a warp looks up where the ids from row i of its kZeroRows on begin.
+template <class T, int kWide>
+__global__ void __launch_bounds__(kElementwiseBlock) embedding_zero_rows(const TableGradient a) {
+  const int64_t warp = (int64_t(blockIdx.x) * kElementwiseBlock + threadIdx.x) / kWarp;
+  const int lane = int(threadIdx.x) % kWarp;
+  const int64_t begin = warp * kZeroRows, wanted = begin + min(lane, kZeroRows);
+  uint32_t low = 0, high = begin < a.rows ? a.items : 0;
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (int64_t(a.keys[middle]) < wanted) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  const float zeros[kWide] = {};
+#pragma unroll
+  for (int i = 0; i < kZeroRows; ++i) {
+    const bool named = __shfl_sync(kAllLanes, low, i) < __shfl_sync(kAllLanes, low, i + 1);
+    if (named || begin + i >= a.rows) continue;
+    T* const row = static_cast<T*>(a.result) + (begin + i) * a.n;
+    for (int64_t c = lane * kWide; c < a.n; c += kWarp * kWide) store_wide<T, kWide>(row + c, zeros);
+  }
 }
 
 struct PositionGradient {
@@ -185,6 +219,8 @@ int zero(void* at, int64_t elements, int dtype, void* stream) {
   return int(cudaMemsetAsync(at, 0, bytes, static_cast<cudaStream_t>(stream)));
 }
 
+int64_t window_of(int64_t items, int64_t n) { return items * n >= kManyElements ? kManyInWindow : kFewInWindow; }
+
 unsigned blocks_for(int64_t threads) { return unsigned(divide_up(threads, kElementwiseBlock)); }
 
 }  // namespace
@@ -193,7 +229,7 @@ unsigned blocks_for(int64_t threads) { return unsigned(divide_up(threads, kEleme
 size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
   using namespace fuseline;
   if (items <= 0 || n <= 0) return 0;
-  const int64_t partials = 2 * divide_up(items, kWindow) * n;
+  const int64_t partials = 2 * divide_up(items, window_of(items, n)) * n;
   return size_t(sort_words(items) + partials) * 4;
 }
 
@@ -205,7 +241,8 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
   if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
   if (too_many(items, n) || rows >= 0xffffffffll) return int(cudaErrorInvalidConfiguration);
   if (n == 0 || rows == 0) return 0;
-  int code = zero(grad_table, rows * n, dtype, stream);
+  const bool large = rows * n * (dtype == FUSELINE_FLOAT32 ? 4 : 2) >= kLargeTable && items > 0;
+  int code = large ? 0 : zero(grad_table, rows * n, dtype, stream);
   if (code || items == 0) return code;
   Sorted sorted{};
   uint32_t* const words = static_cast<uint32_t*>(workspace);
@@ -213,7 +250,8 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
   if (code) return code;
   TableGradient a{};
   a.grad_out = grad_out, a.keys = sorted.keys, a.from = sorted.from, a.result = grad_table;
-  a.items = uint32_t(items), a.windows = uint32_t(divide_up(items, kWindow)), a.rows = uint32_t(rows), a.n = n;
+  a.items = uint32_t(items), a.rows = uint32_t(rows), a.n = n;
+  a.window = uint32_t(window_of(items, n)), a.windows = uint32_t(divide_up(items, a.window));
   a.heads = reinterpret_cast<float*>(words + sort_words(items)), a.tails = a.heads + a.windows * n;
   a.dropout = dropout_of(seed, p);
   return with_dtype(dtype, [&](auto type) {
@@ -223,6 +261,8 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
       a.columns = Divisor(uint32_t(n / kWide));
       const unsigned blocks = blocks_for(int64_t(a.windows) * a.columns.value);
       const cudaStream_t on = static_cast<cudaStream_t>(stream);
+      const unsigned zero_blocks = blocks_for(divide_up(rows, kZeroRows) * kWarp);
+      if (large) embedding_zero_rows<T, kWide><<<zero_blocks, kElementwiseBlock, 0, on>>>(a);
       embedding_window_sums<T, kWide><<<blocks, kElementwiseBlock, 0, on>>>(a);
       if (a.windows > 1) embedding_join_windows<T, kWide><<<blocks, kElementwiseBlock, 0, on>>>(a);
       return int(cudaGetLastError());

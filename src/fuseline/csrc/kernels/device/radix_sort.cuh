@@ -1,18 +1,19 @@
 // A stable sort of ids, with where they came from: least significant digit first, two kernels a digit of at most 8 bits.
 //
-// Made for the ids of an embedding, some ten thousand of 10 to 17 bits: the time is that of the launches. At most
-// kMostTiles blocks have a tile each, in which each warp has a stretch. First every tile counts its digits; then
-// each block adds up the counts of the tiles before it, and each warp moves its items in order, so that equal digits
-// keep theirs: the same result each run.
+// Made for the ids of an embedding, ten thousand to a few million of 10 to 17 bits: the time is that of the launches, and
+// then of a warp's steps through its stretch. At most kMostTiles blocks have a tile each, in which each warp has a stretch.
+// First every tile counts its digits; then each block adds up the counts of the tiles before it, and each warp moves its
+// items in order, so that equal digits keep theirs: the same result each run.
 #pragma once
 
 #include "elementwise.cuh"
 
 namespace fuseline {
 
-constexpr int kSortBlock = 256;
+constexpr int kSortBlock = 1024;
 constexpr int kSortWarps = kSortBlock / kWarp;
 constexpr int kDigits = 256;
+constexpr int kOfDigit = kSortBlock / kDigits;  // threads that add up the counts of one digit
 constexpr int kMostTiles = 128;
 
 struct SortPass {
@@ -39,23 +40,24 @@ __device__ __forceinline__ uint32_t sort_key(const SortPass& a, uint32_t item) {
 template <bool kFirst>
 __global__ void __launch_bounds__(kSortBlock) sort_count(const SortPass a) {
   __shared__ uint32_t counts[kDigits];
-  counts[threadIdx.x] = 0;
+  if (threadIdx.x < kDigits) counts[threadIdx.x] = 0;
   __syncthreads();
   const uint32_t begin = blockIdx.x * a.tile, end = min(begin + a.tile, a.count);
   for (uint32_t item = begin + threadIdx.x; item < end; item += kSortBlock) {
     atomicAdd(&counts[sort_key<kFirst>(a, item) >> a.shift & (kDigits - 1)], 1u);
   }
   __syncthreads();
-  a.counts[blockIdx.x * kDigits + threadIdx.x] = counts[threadIdx.x];
+  if (threadIdx.x < kDigits) a.counts[blockIdx.x * kDigits + threadIdx.x] = counts[threadIdx.x];
 }
 
 template <bool kFirst>
 __global__ void __launch_bounds__(kSortBlock) sort_move(const SortPass a) {
-  static_assert(kSortBlock == kDigits, "a thread has a digit");
   __shared__ uint32_t next[kSortWarps][kDigits];
-  __shared__ uint32_t of_warp[kSortWarps];
-  const uint32_t digit = threadIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int w = 0; w < kSortWarps; ++w) next[w][digit] = 0;
+  __shared__ uint32_t counted[2][kOfDigit][kDigits];  // in all tiles, and in those before this
+  __shared__ uint32_t of_warp[kDigits / kWarp];
+  const uint32_t digit = threadIdx.x % kDigits, part = threadIdx.x / kDigits;
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int w = int(part); w < kSortWarps; w += kOfDigit) next[w][digit] = 0;
   __syncthreads();
   const uint32_t stretch = a.tile / kSortWarps;
   const uint32_t begin = blockIdx.x * a.tile + warp * stretch, end = min(begin + stretch, a.count);
@@ -65,38 +67,51 @@ __global__ void __launch_bounds__(kSortBlock) sort_move(const SortPass a) {
   // Where this digit's items of this tile go: behind all smaller digits, and those of the tiles before.
   uint32_t all = 0, before = 0;
 #pragma unroll 8
-  for (uint32_t t = 0; t < a.tiles; ++t) {
+  for (uint32_t t = part; t < a.tiles; t += kOfDigit) {
     const uint32_t count = a.counts[t * kDigits + digit];
     all += count;
     before += t < blockIdx.x ? count : 0;
   }
-  uint32_t smaller = all;
+  counted[0][part][digit] = all, counted[1][part][digit] = before;
+  __syncthreads();
+  uint32_t smaller = 0;
+  if (threadIdx.x < kDigits) {
+    for (int other = 1; other < kOfDigit; ++other) all += counted[0][other][digit], before += counted[1][other][digit];
+    smaller = all;
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, smaller, step);
-    if (lane >= step) smaller += other;
-  }
-  if (lane == kWarp - 1) of_warp[warp] = smaller;
-  __syncthreads();
-  for (int w = 0; w < int(warp); ++w) smaller += of_warp[w];
-  uint32_t place = smaller - all + before;
-  for (int w = 0; w < kSortWarps; ++w) {
-    const uint32_t count = next[w][digit];
-    next[w][digit] = place;
-    place += count;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kAllLanes, smaller, step);
+      if (lane >= step) smaller += other;
+    }
+    if (lane == kWarp - 1) of_warp[warp] = smaller;
   }
   __syncthreads();
+  if (threadIdx.x < kDigits) {
+    for (int w = 0; w < int(warp); ++w) smaller += of_warp[w];
+    uint32_t place = smaller - all + before;
+    for (int w = 0; w < kSortWarps; ++w) {
+      const uint32_t count = next[w][digit];
+      next[w][digit] = place;
+      place += count;
+    }
+  }
+  __syncthreads();
+  uint32_t key = 0, came = 0;
+  const auto load = [&](uint32_t item) {
+    if (item < end) key = sort_key<kFirst>(a, item), came = kFirst ? item : a.from[item];
+  };
+  load(begin + lane);
   for (uint32_t first = begin; first < end; first += kWarp) {
-    const uint32_t item = first + lane;
-    const bool inside = item < end;
-    const uint32_t key = inside ? sort_key<kFirst>(a, item) : 0;
-    const uint32_t mine = inside ? key >> a.shift & (kDigits - 1) : kDigits;
+    const bool inside = first + lane < end;
+    const uint32_t moved = key, from = came;
+    load(first + kWarp + lane);  // on its way while these find their places
+    const uint32_t mine = inside ? moved >> a.shift & (kDigits - 1) : kDigits;
     const uint32_t same = __match_any_sync(kAllLanes, mine);
     const uint32_t rank = __popc(same & ((1u << lane) - 1));
     if (inside) {
       const uint32_t to = next[warp][mine] + rank;
-      a.keys_out[to] = key;
-      a.from_out[to] = kFirst ? item : a.from[item];
+      a.keys_out[to] = moved;
+      a.from_out[to] = from;
     }
     __syncwarp();
     if (inside && rank == 0) next[warp][mine] += __popc(same);
@@ -119,7 +134,7 @@ inline int run_sort(const int64_t* ids, int64_t period, int64_t skipped, int64_t
   SortPass a{};
   a.ids = ids, a.period = period, a.skipped = skipped;
   a.count = uint32_t(count), a.rows = uint32_t(rows), a.counts = words + 4 * room;
-  a.tile = uint32_t(std::max<int64_t>(4, divide_up(divide_up(count, kMostTiles), kSortBlock)) * kSortBlock);
+  a.tile = uint32_t(divide_up(divide_up(count, kMostTiles), kSortBlock) * kSortBlock);
   a.tiles = uint32_t(divide_up(count, a.tile));
   int bits = 1;
   while (bits < 32 && rows >> bits) ++bits;
