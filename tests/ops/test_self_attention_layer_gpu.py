@@ -152,6 +152,7 @@ def test_is_right_in_a_graph(math: str) -> None:
         ((5, 100, 6, 6, 32, 192, 24), {"causal": True}),
         ((12, 50, 12, 12, 16, 192, 64), {"dropout_p": 0.3, "seed": torch.tensor([5], device="cuda")}),
         ((3, 65, 20, 20, 64, 1280, 1280), {}),
+        ((4, 100, 12, 12, 64, 768, 768), {"causal": True}),
     ):
         tensors, heads = draw(shape, dtype)
         assert_right(math, tensors, {**heads, **options}, f"captured {shape}", captured)
@@ -257,6 +258,8 @@ def test_same_bits_at_every_replay() -> None:
         (9, 16, 12, 12, 64, 768, 40),
         (3, 65, 20, 20, 64, 1280, 1280),
         (9, 30, 16, 16, 64, 1024, 1024),
+        (4, 100, 12, 12, 64, 768, 768),
+        (8, 128, 8, 8, 64, 512, 512),
     ):
         tensors, options = draw(shape, torch.bfloat16)
         tensors = [t.detach() for t in tensors]

@@ -36,6 +36,19 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
 #endif
 }
 
+// The same box for all blocks of the cluster whose bits are set in `blocks`, each of which has `to` and the barrier. In
+// sources for sm_90a only: machine code for sm_90 has it, but slow.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int k, int row, int outer,
+                                         uint32_t blocks) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, "
+      "%5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "r"(outer), "h"(uint16_t(blocks))
+      : "memory");
+#endif
+}
+
 // As cluster_arrive, but what was stored before need not be seen by the others.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
@@ -93,7 +106,8 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[kTall][kWide][4], u
       }
     }
   } else {
-    // In TF32 an 8 x 8 matrix of 16-bit elements is one of 8 rows x 4 elements, and lies in the registers as those want it.
+    // In TF32 an 8 x 8 matrix of 16-bit elements is one of 8 rows x 4 elements, and lies in the registers as those want it,
+    // rounded by the copy that brought it.
     const uint32_t from_a = a + lane % 16 * kChunkBytes, from_b = b + (turn + lane / 16 * 8) * kChunkBytes;
     const uint32_t at_a = uint32_t((lane / 16) ^ turn) << 4, at_b = uint32_t((lane / 8 % 2) ^ turn) << 4;
 #pragma unroll
@@ -102,19 +116,11 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[kTall][kWide][4], u
 #pragma unroll
       for (int i = 0; i < kTall; ++i) {
         load_matrices_at(left[i], from_a + 16 * i * kChunkBytes + (at_a ^ (step << 5)));
-        if constexpr (!kSixteen<Math>) {
-#pragma unroll
-          for (int w = 0; w < 4; ++w) left[i][w] = to_tf32(__uint_as_float(left[i][w]));
-        }
       }
 #pragma unroll
       for (int j = 0; j < kWide; j += 2) {
         uint32_t right[4];
         load_matrices_at(right, from_b + 8 * j * kChunkBytes + (at_b ^ (step << 5)));
-        if constexpr (!kSixteen<Math>) {
-#pragma unroll
-          for (int w = 0; w < 4; ++w) right[w] = to_tf32(__uint_as_float(right[w]));
-        }
 #pragma unroll
         for (int i = 0; i < kTall; ++i) {
           if constexpr (kSixteen<Math>) {
@@ -130,16 +136,23 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[kTall][kWide][4], u
   }
 }
 
-// The ring of chunks of a block, its barriers behind each other in shared memory.
+// The ring of chunks of a block, its barriers behind each other in shared memory. `sharers`: the blocks of the cluster, by
+// bits and this one among them, that fetch chunks for it and it for them; none if it is alone.
 struct ChunkRing {
   uint32_t stages_at;
   uint64_t *full, *empty;
   int stages, chunks;
+  uint32_t sharers = 0;
 };
 
 // A warp has 16 * kTall rows of A and 8 * kWide of B; kSplits warps have the same and share the chunks.
 template <class Math, int kRowsA, int kRowsB, int kTall, int kWide, int kSplits>
 struct ChunkProduct {
+  using Arithmetic = Math;
+  using Element = typename Math::Element;
+  using Sums = float[kTall][kWide][4];
+  static constexpr int kRows = kRowsA, kColumns = kRowsB, kSplitsOfChunks = kSplits;
+  static constexpr bool kShares = false;  // chunks with other blocks of the cluster
   static constexpr int kDown = kRowsA / (16 * kTall), kAcross = kRowsB / (8 * kWide);
   static constexpr int kReaders = kDown * kAcross;  // warps that read a chunk
   static_assert(kReaders * kSplits == kWarps);
@@ -162,7 +175,7 @@ struct ChunkProduct {
   static __device__ __forceinline__ void begin(const ChunkRing& ring) {
     if (int(threadIdx.x) < ring.stages) {
       barrier_init(ring.full + threadIdx.x, 1);
-      barrier_init(ring.empty + threadIdx.x, kReaders);
+      barrier_init(ring.empty + threadIdx.x, kReaders * max(1, __popc(ring.sharers)));
       publish_barriers();
     }
   }
@@ -175,13 +188,15 @@ struct ChunkProduct {
     for (int chunk = warp(); chunk < min(ring.stages, ring.chunks); chunk += kWarps) fetch(chunk, chunk);
   }
 
-  // `fetch` as above, for the chunks that have to wait for a stage.
+  // Sets the sums; `fetch` as above, for the chunks that have to wait for a stage.
   template <class Fetch>
   static __device__ __forceinline__ void run(float (&sums)[kTall][kWide][4], const ChunkRing& ring, const Fetch& fetch) {
     const int lane = threadIdx.x % kWarp;
     const uint32_t a = ring.stages_at + row() * kChunkBytes;
     const uint32_t b = ring.stages_at + (kRowsA + column()) * kChunkBytes;
     int stage = warp() / kReaders, parity = 0;
+#pragma unroll
+    for (int i = 0; i < kTall * kWide * 4; ++i) sums[i / (4 * kWide)][i / 4 % kWide][i % 4] = 0.f;
 #pragma unroll 1
     for (int chunk = stage; chunk < ring.chunks; chunk += kSplits) {
       barrier_wait(ring.full + stage, parity);

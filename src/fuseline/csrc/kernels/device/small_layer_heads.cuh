@@ -8,14 +8,15 @@
 //
 // Moves into each multiprocessor (kRows + 192 / kParts) * E elements, 80 KB at 8 x (16, 512) in bf16 and 224 KB at 8 x (128,
 // 512); does 2 B S E N operations, and 4 B H S^2 D to attend. Limit: below 8 x 128 x 512 the chain of latencies from
-// launch to store, at 8 x 64 x 256 a third of it in shared memory's bandwidth; there the tensor cores by mma.sync.
-// Blocks that fetch for each other (multicast) gain 2 to 4% where they fit, and wait for each other at the start.
+// launch to store, at 8 x 64 x 256 a third of it in shared memory's bandwidth; there, with products of warpgroups
+// (small_layer_wgmma.cuh), what L2 gives, so that blocks of a cluster fetch for each other what they share.
 #pragma once
 
 #include "chunk_product.cuh"
 #include "overlap.cuh"
-#include "small_layer.cuh"
+#include "small_layer_wgmma.h"
 #include "tensor_map.h"
+#include "warpgroup_product.cuh"
 
 namespace fuseline {
 
@@ -26,6 +27,8 @@ struct SmallLayerForwardHeads {
   CUtensorMap x, weight;
   SmallLayer<E> layer;
   int batches_log2;      // batch elements of a row group
+  int groups_log2;       // row groups of a cluster, which fetch their weights for each other
+  bool multicast;        // blocks of a cluster fetch for each other what they share
   int seqlen_log2;       // rows of each, a power of two
   int head_dim_log2;
   int tasks_log2;        // of 16 queries and a head, that a block attends for
@@ -34,7 +37,7 @@ struct SmallLayerForwardHeads {
   int tile, partials, barriers, biases;  // where these begin in shared memory, bytes
 };
 
-template <class Math, int kRows, int kParts>
+template <class Math, int kRows, int kParts, bool kWarpgroups>
 struct HeadsShape {
   using E = typename Math::Element;
   static constexpr int kColumns = 3 * kHeadsWidth / kParts, kShare = kHeadsWidth / kParts;
@@ -42,31 +45,39 @@ struct HeadsShape {
   static constexpr bool kSquare = std::is_same_v<Math, Exact>;
   static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare ? 3 : 6;
   static constexpr int kSplits = kWarps / (kRows / (16 * kTall) * (kColumns / (8 * kWide)));
-  using Product = ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>;
+  using Product = std::conditional_t<kWarpgroups, WarpgroupProduct<Math, kRows, kColumns, 128 / kRows>,
+                                     ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>>;
   static constexpr int kKeys = kRows == 128 ? 64 : 16;  // of a warp
   static constexpr int kPitch = padded<E>(3 * kHeadsWidth);  // of q, k and v
   static constexpr int kTileBytes = kRows * kPitch * int(sizeof(E));
   static constexpr bool kReuses = kRows == 128;  // q, k and v lie where the chunks lay
+  static constexpr bool kDirect = kWarpgroups && kRows == 128;  // a thread's sums are all of theirs
 };
 
-template <class Math, int kRows, int kParts>
+template <class Math, int kRows, int kParts, bool kWarpgroups>
 __global__ void __launch_bounds__(kTileThreads, 1)
     small_layer_heads(const __grid_constant__ SmallLayerForwardHeads<typename Math::Element> of) {
 #if __CUDA_ARCH__ >= 900
   using E = typename Math::Element;
-  using Shape = HeadsShape<Math, kRows, kParts>;
+  using Shape = HeadsShape<Math, kRows, kParts, kWarpgroups>;
   using Product = typename Shape::Product;
   constexpr int kShare = Shape::kShare, kPitch = Shape::kPitch, kKeys = Shape::kKeys;
   extern __shared__ __align__(1024) unsigned char memory[];
 
   const SmallLayer<E>& a = of.layer;
-  const int part = blockIdx.x, heads_each = kHeadsWidth >> of.head_dim_log2, head = blockIdx.y * heads_each;
-  const int batch = blockIdx.z << of.batches_log2;
+  const int part = blockIdx.x % kParts, group = blockIdx.x / kParts, first_block = group * kParts;
+  const int heads_each = kHeadsWidth >> of.head_dim_log2, head = blockIdx.y * heads_each;
+  const int batch = ((blockIdx.z << of.groups_log2) + group) << of.batches_log2;
   const int seqlen_mask = (1 << of.seqlen_log2) - 1;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.barriers);
   float* const biases = reinterpret_cast<float*>(memory + of.biases);
-  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks};
+  const bool multicast = Product::kShares && of.multicast;
+  // The blocks that have the same rows, and those that have the same weights.
+  const uint32_t same_rows = ((1u << kParts) - 1) << first_block;
+  const uint32_t same_weights = (of.groups_log2 ? 1u | 1u << kParts : 1u) << part;
+  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks,
+                       multicast ? same_rows | same_weights : 0};
   const int kv_head = a.heads == a.kv_heads ? head : int(a.by_group.divide(uint32_t(head)));
   // The first column of qkv, and row of its weight, that this block makes of q, k or v.
   const auto column_of = [&](int which) {
@@ -95,6 +106,20 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     uint64_t* const barrier = ring.full + stage;
     const int k = chunk * (kChunkBytes / int(sizeof(E)));
     barrier_expect(barrier, Product::kStage);
+    if (multicast) {
+      const int lines = (1 << of.seqlen_log2) / kParts, share = kShare >> of.groups_log2;
+#pragma unroll 1
+      for (int element = 0; element < 1 << of.batches_log2; ++element) {
+        copy_box(to + ((element << of.seqlen_log2) + part * lines) * kChunkBytes, &of.x, barrier,
+                 k + (a.shared ? head * kHeadsWidth : 0), part * lines, batch + element, same_rows);
+      }
+#pragma unroll 1
+      for (int which = 0; which < 3; ++which) {
+        copy_box(to + (kRows + which * kShare + group * share) * kChunkBytes, &of.weight, barrier, k,
+                 column_of(which) + group * share, 0, same_weights);
+      }
+      return;
+    }
 #pragma unroll 1
     for (int element = 0; element < 1 << of.batches_log2; ++element) {
       copy_box(to + (element << of.seqlen_log2) * kChunkBytes, &of.x, barrier, k + (a.shared ? head * kHeadsWidth : 0), 0,
@@ -114,28 +139,17 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     biases[threadIdx.x] = a.qkv_bias ? to_float(a.qkv_bias[column_of(which) + threadIdx.x - which * kShare]) : 0.f;
   }
 
-  float sums[Shape::kTall][Shape::kWide][4] = {};
+  typename Product::Sums sums;
   Product::run(sums, ring, fetch);
   if constexpr (Shape::kReuses) cluster_arrive_relaxed();
   __syncthreads();
-  float* const staging = reinterpret_cast<float*>(memory);
-  Product::put(staging, sums);
-  __syncthreads();
-  if constexpr (Shape::kReuses) cluster_wait();  // and none reads chunks any more
 
   // To those who attend: block `task >> tasks_log2` of the row group has the task.
   E* const tile = reinterpret_cast<E*>(memory + of.tile);
-#pragma unroll 1
-  for (int item = threadIdx.x; item < kRows * Shape::kColumns / 8; item += kTileThreads) {
-    const int row = item / (Shape::kColumns / 8), n = item % (Shape::kColumns / 8) * 8, which = n / kShare;
-    const int column = part * kShare + n % kShare;  // of 64
+  const auto deliver = [&](int row, int n, const auto& vectors) {
+    constexpr int kVectors = std::extent_v<std::remove_reference_t<decltype(vectors)>>;
+    const int which = n / kShare, column = part * kShare + n % kShare;  // of 64
     const int element = row >> of.seqlen_log2, at = row & seqlen_mask;
-    float values[8];
-    Product::take(staging, row, n, values);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = at < a.seqlen ? values[i] + biases[n + i] : 0.f;
-    uint4 vectors[sizeof(E) / 2];
-    pack_eight<E>(values, vectors);
     const int task = (((column >> of.head_dim_log2) << of.batches_log2) + element) << queries_log2;
     int first = task >> of.tasks_log2, last = (task + (1 << queries_log2) - 1) >> of.tasks_log2;
     if (which == 0) first = last = (task + (at >> 4)) >> of.tasks_log2;
@@ -143,11 +157,11 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #pragma unroll 1
     for (int block = first; block <= last; ++block) {
 #pragma unroll
-      for (int v = 0; v < int(sizeof(E) / 2); ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         if (block == part) {
           to[v] = vectors[v];
         } else {
-          send_in_cluster(to + v, arrived, block, vectors[v]);
+          send_in_cluster(to + v, arrived, first_block + block, vectors[v]);
         }
       }
     }
@@ -155,7 +169,36 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       const int64_t m = int64_t(batch + element) * a.seqlen + at;
       uint4* const kept_at = reinterpret_cast<uint4*>(a.qkv + a.qkv_row(m, head) + column_of(which) + n % kShare);
 #pragma unroll
-      for (int v = 0; v < int(sizeof(E) / 2); ++v) kept_at[v] = vectors[v];
+      for (int v = 0; v < kVectors; ++v) kept_at[v] = vectors[v];
+    }
+  };
+  if constexpr (Shape::kDirect) {
+    cluster_wait();  // none reads chunks any more
+    const auto finish = [&](int row, int n, float& left, float& right) {
+      const float2 bias = *reinterpret_cast<const float2*>(biases + n);
+      const bool lives = (row & seqlen_mask) < a.seqlen;
+      left = lives ? left + bias.x : 0.f, right = lives ? right + bias.y : 0.f;
+    };
+    Product::template each_vector<E>(sums, finish, [&](int row, int n, const uint4& vector) {
+      const uint4 vectors[1] = {vector};
+      deliver(row, n, vectors);
+    });
+  } else {
+    float* const staging = reinterpret_cast<float*>(memory);
+    Product::put(staging, sums);
+    __syncthreads();
+    if constexpr (Shape::kReuses) cluster_wait();  // and none reads chunks any more
+#pragma unroll 1
+    for (int item = threadIdx.x; item < kRows * Shape::kColumns / 8; item += kTileThreads) {
+      const int row = item / (Shape::kColumns / 8), n = item % (Shape::kColumns / 8) * 8;
+      const bool lives = (row & seqlen_mask) < a.seqlen;
+      float values[8];
+      Product::take(staging, row, n, values);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = lives ? values[i] + biases[n + i] : 0.f;
+      uint4 vectors[sizeof(E) / 2];
+      pack_eight<E>(values, vectors);
+      deliver(row, n, vectors);
     }
   }
   __syncthreads();
@@ -263,10 +306,10 @@ inline bool comes_in_clusters(const fuseline_small_layer& layer) {
   return !layer.shared_projection || D == kHeadsWidth;
 }
 
-template <class Math, int kRows, int kParts>
-int launch_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream) {
+template <class Math, int kRows, int kParts, bool kWarpgroups = false>
+int launch_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream, int sharing = 0) {
   using E = typename Math::Element;
-  using Shape = HeadsShape<Math, kRows, kParts>;
+  using Shape = HeadsShape<Math, kRows, kParts, kWarpgroups>;
   using Product = typename Shape::Product;
   SmallLayerForwardHeads<E> of{};
   auto& a = of.layer;
@@ -288,7 +331,7 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   const int most = kParts >= 4 ? std::min(device.shared_a_block, device.shared_a_processor / 2 - 1024) : device.shared_a_block;
   const int room = most - kBehind - (Shape::kReuses ? 0 : Shape::kTileBytes);
   of.stages = Product::stages(of.chunks, room);
-  if (of.stages < std::min(of.chunks, Shape::kSplits)) return FUSELINE_UNSUPPORTED;
+  if (of.stages < std::min(of.chunks, Product::kSplitsOfChunks)) return FUSELINE_UNSUPPORTED;
   int used = std::max(of.stages * Product::kStage, Product::kSumBytes + partial_bytes);
   of.partials = Product::kSumBytes, of.tile = used;
   if (Shape::kReuses) {
@@ -301,23 +344,31 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   const size_t bytes = size_t(used + kBehind);
   if (bytes > size_t(device.shared_a_block)) return FUSELINE_UNSUPPORTED;
 
-  const auto kernel = small_layer_heads<Math, kRows, kParts>;
+  const auto kernel = small_layer_heads<Math, kRows, kParts, kWarpgroups>;
   const int64_t groups = divide_up(a.batch, int64_t(1) << of.batches_log2);
   const int64_t head_groups = a.heads / a.heads_each;
   int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, kParts, count);
+  cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, kParts, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
+  of.multicast = Product::kShares && sharing > 0;
+  if (of.multicast && sharing > 1 && groups % 2 == 0) {
+    int twice = 0;
+    error = resident_clusters(kernel, device, kTileThreads, bytes, 2 * kParts, twice);
+    if (error != cudaSuccess) return int(error);
+    of.groups_log2 = twice >= std::min<int64_t>(count / 2, head_groups * groups / 2);
+  }
   const int64_t row = int64_t(a.embed_dim) * int64_t(sizeof(E)), weight_row = int64_t(k) * int64_t(sizeof(E));
   const int64_t weight_rows = a.shared ? 3 * kHeadsWidth : a.projected;
-  const int lines = 1 << of.seqlen_log2;
-  int code = make_tensor_map(of.x, {a.x, a.embed_dim, a.seqlen, a.batch, row, row * a.seqlen, lines, layer.dtype});
+  constexpr bool kTf32 = std::is_same_v<Math, Tf32>;
+  const int lines = (1 << of.seqlen_log2) / (of.multicast ? kParts : 1);
+  int code = make_tensor_map(of.x, {a.x, a.embed_dim, a.seqlen, a.batch, row, row * a.seqlen, lines, layer.dtype, kTf32});
   if (code != 0) return code;
   code = make_tensor_map(of.weight, {a.qkv_weight, k, weight_rows, 1, weight_row, weight_row * weight_rows,
-                                     Shape::kShare, layer.dtype});
+                                     Shape::kShare >> of.groups_log2, layer.dtype, kTf32});
   if (code != 0) return code;
-  const dim3 grid{unsigned(kParts), unsigned(head_groups), unsigned(groups)};
-  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, kParts, stream);
+  const dim3 grid{unsigned(kParts << of.groups_log2), unsigned(head_groups), unsigned(groups >> of.groups_log2)};
+  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, int(grid.x), stream);
 }
 
 // Blocks of a cluster by measurement. 8 x (64, 256) in bf16 and TF32: 8.1 and 13.0 us with two, 9.0 and 14.4 with four, which
@@ -325,6 +376,9 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
 template <class Math>
 int run_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream) {
   if (layer.seqlen <= 32) return launch_heads_forward<Math, 32, 4>(layer, device, stream);
+  if constexpr (!std::is_same_v<Math, Exact>) {
+    if (device.warpgroups) return heads_by_warpgroups<Math>(layer, device, stream);
+  }
   constexpr int kParts = std::is_same_v<Math, Exact> ? 4 : 2;
   if (layer.seqlen <= 64) return launch_heads_forward<Math, 64, kParts>(layer, device, stream);
   if constexpr (std::is_same_v<Math, Exact>) {

@@ -6,7 +6,7 @@
 
 #include "chunk_product.cuh"
 #include "overlap.cuh"
-#include "small_layer.cuh"
+#include "small_layer_wgmma.h"
 #include "tensor_map.h"
 
 namespace fuseline {
@@ -18,30 +18,47 @@ struct SmallLayerOut {
   E* out;
   int tokens, out_dim;
   int stages, chunks;  // of k
+  bool multicast;      // clusters of 2 x 2 tiles fetch for each other what they share
   int barriers;        // where these begin in shared memory, bytes
 };
 
-template <class Math, int kRows, int kColumns, int kTall, int kWide, int kSplits>
+template <class Product>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    small_layer_out(const __grid_constant__ SmallLayerOut<typename Math::Element> of) {
+    small_layer_out(const __grid_constant__ SmallLayerOut<typename Product::Element> of) {
 #if __CUDA_ARCH__ >= 900
-  using E = typename Math::Element;
-  using Product = ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>;
+  using E = typename Product::Element;
+  constexpr int kRows = Product::kRows, kColumns = Product::kColumns;
   extern __shared__ __align__(1024) unsigned char memory[];
 
-  const int row = blockIdx.y * kRows, column = blockIdx.x * kColumns;
+  const bool multicast = Product::kShares && of.multicast;
+  const int rank = multicast ? blockIdx.x % 4 : 0, across = rank % 2, down = rank / 2;
+  const int row = (multicast ? 2 * blockIdx.y + down : blockIdx.y) * kRows;
+  const int column = (multicast ? blockIdx.x / 4 * 2 + across : blockIdx.x) * kColumns;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.barriers);
   float* const biases = reinterpret_cast<float*>(barriers + 2 * kMostChunks);
-  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks};
+  const uint32_t same_rows = 3u << (2 * down), same_columns = 5u << across;  // the blocks that have them
+  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks,
+                       multicast ? same_rows | same_columns : 0};
   if (threadIdx.x == kTileThreads - 1) fetch_tensor_map(&of.weight), fetch_tensor_map(&of.attended);
   Product::begin(ring);
   __syncthreads();
+  if (multicast) cluster_arrive_relaxed(), cluster_wait();
   const auto fetch_weight = [&](int chunk, int stage) {
     barrier_expect(ring.full + stage, Product::kStage);
+    if (multicast) {
+      copy_box(ring.stages_at + stage * Product::kStage + (kRows + down * (kColumns / 2)) * kChunkBytes, &of.weight,
+               ring.full + stage, chunk * (kChunkBytes / int(sizeof(E))), column + down * (kColumns / 2), 0, same_columns);
+      return;
+    }
     copy_box(ring.stages_at + stage * Product::kStage + kRows * kChunkBytes, &of.weight, ring.full + stage,
              chunk * (kChunkBytes / int(sizeof(E))), column, 0);
   };
   const auto fetch_attended = [&](int chunk, int stage) {
+    if (multicast) {
+      copy_box(ring.stages_at + stage * Product::kStage + across * (kRows / 2) * kChunkBytes, &of.attended, ring.full + stage,
+               chunk * (kChunkBytes / int(sizeof(E))), row + across * (kRows / 2), 0, same_rows);
+      return;
+    }
     copy_box(ring.stages_at + stage * Product::kStage, &of.attended, ring.full + stage,
              chunk * (kChunkBytes / int(sizeof(E))), row, 0);
   };
@@ -54,7 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   let_next_start();
   Product::fetch_first(ring, fetch_attended);
 
-  float sums[kTall][kWide][4] = {};
+  typename Product::Sums sums;
   Product::run(sums, ring, [&](int chunk, int stage) { fetch_weight(chunk, stage), fetch_attended(chunk, stage); });
   __syncthreads();
   float* const staging = reinterpret_cast<float*>(memory);
@@ -79,10 +96,10 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
 // ---- launcher ----
 
-template <class Math, int kRows, int kColumns, int kTall, int kWide, int kSplits>
-int launch_out(const fuseline_small_layer& layer, const Device& device, void* stream) {
-  using E = typename Math::Element;
-  using Product = ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>;
+template <class Product>
+int launch_out(const fuseline_small_layer& layer, const Device& device, void* stream, bool sharing = false) {
+  using E = typename Product::Element;
+  constexpr int kRows = Product::kRows, kColumns = Product::kColumns;
   SmallLayerOut<E> of{};
   of.bias = static_cast<const E*>(layer.out_bias), of.out = static_cast<E*>(layer.out);
   of.tokens = int(layer.batch * layer.seqlen), of.out_dim = int(layer.out_dim);
@@ -90,22 +107,32 @@ int launch_out(const fuseline_small_layer& layer, const Device& device, void* st
   of.chunks = int(divide_up(line, kChunkBytes));
   constexpr int kBehind = kMostChunks * 16 + kColumns * 4;
   of.stages = Product::stages(of.chunks, device.shared_a_block - kBehind);
-  if (of.stages < std::min(of.chunks, kSplits)) return FUSELINE_UNSUPPORTED;
+  if (of.stages < std::min(of.chunks, Product::kSplitsOfChunks)) return FUSELINE_UNSUPPORTED;
   of.barriers = std::max(of.stages * Product::kStage, Product::kSumBytes);
   const size_t bytes = size_t(of.barriers + kBehind);
 
-  const auto kernel = small_layer_out<Math, kRows, kColumns, kTall, kWide, kSplits>;
+  const auto kernel = small_layer_out<Product>;
   int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, 1, count);
+  cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, 1, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
+  dim3 grid(unsigned(divide_up(of.out_dim, kColumns)), unsigned(divide_up(of.tokens, kRows)));
+  if (Product::kShares && sharing && grid.x % 2 == 0 && grid.y % 2 == 0) {
+    int clusters = 0;
+    error = resident_clusters(kernel, device, kTileThreads, bytes, 4, clusters);
+    if (error != cudaSuccess) return int(error);
+    of.multicast = clusters >= std::min<int64_t>(count / 4, int64_t(grid.x) * grid.y / 4);
+    if (of.multicast) grid.x *= 2, grid.y /= 2;
+  }
+  constexpr bool kTf32 = std::is_same_v<typename Product::Arithmetic, Tf32>;
+  const int halves = of.multicast ? 2 : 1;
   int code = make_tensor_map(of.attended,
-                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kRows, layer.dtype});
+                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kRows / halves, layer.dtype, kTf32});
   if (code != 0) return code;
-  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kColumns, layer.dtype});
+  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kColumns / halves,
+                                     layer.dtype, kTf32});
   if (code != 0) return code;
-  const dim3 grid(unsigned(divide_up(of.out_dim, kColumns)), unsigned(divide_up(of.tokens, kRows)));
-  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, 1, stream);
+  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, of.multicast ? 4 : 1, stream);
 }
 
 // The largest tiles of which there are enough for most multiprocessors.
@@ -114,13 +141,16 @@ int run_out(const fuseline_small_layer& layer, const Device& device, void* strea
   const auto enough = [&](int64_t rows, int64_t columns) {
     return divide_up(layer.batch * layer.seqlen, rows) * divide_up(layer.out_dim, columns) * 4 >= 3 * device.processors;
   };
-  if (enough(64, 64)) return launch_out<Math, 64, 64, 1, 4, 1>(layer, device, stream);
-  if constexpr (std::is_same_v<Math, Exact>) {  // for which shared memory is read too often with few rows
-    if (enough(32, 32)) return launch_out<Math, 32, 32, 1, 4, 4>(layer, device, stream);
-  } else {
-    if (enough(16, 64)) return launch_out<Math, 16, 64, 1, 4, 4>(layer, device, stream);
+  if constexpr (!std::is_same_v<Math, Exact>) {
+    if (enough(64, 64) && device.warpgroups) return out_by_warpgroups<Math>(layer, device, stream);
   }
-  return launch_out<Math, 32, 16, 2, 2, 8>(layer, device, stream);
+  if (enough(64, 64)) return launch_out<ChunkProduct<Math, 64, 64, 1, 4, 1>>(layer, device, stream);
+  if constexpr (std::is_same_v<Math, Exact>) {  // for which shared memory is read too often with few rows
+    if (enough(32, 32)) return launch_out<ChunkProduct<Math, 32, 32, 1, 4, 4>>(layer, device, stream);
+  } else {
+    if (enough(16, 64)) return launch_out<ChunkProduct<Math, 16, 64, 1, 4, 4>>(layer, device, stream);
+  }
+  return launch_out<ChunkProduct<Math, 32, 16, 2, 2, 8>>(layer, device, stream);
 }
 
 }  // namespace fuseline

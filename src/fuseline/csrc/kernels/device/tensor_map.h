@@ -13,16 +13,18 @@
 namespace fuseline {
 
 // A tensor [outer][rows][length] in memory, its lines `row_bytes` apart and its slices `outer_bytes`, and the box that is
-// fetched of it: `box_rows` lines of 128 bytes. What of a box lies outside is zeros.
+// fetched of it: `box_rows` lines of 128 bytes. What of a box lies outside is zeros. `tf32`: fp32 is rounded to TF32 on the
+// way, which products of TF32 would truncate (2.6 times the error).
 struct BoxedTensor {
   const void* data;
   int64_t length, rows, outer, row_bytes, outer_bytes;
   int box_rows, dtype;
+  bool tf32 = false;
 
   bool operator==(const BoxedTensor& other) const {
     return data == other.data && length == other.length && rows == other.rows && outer == other.outer &&
            row_bytes == other.row_bytes && outer_bytes == other.outer_bytes && box_rows == other.box_rows &&
-           dtype == other.dtype;
+           dtype == other.dtype && tf32 == other.tf32;
   }
 };
 
@@ -64,7 +66,8 @@ inline int make_tensor_map(CUtensorMap& map, const BoxedTensor& tensor) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return FUSELINE_UNSUPPORTED;
   const int size = tensor.dtype == FUSELINE_FLOAT32 ? 4 : 2;
-  const CUtensorMapDataType type = tensor.dtype == FUSELINE_FLOAT32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+  const CUtensorMapDataType type = tensor.tf32                        ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                   : tensor.dtype == FUSELINE_FLOAT32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : tensor.dtype == FUSELINE_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint64_t sizes[3] = {cuuint64_t(tensor.length), cuuint64_t(tensor.rows), cuuint64_t(tensor.outer)};

@@ -1,0 +1,10 @@
+// The small attention layer in fp16, on Hopper (device/small_layer_wgmma.cuh).
+
+#include "device/small_layer_wgmma.cuh"
+
+namespace fuseline {
+
+template int heads_by_warpgroups<Sixteen<__half>>(const fuseline_small_layer&, const Device&, void*);
+template int out_by_warpgroups<Sixteen<__half>>(const fuseline_small_layer&, const Device&, void*);
+
+}  // namespace fuseline
