@@ -1,5 +1,7 @@
-// The backward of all norms for few rows: device/norm_backward_few.cuh.
+// The backward of all norms for few rows: device/norm_backward_apart.cuh and device/norm_backward_few.cuh.
 #include "device/norm_backward_few.cuh"
+
+#include "device/norm_backward_apart.cuh"
 
 #include "device/norm_sums.cuh"
 
@@ -8,6 +10,9 @@ namespace {
 
 constexpr int64_t kBlockElements = 6144;  // more are divided between blocks, of a cluster,
 constexpr int64_t kLeastVectors = 4;      // as long as each has so many of a row
+constexpr int64_t kMostClusterRows = 48;  // of one cluster: more have several, though these take a second kernel
+// What several launches do better: many short rows (512 x 768: 7 us, a cluster 22), and much of long ones.
+constexpr int64_t kShortRow = 2048, kMostShortRows = 32, kMostElements = 1 << 22;
 
 struct FewPlan {
   int threads = 0;  // of a block; 0: the chip does not hold these rows
@@ -38,16 +43,40 @@ FewPlan plan_few(int64_t rows, int64_t n, bool added, int most, int most_cluster
     return plan.bytes + 1024 <= size_t(device.shared_a_block);
   };
   // One cluster if it holds them; else as many as there can be, since a second kernel is there anyway.
-  if (fits(1)) return plan;
+  if (rows <= kMostClusterRows && fits(1)) return plan;
   const int64_t clusters = std::min<int64_t>(most_clusters, rows);
   if (clusters < 2 || !fits(int(clusters))) return FewPlan{};
   plan.clusters = int(divide_up(rows, plan.rows));
   return plan;
 }
 
+// Rows that a block of kApartThreads holds, by blocks of rows and of columns.
+template <class X, class Y>
+bool run_apart(const NormBackward& a, const Device& device, void* stream, int& error) {
+  constexpr int kMostSlots = 16 / kVector<Y>, kLeastAbreast = 4;  // of 64 bytes
+  const int64_t vectors = a.n / kVector<Y>;
+  if (a.grad_x_bias || vectors > kMostSlots * kApartThreads || !in_vectors<kVector<Y>>(a)) return false;
+  for (const void* const result : {a.grad_x, a.grad_dropped}) {  // what others still read is not written
+    if (result && (result == a.x || result == a.grad_y)) return false;
+  }
+  const bool at_once = a.rows * vectors <= int64_t(device.processors) * 2 * kApartThreads;
+  const int slots = vectors <= kApartThreads && at_once ? 1 : kMostSlots;
+  ApartNorm apart{a, 0, kWarp, 0};
+  const int64_t threads = divide_up(vectors, slots);
+  apart.across = threads <= kWarp ? power_of_two_from(threads) : int(divide_up(threads, kWarp)) * kWarp;
+  // A thread has two rows of a column, or more where all blocks have as few columns as a read is worth.
+  while (apart.abreast > kLeastAbreast && a.rows > 2 * kApartThreads / apart.abreast) apart.abreast /= 2;
+  if (a.grad_weight || a.grad_bias) apart.column_blocks = int(divide_up(vectors, apart.abreast));
+  const int64_t row_blocks = a.wants_rows() ? divide_up(a.rows, kApartThreads / apart.across) : 0;
+  const auto kernel = slots == 1 ? norm_backward_apart<X, Y, 1> : norm_backward_apart<X, Y, kMostSlots>;
+  error = launch(kernel, apart, apart.column_blocks + row_blocks, dim3(kApartThreads), 0, 1, stream, device.clusters);
+  return true;
+}
+
 template <class X, class Y>
 bool run_few(NormBackward a, const Device& device, void* stream, int& error) {
-  if (!in_vectors<kVector<Y>>(a)) return false;
+  if (!in_vectors<kVector<Y>>(a) || a.rows * a.n > kMostElements) return false;
+  if (a.n <= kShortRow && a.rows > kMostShortRows) return false;
   const auto kernel = norm_backward_few<X, Y>;
   const int most = device.clusters ? kMostBlocks : 1;
   FewPlan plan = plan_few<X, Y>(a.rows, a.n, a.grad_sum, most, kMostFewClusters, device);
@@ -78,7 +107,9 @@ bool run_few(NormBackward a, const Device& device, void* stream, int& error) {
 bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error) {
   if (a.rows > kMostFewRows || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return false;
   return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return int(run_few<decltype(x), decltype(y)>(a, device, stream, error));
+    using X = decltype(x);
+    using Y = decltype(y);
+    return int(run_apart<X, Y>(a, device, stream, error) || run_few<X, Y>(a, device, stream, error));
   });
 }
 
