@@ -12,7 +12,6 @@ struct RingPlan {
   int slots = 0;  // of a thread; 0: no ring for these rows
   int threads = 0, groups = 1, cluster = 1, stages = 0;
   int blocks = 0;  // with partial sums of their own at most, a cluster counting once
-  int waves = 0;   // blocks that end and make room for others, so many on each half of a multiprocessor; 0: they stay
   size_t shared = 0;
 };
 
@@ -38,19 +37,17 @@ struct RingFamily {
     RingPlan plan;
     if (!device.clusters) return plan;
     const int64_t vectors = divide_up(n, kSize);
-    const auto fits = [&](int slots, int most_threads, int cluster, int most_stages, int waves = 0) {
+    const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
       if (slots > kMostSlots || (slots != 2 && slots != 4) || cluster > kMostBlocks) return false;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
       const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
       const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned);
-      const int64_t all_room = waves > 0 ? device.shared_a_processor / 2 - 1024 : device.shared_a_block;
-      const int64_t room = all_room - beside(threads, groups, slots, cluster, weight_bytes);
+      const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       const int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
       if (stages < 2) return false;
       plan.slots = slots, plan.threads = threads, plan.groups = groups, plan.cluster = cluster, plan.stages = stages;
-      plan.waves = waves;
       plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) - kStatic);
       const size_t sums = groups > 1 ? size_t(groups) * threads * slots * kSize * sizeof(float) : 0;
       plan.shared = std::max(plan.shared, sums);
@@ -63,8 +60,7 @@ struct RingFamily {
     const int64_t bytes = n * int64_t(sizeof(Y));
     if (!table && (measuring || bytes < kShortestRing)) return plan;
     if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
-    const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages % kWave,
-                                        choice->cluster > 1 ? 0 : choice->stages / kWave);
+    const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
     for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
       bool found = false;
@@ -87,12 +83,10 @@ struct RingFamily {
       plan.groups = int(std::min<int64_t>(plan.groups, divide_up(rows, device.processors)));
       plan.blocks = int(std::min<int64_t>(device.processors, divide_up(rows, plan.groups)));
     }
-    if (plan.waves > 0) plan.blocks = int(std::min(divide_up(rows, plan.groups), int64_t(device.processors) * 2 * plan.waves));
     return plan;
   }
 
-  // The most blocks of any plan for such rows: wider weights only make clusters larger, or groups fewer, and rows at odd
-  // addresses may have waves where others have not.
+  // The most blocks of any plan for such rows: wider weights only make clusters larger, or groups fewer.
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
     int64_t most = kPast ? 0 : Tiles::plan(rows, n, device).blocks;
     for (const bool aligned : {true, false}) {
@@ -122,7 +116,7 @@ struct RingFamily {
       error = int(found);
       return plan.cluster <= kMaxCluster && error != 0;
     }
-    const int blocks = plan.waves > 0 ? plan.blocks : std::min(plan.blocks, count);
+    const int blocks = std::min(plan.blocks, count);
     error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster,
                    stream, true);
     if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
@@ -131,7 +125,6 @@ struct RingFamily {
 
  private:
   static constexpr int kBehind = 3;
-  static constexpr int kWave = 10;  // the table's rows ahead are those of a block, and ten for each wave of blocks
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
