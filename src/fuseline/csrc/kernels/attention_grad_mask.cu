@@ -5,7 +5,7 @@
 
 namespace fuseline {
 
-// attention_grad_mask_*_sm90a.cu: the wide tiles by products of warpgroups.
+// attention_grad_mask_*_sm90a.cu: by products of warpgroups the wide tiles, and all of head dims 65 to 128.
 template <class T>
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
 
@@ -58,8 +58,9 @@ template <class T>
 int launch_grad_mask_of(const AttentionGradMask& of, bool wide, int64_t blocks, void* stream) {
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  return wide && device.warpgroups ? launch_grad_mask_panels<T>(of, blocks, stream)
-                                   : launch_grad_mask_tiles<T>(of, wide, blocks, stream);
+  const int64_t head_dim = of.g.a.call.head_dim;
+  const bool panels = device.warpgroups && (wide || (head_dim > 64 && head_dim <= 128));
+  return panels ? launch_grad_mask_panels<T>(of, blocks, stream) : launch_grad_mask_tiles<T>(of, wide, blocks, stream);
 }
 
 // Tiles of 128 x 128 where they fit the device, and the mask.

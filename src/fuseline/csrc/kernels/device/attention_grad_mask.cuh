@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kBlocks)
   const Attention& a = of.g.a;
   const fuseline_attention& c = a.call;
   const int lane = threadIdx.x % 32, head_dim = int(c.head_dim);
-  const int warp_row = int(threadIdx.x) / 32 / Of::kKeyWarps * 16 * kM;
-  const int warp_key = int(threadIdx.x) / 32 % Of::kKeyWarps * Of::kWarpKeys;
+  const int warp_row = int(threadIdx.x) / 32 % Of::kRowWarps * 16 * kM;
+  const int warp_key = int(threadIdx.x) / 32 / Of::kRowWarps * Of::kWarpKeys;
   unsigned block = blockIdx.x;
   const auto next = [&](int count) {
     const int index = int(block % unsigned(count));

@@ -1,5 +1,6 @@
-// attention_grad_mask.cuh on Hopper for head dims to 64, by products of two warpgroups: those of a quarter of a block's keys are
-// under way while what happens to the scores of the quarter before does.
+// attention_grad_mask.cuh on Hopper for head dims to 128, by products of warpgroups. To 64: two of them with a block of 128 rows
+// and keys, products of a quarter of its keys under way while what happens to the scores of the quarter before does. Beyond:
+// one with 64 rows and keys; three blocks share a multiprocessor, so that one's products and copies run beside another's scores.
 #pragma once
 
 #include "attention_grad_mask.cuh"
@@ -7,13 +8,15 @@
 
 namespace fuseline {
 
-template <class T>
+template <class T, int kD>
 struct GradMaskPanels {
-  static constexpr int kRows = 128, kThreads = 256, kM = 1, kKeyWarps = 1, kWarpKeys = kRows;
-  static constexpr int kKeysAtOnce = 32, kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
-  using Tile = Panels<64, kRows>;
-  static constexpr int kTile = Tile::kBytes, kStages = 2, kShared = kStages * 4 * kTile;
-  static constexpr int kBlocks = 1, kPartsAhead = 2;
+  static constexpr bool kWide = kD == 64;
+  static constexpr int kRows = kWide ? 128 : 64, kWarps = kWide ? 8 : 4, kThreads = 32 * kWarps, kM = 1;
+  static constexpr int kRowWarps = kRows / 16, kKeyWarps = kWarps / kRowWarps, kWarpKeys = kRows / kKeyWarps;
+  static constexpr int kKeysAtOnce = kWide ? 32 : 64, kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
+  using Tile = Panels<kD, kRows>;
+  static constexpr int kTile = Tile::kBytes, kStages = kWide ? 2 : 1, kShared = kStages * 4 * kTile;
+  static constexpr int kBlocks = kWide ? 1 : 3, kPartsAhead = kWide ? 2 : 1;
   using Order = KeyColumns<kN>;
 
   static __device__ __forceinline__ Tile tile(const unsigned char* at) { return {uint32_t(__cvta_generic_to_shared(at))}; }
@@ -40,7 +43,8 @@ struct GradMaskPanels {
 
 template <class T>
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream) {
-  return launch_grad_mask_kernel<T, GradMaskPanels<T>>(of, blocks, stream);
+  if (of.g.a.call.head_dim <= 64) return launch_grad_mask_kernel<T, GradMaskPanels<T, 64>>(of, blocks, stream);
+  return launch_grad_mask_kernel<T, GradMaskPanels<T, 128>>(of, blocks, stream);
 }
 
 }  // namespace fuseline
