@@ -174,7 +174,7 @@ def test_kernel_is_right_at_odd_sizes(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 8, 12, 30, 64, 100, 200])
+@pytest.mark.parametrize("rows", [1, 8, 12, 30, 64, 100, 200, 300])
 def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
     """Every kernel that takes so many rows, any number of blocks that share columns. The same bits again."""
     kernels = open_kernels()

@@ -8,8 +8,9 @@ namespace {
 
 // A thread has 16 bytes of x; a warp eight rows and half a chunk.
 __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArguments a, int rows, int flags) {
+  if (a.overlap) let_next_start();  // its weights stand
   wait_for_earlier();
-  let_next_start();  // what starts may read all that earlier launches wrote
+  if (!a.overlap) let_next_start();  // what starts may read all that earlier launches wrote
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < flags; i += kLinearThreads) a.flags[i] = 0;
   }

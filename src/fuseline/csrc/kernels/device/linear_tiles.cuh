@@ -4,11 +4,14 @@
 // is left to lose is in the L2, which gives a multiprocessor 47 bytes a nanosecond at most: each block of rows of W reads
 // all of x, 50 MB together here.
 //
-// A block has 256 rows of W and up to 128 rows of x at a time. The products of all such tiles, 128 columns a step, are one
-// run of steps, cut evenly among as many blocks as there are multiprocessors, wherever the cuts fall in a tile: no wave of
-// blocks is left half empty. More rows of x are further tiles, which come right after each other: W comes from the L2 then.
-// Who has a tile's first columns adds what the blocks after it have left in the workspace, in their order: the same bits
-// each run.
+// A block has 256 rows of W (128 beside 256 rows of x) and up to 256 rows of x at a time. The products of all such tiles,
+// 128 columns a step, are one run of steps, cut evenly among as many blocks as there are multiprocessors, wherever the cuts
+// fall in a tile: no wave of blocks is left half empty. Who has a tile's first columns adds what the blocks after it have
+// left in the workspace, in their order: the same bits each run.
+//
+// Of few tiles each is cut often, and the one block that adds would take longer than all the products: 8 blocks' sums are
+// 1 MB beside 128 rows of x, 22 us. There the blocks of a cluster share a tile, leave their sums in shared memory, and each
+// adds and writes its part of them.
 //
 // The eight columns that a lane of packed weights has are not neighbours in the product, so a kernel of its own puts x in
 // order first (linear_tiles_order.cu); one thread then brings it by bulk copies, step by step. Warpgroups multiply, 64 rows
@@ -32,17 +35,26 @@ constexpr int kStepChunks = 2;  // of 64 columns
 // How much a block with kRows rows of x holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
 template <class Weights, int kRows, bool kAnyGroups>
 struct TilesShape {
-  static constexpr int kGroups = kRows <= 64 ? 4 : 2;             // warpgroups that multiply
-  static constexpr int kWarpTiles = kBlockTiles / (4 * kGroups);  // of 16 rows of W, one after the other
+  static constexpr int kGroups = kRows <= 64 ? 4 : 2;      // warpgroups that multiply
+  static constexpr int kWarpTiles = kRows == 128 ? 2 : 1;  // of 16 rows of W, one after the other
+  static constexpr int kBlockTiles = kGroups * 4 * kWarpTiles;
   static constexpr int kMultipliers = kGroups * 128;
   static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
   static constexpr int kRegisters = kGroups == 4 ? 112 : 240;  // all together no more than at the start
   static constexpr int kStageBytes = kRows * kStepChunks * kTileColumns * 2;
-  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : 6;
+  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : kRows == 128 ? 6 : 3;
   static constexpr int kShared = kStages * kStageBytes;
+  static constexpr int kTileStepBytes = kStepChunks * Weights::kVectors * kWarp * 16;  // of weights, for 16 rows of W
+  static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
+  static_assert(kSumBytes <= kShared);
   static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
   // Steps of weights under way: 1 KB (int4) or 2 each for a warp's tile.
   static constexpr int kAhead = kScalesSums ? 3 : kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
+
+  // The t-th tile of this warp in the block at place `block` of those of W: of two the second is of the block's second half.
+  __device__ static __forceinline__ int tile_of(int block, int t) {
+    return block * kBlockTiles + t * (kMultipliers / kWarp) + int(threadIdx.x) / kWarp;
+  }
 };
 
 // Stages of x, full and empty in turn.
@@ -79,10 +91,22 @@ struct Run {
       : first(block * a.base + min(block, a.extra)), end(first + a.base + (block < a.extra)) {}
 };
 
+// Of this block: where clusters share tiles, its part of one tile's.
+template <bool kInCluster>
+__device__ __forceinline__ Run own_run(const LinearArguments& a) {
+  Run run(a, place_of_block());
+  if constexpr (kInCluster) {
+    const int tile = int(blockIdx.x) / a.splits, rank = int(blockIdx.x) - tile * a.splits;
+    run.first = tile * a.steps + a.steps * rank / a.splits;
+    run.end = tile * a.steps + a.steps * (rank + 1) / a.splits;
+  }
+  return run;
+}
+
 // One thread brings what is in order already.
-template <class Shape>
+template <class Shape, bool kInCluster>
 __device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int row_blocks) {
-  const Run run(a, place_of_block());
+  const Run run = own_run<kInCluster>(a);
   Place<Shape::kStages> place;
   int tile = run.first / a.steps, step = run.first % a.steps;
   for (int at = run.first; at < run.end; ++at) {
@@ -178,27 +202,32 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
   return true;
 }
 
-// Whole sums, [64 rows of W a warpgroup][rows of x], to y: lanes of neighbouring rows of W trade, so that each has two
-// neighbours of one row of x.
-template <class T, class Weights, int kRows>
-__device__ __forceinline__ void write_sums(const LinearArguments& a, const float (&sums)[kRows / 2], int tile, int first_row) {
-  const int lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4, odd = group & 1;
+// What stands around the sums of a lane's rows of W, g and g + 8 of a tile.
+template <class T, class Weights>
+struct AroundSums {
   float scale[2], shift[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int feature = tile * kTileRows + group + 8 * i;
-    const bool there = feature < a.n;
-    scale[i] = !Weights::kGrouped && there ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
-    shift[i] = a.bias && there ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f;
-  }
-#pragma unroll
-  for (int c = 0; c < kRows / 8; ++c) {
+  int first;  // row of W
+
+  __device__ __forceinline__ AroundSums(const LinearArguments& a, int tile)
+      : first(tile * kTileRows + int(threadIdx.x) % kWarp / 4) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float first = fmaf(sums[4 * c + 2 * i], scale[i], shift[i]), second = fmaf(sums[4 * c + 2 * i + 1], scale[i], shift[i]);
-      const float other = __shfl_xor_sync(~0u, odd ? first : second, 4);
-      const float low = odd ? other : first, high = odd ? second : other;
-      const int row = first_row + c * 8 + quad * 2 + odd, feature = tile * kTileRows + (group - odd) + 8 * i;
+      const bool there = first + 8 * i < a.n;
+      scale[i] = !Weights::kGrouped && there ? __uint_as_float(__ldg(a.scales + first + 8 * i)) : 1.f;
+      shift[i] = a.bias && there ? to_float(reinterpret_cast<const T*>(a.bias)[first + 8 * i]) : 0.f;
+    }
+  }
+
+  // Whole sums of eight rows of x from `first_row` on to y: lanes of neighbouring rows of W trade, so that each has two
+  // neighbours of one row of x.
+  __device__ __forceinline__ void write(const LinearArguments& a, const float* sums, int first_row) const {
+    const int lane = threadIdx.x % kWarp, odd = lane / 4 & 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float one = fmaf(sums[2 * i], scale[i], shift[i]), two = fmaf(sums[2 * i + 1], scale[i], shift[i]);
+      const float other = __shfl_xor_sync(~0u, odd ? one : two, 4);
+      const float low = odd ? other : one, high = odd ? two : other;
+      const int row = first_row + lane % 4 * 2 + odd, feature = first - odd + 8 * i;
       if (row >= a.m || feature >= a.n) continue;
       T* const y = reinterpret_cast<T*>(a.y) + int64_t(row) * a.n + feature;
       if (a.y_pairs) {
@@ -209,21 +238,61 @@ __device__ __forceinline__ void write_sums(const LinearArguments& a, const float
       }
     }
   }
+};
+
+// Where the blocks of a cluster share a tile: each has its sums stand where x was, [four of them][thread], and adds and
+// writes those of every so many-th eight rows of x.
+template <class T, class Weights, class Shape, int kRows, int kTiles, int kSums>
+__device__ __forceinline__ void add_in_cluster(const LinearArguments& a, const float (&sums)[kTiles][kSums], int row_blocks) {
+  extern __shared__ __align__(128) char shared[];
+  float4* const plane = reinterpret_cast<float4*>(shared) + threadIdx.x;
+  meet_multipliers<Shape::kMultipliers>();  // nobody reads x any more
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i) {
+      const float* const four = &sums[t][4 * i];
+      plane[(t * (kSums / 4) + i) * Shape::kMultipliers] = make_float4(four[0], four[1], four[2], four[3]);
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+  const int tile = int(blockIdx.x) / a.splits, rank = int(blockIdx.x) - tile * a.splits;
+  const int first_row = tile % row_blocks * kRows;
+#pragma unroll 1
+  for (int t = 0; t < kTiles; ++t) {
+    const AroundSums<T, Weights> around(a, Shape::tile_of(tile / row_blocks, t));
+#pragma unroll 1
+    for (int i = rank; i < kSums / 4; i += a.splits) {
+      float4 parts[kMostSplits];
+#pragma unroll
+      for (int s = 0; s < kMostSplits; ++s) {  // each begins with its own: nobody is asked by all at once
+        if (s >= a.splits) break;
+        const int from = rank + s < a.splits ? rank + s : rank + s - a.splits;
+        parts[s] = load_four_in_cluster(&plane[(t * (kSums / 4) + i) * Shape::kMultipliers].x, from);
+      }
+      float four[4] = {};
+#pragma unroll
+      for (int s = 0; s < kMostSplits; ++s) {
+        if (s >= a.splits) break;
+        four[0] += parts[s].x, four[1] += parts[s].y, four[2] += parts[s].z, four[3] += parts[s].w;
+      }
+      around.write(a, four, first_row + i * 8);
+    }
+  }
+  cluster_arrive();  // nobody leaves while others read here
+  cluster_wait();
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups>
+template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
 __device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t ring,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
   constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
   constexpr bool kScalesSums = Shape::kScalesSums;
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
-  const int lane = threadIdx.x % kWarp, warp = int(threadIdx.x) / kWarp, group = lane / 4;
-  const Run run(a, place_of_block());
-  // Of the two tiles of a warp the second is of the block's second half.
-  const auto tile_of = [&](int block_tile, int t) {
-    return block_tile / row_blocks * kBlockTiles + t * (Shape::kMultipliers / kWarp) + warp;
-  };
+  const int lane = threadIdx.x % kWarp, group = lane / 4;
+  const Run run = own_run<kInCluster>(a);
 
   // The next step to be asked for.
   int load_tile = run.first / a.steps, load_step = run.first % a.steps, to_load = run.end - run.first;
@@ -231,7 +300,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t 
   const auto point = [&] {
 #pragma unroll
     for (int t = 0; t < kWarpTiles; ++t) {
-      const int tile = min(tile_of(load_tile, t), a.tiles - 1);
+      const int tile = min(Shape::tile_of(load_tile / row_blocks, t), a.tiles - 1);
       from[t] = (uint32_t(tile) * a.chunks + load_step * kStepChunks) * kTileVectors + lane;
       scales_from[t] = uint32_t(tile) * a.groups * 8 + group;
     }
@@ -327,24 +396,34 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t 
         if (u < left) multiply(held[u]);
       }
     }
-    for (left += kAhead; left % kAhead != 0; --left) {  // the next tile begins with held[0]
+    if constexpr (kInCluster) {
+      wait_for_earlier();  // who reads y before
+      add_in_cluster<T, Weights, Shape, kRows>(a, sums, row_blocks);
+      return;  // one tile is all
+    } else {
+      for (left += kAhead; left % kAhead != 0; --left) {  // the next tile begins with held[0]
 #pragma unroll
-      for (int t = 0; t < kWarpTiles; ++t) {
-        const HeldStep<Weights, kAnyGroups> first = held[0][t];
+        for (int t = 0; t < kWarpTiles; ++t) {
+          const HeldStep<Weights, kAnyGroups> first = held[0][t];
 #pragma unroll
-        for (int u = 0; u + 1 < kAhead; ++u) held[u][t] = held[u + 1][t];
-        held[kAhead - 1][t] = first;
+          for (int u = 0; u + 1 < kAhead; ++u) held[u][t] = held[u + 1][t];
+          held[kAhead - 1][t] = first;
+        }
       }
-    }
-    wait_for_earlier();  // the flags, and who reads y or the workspace before
-    if (gather<Shape>(a, sums, begin, end)) {
+      wait_for_earlier();  // the flags, and who reads y or the workspace before
+      if (gather<Shape>(a, sums, begin, end)) {
 #pragma unroll
-      for (int t = 0; t < kWarpTiles; ++t) write_sums<T, Weights, kRows>(a, sums[t], tile_of(tile, t), tile % row_blocks * kRows);
+        for (int t = 0; t < kWarpTiles; ++t) {
+          const AroundSums<T, Weights> around(a, Shape::tile_of(tile / row_blocks, t));
+#pragma unroll
+          for (int i = 0; i < kSums / 4; ++i) around.write(a, &sums[t][4 * i], tile % row_blocks * kRows + 8 * i);
+        }
+      }
     }
   }
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups>
+template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
 __global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThreads, 1)
     linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
 #if FUSELINE_HAS_WGMMA
@@ -362,10 +441,17 @@ __global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThrea
     give_registers<24>();
     wait_for_earlier();  // x is being put in order; all before that has ended
     let_next_start();
-    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape>(a, shared, stages, row_blocks);
+    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape, kInCluster>(a, shared, stages, row_blocks);
+    if constexpr (kInCluster) {  // as the others do
+      __syncwarp();
+      for (int i = 0; i < 2; ++i) {
+        cluster_arrive();
+        cluster_wait();
+      }
+    }
   } else {
     take_registers<Shape::kRegisters>();
-    multiply_run<T, Weights, kRows, kAnyGroups>(a, uint32_t(__cvta_generic_to_shared(shared)), stages, row_blocks);
+    multiply_run<T, Weights, kRows, kAnyGroups, kInCluster>(a, uint32_t(__cvta_generic_to_shared(shared)), stages, row_blocks);
   }
 #endif
 }

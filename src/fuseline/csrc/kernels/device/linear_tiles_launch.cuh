@@ -5,30 +5,63 @@
 
 namespace fuseline {
 
+// Blocks that share a tile as a cluster, by the nanoseconds that the busiest multiprocessor should take; 1 where the run of
+// all steps is cut evenly. `clusters_of` answers how many clusters of so many there can be at once.
+template <class Shape, class ClustersOf>
+int plan_tiles(const LinearArguments& a, int64_t tiles, int processors, const ClustersOf& clusters_of) {
+  constexpr double kL2 = 47, kCluster = 30;  // bytes a nanosecond and multiprocessor
+  constexpr double kTrip = 600, kMeeting = 2500;
+  constexpr double kStep = Shape::kBlockTiles * Shape::kTileStepBytes;
+  constexpr double kSums = Shape::kSumBytes;
+  const double step = std::max(kStep / 22.8, (kStep + Shape::kStageBytes) / kL2);
+  const int64_t blocks = std::min<int64_t>(processors, tiles * a.steps), steps = divide_up(tiles * a.steps, blocks);
+  const double others = double(divide_up(a.steps - 1, steps));
+  double best = step * steps + (others > 0 ? kSums / kL2 + others * (kSums / kL2 + kTrip) : 0);
+  int splits = 1;
+  for (int of = 2; of <= std::min(a.steps, kMostSplits); of *= 2) {
+    const int clusters = clusters_of(of);
+    if (clusters == 0) continue;
+    const double waves = double(divide_up(tiles, clusters));
+    const double cost = waves * (step * divide_up(a.steps, of) + kMeeting + kSums / kL2 + kSums * (of - 1) / of / kCluster);
+    if (cost < best) best = cost, splits = of;
+  }
+  return splits;
+}
+
 template <class T, class Weights, int kRows, bool kAnyGroups>
 int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& device, void* stream) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
-  const auto kernel = linear_tiles_kernel<T, Weights, kRows, kAnyGroups>;
+  const auto alone = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, false>;
+  const auto in_cluster = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, true>;
   a.steps = int(divide_up(a.chunks, kStepChunks));
-  const int64_t tiles = divide_up(a.tiles, kBlockTiles) * divide_up(a.m, kRows), units = tiles * a.steps;
+  const int64_t tiles = divide_up(a.tiles, Shape::kBlockTiles) * divide_up(a.m, kRows), units = tiles * a.steps;
   if (units > 0x3fffffff) return FUSELINE_UNSUPPORTED;
   a.y_pairs = a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0;
-  int resident = 0;
-  const cudaError_t error = resident_clusters(kernel, device, Shape::kThreads, size_t(Shape::kShared), 1, resident);
-  if (error != cudaSuccess) {
+  const auto clusters_of = [&](int splits) {
+    int resident = 0;
+    const cudaError_t error = resident_clusters(splits == 1 ? alone : in_cluster, device, Shape::kThreads,
+                                                size_t(Shape::kShared), splits, resident);
+    if (error == cudaSuccess) return resident;
     cudaGetLastError();
-    return FUSELINE_UNSUPPORTED;  // no machine code for this device
-  }
+    return 0;  // no machine code for this device
+  };
+  const int resident = clusters_of(1);
   if (resident == 0) return FUSELINE_UNSUPPORTED;
   // All blocks are there at once, so that those which wait do not wait long.
   int64_t blocks = std::min<int64_t>(std::min<int64_t>(resident, device.processors), units);
-  if (call.splits) blocks = std::min(blocks, tiles * call.splits);
-  a.base = int(units / blocks), a.extra = int(units % blocks);
-  a.flags = reinterpret_cast<int*>(a.workspace + tiled_x_bytes(a.m, a.k));
-  a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
-  const int ordered = launch_order_x(a, kRows, int(blocks), stream);
+  a.splits = call.splits ? call.splits : plan_tiles<Shape>(a, tiles, int(blocks), clusters_of);
+  if (a.splits > 1) {
+    if (a.splits > std::min(a.steps, kMostSplits) || clusters_of(a.splits) == 0) return FUSELINE_UNSUPPORTED;
+    blocks = tiles * a.splits;
+  } else {
+    a.base = int(units / blocks), a.extra = int(units % blocks);
+    a.flags = reinterpret_cast<int*>(a.workspace + tiled_x_bytes(a.m, a.k));
+    a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
+  }
+  const int ordered = launch_order_x(a, kRows, a.splits == 1 ? int(blocks) : 0, stream);
   if (ordered != 0) return ordered;
-  return launch_overlapping(kernel, a, dim3(unsigned(blocks)), Shape::kThreads, size_t(Shape::kShared), 1, stream);
+  return launch_overlapping(a.splits == 1 ? alone : in_cluster, a, dim3(unsigned(blocks)), Shape::kThreads,
+                            size_t(Shape::kShared), a.splits, stream);
 }
 
 template <class T, class Weights, bool kAnyGroups>
@@ -41,6 +74,7 @@ int launch_tiles(const LinearArguments& a, const fuseline_linear& call, void* st
   switch (tiled_rows(a.m)) {
     case 32: return launch_tiles<T, Weights, 32, kAnyGroups>(a, call, device, stream);
     case 64: return launch_tiles<T, Weights, 64, kAnyGroups>(a, call, device, stream);
+    case 128: return launch_tiles<T, Weights, 128, kAnyGroups>(a, call, device, stream);
     default: return launch_tiles<T, Weights, kMostTiledRows, kAnyGroups>(a, call, device, stream);
   }
 }

@@ -11,11 +11,11 @@
 
 namespace fuseline {
 
-constexpr int kBlockTiles = 16;  // of 16 rows of W
-constexpr int kMostTiledRows = 128;
+constexpr int kMostTiledRows = 256;
+constexpr int64_t kSumBytes = 128 * 1024;  // of a block, at most
 
 // Rows of x in a block.
-inline int tiled_rows(int64_t m) { return m <= 32 ? 32 : m <= 64 ? 64 : kMostTiledRows; }
+inline int tiled_rows(int64_t m) { return m <= 32 ? 32 : m <= 64 ? 64 : m <= 128 ? 128 : kMostTiledRows; }
 
 inline int64_t tiled_x_bytes(int64_t m, int64_t k) {
   const int rows = tiled_rows(m);
@@ -25,8 +25,7 @@ inline int64_t tiled_x_bytes(int64_t m, int64_t k) {
 inline int64_t tiled_flag_bytes(int blocks) { return divide_up(blocks, 64) * 256; }
 
 inline int64_t tiled_bytes(int64_t m, int64_t k, int blocks) {
-  const int64_t sums = kBlockTiles * kTileRows * 4 * tiled_rows(m);  // of a block
-  return tiled_x_bytes(m, k) + tiled_flag_bytes(blocks) + blocks * sums;
+  return tiled_x_bytes(m, k) + tiled_flag_bytes(blocks) + blocks * std::min<int64_t>(kSumBytes, tiled_rows(m) * 1024);
 }
 
 int launch_order_x(const LinearArguments& a, int rows, int flags, void* stream);  // linear_tiles_order.cu
