@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseline.errors import InputError
+from fuseline.ops import attention
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ViTConfig:
     embed_dim: int = 768
     mlp_dim: int = 3072
     num_classes: int = 1000
+    attention: str = "pick"
+    """A candidate of `fuseline.picker`, or its pick."""
 
     def __post_init__(self) -> None:
         if self.image_size % self.patch_size:
@@ -50,6 +53,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.backend = config.attention
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
         self.proj = nn.Linear(config.embed_dim, config.embed_dim)
 
@@ -57,7 +61,7 @@ class SelfAttention(nn.Module):
         B, T, C = x_BTC.shape
         qkv = self.qkv(x_BTC).view(B, T, 3, self.num_heads, C // self.num_heads)
         q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD)
+        y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD, backend=self.backend)
         return self.proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
 
 

@@ -112,3 +112,24 @@ def test_the_kernel_that_takes_a_problem_is_among_its_numbers() -> None:
         assert cuts(replace(problem, dtype=torch.float32), sizes(problem))[place] == 0.0
     assert cuts(replace(short, sinks=True), sizes(short))[:6] == [0.0] * 6
     assert cuts(short, sizes(short))[1:3] == [2 * math.log2(64 / 48), 0.0], "a tile of 64 x 64"
+
+
+def test_what_cuts_packed_sequences_decoding_and_the_gradient_of_a_mask_is_among_its_numbers() -> None:
+    packed = Problem(
+        GPU, torch.bfloat16, 1, 4, 4, 960, 960, 64, sequences=8, max_seqlen_q=120, max_seqlen_k=120
+    )
+    longer = replace(packed, max_seqlen_q=160, max_seqlen_k=160)
+    decoding = Problem(GPU, torch.bfloat16, 1, 32, 8, 1, 4096, 128)
+    wide = Problem(GPU, torch.bfloat16, 2, 4, 4, 256, 256, 64, "fwbw", mask="float_grad", mask_dims="hts")
+
+    def last(problem: Problem) -> list[float]:
+        return cuts(problem, sizes(problem))[-16:]
+
+    assert last(packed)[0] == 1.0
+    assert last(longer)[:4] == [0.0] * 4
+    assert last(longer)[4] == 1.0, "warpgroups take what is longer"
+    assert last(replace(longer, dtype=torch.float32))[4:11] == [0.0] * 7
+    assert last(decoding)[-1] == 1.0, "one launch"
+    assert last(replace(decoding, seqlen_q=8))[-1] == 0.0
+    # 4 heads of 2 x 2 tiles, and two batches to add up: a block for each of both.
+    assert last(wide)[11:15] == [1.0, 5.0, 0.0, 1.0]

@@ -173,3 +173,20 @@ def test_refuses_what_does_not_fit() -> None:
         attention(q[0], k[0], v[0])
     with pytest.raises(InputError, match=r"k \[2, 3, 20, 8\]"):
         attention(q, k[..., :8], v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": 3}, {"soft_cap": 5.0}, {"return_lse": True}, {"dropout_p": 0.1}],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_shapes_alone_attend_as_well(options: dict[str, object], device: str) -> None:
+    q = torch.empty(2, 6, 5, 16, device="meta", requires_grad=True)
+    k, v = (torch.empty(2, 3, 7, 16, device="meta", requires_grad=True) for _ in range(2))
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cpu" or torch.cuda.is_available()):
+        found = attention(q, k, v, **options)  # type: ignore[arg-type]
+    out = found[0] if isinstance(found, tuple) else found
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")
+    grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

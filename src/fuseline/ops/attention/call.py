@@ -197,7 +197,7 @@ def make_call(
         raise InputError(f"attention: seed is one int64 on q's device, not {_said(seed)}.")
     _check_packing(q, k, cu_seqlens_q, cu_seqlens_k)
     device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return Call(

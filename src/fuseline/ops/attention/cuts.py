@@ -22,6 +22,10 @@ def cuts(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]
         *_rounds(sizes),
         *_flash(problem, sizes),
         *_edges(problem, sizes),
+        *_packed(problem, sizes),
+        *_panels(problem, sizes),
+        *_mask_gradient(problem),
+        _adds_up(problem, sizes),
     ]
 
 
@@ -53,20 +57,9 @@ def _short(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
 
 def _split(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
     """Fuseline's kernel of few queries: whether it takes it, how keys are split, how full rows are."""
-    _, _, _, kv_count, _ = sizes
-    takes = (
-        problem.dtype.itemsize == 2
-        and problem.seqlen_q <= _SPLIT_ROWS
-        and problem.seqlen_k >= _SPLIT_KEYS
-        and not (problem.dropout_p or problem.sequences)
-    )
-    if not takes:
+    if not _is_split(problem):
         return [0.0] * 6
-    rows = problem.seqlen_q * max(1, problem.heads // max(problem.kv_heads, 1))
-    held = 16 if rows <= 16 else 64
-    blocks = max(1, _up(rows, held) * kv_count)
-    at_once = (2 if problem.head_dim <= 128 else 1) * _MULTIPROCESSORS
-    splits = max(1, min(_up(problem.seqlen_k, 256), at_once // blocks, _MOST_SPLITS))
+    rows, held, blocks, at_once, splits = _split_sizes(problem, sizes)
     return [
         1.0,
         math.log2(splits),
@@ -75,6 +68,38 @@ def _split(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
         math.log2(_up(blocks * splits, _MULTIPROCESSORS)),
         min(2.0, blocks * splits / at_once),
     ]
+
+
+def _adds_up(problem: Problem, sizes: tuple[int, int, int, int, int]) -> float:
+    """Whether the last block of a key head adds up its parts, so that there is no second launch."""
+    if not _is_split(problem):
+        return 0.0
+    rows, held, _, _, splits = _split_sizes(problem, sizes)
+    return float(held == 16 and _up(rows, 4) * _up(splits, 16) <= 4)
+
+
+def _is_split(problem: Problem) -> bool:
+    return (
+        problem.dtype.itemsize == 2
+        and problem.seqlen_q <= _SPLIT_ROWS
+        and problem.seqlen_k >= _SPLIT_KEYS
+        and not (problem.dropout_p or problem.sequences)
+    )
+
+
+def _split_sizes(problem: Problem, sizes: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+    """Rows of a key head, rows that a block holds, blocks of one split, blocks at once, splits."""
+    rows = problem.seqlen_q * max(1, problem.heads // max(problem.kv_heads, 1))
+    held = 16 if rows <= 16 else 64
+    blocks = max(1, _up(rows, held) * sizes[3])
+    at_once = (2 if problem.head_dim <= 128 else 1) * _MULTIPROCESSORS
+    return (
+        rows,
+        held,
+        blocks,
+        at_once,
+        max(1, min(_up(problem.seqlen_k, 256), at_once // blocks, _MOST_SPLITS)),
+    )
 
 
 def _rounds(sizes: tuple[int, int, int, int, int]) -> list[float]:
@@ -151,6 +176,71 @@ def _edges(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
         float(D % 64 == 0),
         float(D > 64),
         float(D > 128),
+    ]
+
+
+def _packed(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
+    """Whether Fuseline's kernels of whole problems take packed sequences, and how full their tiles are."""
+    T, S, count, _, _ = sizes
+    takes = (
+        problem.sequences > 0
+        and problem.dtype.itemsize == 2
+        and max(T, S) <= _SHORT_LENGTHS[-1]
+        and problem.head_dim <= _SHORT_HEAD_DIMS[-1]
+        and not (problem.soft_cap or problem.sinks or problem.mask != "none")
+    )
+    if not takes:
+        return [0.0] * 4
+    length = 64 if max(T, S) <= 64 else 128
+    turns = count * length / (_MULTIPROCESSORS * 320)
+    return [
+        1.0,
+        math.log2(length * length / max(T * S, 1)),
+        math.log2(max(1.0, turns)),
+        float(length == _SHORT_LENGTHS[-1]),
+    ]
+
+
+def _panels(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
+    """Fuseline's general kernels by products of warpgroups: rounds of blocks of 64 rows forward, of 64 keys
+    and of 64 rows backward, and what of the last is empty."""
+    T, S, count, kv_count, _ = sizes
+    D = problem.head_dim
+    plain = problem.mask == "none" and not (problem.soft_cap or problem.dropout_p)
+    if problem.dtype.itemsize != 2 or D > 128 or (plain and D <= 32):
+        return [0.0] * 7
+    narrow = D <= 64
+    forward, keys, rows = (
+        (4 if plain else 3) if narrow else 2,
+        3 if narrow and not plain else 2,
+        3 if narrow else 2,
+    )
+    found = [1.0]
+    for heads, length, held in ((count, T, forward), (kv_count, S, keys), (count, T, rows)):
+        full = heads * _up(length, 64) / (_MULTIPROCESSORS * held)
+        rounds = max(1, math.ceil(full))
+        found += [math.log2(rounds), math.log2(rounds / max(full, 1 / 132)) if full < 32 else 0.0]
+    return found
+
+
+def _mask_gradient(problem: Problem) -> list[float]:
+    """Fuseline's kernel of a mask's gradient: its tiles, its blocks, into how many pieces a sum is cut."""
+    if problem.mask != "float_grad":
+        return [0.0] * 4
+    T, S = problem.seqlen_q, problem.seqlen_k
+    is_wide = problem.dtype.itemsize == 2 and problem.head_dim <= 64 and min(T, S) > 64
+    tile = 128 if is_wide else 32 if problem.dtype.itemsize == 4 and problem.head_dim > 128 else 64
+    full = {"b": problem.batch, "h": problem.heads, "t": _up(T, tile), "s": _up(S, tile)}
+    places = math.prod(size for name, size in full.items() if name in problem.mask_dims)
+    way = math.prod(size for name, size in full.items() if name not in problem.mask_dims)
+    cells = math.prod({**full, "t": T, "s": S}[name] for name in problem.mask_dims)
+    pieces = max(1, min(_up(528, max(places, 1)), way, 64, 2**24 // max(cells, 1)))
+    blocks = max(1, places * pieces)
+    return [
+        float(is_wide),
+        math.log2(blocks),
+        math.log2(_up(blocks, _MULTIPROCESSORS) * max(1, _up(way, pieces))),
+        math.log2(pieces),
     ]
 
 

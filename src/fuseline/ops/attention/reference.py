@@ -29,7 +29,7 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = call.q.to(wide), call.k.to(wide), call.v.to(wide)
     if groups != 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(with_autocast(q.device), enabled=False):
         scores = q @ k.mT * call.softmax_scale
         if call.soft_cap > 0:
             scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
@@ -53,6 +53,11 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 else weights * multipliers(call.seed, weights.shape, call.dropout_p).to(wide)
             )
         return (weights @ v).to(call.q.dtype), lse
+
+
+def with_autocast(device: torch.device) -> str:
+    """The kind of a device as autocast knows it: shapes alone have none, and the CPU's leaves them be."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
