@@ -22,6 +22,19 @@ struct Holding {
   static constexpr bool kReady = !kOneWarp || kHeld * kRows == 1;
 };
 
+// Which of elements first .. first + kCount of the tensor a dropout keeps, a bit each; `first` is a multiple of 4.
+template <int kCount>
+__device__ __forceinline__ uint32_t kept_of(const Dropout& dropout, uint64_t seed, int64_t first) {
+  uint32_t kept = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const uint4 words = philox_uniform(seed, uint64_t(first + i) / 4);
+    kept |= (words.x >= dropout.threshold ? 1u : 0u) << i | (words.y >= dropout.threshold ? 2u : 0u) << i |
+            (words.z >= dropout.threshold ? 4u : 0u) << i | (words.w >= dropout.threshold ? 8u : 0u) << i;
+  }
+  return kept;
+}
+
 // kAdded: of a sum; kMasked: of which a part is dropped, or has a bias of its own.
 template <class T, class Layout, bool kAdded, bool kMasked>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forward_held(const NormForward a) {
@@ -84,16 +97,40 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
       }
     }
   }
-  constexpr bool kEarly = Layout::kEarly;
-  const bool early = kEarly && keeps;
-  uint4 weight[kEarly ? kHeld : 1], bias[kEarly ? kHeld : 1];
-  if constexpr (kEarly) {
+  // Weights are on their way with the rows, or from where registers have room for them, while the row's warps meet.
+  constexpr bool kEarly = Layout::kEarly, kLater = kMasked && !kEarly && !Layout::kOneWarp, kAsked = kEarly || kLater;
+  const bool asked = kAsked && keeps;
+  uint4 weight[kAsked ? kHeld : 1], bias[kAsked ? kHeld : 1];
+  const auto ask_for_weights = [&] {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
       if (start + k * step >= n) continue;
       if (has_weight) weight[k] = __ldg(weights_at + k * (step / kSize));
       if (has_bias) bias[k] = __ldg(biases_at + k * (step / kSize));
+    }
+  };
+  if constexpr (kEarly) ask_for_weights();
+  // A mask and its bias need nothing of the rows, which are on their way.
+  [[maybe_unused]] uint4 x_bias[kMasked ? kHeld : 1];
+  [[maybe_unused]] uint32_t kept[kRows][kMasked ? kHeld : 1];
+  [[maybe_unused]] const float scale = kMasked && a.dropout.seed ? a.dropout.scale : 1.f;
+  if constexpr (kMasked) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      x_bias[k] = make_uint4(0, 0, 0, 0);
+      if (keeps && a.x_bias && start + k * step < n) {
+        x_bias[k] = __ldg(static_cast<const uint4*>(a.x_bias) + (start + k * step) / kSize);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t base = (first + r * int(blockDim.y)) * a.n;
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        kept[r][k] = a.dropout.seed ? kept_of<kSize>(a.dropout, seed, base + start + k * step) : ~0u;
+        make_ready(kept[r][k]);
+      }
     }
   }
   const auto sum = [&](auto value) {
@@ -116,9 +153,13 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
         float added[kSize];
         unpack<T>(branch[r][k], added);
         if constexpr (kMasked) {
-          add_residual<T, true>(a, seed, row * a.n, column, n, values[k], added);
+          float bias[kSize];
+          unpack<T>(x_bias[k], bias);
+          if (!keeps && a.x_bias) load_weights<T, true>(a.x_bias, true, column, n, bias);
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) values[k][i] = added[i];
+          for (int i = 0; i < kSize; ++i) {
+            values[k][i] = fmaf(added[i] + bias[i], kept[r][k] >> i & 1 ? scale : 0.f, values[k][i]);
+          }
         } else {
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[k][i] += added[i];
@@ -128,6 +169,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
         unpack<T>(rounded, values[k]);
       }
     }
+    if constexpr (kLater) ask_for_weights();
     Moments whole = moments_near<T>(
         values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, [](int, int) { return false; },
         sum, [&](float value) { return __shfl_sync(kAllLanes, value, 0, width); });
@@ -153,10 +195,10 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
     for (int k = 0; k < kHeld; ++k) {
       const int column = start + k * step;
       if (column >= n) continue;
-      if (kEarly && early) {
+      if (kAsked && asked) {
         float weights[kSize], biases[kSize];
-        unpack<T>(weight[kEarly ? k : 0], weights);
-        unpack<T>(bias[kEarly ? k : 0], biases);
+        unpack<T>(weight[kAsked ? k : 0], weights);
+        unpack<T>(bias[kAsked ? k : 0], biases);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           values[k][i] = fmaf(standard(values[k][i]), weights[i], biases[i]);
