@@ -78,13 +78,24 @@ __device__ __forceinline__ void multiply(int index, const typename Shape::Elemen
   }
 }
 
-// stream (unless it is there and `from` null) and x = T(norm(stream)).
+__device__ __forceinline__ float sum_of_lanes(float value, int lanes) {  // of each run of so many, a power of two
+#pragma unroll
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+template <int kThreads>
+__device__ __forceinline__ void meet_first_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+// stream (unless it is there and `from` null) and x = T(norm(stream)), by the first warps.
 template <class Shape>
-__device__ __forceinline__ void take_normed(const StepArguments& a, const uint64_t* from, uint32_t number,
+__device__ __forceinline__ void norm_stream(const StepArguments& a, const uint64_t* from, uint32_t number,
                                             const char* norm_weight, const char* norm_bias, float* stream,
                                             typename Shape::Element* x, float* room) {
   using T = typename Shape::Element;
-  constexpr int kWarps = Shape::kWarps, kThreads = Shape::kThreads, kEach = Shape::kEach;
+  constexpr int kWarps = Shape::kNormWarps, kThreads = Shape::kNormThreads, kEach = Shape::kEach;
   const int thread = threadIdx.x, warp = thread / kWarp, n = a.embed_dim;
   const T* const scale = reinterpret_cast<const T*>(norm_weight);
   const T* const shift = reinterpret_cast<const T*>(norm_bias);
@@ -113,31 +124,38 @@ __device__ __forceinline__ void take_normed(const StepArguments& a, const uint64
   if (layer) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) own += values[i];
-    own = sum_of_warp(own) / fmaxf(1.f, count_of(warp));
+    own = __fdividef(sum_of_lanes(own, kWarp), fmaxf(1.f, count_of(warp)));
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = thread + i * kThreads;
     if (at < n) squares = fmaf(values[i] - own, values[i] - own, squares), stream[at] = values[i];
   }
-  squares = sum_of_warp(squares);
+  squares = sum_of_lanes(squares, kWarp);
   if (thread % kWarp == 0) room[warp] = own, room[kWarps + warp] = squares;
-  __syncthreads();
-  const int lane = thread % kWarp;
-  const float theirs = lane < kWarps ? room[lane] : 0.f, of_theirs = lane < kWarps ? room[kWarps + lane] : 0.f;
-  float mean = 0.f, all = of_theirs;
+  meet_first_warps<kThreads>();
+  const int of = thread % kWarps;
+  float mean = 0.f, all = room[kWarps + of];
   if (layer) {
-    const float count = lane < kWarps ? count_of(lane) : 0.f;
-    mean = sum_of_warp(theirs * count) / float(n);
+    const float count = count_of(of), theirs = room[of];
+    mean = sum_of_lanes(theirs * count, kWarps) / float(n);
     all = fmaf((theirs - mean) * (theirs - mean), count, all);
   }
-  all = sum_of_warp(all);
+  all = sum_of_lanes(all, kWarps);
   const float rstd = rsqrtf(all / float(n) + a.eps);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = thread + i * kThreads;
     if (at < n) x[at] = from_float<T>(fmaf((values[i] - mean) * rstd, weight[i], bias[i]));
   }
+}
+
+// The same for all to go on with.
+template <class Shape>
+__device__ __forceinline__ void take_normed(const StepArguments& a, const uint64_t* from, uint32_t number,
+                                            const char* norm_weight, const char* norm_bias, float* stream,
+                                            typename Shape::Element* x, float* room) {
+  if (threadIdx.x < Shape::kNormThreads) norm_stream<Shape>(a, from, number, norm_weight, norm_bias, stream, x, room);
   __syncthreads();
 }
 
@@ -181,7 +199,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   constexpr int kThreads = Shape::kThreads, kWarps = Shape::kWarps;
   char* const shared = step_shared();
   __shared__ HeadRoom<Shape> head_room;
-  __shared__ float room[2 * kWarps], partial[2 * kWarps];
+  __shared__ float room[2 * Shape::kNormWarps], partial[2 * kWarps];
   __shared__ unsigned long long likeliest[kWarps];
   const int thread = threadIdx.x, lane = thread % kWarp;
   // Addresses are worked out where they are wanted: registers are what this kernel has least of.

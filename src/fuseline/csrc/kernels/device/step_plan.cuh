@@ -113,7 +113,9 @@ struct StepShape {
   // GPT-2's products have 6 rows of 1 or 4 pieces, 18 and 24 of 1 to a block: each is one turn of 24 warps.
   static constexpr int kWarps = kVectors == 3 ? 24 : 16, kThreads = kWarps * kWarp;
   static constexpr int kDepth = kVectors == 3 ? 5 : 4;  // pieces under way: 180 KB, 128 KB
-  static constexpr int kEach = kVectors == 3 ? 1 : 4;   // elements of the stream a thread norms
+  // Few warps norm the stream: what each does beside its elements is most of the work, and the others wait for it.
+  static constexpr int kNormWarps = 8, kNormThreads = kNormWarps * kWarp;
+  static constexpr int kEach = kVectors == 3 ? 3 : 8;  // elements of the stream a thread norms
   static constexpr int kKeysAhead = kVectors == 3 ? 1 : 2;  // keys and values under way, a lane; registers are short
   static constexpr int kTurnKeys = kKeysAhead * kWarps * (kWarp * 8 / kHeadDim);  // that a block looks at at once
   static constexpr int kSlotBytes = kPiece * 2;
@@ -134,7 +136,7 @@ struct StepShape {
 
 template <class Shape>
 bool shape_fits(StepArguments& a, const Device& device) {
-  return device.clusters && a.plan(Shape::kPiece, Shape::kWarps, device.processors) && a.embed_dim <= Shape::kEach * Shape::kThreads &&
+  return device.clusters && a.plan(Shape::kPiece, Shape::kWarps, device.processors) && a.embed_dim <= Shape::kEach * Shape::kNormThreads &&
          Shape::lay_out(a) + Shape::kStatic <= device.shared_a_block;
 }
 
