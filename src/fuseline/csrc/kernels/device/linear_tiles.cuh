@@ -49,7 +49,7 @@ struct TilesShape {
   static_assert(kSumBytes <= kShared);
   static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
   // Steps of weights under way: 1 KB (int4) or 2 each for a warp's tile.
-  static constexpr int kAhead = kScalesSums ? 3 : kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
+  static constexpr int kAhead = kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
 
   // The t-th tile of this warp in the block at place `block` of those of W: of two the second is of the block's second half.
   __device__ static __forceinline__ int tile_of(int block, int t) {
