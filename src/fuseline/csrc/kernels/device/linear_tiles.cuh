@@ -243,9 +243,9 @@ struct AroundSums {
 // Where the blocks of a cluster share a tile: each has its sums stand where x was, [four of them][thread], and adds and
 // writes those of every so many-th eight rows of x.
 template <class T, class Weights, class Shape, int kRows, int kTiles, int kSums>
-__device__ __forceinline__ void add_in_cluster(const LinearArguments& a, const float (&sums)[kTiles][kSums], int row_blocks) {
-  extern __shared__ __align__(128) char shared[];
-  float4* const plane = reinterpret_cast<float4*>(shared) + threadIdx.x;
+__device__ __forceinline__ void add_in_cluster(const LinearArguments& a, const float (&sums)[kTiles][kSums], float4* ring,
+                                               int row_blocks) {
+  float4* const plane = ring + threadIdx.x;
   meet_multipliers<Shape::kMultipliers>();  // nobody reads x any more
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -285,12 +285,13 @@ __device__ __forceinline__ void add_in_cluster(const LinearArguments& a, const f
 }
 
 template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
-__device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t ring,
+__device__ __forceinline__ void multiply_run(const LinearArguments& a, char* shared,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
   constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
   constexpr bool kScalesSums = Shape::kScalesSums;
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
+  const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
   const int lane = threadIdx.x % kWarp, group = lane / 4;
   const Run run = own_run<kInCluster>(a);
 
@@ -398,7 +399,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, uint32_t 
     }
     if constexpr (kInCluster) {
       wait_for_earlier();  // who reads y before
-      add_in_cluster<T, Weights, Shape, kRows>(a, sums, row_blocks);
+      add_in_cluster<T, Weights, Shape, kRows>(a, sums, reinterpret_cast<float4*>(shared), row_blocks);
       return;  // one tile is all
     } else {
       for (left += kAhead; left % kAhead != 0; --left) {  // the next tile begins with held[0]
@@ -451,7 +452,7 @@ __global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThrea
     }
   } else {
     take_registers<Shape::kRegisters>();
-    multiply_run<T, Weights, kRows, kAnyGroups, kInCluster>(a, uint32_t(__cvta_generic_to_shared(shared)), stages, row_blocks);
+    multiply_run<T, Weights, kRows, kAnyGroups, kInCluster>(a, shared, stages, row_blocks);
   }
 #endif
 }
