@@ -52,7 +52,7 @@ def test_a_dry_run_lists_the_problems(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_whole_layers_print_who_is_fastest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [("shared", torch.float32, 3, 16)]
+    cases = [small_suite.Case("shared", "float32", 16, 8, 3, 16)]
     monkeypatch.setattr(small_suite.SmallBench, "cases", lambda bench: cases * (bench.forms == ("shared",)))
     line = ["bench", "attention", "--device", "cpu", "--suite", "small", "--forms", "shared"]
     assert run([*line, "--out", str(tmp_path)]) == 0

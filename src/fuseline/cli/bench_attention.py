@@ -40,7 +40,8 @@ class Options(Common):
     """Only each so many'th problem of a suite."""
     forms: tuple[str, ...] = ()
     """Of suite small: shared (one projection for all heads, as in the seed), full (a projection for each),
-    block (a transformer block around it). All if none is named."""
+    block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if none is
+    named."""
     write_table: Path | None = None
     """Measure problems for the picker instead: typical ones for the table in this file, as those in
     `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""
@@ -141,10 +142,7 @@ def _write_table(bench: AttentionBench, file: Path, problems: int, again: Sequen
 def _print_plan(bench: AttentionBench, sweep: SmallBench | None, out: Path, *, as_json: bool) -> None:
     places: list[tuple[str, str]] = []
     if sweep is not None:
-        sizes = f"B={sweep.batch} H={sweep.heads}"
-        for form, dtype, length, embed_dim in sweep.cases():
-            name = str(dtype).removeprefix("torch.")
-            places.append(("small", f"{form} {name} {sizes} S={length} E={embed_dim}"))
+        places += [("small", str(case)) for case in sweep.cases()]
     places += [(suite, str(problem)) for suite, problem in bench.places()]
     if as_json:
         print(json.dumps({"problems": [{"suite": s, "problem": p} for s, p in places]}))

@@ -41,6 +41,7 @@ def test_records_every_peer_and_direction(tmp_path: Path) -> None:
     assert times == {
         (form, length, peer, direction)
         for form, peers in PEERS.items()
+        if form != "bar"
         for length in (3, 4)
         for peer in peers
         for direction in small.DIRECTIONS
@@ -49,6 +50,18 @@ def test_records_every_peer_and_direction(tmp_path: Path) -> None:
     assert {r.peer for r in ratios} == {"aten", "fuseline", "sdpa", "mha", "eager"}
     assert all(r.case["baseline"] == "python" for r in ratios)
     assert not [r for r in records if r.metric == "skipped"]
+
+
+def test_bar_has_its_own_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = small.SmallBench(torch.device("cuda"), forms=("bar",), every=9).cases()
+    assert len(cases) == 12
+    assert str(cases[5]) == "bar tf32 B=8 H=8 S=16 E=512"
+    assert not small.SmallBench(CPU, forms=("bar",)).cases()
+    bench = small.SmallBench(CPU, rounds=1)
+    monkeypatch.setattr(small.SmallBench, "cases", lambda bench: [small.Case("bar", "tf32", 2, 2, 3, 16)])
+    records, _ = small.run_small(bench, tmp_path, lambda now, done, total: None)
+    assert {r.case["dtype"] for r in records} == {"tf32"}
+    assert {r.case["baseline"] for r in records if r.metric == "paired_speedup"} == {"sdpa"}
 
 
 def test_names_an_unknown_form() -> None:

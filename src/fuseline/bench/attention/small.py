@@ -3,6 +3,7 @@
 For each length and embedding every peer is timed forward, backward and both. As a user calls it (`captured`
 is false): the host's time, or the device's where that is longer, all peers in turns, so that the machine's
 moods meet them alike. And on a GPU inside a CUDA graph. Peak memory is that of a forward and a backward.
+On a GPU form `bar` has sizes of its own, and TF32 beside fp32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +38,17 @@ from fuseline.timing import (
 
 SUITE, SECTION = "attention", "small"
 DIRECTIONS = ("fw", "bw", "fwbw")
-BASELINE = "python"
+BASELINES = ("python", "sdpa")  # the first of them that is there
 LENGTHS = (10, 15, 20, 25, 30, 64, 128)
 """10 to 30 are the seed's."""
 
 EMBED_DIMS = (64, 128, 256, 512, 1024)
-DTYPES = ((torch.float32,), (torch.float32, torch.bfloat16))  # on a CPU, on a GPU
+DTYPES = (("float32",), ("float32", "bfloat16"))  # on a CPU, on a GPU
+BAR_BATCH = 8
+BAR_SIZES = ((10, 64, 4), (16, 512, 8), (64, 256, 4), (128, 512, 8))
+"""Length, embedding and heads."""
+
+BAR_DTYPES = ("bfloat16", "tf32", "float32")
 SAMPLE_SECONDS = 2e-3
 CAPTURED_CALLS = 16
 CAPTURED_RUNS = 15
@@ -49,6 +56,24 @@ CAPTURED_RUNS = 15
 Call = Callable[[], object]
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, cases done, and cases in all."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its sizes. dtype `tf32`: fp32 with TF32 allowed in products, to every peer."""
+
+    form: str
+    dtype: str
+    batch: int
+    heads: int
+    length: int
+    embed_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.dtype} B={self.batch} H={self.heads} S={self.length} E={self.embed_dim}"
+
+    def element(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class SmallBench:
     lengths: tuple[int, ...] = LENGTHS
     embed_dims: tuple[int, ...] = EMBED_DIMS
     forms: tuple[str, ...] = tuple(PEERS)
-    dtypes: tuple[torch.dtype, ...] = ()
+    dtypes: tuple[str, ...] = ()
     rounds: int = 7
     seed: int = 1337
     every: int = 1
@@ -75,17 +100,23 @@ class SmallBench:
             if form not in PEERS:
                 raise unknown_name("form of the layer", form, PEERS)
 
-    def cases(self) -> list[tuple[str, torch.dtype, int, int]]:
-        """Form, dtype, length and embedding of each case."""
-        dtypes = self.dtypes or DTYPES[self.device.type == "cuda"]
+    def cases(self) -> list[Case]:
+        on_gpu = self.device.type == "cuda"
         cases = [
-            (form, dtype, length, embed_dim)
+            Case(form, dtype, self.batch, self.heads, length, embed_dim)
             for form in self.forms
-            for dtype in dtypes
+            if form != "bar"
+            for dtype in self.dtypes or DTYPES[on_gpu]
             for embed_dim in self.embed_dims
             for length in self.lengths
         ]
-        return thinned(cases, self.every)
+        bar = [
+            Case("bar", dtype, BAR_BATCH, heads, length, embed_dim)
+            for dtype in BAR_DTYPES
+            for length, embed_dim, heads in BAR_SIZES
+            if on_gpu and "bar" in self.forms
+        ]
+        return bar + thinned(cases, self.every)
 
 
 @dataclass(frozen=True)
@@ -110,39 +141,45 @@ def run_small(bench: SmallBench, out: Path, observe: Observer) -> tuple[list[Rec
     budget = Budget(bench.budget_seconds)
     file = out / f"{SUITE}.jsonl"
     done = _done(file, environment) if bench.resume else set()
-    for number, (form, dtype, length, embed_dim) in enumerate(cases):
-        observe(f"{form}, S={length}, E={embed_dim}", number, len(cases))
-        case: dict[str, Scalar] = {
-            "section": SECTION,
-            "op": "self_attention",
-            "form": form,
-            "dtype": str(dtype).removeprefix("torch."),
-            "batch": bench.batch,
-            "heads": bench.heads,
-            "seqlen_q": length,
-            "embed_dim": embed_dim,
-        }
-        if _key(case) in done:
+    for number, case in enumerate(cases):
+        observe(f"{case.form}, S={case.length}, E={case.embed_dim}", number, len(cases))
+        if _key(_named(case)) in done:
             continue
         if budget.left() <= 0:
             left += 1
             continue
-        new = list(_measure(bench, case, form, dtype, length, embed_dim, environment))
+        with _tf32(case.dtype == "tf32"):
+            new = list(_measure(bench, case, environment))
         append(file, new)
         records += new
     observe("done", len(cases), len(cases))
     return records, left
 
 
-def _measure(
-    bench: SmallBench,
-    case: dict[str, Scalar],
-    form: str,
-    dtype: torch.dtype,
-    length: int,
-    embed_dim: int,
-    environment: Environment,
-) -> Iterator[Record]:
+def _named(case: Case) -> dict[str, Scalar]:
+    return {
+        "section": SECTION,
+        "op": "self_attention",
+        "form": case.form,
+        "dtype": case.dtype,
+        "batch": case.batch,
+        "heads": case.heads,
+        "seqlen_q": case.length,
+        "embed_dim": case.embed_dim,
+    }
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _measure(bench: SmallBench, case: Case, environment: Environment) -> Iterator[Record]:
     def record(
         metric: str,
         value: float | None,
@@ -152,13 +189,13 @@ def _measure(
     ) -> Record:
         low, high, n = (spread.low, spread.high, spread.n) if spread else (None, None, 1)
         return Record.of(
-            SUITE, {**case, **told}, metric, value, environment, peer=peer, low=low, high=high, n=n
+            SUITE, {**_named(case), **told}, metric, value, environment, peer=peer, low=low, high=high, n=n
         )
 
     contenders = []
-    for peer in PEERS[form]:
+    for peer in PEERS[case.form]:
         try:
-            contender = _prepare(bench, form, peer, dtype, length, embed_dim)
+            contender = _prepare(bench, case, peer)
             if bench.device.type == "cuda":
                 yield record("peak_memory_gib", _peak(contender.calls["fwbw"], bench.device), {}, peer)
             contenders.append(contender)
@@ -168,24 +205,24 @@ def _measure(
         told: dict[str, Scalar] = {"direction": direction, "captured": False}
         calls = {c.peer: c.calls[direction] for c in contenders}
         samples = _in_turns(calls, bench.device, bench.rounds)
+        baseline = next((name for name in BASELINES if name in samples), None)
         for peer, times in samples.items():
             spread = summarize(times)
             yield record("time_us", spread.median, told, peer, spread)
-            if peer != BASELINE and BASELINE in samples:
-                ratio = paired_ratio(samples[BASELINE], times)
-                yield record("paired_speedup", ratio.value, {**told, "baseline": BASELINE}, peer, ratio)
+            if baseline is not None and peer != baseline:
+                ratio = paired_ratio(samples[baseline], times)
+                yield record("paired_speedup", ratio.value, {**told, "baseline": baseline}, peer, ratio)
         if bench.device.type == "cuda":
             for contender in contenders:
                 spread = _captured(contender, direction, bench.device)
                 yield record("time_us", spread.median, {**told, "captured": True}, contender.peer, spread)
 
 
-def _prepare(
-    bench: SmallBench, form: str, peer: str, dtype: torch.dtype, length: int, embed_dim: int
-) -> Contender:
-    layer = build(form, peer, embed_dim, bench.heads, bench.device, dtype, bench.seed)
+def _prepare(bench: SmallBench, case: Case, peer: str) -> Contender:
+    dtype = case.element()
+    layer = build(case.form, peer, case.embed_dim, case.heads, bench.device, dtype, bench.seed)
     generator = torch.Generator(bench.device).manual_seed(bench.seed)
-    shape = (bench.batch, length, embed_dim)
+    shape = (case.batch, case.length, case.embed_dim)
     x, grad = (torch.randn(shape, generator=generator, device=bench.device).to(dtype) for _ in range(2))
     tracked = x.clone().requires_grad_()
     leaves = (tracked, *layer.leaves)

@@ -1,9 +1,10 @@
 """The layers that `bench attention --suite small` compares, each over the same weights.
 
-Three forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`);
+Forms: `shared`, in which the heads share one projection of [3 D, D] (`fuseline.nn.SelfAttention`);
 `full`, with rows of the projection for each head, as `torch.nn.MultiheadAttention` has it; and `block`, a
 transformer block around the latter (`fuseline.nn.TransformerEncoderLayer`): y = x + attention(norm(x)),
-y + W_2 gelu(W_1 norm(y)), W_1 of 4 E rows.
+y + W_2 gelu(W_1 norm(y)), W_1 of 4 E rows; and `bar`, which is `full` at the sizes that the layer was
+made for, beside the module over torch's attention alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PEERS = {
     "shared": ("python", "aten", "fuseline", "sdpa"),
     "full": ("python", "aten", "fuseline", "sdpa", "mha"),
     "block": ("python", "fuseline", "sdpa", "eager"),
+    "bar": ("fuseline", "sdpa"),
 }
 """The peers of each form. `sdpa`: the module over torch's attention; `mha` and `eager`: torch's own
 MultiheadAttention and TransformerEncoderLayer."""

@@ -30,6 +30,7 @@ FORMS = {
     "shared": "one projection shared by the heads, as in the seed",
     "full": "a projection for each head, as in nn.MultiheadAttention",
     "block": "a transformer block around it, with norms and an MLP",
+    "bar": "a projection for each head, at the sizes that the kernels were made for",
 }
 # Of each peer: its name, its colour, its dash.
 PEERS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
@@ -55,9 +56,10 @@ def _section(
     index: int, device: str, torch: str, form: str, dtype: str, records: Sequence[Record]
 ) -> Section:
     first = records[0].case
+    heads = " or ".join(str(n) for n in sorted({int(r.case["heads"] or 0) for r in records}))
     blocks: list[Block | None] = [
         Words(
-            f"Batch {first['batch']}, {first['heads']} heads, {dtype}; {FORMS[form]}. As called: what a "
+            f"Batch {first['batch']}, {heads} heads, {dtype}; {FORMS[form]}. As called: what a "
             "user waits for, host included. In a CUDA graph: the kernels alone, back to back."
         )
     ]
