@@ -160,9 +160,9 @@ class Continuation:
 
     def __init__(self, cache: StaticCache, new: int, count: int) -> None:
         self._cache, self._count = cache, count
-        device = cache.lengths_B.device
-        self.positions_BT = cache.lengths_B.unsqueeze(1) + torch.arange(new, device=device)
-        self._places_S = torch.arange(count, device=device)
+        self.positions_BT = cache.lengths_B.unsqueeze(1)
+        if new > 1:  # of one token the length itself, without a launch
+            self.positions_BT = self.positions_BT + torch.arange(new, device=cache.lengths_B.device)
         self._keep: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, qkv_BTN: Tensor, heads: Heads) -> Tensor:
@@ -189,7 +189,8 @@ class Continuation:
     def _visible(self, window: int | None) -> Tensor:
         """[B, 1, T, S], True where a position may be seen; the same in all layers of one window."""
         if window not in self._keep:
-            ages_BTS = self.positions_BT.unsqueeze(-1) - self._places_S
+            places_S = torch.arange(self._count, device=self.positions_BT.device)
+            ages_BTS = self.positions_BT.unsqueeze(-1) - places_S
             keep_BTS = ages_BTS >= 0
             if window is not None:
                 keep_BTS &= ages_BTS < window
