@@ -121,3 +121,22 @@ def test_sums_over_many_tokens_are_those_of_float64(items: int, n: int) -> None:
     torch.testing.assert_close(grad.double(), exact, rtol=1e-5, atol=1e-3)
     (again,) = torch.autograd.grad(ops.embedding(tokens, weight), weight, grad_out)
     assert torch.equal(grad, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(70_003, 31), (4_099, 1_000), (515, 4_096), (640, 50_257), (17, 131_072)])
+def test_a_bias_gets_the_sums_of_many_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows joined to whole accesses, shared by blocks side by side, and too wide for one wave of blocks."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, grad_out = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    bias = torch.randn(shape[1], device="cuda", generator=generator).to(dtype)
+    grads = []
+    for kind in (torch.float64, dtype, dtype):
+        leaves = [tensor.to(kind).detach().requires_grad_() for tensor in (x, bias)]
+        y = ops.gelu(*leaves) if kind is dtype else F.gelu(leaves[0] + leaves[1], approximate="tanh")
+        grads.append(torch.autograd.grad(y, leaves, grad_out.to(kind)))
+    for exact, ours, again in zip(*grads, strict=True):
+        error = torch.linalg.vector_norm(ours.double() - exact) / torch.linalg.vector_norm(exact)
+        assert error < (2e-6 if dtype is torch.float32 else 4e-3)
+        assert torch.equal(ours, again)
