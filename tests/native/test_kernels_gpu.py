@@ -243,12 +243,17 @@ def test_an_outlier_costs_no_precision(kernels: Kernels) -> None:
         torch.testing.assert_close(rstd.double(), exact_rstd, rtol=4e-6, atol=0.0, msg=f"n {n}")
 
 
-def test_constant_rows_give_the_bias(kernels: Kernels) -> None:
-    for n in (8, 1000, 1024, 65536):
-        weight, bias = weights_for(n, torch.float32)
-        x, y = torch.full((3, n), 0.1, device=DEVICE), place(3, n, torch.float32)
-        kernels.layer_norm_forward(x, weight, bias, y, None, None)
-        torch.testing.assert_close(y, bias.expand_as(y), rtol=0, atol=1e-4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constant_rows_give_the_bias(kernels: Kernels, dtype: torch.dtype) -> None:
+    for n in (8, 31, 768, 1000, 1024, 4096, 16384, 50257, 65536):
+        for value in (0.1, 1000.0):
+            for rows in (3, 2000):
+                weight, bias = weights_for(n, dtype)
+                x, y = torch.full((rows, n), value, device=DEVICE, dtype=dtype), place(rows, n, dtype)
+                kernels.layer_norm_forward(x, weight, bias, y, None, None)
+                atol = 1e-4 if dtype == torch.float32 else 1e-2
+                what = f"{rows} x {n}: {value}"
+                torch.testing.assert_close(y, bias.expand_as(y), rtol=0, atol=atol, msg=what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

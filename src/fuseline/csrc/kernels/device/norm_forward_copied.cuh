@@ -16,14 +16,17 @@ struct FetchedPlan {
   size_t bytes = 0;
 };
 
-// For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for x alone: a sum has as many
-// bytes a block.
-inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, int most,
+// For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
+// has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
+// against 0.947 in a layer norm.
+inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred, int most,
                                 const Device& device) {
   FetchedPlan plan;
   constexpr int kMostWarps = kMostThreads / kWarp;
-  plan.cluster = std::min(choice.cluster * tensors, most);
+  plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, kMostWarps);
+  if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
+  plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
   if (rows * plan.cluster <= device.processors) plan.warps = kMostWarps;
@@ -37,13 +40,13 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
 }
 
 template <class T, bool kAdded>
-bool run_fetched(NormForward a, bool aligned, int most, const Device& device, void* stream, int& error) {
+bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
-  const int64_t vectors = aligned ? a.n / kVector<T> : divide_up(a.n + kVector<T> - 1, kVector<T>);
-  const FetchedPlan plan = plan_fetched(*choice, a.rows, vectors, kAdded ? 2 : 1, most, device);
+  const FetchedPlan plan =
+      plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, most, device);
   if (plan.warps == 0) return false;
-  const auto kernel = aligned ? norm_forward_fetched<T, kAdded, true> : norm_forward_fetched<T, kAdded, false>;
+  const auto kernel = norm_forward_fetched<T, kAdded>;
   int count = 0;
   cudaError_t failed = cudaSuccess;
   if (plan.cluster > kMaxCluster) {
@@ -53,7 +56,7 @@ bool run_fetched(NormForward a, bool aligned, int most, const Device& device, vo
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
   if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
-    return cudaGetLastError(), run_fetched<T, kAdded>(a, aligned, kMaxCluster, device, stream, error);
+    return cudaGetLastError(), run_fetched<T, kAdded>(a, kMaxCluster, device, stream, error);
   }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
@@ -82,9 +85,9 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
     offsets += offset;
   }
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
-  if (!in_vectors && a.n <= kLongestNorm) return run_tiled<T, kAdded>(a, offsets, device, stream, error);
-  const bool aligned = in_vectors && offset_in_vector(a.weight) == 0 && offset_in_vector(a.bias) == 0;
-  return run_fetched<T, kAdded>(a, aligned, kMostBlocks, device, stream, error);
+  if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded>(a, offsets, device, stream, error);
+  if (offset_in_vector(a.weight) != 0 || offset_in_vector(a.bias) != 0) return false;
+  return run_fetched<T, kAdded>(a, kMostBlocks, device, stream, error);
 }
 
 }  // namespace fuseline

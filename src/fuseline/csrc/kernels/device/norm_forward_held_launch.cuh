@@ -8,19 +8,22 @@ namespace fuseline {
 
 constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
 constexpr int kMostHeld = 4;   // vectors of a thread; 2 of each tensor where a sum is made on the way
+constexpr int kMostEarly = 192;  // threads of a block whose weights, four vectors a thread, come with the row
 
 struct HeldPlan {
   int held = 0;           // vectors a thread holds; 0: rows are not held
   int threads = 0;        // of a block that share a row
   bool one_warp = false;  // has the whole row
+  bool early = false;     // of rows in blocks, weights of four vectors are on their way with these
   int beside = 1;         // rows a block has at a time
   int rows = 1;           // and in all
   int cluster = 1;        // blocks share a row
 };
 
-// As many blocks as hold `vectors`, and the threads of each. No vectors held: a cluster does not hold them.
-inline void share_blocks(HeldPlan& plan, int64_t vectors, bool clusters) {
-  while (clusters && plan.cluster < kMaxCluster && vectors > int64_t(plan.cluster) * kMostThreads * plan.held) {
+// As many blocks as hold `vectors`, of `most` threads while there are more, and the threads of each. No vectors held: a
+// cluster does not hold them.
+inline void share_blocks(HeldPlan& plan, int64_t vectors, bool clusters, int most = kMostThreads) {
+  while (clusters && plan.cluster < kMaxCluster && vectors > int64_t(plan.cluster) * most * plan.held) {
     plan.cluster *= 2;
   }
   plan.threads = int(divide_up(divide_up(vectors, plan.held * plan.cluster), kWarp)) * kWarp;
@@ -39,14 +42,15 @@ inline void share_warps(HeldPlan& plan, int64_t rows, int block, bool few, const
 
 // Few rows are spread over all threads that there are, one vector each while these last: a warp alone issues instructions
 // for longer than warps take to meet. In us, LayerNorm of 128 x 4,096 elements of 16 bits: 512 threads of one vector 2.82, 256
-// of two 3.38; clusters of 2 blocks of 256 2.96, of 4 of 128 3.18.
+// of two 3.38; clusters of 2 blocks of 256 2.96, of 4 of 128 3.18. Of 4 rows, blocks of 128: 1.68, of 256 1.73, one of 512
+// 1.84.
 inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
   const int64_t threads = int64_t(device.processors) * 1024;
   if (rows * vectors > 2 * threads) return false;
   const int64_t most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;  // threads of a row
   plan.held = rows * vectors > threads || vectors > most ? 2 : 1;
   if (vectors > kWarp * plan.held) {
-    share_blocks(plan, vectors, device.clusters);
+    share_blocks(plan, vectors, device.clusters, rows * 4 <= device.processors ? 128 : kMostThreads);
     return plan.held > 0;
   }
   plan.threads = int(divide_up(vectors, plan.held));
@@ -54,18 +58,27 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
   return true;
 }
 
-// Of x alone: as the table says.
+// Of x alone: as the table says, but few rows. Those that a warp has without idle lanes are its where a multiprocessor has
+// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row.
 inline HeldPlan plan_held(int64_t rows, int64_t vectors, const RowChoice* choice, const Device& device) {
   HeldPlan plan;
-  if (!row_overrides[FUSELINE_LAYER_NORM_FORWARD].given && plan_few_held(plan, rows, vectors, device)) return plan;
+  const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
+  const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
+  if (!given && !warps && plan_few_held(plan, rows, vectors, device)) return plan;
   plan = {};
-  if (!choice || choice->stages > 0 || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
+  if (!choice || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
+  if (choice->stages > 0 && device.clusters) return plan;  // they wait in shared memory
   plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
   const int most = vectors > kWarp * plan.held ? kMostThreads : kWarp;
   while (divide_up(vectors, plan.held) > most) plan.held *= 2;
   plan.threads = int(divide_up(vectors, plan.held));
   if (plan.threads > kWarp) {
     share_blocks(plan, vectors, false);
+    // Registers for the weights of four vectors, too, in small blocks whose threads all have four: 0.980, 0.983 and 0.981 of
+    // the copy bandwidth against 0.971, 0.961 and 0.963 at 2,048, 3,072 and 4,096 elements of 16 bits, the same at 8,192; with
+    // threads idle, at 1,600, 0.903 against 0.950.
+    const int64_t slots = int64_t(plan.threads) * plan.held;
+    plan.early = plan.held == kMostHeld && plan.threads <= kMostEarly && (slots - vectors) * 8 <= vectors;
     return plan;
   }
   // Three vectors a thread leave none idle: rows of 384, and of 768.
@@ -78,16 +91,18 @@ inline HeldPlan plan_held(int64_t rows, int64_t vectors, const RowChoice* choice
 
 // Of a sum: two vectors of each tensor a thread read 0.972, 0.979 and 0.980 of the copy bandwidth at 1,024, 4,096 and 8,192
 // elements of 16 bits, one 0.973, 0.889 and less, four 0.975 (of a warp's rows), 0.976 and 0.972. A row of up to 8,192 is a
-// block's; clusters of two and of four read the same there, and have those of up to 16,384.
-inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, const Device& device) {
-  constexpr int kMostOfSum = 2, kMostShared = 2;  // vectors, and blocks of a row
+// block's. Clusters of blocks of 256 threads have longer ones, 0.982 at 16,384 and 0.976 at 32,768, where rows that wait in
+// shared memory read 0.971 and 0.964; at 65,536 these read 0.962, blocks of 512 threads 0.953.
+inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, const Device& device) {
+  constexpr int kMostOfSum = 2;  // vectors
+  const int most = masked ? kMostThreads : kMostThreads / 2, blocks = masked ? 2 : kMaxCluster;
   HeldPlan plan;
   if (plan_few_held(plan, rows, vectors, device)) return plan;
   plan = {};
-  if (vectors > int64_t(kMostThreads) * kMostOfSum * kMostShared) return plan;
+  if (vectors > int64_t(most) * kMostOfSum * blocks) return plan;
   plan.held = vectors <= 8 ? 1 : kMostOfSum;
   if (vectors > kWarp * plan.held) {
-    share_blocks(plan, vectors, device.clusters);
+    share_blocks(plan, vectors, device.clusters, vectors > int64_t(kMostThreads) * kMostOfSum ? most : kMostThreads);
     return plan;
   }
   plan.threads = int(divide_up(vectors, plan.held));
@@ -112,13 +127,18 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
     if (plan.held == 1) return of(Holding<1, 1, true, kEarly, kShort, 4>{});
     if (plan.held == 2) return of(Holding<2, 1, true, kEarly, kShort, 4>{});
     if constexpr (!kAdded) {
-      if (plan.held == 3) return of(Holding<3, 1, true, false, kShort, 4>{});
-      return of(Holding<4, 1, true, false, kShort, 4>{});
+      if (plan.held == 3) return of(Holding<3, 1, true, true, kShort, 3>{});
+      return of(Holding<4, 1, true, true, kShort, 2>{});
     }
   }
   if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2>{});
   if (plan.held == 2) return of(Holding<2, 1, false, kEarly, kLong, 2>{});
-  if constexpr (!kAdded) return of(Holding<4, 1, false, false, kLong, 2>{});
+  if constexpr (!kAdded) {
+    if constexpr (!std::is_same_v<T, __half>) {  // whose numbers take registers more
+      if (plan.early) return of(Holding<4, 1, false, true, 256, 3>{});
+    }
+    return of(Holding<4, 1, false, false, kLong, 2>{});
+  }
   return nullptr;
 }
 
@@ -137,7 +157,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const HeldPlan plan =
-      kAdded ? plan_held_sum(a.rows, vectors, device) : plan_held(a.rows, vectors, choice, device);
+      kAdded ? plan_held_sum(a.rows, vectors, kMasked, device) : plan_held(a.rows, vectors, choice, device);
   if (plan.held == 0) return false;
   a.cluster = plan.cluster;
   error = launch(held_kernel<T, kAdded, kMasked>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,

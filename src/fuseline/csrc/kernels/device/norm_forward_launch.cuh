@@ -37,7 +37,8 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   const RowChoice* const of_bytes = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(X), n);
   const int64_t slots = aligned ? n / kSize : divide_up(n + kSize - 1, kSize);
   const bool one_warp = slots <= kWarp * kMost;
-  const bool wants_waiting = !of_bytes || of_bytes->stages > 0;
+  constexpr int64_t kRegisters = int64_t(kMostThreads) * 4 * 16;  // bytes of a row that a block's registers hold
+  const bool wants_waiting = !of_bytes || (of_bytes->stages > 0 && (aligned || n * int64_t(sizeof(X)) > kRegisters));
   if (slots > int64_t(kMostThreads) * kMost || (wants_waiting && !one_warp)) {
     constexpr int kBytes = kWaitingBytes<X, Y, kAdded>, kParts = kVector<X>;
     const int64_t parts = divide_up(n + kParts - 1, kParts);

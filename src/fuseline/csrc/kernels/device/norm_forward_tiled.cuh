@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
     weight[k] = a.weight && i < n ? weight_at<T>(a.weight, a.fp32_weights, i) : 1.f;
     bias[k] = a.bias && i < n ? weight_at<T>(a.bias, a.fp32_weights, i) : 0.f;
   }
-  const float inverse = 1.f / float(n), inverse_threads = 1.f / float(group.threads);
+  const float inverse = 1.f / float(n);
   __syncthreads();
   barrier_wait(&arrived, 0);
 #pragma unroll 1
@@ -62,18 +62,15 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
         values[k][0] = to_float(row[i]);
       }
     }
-    const Moments whole = moments_near<T>(
+    const Moments whole = moments_of<T>(
         values, float(n), inverse, a.centred, [&](int k) { return group.lane + k * group.threads < inside; },
-        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); },
-        [&](float value) {
-          return sizeof(T) == 4 ? group.warp_sum(value) * inverse_threads : __shfl_sync(kAllLanes, value, 0, group.width);
-        });
-    const Standard<T> standard(whole.mean, rstd_of<T>(whole.squares, inverse, a.eps));
-    if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, standard.rstd);
+        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); });
+    const float rstd = rstd_of<T>(whole.squares, inverse, a.eps);
+    if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, rstd);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const int i = group.lane + k * group.threads;
-      if (i < inside) y[i] = from_float<T>(fmaf(standard(values[k][0]), weight[k], bias[k]));
+      if (i < inside) y[i] = from_float<T>(fmaf((values[k][0] - whole.mean) * rstd, weight[k], bias[k]));
     }
   }
   show_to_copies();

@@ -131,13 +131,14 @@ __device__ __forceinline__ Moments combine_near(const Moments* states, int count
   return centred ? about_mean(near, sums, n, inverse_n) : Moments{0.f, sums.y, n, 0.f};
 }
 
-// A row's mean and 1 / its deviation, as its elements need them. Those of 16 bits have means of at most 2^11 deviations,
-// so that one operation is enough.
+// A row's mean and 1 / its deviation, as its elements need them. One operation is enough for those of 16 bits where the mean
+// is near, as deviations go: farther away, as in a row of equal elements, their distances are taken first (normalize).
 template <class T>
 struct Standard {
   float mean, rstd, shift;
   __device__ __forceinline__ Standard() {}
   __device__ __forceinline__ Standard(float mean, float rstd) : mean(mean), rstd(rstd), shift(-mean * rstd) {}
+  __device__ __forceinline__ bool is_near() const { return sizeof(T) == 4 || fabsf(shift) <= 1024.f; }
   __device__ __forceinline__ float operator()(float value) const {
     return sizeof(T) == 4 ? (value - mean) * rstd : fmaf(value, rstd, shift);
   }
