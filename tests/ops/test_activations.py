@@ -133,9 +133,9 @@ def test_a_bias_gets_the_sums_of_many_rows(shape: tuple[int, int], dtype: torch.
     bias = torch.randn(shape[1], device="cuda", generator=generator).to(dtype)
     grads = []
     for kind in (torch.float64, dtype, dtype):
-        leaves = [tensor.to(kind).detach().requires_grad_() for tensor in (x, bias)]
-        y = ops.gelu(*leaves) if kind is dtype else F.gelu(leaves[0] + leaves[1], approximate="tanh")
-        grads.append(torch.autograd.grad(y, leaves, grad_out.to(kind)))
+        z, b = (tensor.to(kind).detach().requires_grad_() for tensor in (x, bias))
+        y = ops.gelu(z, b) if kind is dtype else F.gelu(z + b, approximate="tanh")
+        grads.append(torch.autograd.grad(y, (z, b), grad_out.to(kind)))
     for exact, ours, again in zip(*grads, strict=True):
         error = torch.linalg.vector_norm(ours.double() - exact) / torch.linalg.vector_norm(exact)
         assert error < (2e-6 if dtype is torch.float32 else 4e-3)
