@@ -94,12 +94,13 @@ inline HeldPlan plan_held(int64_t rows, int64_t vectors, const RowChoice* choice
 // block's. Clusters of blocks of 256 threads have longer ones, 0.982 at 16,384 and 0.976 at 32,768, where rows that wait in
 // shared memory read 0.971 and 0.964; at 65,536 these read 0.962, blocks of 512 threads 0.953.
 inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, const Device& device) {
-  constexpr int kMostOfSum = 2;  // vectors
-  const int most = masked ? kMostThreads : kMostThreads / 2, blocks = masked ? 2 : kMaxCluster;
+  constexpr int kMostOfSum = 2, kFewer = kMostThreads / 2;  // vectors, and threads
+  // Masked rows have nothing that waits in shared memory as well.
+  const int most = masked && vectors > int64_t(kFewer) * kMostOfSum * kMaxCluster ? kMostThreads : kFewer;
   HeldPlan plan;
   if (plan_few_held(plan, rows, vectors, device)) return plan;
   plan = {};
-  if (vectors > int64_t(most) * kMostOfSum * blocks) return plan;
+  if (vectors > int64_t(most) * kMostOfSum * kMaxCluster) return plan;
   plan.held = vectors <= 8 ? 1 : kMostOfSum;
   if (vectors > kWarp * plan.held) {
     share_blocks(plan, vectors, device.clusters, vectors > int64_t(kMostThreads) * kMostOfSum ? most : kMostThreads);
