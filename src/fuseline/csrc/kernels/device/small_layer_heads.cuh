@@ -41,9 +41,10 @@ template <class Math, int kRows, int kParts, bool kWarpgroups>
 struct HeadsShape {
   using E = typename Math::Element;
   static constexpr int kColumns = 3 * kHeadsWidth / kParts, kShare = kHeadsWidth / kParts;
-  // Without tensor cores shared memory is what limits, of which a square of sums reads least.
+  // Without tensor cores shared memory is what limits, of which a square of sums reads least (8 x (64, 256): 29.8 us with 3
+  // wide, 30.9 with 6); few rows would rather be shared by all warps (8 x (16, 512): 23.0 and 22.4).
   static constexpr bool kSquare = std::is_same_v<Math, Exact>;
-  static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare ? 3 : 6;
+  static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare && kRows > 32 ? 3 : 6;
   static constexpr int kSplits = kWarps / (kRows / (16 * kTall) * (kColumns / (8 * kWide)));
   using Product = std::conditional_t<kWarpgroups, WarpgroupProduct<Math, kRows, kColumns, 128 / kRows>,
                                      ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>>;
