@@ -18,7 +18,9 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", pa
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-@pytest.mark.parametrize("program", ["sanitized.py", "sanitized_attention.py", "sanitized_decode.py"])
+@pytest.mark.parametrize(
+    "program", ["sanitized.py", "sanitized_attention.py", "sanitized_layer.py", "sanitized_decode.py"]
+)
 def test_every_op_is_clean(program: str, tool: str) -> None:
     assert TOOL is not None
     # Only our own kernels: torch's are not ours to judge, and take most of the time.
