@@ -144,7 +144,7 @@ def self_attention_layer(
             f"{', '.join(IMPLEMENTATIONS)}."
         )
     kv = num_heads if num_kv_heads is None else num_kv_heads
-    fused = implementation == "fused"
+    fused = implementation == "fused" and x.is_cuda  # elsewhere as `aten`, which keeps the weights
     if fused and not dropout_p and mask is None and key_padding is None and not is_dynamo_compiling():
         out = direct.self_attention_layer(
             x,
