@@ -8,6 +8,8 @@ namespace fuseline {
 
 constexpr int kPartialsColumns = 8;  // a sector of each row
 constexpr int kPartialsRows = 128;
+constexpr int kFewPartials = 64;  // up to which a thread adds up a column alone: long rows have thousands of columns
+constexpr int kFewPartialsBlock = 128;
 
 struct Partials {
   const float* from;
@@ -49,9 +51,29 @@ __global__ void __launch_bounds__(kPartialsColumns* kPartialsRows) add_partials(
 }
 
 template <class T>
+__global__ void __launch_bounds__(kFewPartialsBlock) add_few_partials(const Partials a) {
+  let_next_start();
+  wait_for_earlier();
+  const int64_t c = int64_t(blockIdx.x) * kFewPartialsBlock + threadIdx.x;
+  if (c >= a.n) return;
+  float sum = 0.f;
+#pragma unroll 8
+  for (int64_t p = 0; p < a.count; ++p) sum += a.from[p * a.n + c];
+  if (a.fp32_result) {
+    static_cast<float*>(a.result)[c] = sum;
+  } else {
+    static_cast<T*>(a.result)[c] = from_float<T>(sum);
+  }
+}
+
+template <class T>
 int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, bool fp32_result,
                      const Device& device, void* stream) {
   const Partials a{partials, count, n, result, fp32_result};
+  if (count <= kFewPartials && n >= int64_t(kFewPartials) * kFewPartialsBlock) {
+    return launch(add_few_partials<T>, a, divide_up(n, kFewPartialsBlock), dim3(kFewPartialsBlock), 0, 1, stream,
+                  device.clusters);
+  }
   return launch(add_partials<T>, a, divide_up(n, kPartialsColumns), dim3(kPartialsColumns, kPartialsRows), 0, 1, stream,
                 device.clusters);
 }
