@@ -150,3 +150,30 @@ def test_atens_gradients_in_a_graph_are_the_eager_ones() -> None:
             for tensor, near in zip(one, wanted, strict=True):
                 torch.testing.assert_close(tensor, near, rtol=1e-4, atol=1e-4)
     assert torch.equal(gradients()[1], wanted[1])
+
+
+@pytest.mark.gpu
+def test_atens_graphs_are_replayed_at_once() -> None:
+    held = []
+    for E, length, batch in ((512, 64, 16), (768, 96, 8)):
+        torch.manual_seed(E)
+        layer = SelfAttention(E, 8, implementation="aten", device="cuda")
+        x = torch.randn(batch, length, E, device="cuda", requires_grad=True)
+        grad_out = torch.randn_like(x)
+        leaves = (x, *layer.parameters())
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            expected = torch.autograd.grad(layer(x), leaves, grad_out)
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                found = torch.autograd.grad(layer(x), leaves, grad_out)
+        held.append((stream, graph, found, expected, layer, leaves, grad_out))
+    for _ in range(20):
+        for stream, graph, *_ in held:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, _, found, expected, *_ in held:
+            for ours, eager in zip(found, expected, strict=True):
+                assert (ours - eager).norm() <= 1e-4 * eager.norm()

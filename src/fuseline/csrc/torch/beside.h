@@ -10,6 +10,7 @@
 
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "fuseline_small_layer.h"
 #include "fuseline_torch.h"
@@ -24,12 +25,12 @@ public:
         const c10::impl::VirtualGuardImpl device(x.device().type());
         const c10::Stream current = device.getStream(x.device());
         if (!captured(current.native_handle())) return;
-        // One for each device: cuBLAS keeps a workspace for each stream that it sees.
-        static thread_local std::map<c10::DeviceIndex, c10::Stream> seconds;
-        auto found = seconds.find(x.device().index());
-        if (found == seconds.end()) {
-            found = seconds.emplace(x.device().index(), device.getStreamFromGlobalPool(x.device())).first;
-        }
+        // One beside each stream, as cuBLAS keeps a workspace for each that it sees: graphs that were captured on two
+        // streams may be replayed at once.
+        static thread_local std::map<std::pair<c10::DeviceIndex, c10::StreamId>, c10::Stream> seconds;
+        const auto place = std::make_pair(x.device().index(), current.id());
+        auto found = seconds.find(place);
+        if (found == seconds.end()) found = seconds.emplace(place, device.getStreamFromGlobalPool(x.device())).first;
         if (found->second != current) current_ = current, second_ = found->second;
     }
 
