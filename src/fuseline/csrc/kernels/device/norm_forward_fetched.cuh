@@ -64,17 +64,21 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
       other.fetch(branch, arrived);
     }
   }
-  // The weights of a piece, of rows' dtype: those of the first are on their way with the row, the next ones' once these are used.
+  // The weights of a piece, of rows' dtype; those of the first are on their way with the row. To ask for the next ones while
+  // these are used reads 0.90 at 65,536 elements instead of 0.945: what a piece sends waits for them, too.
   const bool keeps = sizeof(T) == 4 || !a.fp32_weights;
   uint4 weight[kPiece], bias[kPiece];
-  const auto take_weights = [&](int k, int slot) {
-    weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
-    if (!keeps || slot >= part.count) return;
-    if (a.weight) weight[k] = __ldg(static_cast<const uint4*>(a.weight) + part.first + slot);
-    if (a.bias) bias[k] = __ldg(static_cast<const uint4*>(a.bias) + part.first + slot);
-  };
+  const auto take_weights = [&](int piece) {
 #pragma unroll
-  for (int k = 0; k < kPiece; ++k) take_weights(k, k * kWarp + lane);
+    for (int k = 0; k < kPiece; ++k) {
+      const int slot = piece * kPieceSlots + k * kWarp + lane;
+      weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
+      if (!keeps || slot >= part.count) continue;
+      if (a.weight) weight[k] = __ldg(static_cast<const uint4*>(a.weight) + part.first + slot);
+      if (a.bias) bias[k] = __ldg(static_cast<const uint4*>(a.bias) + part.first + slot);
+    }
+  };
+  take_weights(0);
 
   const int own = part.count * kSize;  // elements of this warp
   const float inverse_n = 1.f / float(n), inverse = 1.f / float(max(own, 1));
@@ -140,6 +144,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
   const bool quick = keeps && standard.is_near();
 #pragma unroll 1
   for (int piece = 0; piece < part.pieces(); ++piece) {
+    if (piece > 0) take_weights(piece);
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + lane;
@@ -150,7 +155,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
         float weights[kSize], biases[kSize];
         unpack<T>(weight[k], weights);
         unpack<T>(bias[k], biases);
-        take_weights(k, slot + kPieceSlots);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weights[i], biases[i]);
       } else {

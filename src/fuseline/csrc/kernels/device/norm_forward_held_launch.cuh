@@ -8,7 +8,7 @@ namespace fuseline {
 
 constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
 constexpr int kMostHeld = 4;   // vectors of a thread; 2 of each tensor where a sum is made on the way
-constexpr int kMostEarly = 192;  // threads of a block whose weights, four vectors a thread, come with the row
+constexpr int kMostEarly = 128;  // threads of a block whose weights, four vectors a thread, come with the row
 
 struct HeldPlan {
   int held = 0;           // vectors a thread holds; 0: rows are not held
@@ -59,24 +59,25 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
 }
 
 // Of x alone: as the table says, but few rows. Those that a warp has without idle lanes are its where a multiprocessor has
-// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row.
-inline HeldPlan plan_held(int64_t rows, int64_t vectors, const RowChoice* choice, const Device& device) {
+// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms: an RMS norm of a row that
+// registers can hold reads 0.978 in them at 16,384, 0.975 in shared memory.
+inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const RowChoice* choice, const Device& device) {
   HeldPlan plan;
   const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
   if (!given && !warps && plan_few_held(plan, rows, vectors, device)) return plan;
   plan = {};
   if (!choice || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
-  if (choice->stages > 0 && device.clusters) return plan;  // they wait in shared memory
+  if (choice->stages > 0 && device.clusters && centred) return plan;  // they wait in shared memory
   plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
   const int most = vectors > kWarp * plan.held ? kMostThreads : kWarp;
   while (divide_up(vectors, plan.held) > most) plan.held *= 2;
   plan.threads = int(divide_up(vectors, plan.held));
   if (plan.threads > kWarp) {
     share_blocks(plan, vectors, false);
-    // Registers for the weights of four vectors, too, in small blocks whose threads all have four: 0.980, 0.983 and 0.981 of
-    // the copy bandwidth against 0.971, 0.961 and 0.963 at 2,048, 3,072 and 4,096 elements of 16 bits, the same at 8,192; with
-    // threads idle, at 1,600, 0.903 against 0.950.
+    // Registers for the weights of four vectors, too, in small blocks whose threads all have four: 0.983, 0.985 and 0.988 of
+    // the copy bandwidth against 0.971, 0.961 and 0.963 at 2,048, 3,072 and 4,096 elements of 16 bits. At 5,120 0.924 against
+    // 0.969, at 8,192 the same; with threads idle, at 1,600, 0.903 against 0.950.
     const int64_t slots = int64_t(plan.threads) * plan.held;
     plan.early = plan.held == kMostHeld && plan.threads <= kMostEarly && (slots - vectors) * 8 <= vectors;
     return plan;
@@ -158,7 +159,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const HeldPlan plan =
-      kAdded ? plan_held_sum(a.rows, vectors, kMasked, device) : plan_held(a.rows, vectors, choice, device);
+      kAdded ? plan_held_sum(a.rows, vectors, kMasked, device) : plan_held(a.rows, vectors, a.centred, choice, device);
   if (plan.held == 0) return false;
   a.cluster = plan.cluster;
   error = launch(held_kernel<T, kAdded, kMasked>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,

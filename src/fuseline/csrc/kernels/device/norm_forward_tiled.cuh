@@ -62,9 +62,13 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
         values[k][0] = to_float(row[i]);
       }
     }
-    const Moments whole = moments_of<T>(
-        values, float(n), inverse, a.centred, [&](int k) { return group.lane + k * group.threads < inside; },
-        [](int, int) { return false; }, [&](auto value) { return group.warp_sum(value); });
+    const auto has = [&](int k) { return group.lane + k * group.threads < inside; };
+    const auto has_part = [](int, int) { return false; };
+    const auto sum = [&](auto value) { return group.warp_sum(value); };
+    const auto first_of = [&](float value) { return __shfl_sync(kAllLanes, value, 0, group.width); };
+    const Moments whole =
+        sizeof(T) == 4 ? moments_of<T>(values, float(n), inverse, a.centred, has, has_part, sum)
+                       : moments_near<T>(values, float(n), inverse, a.centred, has, has_part, sum, first_of);
     const float rstd = rstd_of<T>(whole.squares, inverse, a.eps);
     if (group.lane == 0 && at < rows) keep_statistics(a, first + at, whole.mean, rstd);
 #pragma unroll
