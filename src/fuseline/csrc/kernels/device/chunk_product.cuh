@@ -136,13 +136,11 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[kTall][kWide][4], u
   }
 }
 
-// The ring of chunks of a block, its barriers behind each other in shared memory. `sharers`: the blocks of the cluster, by
-// bits and this one among them, that fetch chunks for it and it for them; none if it is alone.
+// The ring of chunks of a block, its barriers behind each other in shared memory.
 struct ChunkRing {
   uint32_t stages_at;
   uint64_t *full, *empty;
   int stages, chunks;
-  uint32_t sharers = 0;
 };
 
 // A warp has 16 * kTall rows of A and 8 * kWide of B; kSplits warps have the same and share the chunks.
@@ -152,7 +150,6 @@ struct ChunkProduct {
   using Element = typename Math::Element;
   using Sums = float[kTall][kWide][4];
   static constexpr int kRows = kRowsA, kColumns = kRowsB, kSplitsOfChunks = kSplits;
-  static constexpr bool kShares = false;  // chunks with other blocks of the cluster
   static constexpr int kDown = kRowsA / (16 * kTall), kAcross = kRowsB / (8 * kWide);
   static constexpr int kReaders = kDown * kAcross;  // warps that read a chunk
   static_assert(kReaders * kSplits == kWarps);
@@ -175,7 +172,7 @@ struct ChunkProduct {
   static __device__ __forceinline__ void begin(const ChunkRing& ring) {
     if (int(threadIdx.x) < ring.stages) {
       barrier_init(ring.full + threadIdx.x, 1);
-      barrier_init(ring.empty + threadIdx.x, kReaders * max(1, __popc(ring.sharers)));
+      barrier_init(ring.empty + threadIdx.x, kReaders);
       publish_barriers();
     }
   }

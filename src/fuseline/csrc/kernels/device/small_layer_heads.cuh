@@ -27,8 +27,7 @@ struct SmallLayerForwardHeads {
   CUtensorMap x, weight;
   SmallLayer<E> layer;
   int batches_log2;      // batch elements of a row group
-  int groups_log2;       // row groups of a cluster, which fetch their weights for each other
-  bool multicast;        // blocks of a cluster fetch for each other what they share
+  int groups_log2;       // row groups of a cluster: if there are two, all its blocks fetch for each other
   int seqlen_log2;       // rows of each, a power of two
   int head_dim_log2;
   int tasks_log2;        // of 16 queries and a head, that a block attends for
@@ -42,9 +41,9 @@ struct HeadsShape {
   using E = typename Math::Element;
   static constexpr int kColumns = 3 * kHeadsWidth / kParts, kShare = kHeadsWidth / kParts;
   // Without tensor cores shared memory is what limits, of which a square of sums reads least (8 x (64, 256): 29.8 us with 3
-  // wide, 30.9 with 6); few rows would rather be shared by all warps (8 x (16, 512): 23.0 and 22.4).
+  // wide, 30.9 with 6; 8 x (16, 512): 23.0 and 25.4).
   static constexpr bool kSquare = std::is_same_v<Math, Exact>;
-  static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare && kRows > 32 ? 3 : 6;
+  static constexpr int kTall = kRows == 128 || kSquare ? 2 : 1, kWide = kSquare ? 3 : 6;
   static constexpr int kSplits = kWarps / (kRows / (16 * kTall) * (kColumns / (8 * kWide)));
   using Product = std::conditional_t<kWarpgroups, WarpgroupProduct<Math, kRows, kColumns, 128 / kRows>,
                                      ChunkProduct<Math, kRows, kColumns, kTall, kWide, kSplits>>;
@@ -52,6 +51,7 @@ struct HeadsShape {
   static constexpr int kPitch = padded<E>(3 * kHeadsWidth);  // of q, k and v
   static constexpr int kTileBytes = kRows * kPitch * int(sizeof(E));
   static constexpr bool kReuses = kRows == 128;  // q, k and v lie where the chunks lay
+  static constexpr bool kShares = kWarpgroups && kRows == 64;  // what is fetched, with blocks of its cluster
   static constexpr bool kDirect = kWarpgroups && kRows == 128;  // a thread's sums are all of theirs
 };
 
@@ -73,12 +73,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.barriers);
   float* const biases = reinterpret_cast<float*>(memory + of.biases);
-  const bool multicast = Product::kShares && of.multicast;
-  // The blocks that have the same rows, and those that have the same weights.
-  const uint32_t same_rows = ((1u << kParts) - 1) << first_block;
-  const uint32_t same_weights = (of.groups_log2 ? 1u | 1u << kParts : 1u) << part;
-  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks,
-                       multicast ? same_rows | same_weights : 0};
+  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks};
   const int kv_head = a.heads == a.kv_heads ? head : int(a.by_group.divide(uint32_t(head)));
   // The first column of qkv, and row of its weight, that this block makes of q, k or v.
   const auto column_of = [&](int which) {
@@ -107,17 +102,18 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     uint64_t* const barrier = ring.full + stage;
     const int k = chunk * (kChunkBytes / int(sizeof(E)));
     barrier_expect(barrier, Product::kStage);
-    if (multicast) {
-      const int lines = (1 << of.seqlen_log2) / kParts, share = kShare >> of.groups_log2;
+    if (Shape::kShares && of.groups_log2) {  // blocks with the same rows, and those with the same weights, take halves
+      constexpr int kLines = kRows / kParts, kHalf = kShare / 2;
+      const uint32_t same_rows = ((1u << kParts) - 1) << first_block, same_weights = (1u | 1u << kParts) << part;
 #pragma unroll 1
       for (int element = 0; element < 1 << of.batches_log2; ++element) {
-        copy_box(to + ((element << of.seqlen_log2) + part * lines) * kChunkBytes, &of.x, barrier,
-                 k + (a.shared ? head * kHeadsWidth : 0), part * lines, batch + element, same_rows);
+        copy_box(to + ((element << of.seqlen_log2) + part * kLines) * kChunkBytes, &of.x, barrier,
+                 k + (a.shared ? head * kHeadsWidth : 0), part * kLines, batch + element, same_rows);
       }
 #pragma unroll 1
       for (int which = 0; which < 3; ++which) {
-        copy_box(to + (kRows + which * kShare + group * share) * kChunkBytes, &of.weight, barrier, k,
-                 column_of(which) + group * share, 0, same_weights);
+        copy_box(to + (kRows + which * kShare + group * kHalf) * kChunkBytes, &of.weight, barrier, k,
+                 column_of(which) + group * kHalf, 0, same_weights);
       }
       return;
     }
@@ -308,7 +304,7 @@ inline bool comes_in_clusters(const fuseline_small_layer& layer) {
 }
 
 template <class Math, int kRows, int kParts, bool kWarpgroups = false>
-int launch_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream, int sharing = 0) {
+int launch_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream) {
   using E = typename Math::Element;
   using Shape = HeadsShape<Math, kRows, kParts, kWarpgroups>;
   using Product = typename Shape::Product;
@@ -352,8 +348,7 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, kParts, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
-  of.multicast = Product::kShares && sharing > 0;
-  if (of.multicast && sharing > 1 && groups % 2 == 0) {
+  if (Shape::kShares && of.stages == of.chunks && groups % 2 == 0) {
     int twice = 0;
     error = resident_clusters(kernel, device, kTileThreads, bytes, 2 * kParts, twice);
     if (error != cudaSuccess) return int(error);
@@ -362,7 +357,7 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
   const int64_t row = int64_t(a.embed_dim) * int64_t(sizeof(E)), weight_row = int64_t(k) * int64_t(sizeof(E));
   const int64_t weight_rows = a.shared ? 3 * kHeadsWidth : a.projected;
   constexpr bool kTf32 = std::is_same_v<Math, Tf32>;
-  const int lines = (1 << of.seqlen_log2) / (of.multicast ? kParts : 1);
+  const int lines = (1 << of.seqlen_log2) / (of.groups_log2 ? kParts : 1);
   int code = make_tensor_map(of.x, {a.x, a.embed_dim, a.seqlen, a.batch, row, row * a.seqlen, lines, layer.dtype, kTf32});
   if (code != 0) return code;
   code = make_tensor_map(of.weight, {a.qkv_weight, k, weight_rows, 1, weight_row, weight_row * weight_rows,

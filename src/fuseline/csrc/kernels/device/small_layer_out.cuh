@@ -18,7 +18,6 @@ struct SmallLayerOut {
   E* out;
   int tokens, out_dim;
   int stages, chunks;  // of k
-  bool multicast;      // clusters of 2 x 2 tiles fetch for each other what they share
   int barriers;        // where these begin in shared memory, bytes
 };
 
@@ -30,35 +29,19 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   constexpr int kRows = Product::kRows, kColumns = Product::kColumns;
   extern __shared__ __align__(1024) unsigned char memory[];
 
-  const bool multicast = Product::kShares && of.multicast;
-  const int rank = multicast ? blockIdx.x % 4 : 0, across = rank % 2, down = rank / 2;
-  const int row = (multicast ? 2 * blockIdx.y + down : blockIdx.y) * kRows;
-  const int column = (multicast ? blockIdx.x / 4 * 2 + across : blockIdx.x) * kColumns;
+  const int row = blockIdx.y * kRows, column = blockIdx.x * kColumns;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.barriers);
   float* const biases = reinterpret_cast<float*>(barriers + 2 * kMostChunks);
-  const uint32_t same_rows = 3u << (2 * down), same_columns = 5u << across;  // the blocks that have them
-  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks,
-                       multicast ? same_rows | same_columns : 0};
+  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks};
   if (threadIdx.x == kTileThreads - 1) fetch_tensor_map(&of.weight), fetch_tensor_map(&of.attended);
   Product::begin(ring);
   __syncthreads();
-  if (multicast) cluster_arrive_relaxed(), cluster_wait();
   const auto fetch_weight = [&](int chunk, int stage) {
     barrier_expect(ring.full + stage, Product::kStage);
-    if (multicast) {
-      copy_box(ring.stages_at + stage * Product::kStage + (kRows + down * (kColumns / 2)) * kChunkBytes, &of.weight,
-               ring.full + stage, chunk * (kChunkBytes / int(sizeof(E))), column + down * (kColumns / 2), 0, same_columns);
-      return;
-    }
     copy_box(ring.stages_at + stage * Product::kStage + kRows * kChunkBytes, &of.weight, ring.full + stage,
              chunk * (kChunkBytes / int(sizeof(E))), column, 0);
   };
   const auto fetch_attended = [&](int chunk, int stage) {
-    if (multicast) {
-      copy_box(ring.stages_at + stage * Product::kStage + across * (kRows / 2) * kChunkBytes, &of.attended, ring.full + stage,
-               chunk * (kChunkBytes / int(sizeof(E))), row + across * (kRows / 2), 0, same_rows);
-      return;
-    }
     copy_box(ring.stages_at + stage * Product::kStage, &of.attended, ring.full + stage,
              chunk * (kChunkBytes / int(sizeof(E))), row, 0);
   };
@@ -97,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 // ---- launcher ----
 
 template <class Product>
-int launch_out(const fuseline_small_layer& layer, const Device& device, void* stream, bool sharing = false) {
+int launch_out(const fuseline_small_layer& layer, const Device& device, void* stream) {
   using E = typename Product::Element;
   constexpr int kRows = Product::kRows, kColumns = Product::kColumns;
   SmallLayerOut<E> of{};
@@ -113,26 +96,18 @@ int launch_out(const fuseline_small_layer& layer, const Device& device, void* st
 
   const auto kernel = small_layer_out<Product>;
   int count = 0;
-  cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, 1, count);
+  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, 1, count);
   if (error != cudaSuccess) return int(error);
   if (count == 0) return FUSELINE_UNSUPPORTED;
-  dim3 grid(unsigned(divide_up(of.out_dim, kColumns)), unsigned(divide_up(of.tokens, kRows)));
-  if (Product::kShares && sharing && grid.x % 2 == 0 && grid.y % 2 == 0) {
-    int clusters = 0;
-    error = resident_clusters(kernel, device, kTileThreads, bytes, 4, clusters);
-    if (error != cudaSuccess) return int(error);
-    of.multicast = clusters >= std::min<int64_t>(count / 4, int64_t(grid.x) * grid.y / 4);
-    if (of.multicast) grid.x *= 2, grid.y /= 2;
-  }
+  const dim3 grid(unsigned(divide_up(of.out_dim, kColumns)), unsigned(divide_up(of.tokens, kRows)));
   constexpr bool kTf32 = std::is_same_v<typename Product::Arithmetic, Tf32>;
-  const int halves = of.multicast ? 2 : 1;
   int code = make_tensor_map(of.attended,
-                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kRows / halves, layer.dtype, kTf32});
+                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kRows, layer.dtype, kTf32});
   if (code != 0) return code;
-  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kColumns / halves,
-                                     layer.dtype, kTf32});
+  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kColumns, layer.dtype,
+                                     kTf32});
   if (code != 0) return code;
-  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, of.multicast ? 4 : 1, stream);
+  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, 1, stream);
 }
 
 // The largest tiles of which there are enough for most multiprocessors.

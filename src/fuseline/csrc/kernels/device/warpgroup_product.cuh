@@ -14,17 +14,6 @@ __device__ __forceinline__ uint64_t chunk_operand(uint32_t shared) {
   return uint64_t((shared & 0x3ffff) >> 4) | kOneStep | kEightRows << 32 | kSwizzled;
 }
 
-// As barrier_arrive, at that barrier of a block of the cluster.
-__device__ __forceinline__ void arrive_in_cluster(uint64_t* barrier, int rank) {
-#if FUSELINE_HAS_WGMMA
-  asm volatile(
-      "{\n .reg .b32 at;\n mapa.shared::cluster.u32 at, %0, %1;\n mbarrier.arrive.release.cluster.shared::cluster.b64 _, "
-      "[at];\n}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-#endif
-}
-
 #if FUSELINE_HAS_WGMMA
 #define FUSELINE_WGMMA_SHARED_64(shape, type, end) \
   asm volatile( \
@@ -72,7 +61,6 @@ template <class Math, int kRowsA, int kRowsB, int kSplits>
 struct WarpgroupProduct : ChunkProduct<Math, kRowsA, kRowsB, 1, kRowsB / 8, kSplits> {
   using Chunks = ChunkProduct<Math, kRowsA, kRowsB, 1, kRowsB / 8, kSplits>;
   static_assert(kRowsA * kSplits == 128);
-  static constexpr bool kShares = true;
 
   template <class Fetch>
   static __device__ __forceinline__ void run(float (&sums)[1][kRowsB / 8][4], const ChunkRing& ring, const Fetch& fetch) {
@@ -82,9 +70,8 @@ struct WarpgroupProduct : ChunkProduct<Math, kRowsA, kRowsB, 1, kRowsB / 8, kSpl
     const uint32_t a = ring.stages_at + warp % kReaders / 4 * 64 * kChunkBytes, b = ring.stages_at + kRowsA * kChunkBytes;
     const auto refill = [&](int chunk, int stage, int parity) {
       if (chunk + ring.stages >= ring.chunks) return;
-      if (ring.sharers >> lane & 1) arrive_in_cluster(ring.empty + stage, lane);
       if (lane == 0) {
-        if (ring.sharers == 0) barrier_arrive(ring.empty + stage);
+        barrier_arrive(ring.empty + stage);
         if (warp % kReaders == 0) {
           barrier_wait(ring.empty + stage, parity);
           fetch(chunk + ring.stages, stage);
