@@ -22,15 +22,7 @@ Split lay_out(const fuseline_attention& c, int processors) {
   return g;
 }
 
-// Whether the last block of a key head adds up its parts: as long as its warps have few turns.
-bool adds_up(const Split& g, const fuseline_attention& c) {
-  constexpr int64_t kMostTurns = 4, kWarps = 4;
-  const int64_t rows = c.seqlen_q * (c.heads / c.kv_heads);
-  return row_warps(c) == 1 && divide_up(rows, kWarps) * divide_up(int64_t(g.splits), kPartsAtOnce) <= kMostTurns;
-}
-
 size_t sums_bytes(const Split& g, const fuseline_attention& c) { return size_t(g.splits) * g.rows * c.head_dim * 4; }
-size_t totals_bytes(const Split& g) { return size_t(g.splits) * g.rows * sizeof(float2); }
 
 }  // namespace
 
@@ -41,7 +33,7 @@ size_t split_workspace(const fuseline_attention& c) {
   Device device;
   if (!fits || current_device(device) != cudaSuccess) return 0;
   const Split g = lay_out(c, device.processors);
-  return sums_bytes(g, c) + totals_bytes(g) + (adds_up(g, c) ? size_t(c.batch * c.kv_heads) * sizeof(Arrivals) : 0);
+  return sums_bytes(g, c) + size_t(g.splits) * g.rows * sizeof(float2);
 }
 
 int launch_split(const Attention& a, void* stream) {
@@ -52,9 +44,7 @@ int launch_split(const Attention& a, void* stream) {
   Split g = lay_out(c, device.processors);
   g.a = a;
   g.sums = static_cast<float*>(c.workspace);
-  char* const behind = static_cast<char*>(c.workspace) + sums_bytes(g, c);
-  g.totals = reinterpret_cast<float2*>(behind);
-  if (adds_up(g, c)) g.arrivals = reinterpret_cast<Arrivals*>(behind + totals_bytes(g));
+  g.totals = reinterpret_cast<float2*>(static_cast<char*>(c.workspace) + sums_bytes(g, c));
   const int warps = row_warps(c);
   return c.dtype == FUSELINE_FLOAT16 ? launch_split_parts<__half>(g, warps, stream)
                                      : launch_split_parts<__nv_bfloat16>(g, warps, stream);

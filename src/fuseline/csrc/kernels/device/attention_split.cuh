@@ -6,15 +6,23 @@
 //
 // The rows of all query heads that share a key head are rows of one product: 16, of one warp, or 64, of four. With 16
 // the four warps of a block take every fourth tile of keys each, have copies of their own under way, and meet when these
-// are done, to add up what they have; with 64 they share tiles. The second kernel comes while the first ends; where the parts
-// of a key head are few enough for one block, its last block to come adds them up, in the same order, and there is none.
+// are done, to add up what they have; with 64 they share tiles. The second kernel comes while the first ends.
 #pragma once
 
 #include "attention_launch.cuh"
-#include "attention_split_parts.cuh"
+#include "attention_scores.cuh"
 #include "attention_tiles.cuh"
 
 namespace fuseline {
+
+struct Split {
+  Attention a;
+  float* sums;     // [splits][batch * heads * rows][head_dim]
+  float2* totals;  // [splits][batch * heads * rows]: reference and total, for powers of two
+  int64_t rows;    // batch * heads * rows
+  int splits;      // blocks that share the keys of a head
+  int chunks;      // of the rows of a key head
+};
 
 template <class T, int kD, int kRowWarps>
 struct SplitTiles {
@@ -61,12 +69,6 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
   const int round_from = seen_from + int(int64_t(rounds) * split / g.splits);
   const int round_to = seen_from + int(int64_t(rounds) * (split + 1) / g.splits);
   wait_for_earlier();
-  const auto arrivals = [&] {  // of the key head's blocks; asked for anew, not held
-    unsigned index;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-    return g.arrivals + index / unsigned(g.splits);
-  };
-  if (kRowWarps == 1 && g.arrivals != nullptr && split == 0 && threadIdx.x == 0) arrivals()->open();
   const T* const k = static_cast<const T*>(c.k) + sequence.key_offset(c.k_strides, kv_head, 0);
   const T* const v = static_cast<const T*>(c.v) + sequence.key_offset(c.v_strides, kv_head, 0);
   const auto first_key = [&](int round) { return round * Of::kRound + warp / kRowWarps * Of::kKeys; };
@@ -264,18 +266,12 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
         g.totals[at] = make_float2(most, all);
       }
     }
-    if (g.arrivals == nullptr || !arrivals()->last(g.splits)) return;
-    for (int row = warp; row < all_rows; row += Of::kWarps) {
-      const int head = kv_head * a.group + row / sequence.rows, t = row % sequence.rows;
-      add_parts<T, kD>(g, sequence.statistic(c, head, t), head,
-                       static_cast<T*>(c.out) + sequence.row_offset(c.out_strides, head, t));
-    }
   }
 }
 
 // Adds up the parts of a row: a block a row, a thread a column. The parts come to shared memory, all on their way at once:
 // with 33 of them, what waits for one after another takes 20 us.
-constexpr int kCombineThreads = 256;
+constexpr int kMostSplits = 64, kCombineThreads = 256;
 
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __grid_constant__ Split g, int) {
@@ -292,11 +288,29 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
     copy_bytes(lines + part * head_dim + column, g.sums + (part * g.rows + row) * head_dim + column, 16);
   }
   end_copies();
-  const PartWeights parts(g, row, head);
-  if (threadIdx.x < 32) {
+  float2 totals[kMostSplits / 32];  // of parts lane, lane + 32; every warp has them
 #pragma unroll
-    for (int i = 0; i < kMostSplits / 32; ++i) weights[32 * i + lane] = parts.weights[i];
+  for (int i = 0; i < kMostSplits / 32; ++i) {
+    const int part = 32 * i + lane;
+    totals[i] = part < g.splits ? g.totals[part * g.rows + row] : make_float2(-kInfinity, 0.f);
   }
+  const float sink = c.sinks != nullptr ? c.sinks[head] * kLog2E : -kInfinity;
+  float most = sink;
+#pragma unroll
+  for (const float2& one : totals) most = fmaxf(most, one.x);
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+  const float zero = most == -kInfinity ? 0.f : most;
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kMostSplits / 32; ++i) {
+    const float weight = power_of_two(totals[i].x - zero);
+    if (threadIdx.x < 32) weights[32 * i + lane] = weight;
+    total = fmaf(totals[i].y, weight, total);
+  }
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
+  total += power_of_two(sink - zero);
   wait_copies<0>();
   __syncthreads();
 
@@ -307,9 +321,9 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
     for (int part = 0; part < g.splits; ++part) sum = fmaf(weights[part], lines[part * head_dim + column], sum);
     T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
                    row % c.seqlen_q * c.out_strides[2];
-    out[column] = from_float<T>(parts.total > 0.f ? sum / parts.total : 0.f);
+    out[column] = from_float<T>(total > 0.f ? sum / total : 0.f);
   }
-  if (threadIdx.x == 0) c.lse[row] = parts.lse();
+  if (threadIdx.x == 0) c.lse[row] = total > 0.f ? (zero + log2f(total)) * kLn2 : -kInfinity;
 }
 
 template <class T>
@@ -323,7 +337,7 @@ int launch_split_parts(const Split& g, int row_warps, void* stream) {
                ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream, true)
                : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream, true);
   });
-  if (code != 0 || g.arrivals != nullptr) return code;
+  if (code != 0) return code;
   AttentionGrid grid(c, 1, false, 1);
   grid.blocks = g.rows;
   return launch_attention(attention_combine<T>, g, grid, kCombineThreads, int(g.splits * c.head_dim * 4), stream, true);
