@@ -5,7 +5,7 @@
 
 namespace fuseline {
 
-// attention_grad_mask_*_sm90a.cu: by products of warpgroups the wide tiles, and all of head dims 65 to 128.
+// attention_grad_mask_*_sm90a.cu: by products of warpgroups, to head dim 128.
 template <class T>
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
 
@@ -59,19 +59,20 @@ int launch_grad_mask_of(const AttentionGradMask& of, bool wide, int64_t blocks, 
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   const int64_t head_dim = of.g.a.call.head_dim;
-  const bool panels = device.warpgroups && (wide || (head_dim > 64 && head_dim <= 128));
+  const bool panels = device.warpgroups && head_dim <= 128;
   return panels ? launch_grad_mask_panels<T>(of, blocks, stream) : launch_grad_mask_tiles<T>(of, wide, blocks, stream);
 }
 
-// Tiles of 128 x 128 where they fit the device, and the mask.
+// Tiles of 128 x 128 where products are of warps, and they fit the device, and the mask.
 Layout lay_out(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
   const bool packed = c.cu_seqlens_q != nullptr, exact = c.dtype == FUSELINE_FLOAT32;
-  if (!exact && c.head_dim <= 64 && std::min(packed ? c.max_seqlen_q : c.seqlen_q, packed ? c.max_seqlen_k : c.seqlen_k) > 64) {
+  Device device;
+  const bool known = current_device(device) == cudaSuccess;
+  const int64_t shorter = std::min(packed ? c.max_seqlen_q : c.seqlen_q, packed ? c.max_seqlen_k : c.seqlen_k);
+  if (!exact && !(known && device.warpgroups) && c.head_dim <= 64 && shorter > 64) {
     Layout wide{lay_out(gradients, 128), true};
     wide.of.g.a.call = c;
-    Device device;
-    const bool known = current_device(device) == cudaSuccess;
     if (known && grad_mask_shared<GradMaskTiles<__half, 64, true>>(wide.of) <= device.shared_a_block) return wide;
   }
   return {lay_out(gradients, exact && c.head_dim > 128 ? 32 : 64), false};
