@@ -116,20 +116,23 @@ def test_the_kernel_that_takes_a_problem_is_among_its_numbers() -> None:
 
 def test_what_cuts_packed_sequences_decoding_and_the_gradient_of_a_mask_is_among_its_numbers() -> None:
     packed = Problem(
-        GPU, torch.bfloat16, 1, 4, 4, 960, 960, 64, sequences=8, max_seqlen_q=120, max_seqlen_k=120
+        GPU, torch.bfloat16, 1, 4, 4, 960, 960, 128, sequences=8, max_seqlen_q=120, max_seqlen_k=120
     )
+    middling = replace(packed, head_dim=64)
     longer = replace(packed, max_seqlen_q=160, max_seqlen_k=160)
     decoding = Problem(GPU, torch.bfloat16, 1, 32, 8, 1, 4096, 128)
-    wide = Problem(GPU, torch.bfloat16, 2, 4, 4, 256, 256, 64, "fwbw", mask="float_grad", mask_dims="hts")
+    trained = Problem(GPU, torch.bfloat16, 2, 4, 4, 256, 256, 64, "fwbw", mask="float_grad", mask_dims="hts")
 
     def last(problem: Problem) -> list[float]:
-        return cuts(problem, sizes(problem))[-16:]
+        return cuts(problem, sizes(problem))[-17:]
 
-    assert last(packed)[0] == 1.0
-    assert last(longer)[:4] == [0.0] * 4
-    assert last(longer)[4] == 1.0, "warpgroups take what is longer"
-    assert last(replace(longer, dtype=torch.float32))[4:11] == [0.0] * 7
+    assert last(packed)[:2] == [1.0, 1.0]
+    assert last(middling)[:5] == [0.0] * 5
+    assert last(replace(middling, direction="fwbw"))[:2] == [1.0, 0.0], "backward alone"
+    assert last(longer)[:5] == [0.0] * 5
+    assert last(longer)[5] == 1.0, "warpgroups take what is longer"
+    assert last(replace(longer, dtype=torch.float32))[5:12] == [0.0] * 7
     assert last(decoding)[-1] == 1.0, "one launch"
     assert last(replace(decoding, seqlen_q=8))[-1] == 0.0
-    # 4 heads of 2 x 2 tiles, and two batches to add up: a block for each of both.
-    assert last(wide)[11:15] == [1.0, 5.0, 0.0, 1.0]
+    # 4 heads of 4 x 4 tiles, and two batches to add up: a block for each of both.
+    assert last(trained)[12:16] == [1.0, 7.0, 0.0, 1.0]

@@ -180,21 +180,25 @@ def _edges(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
 
 
 def _packed(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
-    """Whether Fuseline's kernels of whole problems take packed sequences, and how full their tiles are."""
+    """Whether Fuseline's kernels of whole problems take packed sequences, and how full their tiles are;
+    longer ones of middling heads are theirs backward alone."""
     T, S, count, _, _ = sizes
+    longest, D = max(T, S), problem.head_dim
     takes = (
         problem.sequences > 0
         and problem.dtype.itemsize == 2
-        and max(T, S) <= _SHORT_LENGTHS[-1]
-        and problem.head_dim <= _SHORT_HEAD_DIMS[-1]
+        and longest <= _SHORT_LENGTHS[-1]
+        and _SHORT_HEAD_DIMS[-1] >= D
         and not (problem.soft_cap or problem.sinks or problem.mask != "none")
     )
-    if not takes:
-        return [0.0] * 4
-    length = 64 if max(T, S) <= 64 else 128
+    forward = longest <= 64 or not 32 < D <= 64
+    if not takes or not (forward or problem.wants_grad):
+        return [0.0] * 5
+    length = 64 if longest <= 64 else 128
     turns = count * length / (_MULTIPROCESSORS * 320)
     return [
         1.0,
+        float(forward),
         math.log2(length * length / max(T * S, 1)),
         math.log2(max(1.0, turns)),
         float(length == _SHORT_LENGTHS[-1]),
@@ -224,24 +228,21 @@ def _panels(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[flo
 
 
 def _mask_gradient(problem: Problem) -> list[float]:
-    """Fuseline's kernel of a mask's gradient: its tiles, its blocks, into how many pieces a sum is cut."""
+    """Fuseline's kernel of a mask's gradient: whether it is by warpgroups, its blocks, their rounds and ways,
+    into how many pieces a sum is cut."""
     if problem.mask != "float_grad":
         return [0.0] * 4
     T, S = problem.seqlen_q, problem.seqlen_k
-    is_wide = problem.dtype.itemsize == 2 and problem.head_dim <= 64 and min(T, S) > 64
-    tile = 128 if is_wide else 32 if problem.dtype.itemsize == 4 and problem.head_dim > 128 else 64
+    panels = problem.dtype.itemsize == 2 and problem.head_dim <= 128
+    tile = 32 if problem.dtype.itemsize == 4 and problem.head_dim > 128 else 64
     full = {"b": problem.batch, "h": problem.heads, "t": _up(T, tile), "s": _up(S, tile)}
     places = math.prod(size for name, size in full.items() if name in problem.mask_dims)
     way = math.prod(size for name, size in full.items() if name not in problem.mask_dims)
     cells = math.prod({**full, "t": T, "s": S}[name] for name in problem.mask_dims)
     pieces = max(1, min(_up(528, max(places, 1)), way, 64, 2**24 // max(cells, 1)))
     blocks = max(1, places * pieces)
-    return [
-        float(is_wide),
-        math.log2(blocks),
-        math.log2(_up(blocks, _MULTIPROCESSORS) * max(1, _up(way, pieces))),
-        math.log2(pieces),
-    ]
+    rounds = _up(blocks, (3 if panels else 2) * _MULTIPROCESSORS)
+    return [float(panels), math.log2(blocks), math.log2(rounds * max(1, _up(way, pieces))), math.log2(pieces)]
 
 
 def _up(a: int, b: int) -> int:
