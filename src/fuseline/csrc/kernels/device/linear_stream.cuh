@@ -187,12 +187,11 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     commit_copies();
   }
   if (a.overlap) {
-    prefetch(kAhead, a.prefetched);
     wait_for_earlier();
     fetch_x();
   }
   let_next_start();
-  if (!a.overlap) prefetch(kAhead, a.prefetched);
+  prefetch(kAhead, a.prefetched);
 
   for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);
