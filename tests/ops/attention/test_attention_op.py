@@ -78,6 +78,13 @@ def test_feature_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_packed_forward_and_backward_by_different_kernels(dtype: torch.dtype) -> None:
+    """Which they are at this head dim, and they drop the same elements."""
+    check(replace(FEATURES["packed_grouped"], D=64, scale=0.125, dtype=dtype), "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
 )
