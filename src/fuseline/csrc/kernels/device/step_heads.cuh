@@ -53,7 +53,7 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim, kWarps = Shape::kWarps, kLanes = D / 8, kSlots = kWarp / kLanes;
   constexpr int kAhead = Shape::kKeysAhead;
-  const int thread = thread_anew(), warp = thread / kWarp, lane = thread % kWarp;
+  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   const int slot = lane / kLanes, place = lane % kLanes * 8;
   for (int task = work.first(); task < a.heads * work.splits; task += int(gridDim.x)) {
     if (task != work.first()) __syncthreads();
@@ -191,14 +191,14 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
   }
 }
 
-// What all heads gathered, to shared memory, mixed; splits are added up by what their positions weigh.
+// What all heads gathered, to shared memory; splits are added up by what their positions weigh.
 template <class Shape>
 __device__ __forceinline__ void gather_heads(const StepArguments& a, const HeadWork& work, uint32_t number,
                                              typename Shape::Element* to) {
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim;
   constexpr int kTogether = 4;
-  for (int i = thread_anew(); i < a.heads * D; i += Shape::kThreads) {
+  for (int i = threadIdx.x; i < a.heads * D; i += Shape::kThreads) {
     float most = -kInfinity, total = 0.f, sum = 0.f;
     for (int first = 0; first < work.splits; first += kTogether) {
       float values[kTogether], weights[kTogether];
@@ -226,7 +226,7 @@ __device__ __forceinline__ void gather_heads(const StepArguments& a, const HeadW
         most = highest;
       }
     }
-    to[mixed(i)] = from_float<T>(sum / total);
+    to[i] = from_float<T>(sum / total);
   }
   __syncthreads();
 }

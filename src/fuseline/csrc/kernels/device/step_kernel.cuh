@@ -40,10 +40,10 @@ __device__ __forceinline__ void multiply(int index, const typename Shape::Elemen
         weights.go_on();
         sum += weights.product(x + piece * Shape::kPiece);
       }
-      sum = sum_of_shares(sum);
+      sum = sum_of_warp(sum);
       if (unit.part_bytes) {
         weights.go_on();
-        other = sum_of_shares(weights.product(x));
+        other = sum_of_warp(weights.product(x));
       }
       if (lane == 0) publish(int(blockIdx.x) + grid * i, i, sum, other);
       weights.go_on();
@@ -55,10 +55,10 @@ __device__ __forceinline__ void multiply(int index, const typename Shape::Elemen
     float sums[2] = {};
     if (valid) {
       const typename Shape::Element* const of = x + unit.first * Shape::kPiece;
-      sums[0] = sum_of_shares(weights.product(of));
+      sums[0] = sum_of_warp(weights.product(of));
       if (unit.part_bytes) {
         weights.go_on();
-        sums[1] = sum_of_shares(weights.product(of));
+        sums[1] = sum_of_warp(weights.product(of));
       }
     }
     if (begin) __syncthreads();  // the sums before these have been read
@@ -78,12 +78,18 @@ __device__ __forceinline__ void multiply(int index, const typename Shape::Elemen
   }
 }
 
+__device__ __forceinline__ float sum_of_lanes(float value, int lanes) {  // of each run of so many, a power of two
+#pragma unroll
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
 template <int kThreads>
 __device__ __forceinline__ void meet_first_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// stream (unless it is there and `from` null) and x = T(norm(stream)), mixed, by the first warps.
+// stream (unless it is there and `from` null) and x = T(norm(stream)), by the first warps.
 template <class Shape>
 __device__ __forceinline__ void norm_stream(const StepArguments& a, const uint64_t* from, uint32_t number,
                                             const char* norm_weight, const char* norm_bias, float* stream,
@@ -140,7 +146,7 @@ __device__ __forceinline__ void norm_stream(const StepArguments& a, const uint64
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = thread + i * kThreads;
-    if (at < n) x[mixed(at)] = from_float<T>(fmaf((values[i] - mean) * rstd, weight[i], bias[i]));
+    if (at < n) x[at] = from_float<T>(fmaf((values[i] - mean) * rstd, weight[i], bias[i]));
   }
 }
 

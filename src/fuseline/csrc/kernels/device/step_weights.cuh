@@ -1,7 +1,6 @@
 // A whole decoding step (step_kernel.cuh): weights on their way from HBM, and their products with what is in shared memory.
 #pragma once
 
-#include "mma.cuh"
 #include "quant_copies.cuh"
 #include "step_plan.cuh"
 #include "vector.cuh"
@@ -45,19 +44,6 @@ __device__ __forceinline__ void lay_out_units(const StepArguments& a) {
   units_of<Shape>(index)[warp] = u;
 }
 
-// Of each run of so many lanes, a power of two.
-__device__ __forceinline__ float sum_of_lanes(float value, int lanes) {
-#pragma unroll
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-  return value;
-}
-
-// The sum of a piece, or of several, of what lanes have of it: that of four lanes is with the one that holds row g, column g.
-__device__ __forceinline__ float sum_of_shares(float share) {
-  const int row = threadIdx.x % 8;
-  return sum_of_lanes(__shfl_sync(~0u, share, row * 4 + row / 2), 8);
-}
-
 // The pieces that this warp multiplies, in its order, copied `kDepth` ahead.
 template <class Shape>
 class Weights {
@@ -71,24 +57,21 @@ class Weights {
     for (int d = 0; d < Shape::kDepth; ++d) go_on();
   }
 
-  // What this lane has of the next piece times `x`, the elements that it goes with: `sum_of_shares` adds up.
-  //
-  // By the tensor cores, since instructions are what a step waits for. Of four lanes' vectors of weights the even words are
-  // row g of a matrix and the odd ones row g + 8; of their vectors of x, which lie `mixed`, the even words are column g of
-  // one matrix and the odd ones that of another. What rows g and g + 8 have with column g is wanted, all else is not.
+  // This lane's share of the next piece times `x`, the elements that it goes with.
   __device__ __forceinline__ float product(const typename Shape::Element* x) const {
     using T = typename Shape::Element;
     wait_for_copies<Shape::kDepth - 1>();
     const uint4* const vectors = reinterpret_cast<const uint4*>(x) + threadIdx.x % kWarp;
-    float even[4] = {}, odd[4] = {};
-    __syncwarp();
+    float sums[2] = {};
 #pragma unroll
     for (int v = 0; v < Shape::kVectors; ++v) {
-      const uint4 w = load_shared(mine + slot * Shape::kSlotBytes + v * 512), with = vectors[v * kWarp];
-      mma_16816<T>(even, {w.x, w.y, w.z, w.w}, with.x, with.y);
-      mma_16816<T>(odd, {w.x, w.y, w.z, w.w}, with.z, with.w);
+      float w[8], values[8];
+      unpack<T>(load_shared(mine + slot * Shape::kSlotBytes + v * 512), w);
+      unpack<T>(vectors[v * kWarp], values);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sums[e % 2] = fmaf(w[e], values[e], sums[e % 2]);
     }
-    return threadIdx.x / 4 % 2 ? even[1] + odd[3] : even[0] + odd[2];
+    return sums[0] + sums[1];
   }
 
   // The place of the piece that was multiplied goes to another.

@@ -37,14 +37,6 @@ __device__ __forceinline__ uint4 look_at_four(const uint32_t* at) {
   return words;
 }
 
-// The thread, as if it were another each time: what is worked out of it is worked out where it is wanted, since registers
-// that held it from layer to layer would be wanting elsewhere.
-__device__ __forceinline__ int thread_anew() {
-  int thread = int(threadIdx.x);
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
-
 // Looks again and again until `there()`; what does not come for many seconds never will, and an error is better than
 // a device that hangs.
 template <class There>
@@ -80,11 +72,7 @@ __device__ __forceinline__ void receive(const uint64_t* from, int n, uint32_t nu
   });
 }
 
-// Where an element of what is multiplied lies in shared memory: of each eight the third and fourth change places with the
-// fifth and sixth, as `Weights::product` takes them.
-__device__ __forceinline__ int mixed(int at) { return (at & ~6) | (at & 2) << 1 | (at & 4) >> 1; }
-
-// n elements, a multiple of 4, to shared memory, mixed.
+// n elements, a multiple of 4, to shared memory.
 template <class T, int kThreads>
 __device__ __forceinline__ void receive_rounded(const uint32_t* from, int n, uint32_t number, T* to) {
   for (int at = int(threadIdx.x) * 4; at < n; at += kThreads * 4) {
@@ -95,8 +83,8 @@ __device__ __forceinline__ void receive_rounded(const uint32_t* from, int n, uin
                              (words.w >> 16 ^ number);
       return (wrong & 0xffffu) == 0;
     });
-    *reinterpret_cast<uint32_t*>(to + mixed(at)) = words.x & 0xffffu | words.y << 16;
-    *reinterpret_cast<uint32_t*>(to + mixed(at + 2)) = words.z & 0xffffu | words.w << 16;
+    const uint2 pairs = make_uint2(words.x & 0xffffu | words.y << 16, words.z & 0xffffu | words.w << 16);
+    *reinterpret_cast<uint2*>(to + at) = pairs;
   }
 }
 
