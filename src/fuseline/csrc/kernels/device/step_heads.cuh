@@ -1,4 +1,4 @@
-// A whole decoding step (step_kernel.cuh): attention of its token, head by head.
+// A whole decoding step (decode_step.cu): attention of its token, head by head.
 #pragma once
 
 #include "softmax_parts.cuh"
@@ -11,10 +11,9 @@ namespace fuseline {
 struct HeadWork {
   int position, splits, each;
 
-  // `keys`: that a block looks at in one turn.
-  __device__ __forceinline__ HeadWork(const StepArguments& a, int position_, int keys) : position(position_) {
+  __device__ __forceinline__ HeadWork(const StepArguments& a, int position_) : position(position_) {
     const int count = position + 1 - lowest(a);
-    splits = max(1, min(min((count + keys - 1) / keys, kMostStepSplits), int(gridDim.x) / a.heads));
+    splits = max(1, min(min((count + kStepKeys - 1) / kStepKeys, kMostStepSplits), int(gridDim.x) / a.heads));
     each = (count + splits - 1) / splits;
   }
   __device__ __forceinline__ int lowest(const StepArguments& a) const {
@@ -27,7 +26,7 @@ template <class Shape>
 struct HeadRoom {
   float raw[3][Shape::kHeadDim];  // query, key, value as they came
   float own[3][Shape::kHeadDim];  // turned; the query scaled
-  float sums[Shape::kWarps][Shape::kHeadDim + 1];  // all banks for an element of all warps
+  float sums[Shape::kWarps][Shape::kHeadDim];
   float mosts[Shape::kWarps], totals[Shape::kWarps];
 };
 
@@ -52,8 +51,8 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
                                        uint32_t number, HeadRoom<Shape>& room) {
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim, kWarps = Shape::kWarps, kLanes = D / 8, kSlots = kWarp / kLanes;
-  constexpr int kAhead = Shape::kKeysAhead;
-  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
+  constexpr int kAhead = Shape::kVectors == 3 ? 1 : 2;  // keys and values under way, a lane; registers are short
+  const int thread = thread_anew(), warp = thread / kWarp, lane = thread % kWarp;
   const int slot = lane / kLanes, place = lane % kLanes * 8;
   for (int task = work.first(); task < a.heads * work.splits; task += int(gridDim.x)) {
     if (task != work.first()) __syncthreads();
@@ -62,42 +61,38 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
     const int begin = work.lowest(a) + split * work.each, end = min(begin + work.each, work.position + 1);
     const bool newest = begin <= work.position && work.position < end;
     const int earlier = min(end, work.position);
-    T *const k = reinterpret_cast<T*>(w.k) + kv_head * a.head_stride, *const v = reinterpret_cast<T*>(w.v) + kv_head * a.head_stride;
-    uint4 k_raw[kAhead], v_raw[kAhead];
+    T* const k = reinterpret_cast<T*>(w.k) + kv_head * a.head_stride;
+    T* const v = reinterpret_cast<T*>(w.v) + kv_head * a.head_stride;
+    uint4 k_raw[kAhead];
     const auto key_of = [&](int from, int u) { return from + (u * kWarps + warp) * kSlots + slot; };
     const auto load = [&](const T* rows, int from, uint4 (&raw)[kAhead]) {
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         const int key = key_of(from, u);
         raw[u] = make_uint4(0, 0, 0, 0);
-        if (key < earlier) raw[u] = *reinterpret_cast<const uint4*>(rows + (key * D + place));
+        if (key < earlier) raw[u] = *reinterpret_cast<const uint4*>(rows + int64_t(key) * D + place);
       }
     };
     load(k, begin, k_raw);
-    load(v, begin, v_raw);
 
     const int which = thread / D, d = thread % D;
-    const bool has = which < (newest ? 3 : 1);
-    float value = 0.f;
-    if (has) {
+    if (which < (newest ? 3 : 1)) {
       const int row = (which == 0 ? head : a.heads + (which - 1) * a.kv_heads + kv_head) * D + d;
       uint32_t word;
       until([&] {
         word = look(a.to.qkv + row);
         return (word >> 16 ^ number & 0xffffu) == 0;
       });
-      value = to_float(element_of<T>(word));
+      room.raw[which][d] = to_float(element_of<T>(word));
     }
-    if (a.cos) {
-      if (has) room.raw[which][d] = value;
-      __syncthreads();
-      if (has && which < 2) {
+    __syncthreads();
+    if (which < (newest ? 3 : 1)) {
+      float value = room.raw[which][d];
+      if (a.cos && which < 2) {
         const int64_t at = int64_t(work.position) * (D / 2) + d % (D / 2);
         const float other = room.raw[which][(d + D / 2) % D];
         value = fmaf(value, __ldg(a.cos + at), (d < D / 2 ? -other : other) * __ldg(a.sin + at));
       }
-    }
-    if (has) {
       if (which == 0) {
         value *= a.scale;
       } else {
@@ -109,11 +104,13 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
     }
     __syncthreads();
 
-    float sum[8] = {}, most = -kInfinity, total = 0.f;
-    const auto score_of = [&](const float (&x)[8]) {  // with the query where it lies
+    float q[8], sum[8] = {}, most = -kInfinity, total = 0.f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) q[e] = room.own[0][place + e];
+    const auto score_of = [&](const float (&x)[8]) {
       float score = 0.f;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) score = fmaf(room.own[0][place + e], x[e], score);
+      for (int e = 0; e < 8; ++e) score = fmaf(q[e], x[e], score);
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) score += __shfl_xor_sync(~0u, score, offset);
       return score;
@@ -131,13 +128,9 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
 #pragma unroll
       for (int e = 0; e < 8; ++e) sum[e] = fmaf(weight, x[e], sum[e]);
     };
-    const auto of_slots = [&](float highest) {  // one for all slots, so that what they gather is added as it is
-#pragma unroll
-      for (int offset = kLanes; offset < kWarp; offset *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-      return highest;
-    };
-    constexpr int kTurn = kAhead * kWarps * kSlots;
-    for (int from = begin; from < earlier; from += kTurn) {
+    for (int from = begin; from < earlier; from += kAhead * kWarps * kSlots) {
+      uint4 v_raw[kAhead];
+      load(v, from, v_raw);
       float scores[kAhead], highest = most, x[8];
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
@@ -146,30 +139,32 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
         scores[u] = key_of(from, u) < earlier ? score : -kInfinity;
         highest = fmaxf(highest, scores[u]);
       }
-      raise(of_slots(highest));
+      load(k, from + kAhead * kWarps * kSlots, k_raw);
+      raise(highest);
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
         unpack<T>(v_raw[u], x);
         add(scores[u], x);
       }
-      load(k, from + kTurn, k_raw);
-      load(v, from + kTurn, v_raw);
     }
     if (newest && warp == 0) {
       float x[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = room.own[1][place + e];
       const float theirs = score_of(x), score = slot == 0 ? theirs : -kInfinity;
-      raise(of_slots(fmaxf(most, score)));
+      raise(fmaxf(most, score));
 #pragma unroll
       for (int e = 0; e < 8; ++e) x[e] = room.own[2][place + e];
       add(score, x);
     }
 #pragma unroll
     for (int offset = kLanes; offset < kWarp; offset *= 2) {
-      total += __shfl_xor_sync(~0u, total, offset);
+      const float theirs = __shfl_xor_sync(~0u, most, offset), highest = fmaxf(most, theirs);
+      const float kept = weight_of(most, highest), theirs_kept = weight_of(theirs, highest);
+      total = total * kept + __shfl_xor_sync(~0u, total, offset) * theirs_kept;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
+      for (int e = 0; e < 8; ++e) sum[e] = sum[e] * kept + __shfl_xor_sync(~0u, sum[e], offset) * theirs_kept;
+      most = highest;
     }
     if (slot == 0) {
 #pragma unroll
@@ -177,17 +172,17 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
       if (place == 0) room.mosts[warp] = most, room.totals[warp] = total;
     }
     __syncthreads();
-    // A warp's part to a lane: what it weighs in the whole, and then an element of all parts to a warp.
-    const float theirs = lane < kWarps ? room.mosts[lane] : -kInfinity, highest = most_of_warp(theirs);
-    const float kept = weight_of(theirs, highest);
-    const float all = sum_of_warp(lane < kWarps ? kept * room.totals[lane] : 0.f);
-    const int of = split * a.heads + head;
-#pragma unroll 1
-    for (int element = warp; element < D; element += kWarps) {
-      const float together = sum_of_warp(lane < kWarps ? kept * room.sums[lane][element] : 0.f);
-      if (lane == 0) send(a.to.gathered + of * D + element, all > 0.f ? together / all : 0.f, number);
+    if (thread < D) {  // a warp's part to a lane: what it weighs in the whole
+      const float theirs = lane < kWarps ? room.mosts[lane] : -kInfinity, highest = most_of_warp(theirs);
+      const float kept = weight_of(theirs, highest);
+      const float all = sum_of_warp(lane < kWarps ? kept * room.totals[lane] : 0.f);
+      float together = 0.f;
+#pragma unroll 2
+      for (int i = 0; i < kWarps; ++i) together = fmaf(__shfl_sync(~0u, kept, i), room.sums[i][thread], together);
+      const int64_t of = int64_t(split) * a.heads + head;
+      send(a.to.gathered + of * D + thread, all > 0.f ? together / all : 0.f, number);
+      if (thread == 0 && work.splits > 1) send(a.to.lse + of, all > 0.f ? highest + log2f(all) : -kInfinity, number);
     }
-    if (thread == 0 && work.splits > 1) send(a.to.lse + of, all > 0.f ? highest + log2f(all) : -kInfinity, number);
   }
 }
 
@@ -197,34 +192,21 @@ __device__ __forceinline__ void gather_heads(const StepArguments& a, const HeadW
                                              typename Shape::Element* to) {
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim;
-  constexpr int kTogether = 4;
   for (int i = threadIdx.x; i < a.heads * D; i += Shape::kThreads) {
     float most = -kInfinity, total = 0.f, sum = 0.f;
-    for (int first = 0; first < work.splits; first += kTogether) {
-      float values[kTogether], weights[kTogether];
+    for (int split = 0; split < work.splits; ++split) {
+      const int64_t of = int64_t(split) * a.heads + i / D;
+      uint64_t value, lse = uint64_t(number) << 32;  // 0, and there
       until([&] {
-        bool there = true;
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          const int of = (first + u) * a.heads;
-          uint64_t value = uint64_t(number) << 32, lse = value;  // 0, and there
-          if (first + u < work.splits) {
-            value = look(a.to.gathered + of * D + i);
-            if (work.splits > 1) lse = look(a.to.lse + of + i / D);
-          }
-          there = there && uint32_t(value >> 32) == number && uint32_t(lse >> 32) == number;
-          values[u] = __uint_as_float(uint32_t(value)), weights[u] = __uint_as_float(uint32_t(lse));
-        }
-        return there;
+        value = look(a.to.gathered + of * D + i % D);
+        if (work.splits > 1) lse = look(a.to.lse + of);
+        return uint32_t(value >> 32) == number && uint32_t(lse >> 32) == number;
       });
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        if (first + u >= work.splits) break;
-        const float highest = fmaxf(most, weights[u]), keep = weight_of(most, highest), weight = weight_of(weights[u], highest);
-        sum = sum * keep + weight * values[u];
-        total = total * keep + weight;
-        most = highest;
-      }
+      const float theirs = __uint_as_float(uint32_t(lse)), highest = fmaxf(most, theirs);
+      const float keep = weight_of(most, highest), weight = weight_of(theirs, highest);
+      sum = sum * keep + weight * __uint_as_float(uint32_t(value));
+      total = total * keep + weight;
+      most = highest;
     }
     to[i] = from_float<T>(sum / total);
   }

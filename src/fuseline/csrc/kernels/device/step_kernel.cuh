@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
     stream()[i] = to_float(table[i]) + place;
   }
   __syncthreads();
-  const HeadWork work(a, position, Shape::kTurnKeys);
+  const HeadWork work(a, position);
 
   for (int layer = 0; layer < a.num_layers; ++layer) {
     const StepLayer& w = layers[layer];

@@ -21,6 +21,7 @@ struct StepLayer {
 };
 
 constexpr int kMostStepSplits = 8;  // blocks that share a head's positions
+constexpr int kStepKeys = 384;      // a block takes at once, or a part of it
 
 // Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of T and 16
 // of the number, which are all written anew in each layer, so that what stood there before has another number.
@@ -116,8 +117,6 @@ struct StepShape {
   // Few warps norm the stream: what each does beside its elements is most of the work, and the others wait for it.
   static constexpr int kNormWarps = 8, kNormThreads = kNormWarps * kWarp;
   static constexpr int kEach = kVectors == 3 ? 3 : 8;  // elements of the stream a thread norms
-  static constexpr int kKeysAhead = kVectors == 3 ? 1 : 2;  // keys and values under way, a lane; registers are short
-  static constexpr int kTurnKeys = kKeysAhead * kWarps * (kWarp * 8 / kHeadDim);  // that a block looks at at once
   static constexpr int kSlotBytes = kPiece * 2;
   static constexpr int kRingBytes = kWarps * kDepth * kSlotBytes;
   static constexpr int kUnitBytes = kStepProducts * kWarps * int(sizeof(StepUnit));

@@ -37,6 +37,14 @@ __device__ __forceinline__ uint4 look_at_four(const uint32_t* at) {
   return words;
 }
 
+// The thread, as if it were another each time: what is worked out of it is worked out where it is wanted, since registers
+// that held it from layer to layer would be wanting elsewhere.
+__device__ __forceinline__ int thread_anew() {
+  int thread = int(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // Looks again and again until `there()`; what does not come for many seconds never will, and an error is better than
 // a device that hangs.
 template <class There>
