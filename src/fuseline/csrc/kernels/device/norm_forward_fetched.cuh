@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
   }
   barrier_wait(&barriers.met, 0);
   const Moments all = combine_near(states, count, float(n), inverse_n, a.centred);
-  const Standard<T> standard(all.mean, rstd_of<T>(all.squares, inverse_n, a.eps));
-  if (place == 0 && lane == 0) keep_statistics(a, row, all.mean, standard.rstd);
-  const bool quick = keeps && standard.is_near();
+  const float rstd = rstd_of<T>(all.squares, inverse_n, a.eps);
+  const Standard<T> standard(all.mean, rstd);
+  if (place == 0 && lane == 0) keep_statistics(a, row, all.mean, rstd);
 #pragma unroll 1
   for (int piece = 0; piece < part.pieces(); ++piece) {
     if (piece > 0) take_weights(piece);
@@ -151,14 +151,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
       if (slot >= part.count) continue;
       float values[kSize];
       unpack<T>(mine[slot], values);
-      if (quick) {
+      if (keeps) {
         float weights[kSize], biases[kSize];
         unpack<T>(weight[k], weights);
         unpack<T>(bias[k], biases);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weights[i], biases[i]);
       } else {
-        normalize<T, true>(a, part.element(slot), n, all.mean, standard.rstd, values);
+        normalize<T, true>(a, part.element(slot), n, all.mean, rstd, values);
       }
       branch[slot] = pack<T>(values);
     }

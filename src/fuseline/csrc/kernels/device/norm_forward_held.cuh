@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
     for (int k = 0; k < kHeld; ++k) {
       const int column = start + k * step;
       if (column >= n) continue;
-      if (kAsked && asked && standard.is_near()) {
+      if (kAsked && asked) {
         float weights[kSize], biases[kSize];
         unpack<T>(weight[kAsked ? k : 0], weights);
         unpack<T>(bias[kAsked ? k : 0], biases);

@@ -131,14 +131,17 @@ __device__ __forceinline__ Moments combine_near(const Moments* states, int count
   return centred ? about_mean(near, sums, n, inverse_n) : Moments{0.f, sums.y, n, 0.f};
 }
 
-// A row's mean and 1 / its deviation, as its elements need them. One operation is enough for those of 16 bits where the mean
-// is near, as deviations go: farther away, as in a row of equal elements, their distances are taken first (normalize).
+// A row's mean and 1 / its deviation, as its elements need them: in one operation for those of 16 bits. Where their mean is
+// many deviations away, as in a row of equal elements, the second keeps 12 bits, more than theirs: so products are exact, and
+// what is equal to the mean gives zero.
 template <class T>
 struct Standard {
   float mean, rstd, shift;
   __device__ __forceinline__ Standard() {}
-  __device__ __forceinline__ Standard(float mean, float rstd) : mean(mean), rstd(rstd), shift(-mean * rstd) {}
-  __device__ __forceinline__ bool is_near() const { return sizeof(T) == 4 || fabsf(shift) <= 1024.f; }
+  __device__ __forceinline__ Standard(float mean, float exact) : mean(mean), rstd(exact) {
+    if (sizeof(T) < 4 && fabsf(mean * exact) > 1024.f) rstd = __uint_as_float(__float_as_uint(exact) & 0xfffff000u);
+    shift = -mean * rstd;
+  }
   __device__ __forceinline__ float operator()(float value) const {
     return sizeof(T) == 4 ? (value - mean) * rstd : fmaf(value, rstd, shift);
   }
