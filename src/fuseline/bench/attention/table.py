@@ -24,6 +24,7 @@ from fuseline.version import __version__
 
 AGAIN_SHARE = 0.4  # of a budget, where there are new problems too
 COMPILED_SHARE = 0.3  # of the rest, where something compiles
+SETTLING = 300  # random problems before the typical ones: while processes begin, times are up to four fold
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ def write_table(
             problems, lines, budget_seconds=seconds, compiled=compiled, processes=processes, observe=observe
         )
 
-    usual = typical(device)
+    usual, drawn = typical(device), random_problems(TABLE_SEEDS, count, device)
     parts = [
         measured(compiled, share, compiled),
-        measured([*usual, *random_problems(TABLE_SEEDS, count, device)], 1 - share),
+        measured([*drawn[:SETTLING], *usual, *drawn[SETTLING:]], 1 - share),
     ]
     known = set(usual)
     entries = [as_entry(times) for times in parts[1].times if times.problem in known and times.times_us]
