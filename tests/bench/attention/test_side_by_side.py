@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import torch
 
-from fuseline.bench.attention.side_by_side import SideBySide
+from fuseline.bench.attention.side_by_side import Lock, SideBySide
 from fuseline.ops.attention.measure import Turn
 
 CPU = torch.device("cpu")
@@ -54,3 +56,21 @@ def test_alone_it_stops_when_time_is_over(tmp_path: Path) -> None:
     items = [(number, str(tmp_path)) for number in range(3)]
     found = SideBySide(work, CPU, 1, died, again).run(items, iter([False, True]).__next__)
     assert list(found) == [(0, "found 0")]
+
+
+def test_a_turn_waits_for_those_beside_each_other(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def take_turn(turn: Turn) -> None:
+        with turn:
+            order.append("timed")
+
+    with contextlib.ExitStack() as files:
+        first, second, third = (Lock(files.enter_context((tmp_path / "turn").open("w"))) for _ in range(3))
+        waiting = threading.Thread(target=take_turn, args=(third,))
+        with first.beside(), second.beside():
+            waiting.start()
+            waiting.join(0.2)
+            order.append("beside")
+        waiting.join()
+    assert order == ["beside", "timed"]

@@ -74,7 +74,7 @@ def peak_gib(drawn: Drawn, backend: str, device: torch.device) -> float | None:
     """Most memory beside the inputs while the call, which has run before, runs; None on a CPU."""
     if device.type != "cuda":
         return None
-    call = whole_call(drawn, backend)
+    call = whole_call(drawn, backend, torch.randn_like(drawn.q) if drawn.wanted else None)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device) / 2**30
     reset_peak_memory(device)

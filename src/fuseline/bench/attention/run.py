@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,10 +130,10 @@ def evaluate(
 ) -> Result:
     """Times, errors and memory of all candidates on one problem. One that computes something else counts as
     failed. `with_tuned` times before what the picker would take after `fuseline tune`."""
-    held = turn or contextlib.nullcontext()
+    turn = turn or Turn()
     prepared = prepare(problem, with_compiled=with_compiled, seed=seed, turn=turn)
     tuned = None
-    with held:
+    with turn:
         if with_tuned:
             before = clock(prepared).times_us
             tuned = min(before, key=lambda name: before[name]) if before else None

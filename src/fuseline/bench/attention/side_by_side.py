@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TextIO, TypeVar
 
 import torch
 
@@ -38,17 +38,25 @@ def processes_for(device: torch.device) -> int:
     return max(1, min(15, (os.cpu_count() or 2) - 1))
 
 
-class Lock:
-    """A file's lock: when its holder dies, the next one gets it."""
+class Lock(Turn):
+    """A file's lock: when its holder dies, the next one gets it. It is shared by those beside each other."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
 
     def __enter__(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *error: object) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 @dataclass
@@ -91,7 +99,7 @@ class SideBySide(Generic[Item, Found]):
             for number, item in enumerate(items):
                 if is_over():
                     return
-                yield number, self.work(item, contextlib.nullcontext())
+                yield number, self.work(item, Turn())
             return
         crowded = []
         for number, found in self._run(items, range(len(items)), self.count, is_over):
@@ -160,8 +168,9 @@ def _work(work: Work[Item, Found], device: torch.device, pipe: Connection, lock:
 
         config.compile_threads = 1  # there is a process for each core already
     native.ready(device.type)
-    turn = Lock(lock)
-    while True:
-        pipe.send(work(pipe.recv(), turn))
-        if device.type == "cuda" and torch.cuda.memory_reserved(device) > MOST_RESERVED:
-            release()
+    with lock.open("w") as file:
+        turn = Lock(file)
+        while True:
+            pipe.send(work(pipe.recv(), turn))
+            if device.type == "cuda" and torch.cuda.memory_reserved(device) > MOST_RESERVED:
+                release()

@@ -5,7 +5,7 @@ holds none of its inputs: what a step of a model meets. All are looked at once; 
 fastest then take turns. On a CPU calls are timed as they are.
 
 Most of the time goes to the host: inputs, plans of cuDNN, captures. `prepare` does that and `clock` the
-timing, and where several processes measure on one GPU they hold a lock for the latter alone.
+timing, and where several processes measure on one GPU they take turns: nothing else runs while one is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,19 @@ LONGEST_CONTEST_US = 1.2e4
 FEWEST, MOST = 3, 9  # samples of those that are close
 LONG_US = 2e4  # one sample is enough
 
-Turn = contextlib.AbstractContextManager[object]
+
+class Turn:
+    """What a process holds while the device works for it. This one is for a process alone: it never waits."""
+
+    def __enter__(self) -> None:
+        """From here on, no other process lets the device work."""
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """For work that may run beside others' of this kind, since it is not timed: a first call, most of
+        which is compiling."""
+        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -88,10 +100,11 @@ def prepare(
     turn: Turn | None = None,
 ) -> Prepared:
     """Draw the inputs and capture what can run. `turn` is held while the device works."""
-    held = turn or contextlib.nullcontext()
-    with held:
+    turn = turn or Turn()
+    with turn:
         _warm_up(problem.device)
         drawn = draw(problem, seed)
+        grad_out = torch.randn_like(drawn.q) if drawn.wanted else None
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
     calls: dict[str, Callable[[], object]] = {}
@@ -103,10 +116,13 @@ def prepare(
             failed[name] = reason
             continue
         try:
-            call = whole_call(drawn, name)
+            call = whole_call(drawn, name, grad_out)
             if CANDIDATES[name].compiles:
-                call()
-            calls[name] = captured(call, problem.device, held)
+                with turn.beside():
+                    call()
+                    if problem.device.type == "cuda":
+                        torch.cuda.synchronize(problem.device)
+            calls[name] = captured(call, problem.device, turn)
         except Exception as error:  # a kernel may raise anything, and the others still count
             failed[name] = _reason(error)
             _check_device(problem.device, name, error)
@@ -138,16 +154,15 @@ def clock(prepared: Prepared, most: int = MOST) -> Times:
     return Times(problem, {**once, **medians}, failed, turns)
 
 
-def whole_call(drawn: Drawn, backend: str) -> Callable[[], object]:
-    """The forward, or forward and backward with the gradients that are wanted, as one call."""
-    if not drawn.wanted:
+def whole_call(drawn: Drawn, backend: str, grad_out: torch.Tensor | None) -> Callable[[], object]:
+    """The forward, or with `grad_out` also the backward with the gradients that are wanted, as one call."""
+    if grad_out is None:
 
         def forward() -> object:
             with torch.no_grad():
                 return drawn.run(backend)
 
         return forward
-    grad_out = torch.randn_like(drawn.q)
 
     def forward_and_backward() -> object:
         out = drawn.run(backend)
@@ -184,7 +199,7 @@ def _warm_up(device: torch.device) -> None:
         drawn = draw(Problem(device, dtype, 2, 2, 2, 64, 64, 64, direction="fwbw"))
         torch.cuda.synchronize(device)
         with torch.cuda.stream(stream):
-            whole_call(drawn, "math")()
+            whole_call(drawn, "math", torch.randn_like(drawn.q))()
         stream.synchronize()
 
 
