@@ -18,6 +18,7 @@ from fuseline.models.gpt import GPT, GPTConfig
 from fuseline.models.llama import Llama, preset
 from fuseline.nn import RMSNorm, branch
 from fuseline.ops.decode_attention import LayerCache, decode_attention, quantized
+from fuseline.ops.likeliest import take_likeliest
 from fuseline.quant import Format, quantize_linear
 
 Call = Callable[[], object]
@@ -25,7 +26,8 @@ Call = Callable[[], object]
 
 def calls() -> Iterator[tuple[str, Call]]:
     """Contexts of one block, of clusters of two to eight, and of more blocks than a cluster has; each format
-    with a norm, with SwiGLU and with a sum; and steps of models with both kinds of norm."""
+    with a norm, with SwiGLU and with a sum; the likeliest token by a cluster and by a warp; and steps of
+    models with both kinds of norm."""
     for lengths, heads, kv_heads, capacity in (
         ((3, 20), 4, 4, 30),
         ((3, 50), 4, 4, 64),
@@ -41,6 +43,8 @@ def calls() -> Iterator[tuple[str, Call]]:
             yield f"{name} {rows} normed", linear(name, rows, 264, 200, norm=True)
             yield f"{name} {rows} swiglu", linear(name, rows, 512, 192, norm=True, activation="swiglu")
             yield f"{name} {rows} added", linear(name, rows, 704, 88, residual=True)
+    for rows, vocabulary in ((1, 32003), (3, 100)):
+        yield f"likeliest {rows} of {vocabulary}", likeliest(rows, vocabulary)
     yield "step of a GPT", step(GPT(GPTConfig(256, 300, 2, 2, 128, norm="fuseline")))
     yield "step of a Llama", step(Llama(preset("llama-tiny")))
 
@@ -83,6 +87,12 @@ def linear(
     added = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) if residual else None
     normed = RMSNorm(k).to(x.device, x.dtype) if norm else None
     return lambda: branch(layer, x, norm=normed, residual=added, activation=activation)
+
+
+def likeliest(rows: int, vocabulary: int) -> Call:
+    logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16)
+    tokens, lengths = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
+    return lambda: take_likeliest(logits, tokens, lengths)
 
 
 def step(model: GPT | Llama) -> Call:

@@ -23,6 +23,7 @@ from fuseline.generation.static_cache import Beginning, CacheShape, Continuation
 from fuseline.models.heads import Attend
 from fuseline.models.whole_step import whole_step
 from fuseline.ops.decode_step import decode_step, workspace
+from fuseline.ops.likeliest import take_likeliest
 
 SMALLEST_BUCKET = 128
 # Tokens of prompts that go through the model at once; more of them only take memory.
@@ -205,8 +206,12 @@ class Decoder:
         if self._whole is None or self._workspace is None:
             attend = Continuation(self.cache, 1, bucket)
             x_BTC = self.model.hidden(self.tokens_B.unsqueeze(1), attend.positions_BT, attend)
-            self.tokens_B.copy_(self._drawn(self.model.logits(x_BTC[:, 0])))
-            self.cache.lengths_B += 1
+            logits_BV = self.model.logits(x_BTC[:, 0])
+            if self.sampling.is_greedy and self.seen_BV is None:
+                take_likeliest(logits_BV, self.tokens_B, self.cache.lengths_B)
+            else:
+                self.tokens_B.copy_(self._drawn(logits_BV))
+                self.cache.lengths_B += 1
         else:
             held = self.cache
             logits_BV = decode_step(
