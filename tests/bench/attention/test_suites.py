@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from fuseline.bench.attention.suites import (
     SUITES,
     TABLE_SEEDS,
     problems_of,
+    spread,
     thinned,
 )
 from fuseline.ops.attention.candidates import CANDIDATES
@@ -71,3 +74,11 @@ def test_a_thinned_suite_keeps_lengths_and_what_they_are_drawn_for(suite: str, e
 def test_one_of_each_so_many_is_kept() -> None:
     assert thinned(range(9), 3) == [0, 5, 7]
     assert thinned(range(4), 1) == [0, 1, 2, 3]
+
+
+def test_the_longest_problems_are_spread_over_a_run() -> None:
+    order = [problem.seqlen_q for problem in spread(problems_of("long", GPU))]
+    assert sorted(order) == [problem.seqlen_q for problem in problems_of("long", GPU)]
+    at = [number for number, length in enumerate(order) if length >= 32768]
+    assert max(b - a for a, b in itertools.pairwise(at)) <= 8, "16 of 64: 4 apart in the mean"
+    assert min(b - a for a, b in itertools.pairwise(at)) >= 2

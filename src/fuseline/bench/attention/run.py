@@ -22,11 +22,12 @@ from fuseline.bench.attention.results import (
     records_of,
 )
 from fuseline.bench.attention.side_by_side import SideBySide
-from fuseline.bench.attention.suites import COMPILED_CASES, problems_of, thinned
+from fuseline.bench.attention.suites import COMPILED_CASES, problems_of, spread, thinned
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
-from fuseline.ops.attention.measure import Times, Turn, clock, prepare
+from fuseline.ops.attention.measure import Times, clock, prepare
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.turn import Turn
 from fuseline.records import Environment, Record, append, describe, read
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
@@ -78,11 +79,13 @@ def run(bench: AttentionBench, out: Path, observe: Observer) -> Outcome:
     ceilings = _ceilings(bench.device)
     _keep(ceiling_records(ceilings, environment), file, outcome)
     compiled = _compiled(places, bench)
-    items = [
-        Item(suite, problem, bench.seed + number, number in compiled)
-        for number, (suite, problem) in enumerate(places)
-        if _key(case_of(problem, suite)) not in done
-    ]
+    items = spread(
+        [
+            Item(suite, problem, bench.seed + number, number in compiled)
+            for number, (suite, problem) in enumerate(places)
+            if _key(case_of(problem, suite)) not in done
+        ]
+    )
     side_by_side = SideBySide(_evaluate, bench.device, bench.processes, _died, _is_out_of_memory)
     for number, result in side_by_side.run(items, lambda: budget.left() <= 0):
         item = items[number]

@@ -21,7 +21,8 @@ from typing import Generic, TextIO, TypeVar
 import torch
 
 from fuseline import native
-from fuseline.ops.attention.measure import Turn, release
+from fuseline.ops.attention.measure import release
+from fuseline.ops.attention.turn import Turn
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")

@@ -22,6 +22,7 @@ COMPILED_CASES = 30
 BAR_SEEDS, TABLE_SEEDS, COMPILED_SEEDS = 0, 100_000, 200_000
 """Where the seeds of the cases that judge the picker begin, those of the cases that it knows, and those that
 it knows with what compiles."""
+GOLDEN = (5**0.5 - 1) / 2  # of a circle: steps of it leave the evenest gaps
 TYPICAL_LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 MASKS: Mapping[str, Mapping[str, Any]] = {
@@ -54,6 +55,11 @@ def problems_of(suite: str, device: torch.device) -> list[Problem]:
 def thinned(items: Sequence[Item], every: int) -> list[Item]:
     """One of each so many in a row, and not always the same: where features alternate, none goes missing."""
     return [item for i, item in enumerate(items) if every == 1 or _digit_sum(i, every) % every == 0]
+
+
+def spread(items: Sequence[Item]) -> list[Item]:
+    """Neighbours far from each other: while one of the long problems is timed, others compile."""
+    return [item for _, item in sorted(enumerate(items), key=lambda place: place[0] * GOLDEN % 1)]
 
 
 def _digit_sum(number: int, base: int) -> int:

@@ -6,11 +6,11 @@ fastest then take turns. On a CPU calls are timed as they are.
 
 Most of the time goes to the host: inputs, plans of cuDNN, captures. `prepare` does that and `clock` the
 timing, and where several processes measure on one GPU they take turns: nothing else runs while one is timed.
+Compiling needs no turn, and takes most of the time where FlexAttention is measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +22,7 @@ import torch
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.draw import Drawn, draw
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.turn import Turn, lent_while_compiling
 from fuseline.timing import Summary, summarize
 
 FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches
@@ -31,20 +32,6 @@ CLOSE, CLOSE_US = 1.5, 4.0  # times that are to be told apart; a single one is o
 LONGEST_CONTEST_US = 1.2e4
 FEWEST, MOST = 3, 9  # samples of those that are close
 LONG_US = 2e4  # one sample is enough
-
-
-class Turn:
-    """What a process holds while the device works for it. This one is for a process alone: it never waits."""
-
-    def __enter__(self) -> None:
-        """From here on, no other process lets the device work."""
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def beside(self) -> contextlib.AbstractContextManager[object]:
-        """For work that may run beside others' of this kind, since it is not timed: a first call, most of
-        which is compiling."""
-        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -101,8 +88,9 @@ def prepare(
 ) -> Prepared:
     """Draw the inputs and capture what can run. `turn` is held while the device works."""
     turn = turn or Turn()
-    with turn:
+    with turn.beside():
         _warm_up(problem.device)
+    with turn:
         drawn = draw(problem, seed)
         grad_out = torch.randn_like(drawn.q) if drawn.wanted else None
         if problem.device.type == "cuda":
@@ -118,7 +106,7 @@ def prepare(
         try:
             call = whole_call(drawn, name, grad_out)
             if CANDIDATES[name].compiles:
-                with turn.beside():
+                with lent_while_compiling(turn):
                     call()
                     if problem.device.type == "cuda":
                         torch.cuda.synchronize(problem.device)
