@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 
 import fuseline
 from fuseline.errors import InputError
+from fuseline.models.llama import Llama, preset
 from fuseline.nn import QuantLinear
 from fuseline.quant import (
     Format,
@@ -292,6 +296,53 @@ def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None
             load_quantized(fresh, path)
         assert isinstance(fresh.up, nn.Linear)
     assert kept.keys() == Small().state_dict().keys()
+
+
+def stopwatch(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int]:
+    """Layers of fp8 take `times` by their out_features, others 10 us; answers the rows that were timed."""
+    module = importlib.import_module("fuseline.quant.quantize")
+    seen: list[int] = []
+
+    def time(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+        seen.append(len(x))
+        with torch.no_grad():
+            layer(x)
+        of = layer.args[0] if isinstance(layer, partial) else layer
+        return times.get(of.out_features, 10.0) if isinstance(of, QuantLinear) else 10.0
+
+    monkeypatch.setattr(module, "can_time", lambda weight: True)
+    monkeypatch.setattr(module, "layer_time_us", time)
+    return seen
+
+
+def test_slower_layers_are_left(model: Small, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = stopwatch(monkeypatch, {200: 12.5})
+    done = fuseline.quantize(model, "fp8", max_rows=3)
+    assert {layer.name: layer.format for layer in done.layers} == {
+        "up": "float32",
+        "down": "fp8",
+        "head": "float32",
+    }
+    assert done.left[0].reason == "fp8 takes 12.5 us for 3 rows, the layer itself 10.0"
+    assert type(model.up) is nn.Linear
+    assert set(rows) == {3}
+    assert model(tokens).isfinite().all()
+
+
+def test_models_that_decode_leave_what_fp8_slows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are timed as blocks run them, each size once; int8 and int4 are not."""
+    module = importlib.import_module("fuseline.training.text_generator")
+    llama = Llama(preset("llama-tiny")).eval()
+    config = llama.config
+    rows = stopwatch(monkeypatch, {config.embed_dim: 11.0})
+    left = module._quantize(llama, "fp8", 128, 1)
+    assert {layer.name.rsplit(".", 1)[1] for layer in left} == {"out", "down"}
+    assert len(left) == 2 * config.num_layers
+    assert set(rows) == {1}
+    assert len(rows) == 8  # four sizes, twice each
+    rows.clear()
+    assert module._quantize(Llama(config), "int8", 128) == ()
+    assert not rows
 
 
 @pytest.mark.gpu

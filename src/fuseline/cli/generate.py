@@ -110,6 +110,7 @@ def run(options: Options) -> int:
         group_size=options.group_size,
         vocabulary=vocabulary,
         seed=options.seed,
+        timed=options.save is None,
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
     check_room(generator.model, prompts, options.max_new_tokens)

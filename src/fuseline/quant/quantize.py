@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fuseline.nn.quant_linear import QuantLinear
 from fuseline.quant.formats import Format, Quantized, fill_fp8, round_to_nearest
 from fuseline.quant.gptq import gptq
 from fuseline.quant.hessians import gather_hessians
-from fuseline.quant.speed import layer_time_us
+from fuseline.quant.speed import can_time, layer_time_us
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HESSIAN_BYTES = 8 * 2**30
@@ -100,6 +101,7 @@ def quantize(
     skip: Sequence[str] = (),
     calibrate: Iterable[Any] | None = None,
     max_rows: int | None = None,
+    call: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] | None = None,
     keep_original: bool = False,
 ) -> Quantization:
     """Replace the `torch.nn.Linear` layers of `model` by quantized ones, in place.
@@ -119,6 +121,8 @@ def quantize(
             nearest.
         max_rows: the most rows of activations a call will have (batch times tokens). On a GPU each size of
             layer is timed with that many against the layer it replaces, and left if it is slower.
+        call: how the model runs a layer on x [rows, in_features], for that timing: `call(layer, x)`. None:
+            the layer alone. Where a norm is part of the kernels of one and not of the other, this says so.
         keep_original: hold on to the original layers, so that `restore()` can put them back.
 
     Returns a `Quantization`. Raises `InputError` for a format, group size or name that does not exist, for
@@ -135,7 +139,7 @@ def quantize(
     timed: dict[tuple[int, int, bool], str | None] = {}
     wanted: dict[str, torch.nn.Linear] = {}
     for name, linear in linears.items():
-        reason = _why_left(model, name, linear, skip) or _too_slow(linear, chosen, max_rows, timed)
+        reason = _why_left(model, name, linear, skip) or _too_slow(linear, chosen, max_rows, timed, call)
         if reason is None:
             wanted[name] = linear
         else:
@@ -250,16 +254,17 @@ def _too_slow(
     format: Format,
     max_rows: int | None,
     timed: dict[tuple[int, int, bool], str | None],
+    call: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] | None,
 ) -> str | None:
     """Why the layer would not pay, by a measurement that layers of one size share."""
     weight = linear.weight
-    if max_rows is None or weight.device.type != "cuda" or weight.dtype is torch.float32:
+    if max_rows is None or not can_time(weight):
         return None
     size = linear.in_features, linear.out_features, linear.bias is not None
     if size not in timed:
         layer, _ = quantize_linear(linear, format)
         x = torch.randn((max_rows, linear.in_features), device=weight.device).to(weight.dtype)
-        ours, theirs = layer_time_us(layer, x), layer_time_us(linear, x)
+        ours, theirs = (layer_time_us(of if call is None else partial(call, of), x) for of in (layer, linear))
         timed[size] = None
         if ours > theirs:
             rows = "row" if max_rows == 1 else "rows"

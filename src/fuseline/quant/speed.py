@@ -10,6 +10,11 @@ CALLS = 16  # in one graph
 FLUSH = 96 * 2**20  # bytes between calls, more than an L2
 
 
+def can_time(weight: torch.Tensor) -> bool:
+    """Whether there is something to compare: formats are for weights of 16 bits on a GPU."""
+    return weight.device.type == "cuda" and weight.dtype is not torch.float32
+
+
 def layer_time_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
     """Microseconds of one call whose weight is not in the L2; x on a GPU."""
     scratch = torch.empty(FLUSH, dtype=torch.uint8, device=x.device)

@@ -27,7 +27,7 @@ from fuseline.timing import (
     synchronize,
     time_steps,
 )
-from fuseline.training.text_generator import Numbers, TextGenerator, Wanted, load
+from fuseline.training.text_generator import TIMED, Numbers, TextGenerator, Wanted, load
 
 SUITE = "decode"
 WARM_UP = 3  # steps: the first records or compiles
@@ -115,16 +115,17 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
     budget = Budget(bench.budget_seconds)
     longest: dict[str, float] = {}
     records: list[Record] = []
-    held: tuple[str, TextGenerator] | None = None
+    held: tuple[tuple[str, int], TextGenerator] | None = None
     for number, problem in enumerate(problems):
         if budget.left() <= longest.get(problem.peer, 0.0):
             continue
         begin = budget.spent()
         observe(f"{problem.peer} {problem.format}, {problem.batch} rows", number, len(problems))
-        if held is None or held[0] != problem.format:
+        wanted = problem.format, problem.batch if problem.format in TIMED else 1
+        if held is None or held[0] != wanted:
             held = None  # room for the next, before it is made
             _tidy()
-            held = problem.format, made_model(bench, problem.format)
+            held = wanted, made_model(bench, *wanted)
         new = list(_measured(bench, problem, held[1], copy))
         append(out / f"{SUITE}.jsonl", new)
         records += new
@@ -166,18 +167,19 @@ def _key(preset: str, case: Mapping[str, Any], peer: str) -> tuple[str, ...]:
     return (str(case.get("preset", preset)), *sizes, peer)
 
 
-def made_model(bench: DecodeBench, format: str) -> TextGenerator:
-    """The model of `bench.run` or with random weights, its linear layers in `format`. Whether a problem's
-    cache has room beside it each will see."""
+def made_model(bench: DecodeBench, format: str, rows: int = 1) -> TextGenerator:
+    """The model of `bench.run` or with random weights, its linear layers in `format`, but for those that are
+    faster without for so many rows. Whether a problem's cache has room beside it each will see."""
     return load(
         bench.run,
         None if bench.run else bench.preset,
         device=bench.device,
         dtype=torch.float32 if format == "fp32" else torch.bfloat16,
-        wanted=Wanted(1, 1, 1),
+        wanted=Wanted(rows, 1, 1),
         quant=None if format in FLOATS else format,
         vocabulary=Numbers(),
         seed=bench.seed,
+        timed=True,
     )
 
 
@@ -191,6 +193,8 @@ def _measured(
     }
     if problem.format == "int4":
         case["group_size"] = 128
+    if generator.left:
+        case["layers_left"] = len(generator.left)
     reset_peak_memory(bench.device)
     try:
         made = contender(problem.peer, generator.model, batch=problem.batch, capacity=problem.capacity)
