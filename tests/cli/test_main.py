@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import pytest
 
+from fuseline.cli.help import described, flowing
 from fuseline.cli.main import VERBS, run
 from fuseline.cli.options import resolve_device
 from fuseline.errors import InputError, unknown_name
@@ -44,6 +47,38 @@ def test_every_verb_explains_itself(capsys, verb):
         run([*verb.split(), "--help"])
     assert stop.value.code == 0
     assert f"fuseline {verb}" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Shared:
+    seed: int = 0
+    """Of weights, batches
+    and samples."""
+    out: str = "here"
+    """Where to."""
+
+
+@dataclass(frozen=True)
+class Options(Shared):
+    batch: int = 1
+    """Sequences a step,
+    (of any length)
+    --steps of them."""
+    out: str = "there"
+    """Where
+    this one writes to."""
+    bare: int = 2
+
+
+def test_the_terminal_alone_breaks_the_lines_of_help():
+    said = {field.name: field.metadata.get("help") for field in fields(described(Options))}
+    assert said == {
+        "seed": "Of weights, batches and samples.",
+        "out": "Where this one writes to.",
+        "batch": "Sequences a step, (of any length) --steps of them.",
+        "bare": None,
+    }
+    assert flowing("One\n(two)\n\nthree\n--four\n") == "One (two)\n\nthree --four"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps"])

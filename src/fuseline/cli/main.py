@@ -79,7 +79,14 @@ def run(arguments: list[str]) -> int:
         module = importlib.import_module(VERBS[verb][0])
         import tyro
 
-        options = tyro.cli(module.Options, prog=f"fuseline {verb}", args=rest, description=module.__doc__)
+        from fuseline.cli.help import described, flowing
+
+        options = tyro.cli(
+            described(module.Options),
+            prog=f"fuseline {verb}",
+            args=rest,
+            description=flowing(module.__doc__ or ""),
+        )
         return int(module.run(options))
     except InputError as error:
         _complain(str(error))
