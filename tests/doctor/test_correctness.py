@@ -90,6 +90,15 @@ def test_an_op_may_err_twice_as_much_as_its_reference_and_no_more(check_of):
     assert "wrong in float32:" in check_of(reference=third, function=further_off).found
 
 
+def test_what_is_told_is_the_largest_error(check_of):
+    def third_and_itself(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x / 3, x + 0  # the second one is exact
+
+    found = check_of(reference=third_and_itself, function=third_and_itself).found
+    errors = [float(said.split()[-1]) for said in found.partition("errors ")[2].split(", ")]
+    assert all(error > 0 for error in errors)
+
+
 def test_an_op_that_fails_is_broken_and_says_how(check_of):
     check = check_of(function=fails)
     assert check.state == "bad"

@@ -45,22 +45,29 @@ def _check(op: Op, device: torch.device) -> Check:
     name = f"{op.name} on {device}"
     try:
         by = "natively" if native.ready(device.type) else "by its reference"
-        worst = {dtype: _worst(op, device, dtype) for dtype in op.dtypes}
+        found = {dtype: _errors(op, device, dtype) for dtype in op.dtypes}
     except (RuntimeError, ValueError, TypeError) as error:  # what torch, CUDA and our own library raise
         first_line = str(error).strip().partition("\n")[0]
         return Check(GROUP, name, "bad", f"failed with {type(error).__name__}: {first_line}", MEND)
-    told = ", ".join(f"{str(dtype).removeprefix('torch.')} {e.op:.1e}" for dtype, e in worst.items())
-    wrong = [str(dtype).removeprefix("torch.") for dtype, e in worst.items() if not e.excess <= 0]
+    told = ", ".join(f"{_short(dtype)} {_largest(errors):.1e}" for dtype, errors in found.items())
+    wrong = [_short(dtype) for dtype, errors in found.items() if not all(e.excess <= 0 for e in errors)]
     if wrong:
         return Check(GROUP, name, "bad", f"wrong in {', '.join(wrong)}: errors {told}", MEND)
     return Check(GROUP, name, "ok", f"computed {by}; errors {told}")
 
 
-def _worst(op: Op, device: torch.device, dtype: torch.dtype) -> Errors:
-    """The worst errors over the first cases, of the output and of every gradient."""
-    compared = [errors for case in op.cases[:CASES] for errors in _compare(op, case, device, dtype)]
-    # A NaN is the worst there is, and compares as nothing.
-    return max(compared, key=lambda errors: math.inf if math.isnan(errors.op) else errors.excess)
+def _errors(op: Op, device: torch.device, dtype: torch.dtype) -> list[Errors]:
+    """Those of the output and of every gradient, over the first cases."""
+    return [errors for case in op.cases[:CASES] for errors in _compare(op, case, device, dtype)]
+
+
+def _largest(errors: list[Errors]) -> float:
+    """The op's largest error. A NaN is the worst there is, and compares as nothing."""
+    return max((e.op for e in errors), key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compare(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> list[Errors]:
