@@ -47,6 +47,8 @@ def test_a_dry_run_lists_cases_and_peers(tmp_path: Path, capsys: pytest.CaptureF
     assert plan["peers"]["liger"]
     assert run(arguments) == 0
     assert f"{4 * len(registered())} cases on cpu, forward and backward" in capsys.readouterr().out
+    assert run(["bench", "ops", "--dry-run", "--device", "cpu", "--quick"]) == 0
+    assert f"{len(registered())} cases on cpu" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

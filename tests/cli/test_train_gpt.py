@@ -99,6 +99,7 @@ def test_resuming_takes_the_runs_own_configuration(
         (["--execution", "graph"], "take 'eager' or 'inductor'"),
         (["--attention", "flahs"], "flash"),
         (["--resume"], "name it with --out"),
+        (["--data", "nowhere.txt"], "no file or folder nowhere.txt"),
         (["--init-from", "/nowhere.pt"], "decided by the weights of --init-from"),
     ],
 )
@@ -112,7 +113,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train("--data", text, *arguments) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "" not in out.splitlines()
     assert complaint in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "fuseline-out").exists()

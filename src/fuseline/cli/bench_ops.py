@@ -120,7 +120,7 @@ def _bench(options: Options) -> OpsBench:
         dtypes=split_names(options.dtypes)[: 1 if options.quick else None],
         peers=split_names(options.peers) or tuple(PEERS),
         rows=rows,
-        own_lengths=not options.lengths,
+        own_lengths=not (options.lengths or options.quick),
         loss_rows=LOSS_ROWS if on_gpu and options.elements is None else None,
         jobs=jobs,
         budget_seconds=None if options.budget is None else parse_duration(options.budget),

@@ -65,7 +65,7 @@ class TrainProgress:
         """The file is there to be seen; a line for each would drown the rest."""
 
     def ended(self, result: TrainResult) -> None:
-        self._bar.stop()
+        self.close()
         self._console.print(result_table(result))
         if result.outcome == "interrupted":
             self._console.print(
@@ -77,7 +77,8 @@ class TrainProgress:
 
     def close(self) -> None:
         """Take the live line away, however the run ended."""
-        self._bar.stop()
+        if self._task is not None:  # elsewhere than on a terminal it would end a line that is not there
+            self._bar.stop()
 
 
 def plan_table(plan: Plan) -> Table:

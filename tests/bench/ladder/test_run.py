@@ -140,6 +140,13 @@ def test_a_spent_budget_ends_the_ladder_with_reasons(settings):
     assert skipped == {"head_gemm", "stability"}
 
 
+def test_an_unknown_preset_is_refused_before_anything_is_prepared(settings):
+    events = []
+    with pytest.raises(InputError, match="no preset named 'gpt3'"):
+        ladder.run(dataclasses.replace(settings, preset="gpt3"), events.append)
+    assert events == []
+
+
 def test_a_text_shorter_than_a_sequence_is_refused(settings, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")

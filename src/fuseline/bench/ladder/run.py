@@ -45,17 +45,18 @@ def run(settings: Settings, observer: Observer) -> Outcome:
     Without `resume` a file that is there already is set aside as `ladder-previous.jsonl`.
 
     Raises:
-        InputError: text that cannot be had, a vocabulary too large, records that cannot be read.
+        InputError: a preset or rung that is not known, text that cannot be had, a vocabulary too large,
+            records that cannot be read.
     """
     budget = Budget(settings.budget_seconds)
-    selection, device = settings.selection, torch.device(settings.device)
+    selection, shape, device = settings.selection, settings.base, torch.device(settings.device)
     torch.manual_seed(settings.seed)
     observer(Preparing("loading Fuseline's kernels (the first time they are built)"))
     machine = examine(settings.device)
     budget.grant(LEAST_SHARE * (settings.budget_seconds or 0.0))
     observer(Preparing(f"reading and tokenizing {settings.data}"))
     text = Text.prepare(settings.data, settings.tokenizer, settings.preset, device, settings.seed)
-    base = _fit_vocabulary(settings.base, text)
+    base = _fit_vocabulary(shape, text)
     path = settings.out / RECORDS
     earlier = _earlier(path, settings, machine)
 
