@@ -157,6 +157,20 @@ def test_it_waits_for_the_logits_and_others_wait_for_it() -> None:
     assert length.item() == 2 * len(x) == at[1].item()
 
 
+def test_the_reference_takes_nothing_that_does_not_fit() -> None:
+    logits = torch.randn(2, 100)
+    tokens, lengths = (torch.zeros(2, dtype=torch.int64) for _ in range(2))
+    for given, named in (
+        ((logits, tokens[:1], lengths), r"tokens are torch.int64 of shape \[1\]"),
+        ((logits, tokens, lengths.int()), "lengths are torch.int32"),
+        ((logits[0], tokens, lengths), r"logits have shape \[100\]"),
+        ((logits[:, :0], tokens, lengths), "V of 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            take_likeliest(*given)
+    assert tokens.tolist() == lengths.tolist() == [0, 0]
+
+
 @pytest.mark.gpu
 def test_what_does_not_fit_is_refused_or_left_to_the_reference() -> None:
     logits = torch.randn(2, 100, device="cuda")

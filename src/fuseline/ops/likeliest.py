@@ -42,9 +42,19 @@ def take_likeliest(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         logits: [B, V].
         tokens, lengths: [B] int64, dense.
 
-    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    Raises ValueError for shapes and dtypes that do not fit.
     """
     if fused(logits):
         torch.ops.fuseline.take_likeliest.default(logits, tokens, lengths)
-    else:
-        reference(logits, tokens, lengths)
+        return
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(
+            f"take_likeliest: logits have shape {list(logits.shape)}; they are [B, V], with V of 1 or more."
+        )
+    for name, held in (("tokens", tokens), ("lengths", lengths)):
+        if held.shape != logits.shape[:1] or held.dtype != torch.int64 or held.device != logits.device:
+            raise ValueError(
+                f"take_likeliest: {name} are {held.dtype} of shape {list(held.shape)} on {held.device}; they "
+                "are int64, one a row, on the logits' device."
+            )
+    reference(logits, tokens, lengths)

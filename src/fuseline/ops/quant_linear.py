@@ -13,8 +13,8 @@ On a GPU the kernels take up to 256 rows of x in 16 bits (plain: 4; 128 on other
 rows, and other dtypes, go over the dequantized weight and torch's matrix product, which rounds weights to x's
 dtype. So does the kernel for int4 from 33 rows of x on, from 17 with zero points or groups of fewer than 128.
 The gradient goes to x; weight, scales and bias are frozen. On Hopper a weight that an earlier call took,
-unwritten since, is read while the launch before still runs: writing it through `.data` or by a collective,
-which no version counts, wants a synchronization.
+unwritten since, is read while the launch before still runs: writing it through `.data`, by a collective or
+by a kernel of one's own, which no version counts, wants a synchronization.
 Formats and how to get them: `fuseline.quantize`. Groups with zero points: Frantar et al., GPTQ, 2022.
 """
 
