@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class InputError(ValueError):
@@ -16,3 +16,24 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else f"Known: {', '.join(known)}."
     return InputError(f"There is no {kind} named {name!r}. {hint}")
+
+
+def lacks_and_unknown(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    """What ails a set of names: the first of those that it lacks and of those that nobody knows."""
+    return " and ".join(
+        f"{verb} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for verb, names in (("lacks", missing), ("has unknown", foreign))
+        if names
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says; its type if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fuseline.errors import InputError, unknown_name
+from fuseline.errors import InputError, first_line, lacks_and_unknown, unknown_name
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
 
@@ -58,7 +58,7 @@ def load_nanogpt(path: Path | str, **options: Any) -> GPT:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {_first_line(error)}") from error
+        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {first_line(error)}") from error
     if not (
         isinstance(checkpoint, dict) and all(isinstance(checkpoint.get(k), dict) for k in _NANOGPT_PARTS)
     ):
@@ -115,9 +115,8 @@ def assemble(config: GPTConfig, weights: dict[str, Tensor], source: Path) -> GPT
     for name in _TABLES:
         expected[name][0] = config.vocab_size
     missing, foreign = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing or foreign:
-        what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has unknown {_some(foreign)}"] * bool(foreign)
-        raise InputError(f"{source} does not hold the weights its config describes: it {' and '.join(what)}.")
+    if what := lacks_and_unknown(missing, foreign):
+        raise InputError(f"{source} does not hold the weights its config describes: it {what}.")
     for name, weight in weights.items():
         if list(weight.shape) != expected[name]:
             raise InputError(
@@ -160,7 +159,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         SafetensorError,
     ) as error:  # torch.save tells a full disk by a RuntimeError
         raise InputError(
-            f"Cannot write {path}: {_first_line(error)}. Is the disk full? What was there before is unharmed."
+            f"Cannot write {path}: {first_line(error)}. Is the disk full? What was there before is unharmed."
         ) from error
     finally:
         part.unlink(missing_ok=True)
@@ -171,11 +170,3 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
         if name not in READER_OPTIONS:
             raise unknown_name("option of a checkpoint's reader", name, READER_OPTIONS)
     return options
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fuseline.errors import InputError
+from fuseline.errors import InputError, lacks_and_unknown
 from fuseline.models.gpt_checkpoints import written_whole
 from fuseline.models.llama import Llama
 from fuseline.models.llama_config import LlamaConfig, RopeScaling
@@ -86,9 +86,8 @@ def load_llama(
     missing = [
         name for name, (ours, _) in found.items() if ours in filled and filled[ours] != wanted[ours].numel()
     ]
-    if missing or foreign:
-        what = [f"lacks {_some(missing)}"] * bool(missing) + [f"has unknown {_some(foreign)}"] * bool(foreign)
-        raise InputError(f"{path} does not hold the weights its config describes: it {' and '.join(what)}.")
+    if what := lacks_and_unknown(missing, foreign):
+        raise InputError(f"{path} does not hold the weights its config describes: it {what}.")
     return model.eval()
 
 
@@ -253,7 +252,3 @@ def described(config: LlamaConfig) -> dict[str, Any]:
         said["use_sliding_window"] = config.window is not None
         said["max_window_layers"] = config.first_windowed_layer
     return said
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

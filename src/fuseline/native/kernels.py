@@ -72,7 +72,7 @@ class Kernels:
         rstd: torch.Tensor | None,
         eps: float = 1e-5,
     ) -> None:
-        pointers = map(_address, (x, weight, bias, y, mean, rstd))
+        pointers = map(address, (x, weight, bias, y, mean, rstd))
         dtypes = DTYPES[x.dtype], _weight_dtype(x, weight, bias)
         self._check(self.library.fuseline_layer_norm_forward(*pointers, *x.shape, eps, *dtypes, _stream(x)))
 
@@ -95,7 +95,7 @@ class Kernels:
     ) -> None:
         if workspace is None:
             workspace = self.layer_norm_backward_workspace(x)
-        pointers = map(_address, (grad_out, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, workspace))
+        pointers = map(address, (grad_out, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, workspace))
         dtypes = DTYPES[x.dtype], _weight_dtype(x, weight, grad_weight, grad_bias)
         self._check(self.library.fuseline_layer_norm_backward(*pointers, *x.shape, *dtypes, _stream(x)))
 
@@ -117,14 +117,14 @@ class Kernels:
             kind = MASK_ADD if mask.dtype == x.dtype else MASK_ADD_FP32
             kind = MASK_BOOL if mask.dtype == torch.bool else kind
             strides = mask.expand(sizes).stride()
-        masking = _address(mask), kind, (ctypes.c_int64 * 4)(*strides)
-        output = int(causal), _address(y), DTYPES[x.dtype], _stream(x)
-        self._check(self.library.fuseline_softmax_forward(_address(x), *masking, *sizes, scale, *output))
+        masking = address(mask), kind, (ctypes.c_int64 * 4)(*strides)
+        output = int(causal), address(y), DTYPES[x.dtype], _stream(x)
+        self._check(self.library.fuseline_softmax_forward(address(x), *masking, *sizes, scale, *output))
 
     def softmax_backward(
         self, grad_out: torch.Tensor, y: torch.Tensor, grad_x: torch.Tensor, scale: float = 1.0
     ) -> None:
-        pointers = map(_address, (grad_out, y, grad_x))
+        pointers = map(address, (grad_out, y, grad_x))
         self._check(
             self.library.fuseline_softmax_backward(*pointers, *y.shape, scale, DTYPES[y.dtype], _stream(y))
         )
@@ -144,8 +144,8 @@ class Kernels:
     ) -> None:
         """The loss of each row and, if `grad` is given (it may be the logits), the gradient of their sum."""
         rows, n = logits.shape
-        pointers = _address(logits), _address(target), target.element_size(), None, None, None
-        results = map(_address, (loss, statistics, grad))
+        pointers = address(logits), address(target), target.element_size(), None, None, None
+        results = map(address, (loss, statistics, grad))
         options = ignore_index, label_smoothing, soft_cap, z_loss, DTYPES[logits.dtype], _stream(logits)
         self._check(self.library.fuseline_cross_entropy_forward(*pointers, *results, rows, n, n, *options))
 
@@ -189,7 +189,8 @@ def _library_path() -> Path:
     return kernels.path
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where it stands, as the C API takes it."""
     return None if tensor is None else tensor.data_ptr()
 
 

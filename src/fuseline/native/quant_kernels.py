@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from fuseline.native.kernels import DTYPES, Kernels
+from fuseline.native.kernels import DTYPES, Kernels, address
 from fuseline.native.library import NativeError
 
 WEIGHT_FORMATS = {"plain": 0, "int8": 1, "int4": 2}
@@ -74,9 +74,9 @@ def launch_quant_linear(
         dtype=DTYPES[x.dtype],
         x=x.data_ptr(),
         weight=weight.data_ptr(),
-        scales=_address(scales),
-        zeros=_address(zeros),
-        bias=_address(bias),
+        scales=address(scales),
+        zeros=address(zeros),
+        bias=address(bias),
         y=y.data_ptr(),
         m=x.shape[0],
         n=y.shape[1],
@@ -86,7 +86,7 @@ def launch_quant_linear(
         group_size=group_size,
         kernel=LINEAR_KERNELS[kernel],
         splits=splits,
-        workspace=_address(workspace),
+        workspace=address(workspace),
     )
     function = kernels.library.fuseline_quant_linear
     function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_void_p], ctypes.c_int
@@ -94,7 +94,3 @@ def launch_quant_linear(
     if code:
         words = kernels.library.fuseline_error_string(code).decode()
         raise NativeError(f"The kernel library answered {code}: {words}.")
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -11,21 +11,23 @@ Both return (y, sum). Shapes, dtypes, rounding and sources are those of `dropout
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from fuseline import native
 from fuseline.native import direct
-from fuseline.ops.dropout_add_norm import Pair, added, bytes_moved, draw_added, flops
+from fuseline.ops.dropout_add_norm import (
+    Pair,
+    added,
+    bytes_moved,
+    flops,
+    is_native,
+    layer_norm_inputs,
+    rms_norm_inputs,
+)
 from fuseline.ops.layer_norm import reference as layer_norm
 from fuseline.ops.op import Case, Op, register
 from fuseline.ops.rms_norm import normalized as rms_normalized
-
-
-def _is_native(x: torch.Tensor) -> bool:
-    return native.ready(x.device.type) and not (x.device.type == "cuda" and x.dtype is torch.float64)
 
 
 def layer_norm_reference(
@@ -64,7 +66,7 @@ def add_layer_norm(
         pair = direct.add_layer_norm(x, residual, shape, weight, bias, eps)
         if pair is not None:
             return pair
-    if _is_native(x):
+    if is_native(x):
         return torch.ops.fuseline.add_layer_norm.default(x, residual, shape, weight, bias, eps)
     return layer_norm_reference(x, residual, normalized_shape, weight, bias, eps)
 
@@ -94,21 +96,9 @@ def add_rms_norm(
         pair = direct.add_rms_norm(x, residual, weight, eps)
         if pair is not None:
             return pair
-    if _is_native(x):
+    if is_native(x):
         return torch.ops.fuseline.add_rms_norm.default(x, residual, weight, eps)
     return rms_norm_reference(x, residual, weight, eps)
-
-
-def _layer_norm_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> dict[str, Any]:
-    return draw_added(case, device, dtype, generator, centred=True)
-
-
-def _rms_norm_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> dict[str, Any]:
-    return draw_added(case, device, dtype, generator, centred=False)
 
 
 _CASES = (
@@ -132,7 +122,7 @@ ADD_LAYER_NORM = register(
         name="add_layer_norm",
         function=add_layer_norm,
         reference=layer_norm_reference,
-        inputs=_layer_norm_inputs,
+        inputs=layer_norm_inputs,
         differentiable=("x", "residual", "weight", "bias"),
         cases=_CASES,
         bytes_moved=bytes_moved,
@@ -145,7 +135,7 @@ ADD_RMS_NORM = register(
         name="add_rms_norm",
         function=add_rms_norm,
         reference=rms_norm_reference,
-        inputs=_rms_norm_inputs,
+        inputs=rms_norm_inputs,
         differentiable=("x", "residual", "weight"),
         cases=_CASES,
         bytes_moved=bytes_moved,

@@ -61,7 +61,7 @@ def _seed_for(
     return p, draw_seed(x.device) if seed is None else seed
 
 
-def _is_native(x: torch.Tensor) -> bool:
+def is_native(x: torch.Tensor) -> bool:
     return native.ready(x.device.type) and not (x.device.type == "cuda" and x.dtype is torch.float64)
 
 
@@ -112,7 +112,7 @@ def dropout_add_layer_norm(
     Raises ValueError or TypeError for shapes, dtypes and probabilities that do not fit.
     """
     p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
-    if _is_native(x):
+    if is_native(x):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         operator = torch.ops.fuseline.dropout_add_layer_norm.default
         return operator(x, residual, shape, weight, bias, eps, x_bias=x_bias, p=p, seed=seed)
@@ -154,7 +154,7 @@ def dropout_add_rms_norm(
     weight and eps as in `rms_norm`; the rest, and what is returned, as in `dropout_add_layer_norm`.
     """
     p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
-    if _is_native(x):
+    if is_native(x):
         operator = torch.ops.fuseline.dropout_add_rms_norm.default
         return operator(x, residual, weight, eps, x_bias=x_bias, p=p, seed=seed)
     return rms_norm_reference(x, residual, weight, eps, x_bias=x_bias, p=p, seed=seed)
@@ -189,13 +189,13 @@ def draw_added(
     return {**arguments, "eps": 1e-5, **options}
 
 
-def _layer_norm_inputs(
+def layer_norm_inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
     return draw_added(case, device, dtype, generator, centred=True)
 
 
-def _rms_norm_inputs(
+def rms_norm_inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
     return draw_added(case, device, dtype, generator, centred=False)
@@ -245,7 +245,7 @@ DROPOUT_ADD_LAYER_NORM = register(
         name="dropout_add_layer_norm",
         function=dropout_add_layer_norm,
         reference=layer_norm_reference,
-        inputs=_layer_norm_inputs,
+        inputs=layer_norm_inputs,
         differentiable=("x", "residual", "weight", "bias", "x_bias"),
         cases=_CASES,
         bytes_moved=bytes_moved,
@@ -260,7 +260,7 @@ DROPOUT_ADD_RMS_NORM = register(
         name="dropout_add_rms_norm",
         function=dropout_add_rms_norm,
         reference=rms_norm_reference,
-        inputs=_rms_norm_inputs,
+        inputs=rms_norm_inputs,
         differentiable=("x", "residual", "weight", "x_bias"),
     )
 )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuseline.errors import InputError
+from fuseline.errors import InputError, first_line
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig, as_dict
 from fuseline.training.config import TrainConfig
@@ -160,7 +160,7 @@ def _save(path: Path, content: Mapping[str, Any]) -> None:
         write_atomically(path, lambda file: torch.save(dict(content), file))
     except (OSError, RuntimeError) as error:
         # torch's writer turns a full disk into a RuntimeError of its own.
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise InputError(
             f"Could not write {path}: {reason}. The checkpoint before it is untouched. "
             "Free some space (or give --out another disk), then resume."
@@ -175,9 +175,5 @@ def _load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {_first_line(error)}") from error
+        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {first_line(error)}") from error
     return content if isinstance(content, dict) else {}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

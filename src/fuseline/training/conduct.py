@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fuseline.errors import InputError
+from fuseline.errors import InputError, causes
 from fuseline.timing import reset_peak_memory
 from fuseline.training.determinism import deterministic
 from fuseline.training.distributed import Group, joined
@@ -120,7 +120,7 @@ def _explained(too_large: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(_is_about_memory(cause) for cause in _causes(error)):
+        if any(_is_about_memory(cause) for cause in causes(error)):
             raise InputError(too_large()) from error
         if "deterministic" in str(error):
             first = str(error).splitlines()[0]
@@ -128,13 +128,6 @@ def _explained(too_large: Callable[[], str]) -> Iterator[None]:
                 f"Part of this model cannot run repeatably: {first} Train with --deterministic False."
             ) from error
         raise
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_about_memory(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -15,7 +14,7 @@ from fuseline.bench.compile.outcome import Measured, Observer, Outcome, Settings
 from fuseline.bench.compile.workloads import Workload
 from fuseline.bench.failure import describe_failure
 from fuseline.data.token_files import TokenDataset
-from fuseline.errors import InputError
+from fuseline.errors import InputError, causes
 from fuseline.timing import paired_ratio
 
 ROUNDS = 20
@@ -143,18 +142,11 @@ def _reason(backend: Backend, error: Exception) -> str:
     A compiler may raise anything, and the other backends still count. What is raised on: want of memory, bad
     input, and whatever eager raises, for then it is not a backend that is at fault.
     """
-    if any(_is_about_memory(cause) for cause in _causes(error)):
+    if any(_is_about_memory(cause) for cause in causes(error)):
         raise torch.OutOfMemoryError(str(error)) from error
     if isinstance(error, InputError) or backend.name == BASELINE:
         raise error
     return describe_failure(error)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_about_memory(error: BaseException) -> bool:

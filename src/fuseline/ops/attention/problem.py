@@ -58,11 +58,6 @@ class Problem:
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
-    def is_plain(self) -> bool:
-        """Nothing but q, k, v, a scale, dropout and a causal limit over as many keys as queries."""
-        return self.is_simple and (self.causal == "none" or self.is_square)
-
-    @property
     def is_simple(self) -> bool:
         """No window, packing, soft cap, sinks, seed or lse; a causal limit and a mask may be there."""
         return not (
