@@ -60,13 +60,35 @@ def test_lines_run_over_lengths(records: list[Record]) -> None:
     assert "peak memory" in memory.title
 
 
+def test_panels_and_rows_stand_in_order_though_measured_in_any(records: list[Record]) -> None:
+    wide = [
+        figure("long", peer, metric, 9.0, length, head_dim=32, direction=direction)
+        for direction in ("fwbw", "fw")
+        for length in (4096, 512)
+        for peer in ("flash", "pick")
+        for metric in ("tflops", "time_us")
+    ]
+    (section,) = attention.sections(Shelf([*records[::-1], *wide]))
+    rates = next(b.figure.chart for b in section.blocks if isinstance(b, Drawing))
+    assert isinstance(rates, Panels)
+    titles = [panel.title for panel in rates.charts]
+    assert titles == [
+        "forward, D 32, causal",
+        "forward and backward, D 32, causal",
+        "forward, D 64, causal",
+    ]
+    times = next(b for b in section.blocks if isinstance(b, Table) and b.title == "Times")
+    at = [row.cells[0].text.split()[5] + " D " + row.cells[0].text.split()[-1] for row in times.rows]
+    assert at == ["512 D 32", "4096 D 32"] * 2 + ["512 D 64", "1024 D 64", "2048 D 64"]
+
+
 def test_the_fastest_are_marked(records: list[Record]) -> None:
     (section,) = attention.sections(Shelf(records))
     times = next(b for b in section.blocks if isinstance(b, Table) and b.title == "Times")
     assert [column.label for column in times.columns] == ["problem", "flash, µs", "cudnn, µs", "pick, µs"]
     assert [cell.tone for cell in times.rows[0].cells] == ["", "", "good", "good"]
     assert times.rows[0].cells[0].text == "B 4 H 16 T 512 S 512 D 64"
-    assert times.rows[0].cells[0].detail == "bfloat16, forward, causal (bottom right)"
+    assert times.rows[0].cells[0].detail == "bfloat16, forward, causal"
 
 
 def test_the_pick_is_told_in_one_figure(records: list[Record]) -> None:
@@ -74,6 +96,8 @@ def test_the_pick_is_told_in_one_figure(records: list[Record]) -> None:
     headline = next(b for b in section.blocks if isinstance(b, Headline))
     assert headline.value == "75.0%"
     assert "4 random problems" in headline.words
+    told = "75.0% of 4 random problems are computed within 3% of the fastest candidate"
+    assert section.summary == told, "at the top of the page, too"
     far = next(b for b in section.blocks if isinstance(b, Table) and b.title == "Picks that are further off")
     assert [row.cells[0].text for row in far.rows] == ["B 4 H 16 T 55 S 55 D 64"]
     assert "mask bool bs" in far.rows[0].cells[0].detail

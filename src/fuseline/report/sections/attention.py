@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from fuseline.records import Record
 from fuseline.report.blocks import (
@@ -38,8 +39,9 @@ PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fa2": ("overhead", (2.0, 2.0)),
     "fa4": ("tensor", (2.0, 2.0)),
     "fuseline": ("kernels", ()),
-    "pick": ("ink", (7.0, 3.0)),
+    "pick": ("ink", (2.0, 7.0)),  # on the line of the candidate that it is
 }
+PICK = "pick"
 NEAR = 1 / 1.03
 BAR = 0.95
 _TITLES = {
@@ -64,7 +66,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     by_suite = grouped(records, lambda r: str(r.case["section"]))
     blocks: list[Block | None] = [_ceilings(by_suite.pop("ceilings", []))]
     for suite in SUITES:
-        group = by_suite.get(suite, [])
+        group = sorted(by_suite.get(suite, []), key=_order)  # they were measured in any
         if not group:
             continue
         blocks.append(Heading(_TITLES[suite]))
@@ -79,6 +81,8 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         blocks.append(_errors(group))
         blocks.append(_refusals(group))
     summary = f"attention by every kernel and by the pick, on {device}"
+    if headline := next((block for block in blocks if isinstance(block, Headline)), None):
+        summary = f"{headline.value} {headline.words.partition(' (')[0]}"
     made = tuple(block for block in blocks if block is not None)
     return Section(stem, "Attention", device, summary, made)
 
@@ -134,7 +138,8 @@ def _lines(records: Sequence[Record]) -> tuple[Line, ...]:
     for peer in _peers(records):
         points = {float(r.case["seqlen_k"] or 0): r.value or 0.0 for r in by_peer[peer]}
         role, dash = PEERS.get(peer, ("other", ()))
-        lines.append(Line(peer, tuple(Point(x, y) for x, y in sorted(points.items())), role, dash))
+        marked = tuple(Point(x, y) for x, y in sorted(points.items()))
+        lines.append(Line(peer, marked, role, dash, dots=peer != PICK))
     return tuple(lines)
 
 
@@ -160,7 +165,7 @@ def _marked(record: Record | None, best: float) -> Cell:
 
 def _errors(records: Sequence[Record]) -> Table | None:
     """The largest error against float64 by peer, dtype and direction."""
-    used = [r for r in records if r.metric == "error" and r.value is not None and r.peer != "pick"]
+    used = [r for r in records if r.metric == "error" and r.value is not None and r.peer != PICK]
     peers = _peers(used)
     rows = []
     for (dtype, direction), group in grouped(
@@ -226,12 +231,21 @@ def _place(record: Record) -> Cell:
     )
     said = [str(case["dtype"]), DIRECTIONS[str(case["direction"])]]
     if case["causal"] != "none":
-        said.append(f"causal ({str(case['causal']).replace('_', ' ')})")
+        is_square = case["seqlen_q"] == case["seqlen_k"]  # both corners are one
+        said.append("causal" if is_square else f"causal ({str(case['causal']).replace('_', ' ')})")
     for key in ("mask", "window", "sequences", "dropout"):
         if case.get(key):
             said.append(f"{key} {case[key]}")
     said += [key.replace("_", " ") for key in ("soft_cap", "sinks", "seeded", "lse") if case.get(key)]
     return Cell(sizes, ", ".join(said))
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    """By what a panel shows, then by size, then by features."""
+    case = record.case
+    sizes = ("seqlen_q", "seqlen_k", "batch", "heads", "kv_heads")
+    panel = (str(case["dtype"]), case["head_dim"], str(case["direction"]), str(case["causal"]) != "none")
+    return (*panel, *(case[size] for size in sizes), _place(record).detail)
 
 
 def _problem(record: Record) -> Hashable:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Details, Headline, Row, Section, Table, table
-from fuseline.report.metrics import cell
-from fuseline.report.numbers import whole
+from fuseline.report.numbers import plain, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
@@ -64,7 +63,7 @@ def _table(records: Sequence[Record]) -> Table | None:
                     Cell(str(first.case["format"])),
                     Cell("" if size is None else whole(float(str(size)))),
                     Cell(str(first.case["rounding"])),
-                    cell(found.get("perplexity")),
+                    Cell(plain(found["perplexity"].value or 0.0, 5) if "perplexity" in found else ""),
                     Cell("" if cost is None or cost.value is None else _signed(cost.value)),
                 )
             )
