@@ -127,6 +127,18 @@ def test_what_compiles_is_picked_for_what_was_measured_alone(
     assert decide(replace(BASE, batch=3)).name == "math"
 
 
+def test_what_compiles_is_picked_by_the_packages_table_where_compiling_is_welcome(
+    measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash = replace(choice.CANDIDATES["flash"], compiles=True)
+    monkeypatch.setitem(choice.CANDIDATES, "flash", flash)
+    measured["shipped"].append(Entry(BASE, {"flash": 1.0, "math": 10.0}))
+    assert decide(BASE).name == "math"
+    assert decide(BASE, may_compile=True).name == "flash"
+    with picker.compiling():
+        assert decide(BASE).why == "the fastest in the package's table"
+
+
 def test_determinism_drops_what_varies(
     measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,8 +122,8 @@ def decide(
     is_traced: bool = False,
     may_compile: bool | None = None,
 ) -> Decision:
-    """The choice and its reasons. `may_compile`: whether an estimate may choose what compiles for each shape;
-    None goes by `picker.compiling`.
+    """The choice and its reasons. `may_compile`: whether what compiles for each shape may be chosen where it
+    was not measured on this machine; None goes by `picker.compiling`.
 
     Raises InputError if what was asked for does not do the problem, or nothing does.
     """
@@ -181,16 +181,18 @@ def _best(
     """The fastest known of `able`."""
     if not is_dynamic:
         gpu = kept.gpu_name(problem.device)
-        tables = ((kept.kept(gpu), "measured on this machine"), (kept.shipped(gpu), "in the package's table"))
-        for table, where in tables:
+        willing = [name for name in able if may_compile or not CANDIDATES[name].compiles]
+        tables = (
+            (kept.kept(gpu), able, "measured on this machine"),  # and asked to be
+            (kept.shipped(gpu), willing, "in the package's table"),
+        )
+        for table, among, where in tables:
             entry = table.find(problem)
-            known = {} if entry is None else {n: t for n, t in entry.times_us.items() if n in able}
+            known = {} if entry is None else {n: t for n, t in entry.times_us.items() if n in among}
             if known:
                 name = min(known, key=lambda n: known[n])
                 return Decision(problem, name, f"the fastest {where}", refused, known)
-        estimated, why = _estimated(
-            problem, gpu, [name for name in able if may_compile or not CANDIDATES[name].compiles]
-        )
+        estimated, why = _estimated(problem, gpu, willing)
         if estimated:
             name = min(estimated, key=lambda n: estimated[n])
             return Decision(problem, name, why, refused, estimated_us=estimated)
