@@ -18,7 +18,7 @@ import tyro
 
 from fuseline import native
 from fuseline.native.kernels import Kernels, open_kernels
-from fuseline.native.layouts import waiting
+from fuseline.native.layouts import clustered, waiting
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
@@ -93,11 +93,9 @@ def layouts(direction: str, n: int) -> Iterator[Layout | None]:
             yield held, 128, 1, 0
         for layout in waiting(n, 2) if n > 4096 else ():
             yield layout.held, layout.block, layout.cluster, layout.stages
-    elif direction == "bw" and n >= 1024:
-        for cluster in (1, 2, 4, 8):
-            for block in (512, 256):
-                yield 4, block, cluster, 4
-        yield 4, 512, 1, 2
+    else:
+        for layout in clustered(n, 2, (1, 2)):
+            yield layout.held, layout.block, layout.cluster, layout.stages
 
 
 def measure(

@@ -21,7 +21,10 @@ from fuseline.native.kernels import FAMILIES, Kernels, open_kernels
 from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, waiting, write
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
-LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768, 65536, 131072, 262144)
+LENGTHS = (
+    *(8, 16, 32, 64, 128, 256, 384, 512, 768, 1000, 1024, 1600, 2048, 3072, 4096, 5120),
+    *(8192, 12288, 16384, 32768, 65536, 131072, 262144),
+)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BYTES = 2**28
 DEVICE = torch.device("cuda")

@@ -58,6 +58,16 @@ def test_every_line_holds_its_longest_row(element_size: int) -> None:
                 assert layout.threads(longest, size) <= layout.block, (family, longest)
 
 
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_what_the_norms_lines_say_is_tried(element_size: int) -> None:
+    table = read(TABLE.read_text())
+    for longest, layout in table["layer_norm_forward", element_size]:
+        tried = [*candidates(longest, element_size, (1, 2, 4), ()), *waiting(longest, element_size)]
+        assert layout in tried, longest
+    for longest, layout in table["layer_norm_backward", element_size]:
+        assert layout in clustered(longest, element_size, (1, 2, 4)), longest
+
+
 def test_candidates_hold_the_row() -> None:
     for n in (1, 64, 1000, 4096, 50257, 262144):
         for layout in candidates(n, 2, (1, 2, 4), (4, 8)):
@@ -80,6 +90,7 @@ def test_clusters_share_what_a_block_does_not_hold() -> None:
     assert Layout(2, 512, 2) in shared
     assert all(layout.threads(16384, 2) <= layout.block for layout in shared)
     assert not any(layout.cluster == 1 for layout in shared if layout.stages == 0)
+    assert Layout(4, 512, 1, 4) in shared
     assert Layout(4, 512, 1, 6) in shared
     assert Layout(4, 512, 2, 6) in shared
 

@@ -20,8 +20,8 @@ WORTH = 0.01
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
 RING_HELD = (2, 4)
-RING_STAGES = 6
-"""What a thread holds of a row in a ring of the norms' backward, and the most rows of a ring."""
+RING_STAGES = (4, 6)
+"""What a thread holds of a row in a ring of the norms' backward, and the rows of a ring at most."""
 
 WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
@@ -144,10 +144,11 @@ def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout
     for one in RING_HELD:
         for block in (256, 384, 512, 640):
             for cluster in (1, 2, 4, 8, 16):
-                layout = Layout(one, block, cluster, RING_STAGES)
-                threads = layout.threads(n, element_size)
-                if WARP // 2 < threads <= block and (cluster == 1 or threads >= 4 * WARP):
-                    yield layout
+                for stages in RING_STAGES:
+                    layout = Layout(one, block, cluster, stages)
+                    threads = layout.threads(n, element_size)
+                    if WARP // 2 < threads <= block and (cluster == 1 or threads >= 4 * WARP):
+                        yield layout
 
 
 def write(table: Table, families: Sequence[str], device: str) -> str:
