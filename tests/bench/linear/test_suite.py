@@ -33,6 +33,20 @@ def test_the_chart_is_square_and_the_layers_are_llamas() -> None:
     assert ("llama3-8b", 4096, 128256) in shapes
 
 
+def test_the_layers_of_llama_2_come_first() -> None:
+    problems = LinearBench(CPU, peers=("inductor", "torchao")).problems()
+    first = problems[:24]
+    assert {(p.format, p.m, p.k, p.n) for p in first[:16]} == {
+        (format, m, k, n)
+        for format in ("int8", "int4")
+        for m in (1, 32)
+        for k, n in ((4096, 4096), (4096, 12288), (4096, 22016), (11008, 4096))
+    }
+    assert {p.format for p in first[16:]} == {"bf16"}
+    assert {p.m for p in problems} == {1, 8, 32}  # where compilers are measured
+    assert len(LinearBench(CPU, rows=(64,)).problems()) == 24 + 11 * 3  # nothing is lost
+
+
 def test_contenders_compute_the_same_product() -> None:
     """Ours and eager int8 over one weight; the others by what they refuse."""
     x = torch.randn(2, 256).bfloat16()

@@ -16,6 +16,9 @@ LAYERS = {
 }
 """Inputs and outputs: queries with keys and values and gate with up in one product; and no round numbers."""
 
+FIRST_LAYERS, FIRST_ROWS = LAYERS["llama2-7b"][:4], (1, 32)
+"""What a run that stops early should have: the layers of a block of Llama-2-7B, decoding and in a batch."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,3 +59,11 @@ def layers(rows: tuple[int, ...] = ROWS, formats: tuple[str, ...] = FORMATS) -> 
             for m in rows:
                 for format in formats:
                     yield Problem("layers", format, m, k, n, preset)
+
+
+def place(problem: Problem) -> int:
+    """In which turn a problem is measured: quantized layers of Llama-2-7B, the same in bf16, all others."""
+    wanted = problem.preset == "llama2-7b" and (problem.k, problem.n) in FIRST_LAYERS
+    if not wanted or problem.m not in FIRST_ROWS:
+        return 2
+    return 1 if problem.format == "bf16" else 0

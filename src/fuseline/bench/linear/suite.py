@@ -15,7 +15,16 @@ import torch
 
 from fuseline import native
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
-from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, GROUP_SIZE, ROWS, Problem, chart, layers
+from fuseline.bench.linear.problems import (
+    CHART_SIZES,
+    FORMATS,
+    GROUP_SIZE,
+    ROWS,
+    Problem,
+    chart,
+    layers,
+    place,
+)
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Environment, Record, append, describe
 from fuseline.records.record import Scalar
@@ -62,7 +71,8 @@ class LinearBench:
             found += chart(self.sizes, self.formats)
         if "layers" in self.parts:
             found += layers(self.rows, self.formats)
-        return found
+        found = [problem for problem in found if any(self.wanted(peer, problem) for peer in self.peers)]
+        return sorted(found, key=place)
 
     def wanted(self, peer: str, problem: Problem) -> bool:
         return peer not in COMPILED or problem.m in COMPILED_ROWS
