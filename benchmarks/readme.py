@@ -167,7 +167,8 @@ def quality(records: Sequence[Record]) -> list[str]:
         told.setdefault((of, f"{r.case['format']}{size}{rounding}"), {})[r.metric] = r.value
     lines = ["| text | weights | perplexity | more than bf16 |", "|---|---|---:|---:|"]
     for (of, format), found in told.items():
-        cost = f"{100 * found['loss_error']:.3f}%" if "loss_error" in found else ""
+        percent = round(100 * found.get("loss_error", 0.0), 3) + 0.0  # -0 is 0
+        cost = f"{percent:.3f}%" if "loss_error" in found else ""
         lines.append(f"| {of} | {format} | {found['perplexity']:.3f} | {cost} |".replace("|  |", "| |"))
     return lines
 
