@@ -150,6 +150,7 @@ def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--preset", "llama2-7b", "--batch", "4000000", "--prompt", "a"], "GiB on cpu"),
         (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
         (["--preset", "llama-tiny", "--prompt", "a", "--save", "x"], "--save writes quantized models"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int8", "--save", __file__], "a folder"),
     ],
 )  # fmt: skip
 def test_one_clear_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fuseline.cli.help import described, flowing
 from fuseline.cli.main import VERBS, run
-from fuseline.cli.options import resolve_device
+from fuseline.cli.options import check_folder, resolve_device
 from fuseline.errors import InputError, unknown_name
 from fuseline.version import __version__
 
@@ -47,6 +47,26 @@ def test_every_verb_explains_itself(capsys, verb):
         run([*verb.split(), "--help"])
     assert stop.value.code == 0
     assert f"fuseline {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["ladder", "train gpt", *(v for v in VERBS if v.startswith("bench "))])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, verb):
+    taken = tmp_path / "taken"
+    taken.write_text("of another kind")
+    assert run([*verb.split(), "--device", "cpu", "--out", str(taken / "new")]) == 2
+    assert f"{taken} is a file; --out names a folder." in capsys.readouterr().err
+
+
+def test_a_folder_that_may_be_made_is_not_made_by_looking(tmp_path, monkeypatch):
+    check_folder(tmp_path / "a" / "b", "--out")
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(InputError, match=r"/a: No space left on device\. Give another --save"):
+        check_folder(tmp_path / "a", "--save")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,12 @@ def test_train_then_translate(
     monkeypatch.setattr("sys.stdin", io.StringIO("Satz 1\n\nSatz 2\n"))
     assert run(command) == 0
     assert capsys.readouterr().out.split("\n") == [*_spread(told["translations"]), ""]
+    file = tmp_path / "out.txt"
+    assert run([*command, "Satz 1", "--out", str(file)]) == 0
+    assert file.read_text() == f"{told['translations'][0]}\n"
+    assert capsys.readouterr().out == ""
+    assert run([*command, "Satz 1", "--out", str(file / "beneath")]) == 2
+    assert "Give another --out." in capsys.readouterr().err
     assert run(["train", "translate", "--out", folder, "--resume", "--steps", "5", "--bleu", "False"]) == 0
     assert "step 5" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 from fuseline.errors import InputError, unknown_name
 
@@ -27,7 +27,7 @@ DEFAULT_OUT = Path("fuseline-attention")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     suite: tuple[str, ...] = ()
     """Suites: small (whole layers), short, long, decode, masks, picker. All if none is named."""
     budget: str | None = None

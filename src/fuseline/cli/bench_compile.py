@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ CPU_ITERATIONS, GPU_ITERATIONS = 20, 1000
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     models: tuple[str, ...] = ()
     """Models to run: shakespeare, gpt2, vit, resnet50, lstm. All if none is named."""
     backends: tuple[str, ...] = ()

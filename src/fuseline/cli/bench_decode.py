@@ -12,7 +12,7 @@ import tyro
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ DEFAULT_OUT = Path("fuseline-decode")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     preset: str = "auto"
     """Shape of the model: llama2-7b, llama3-8b, gpt2, ..; auto: llama2-7b on a GPU, else llama-tiny."""
     batches: tuple[int, ...] = (1, 8)

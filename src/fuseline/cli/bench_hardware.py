@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     parts: tuple[str, ...] = ()
     """Parts to measure: bandwidth, matrix, latency, calls, examples, ops. All if none is named."""
 

@@ -12,7 +12,7 @@ import tyro
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOST_JOBS = 12
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     ops: tuple[str, ...] = ()
     """Ops to measure: softmax, layer_norm, ... All if none is named."""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, resolve_device
 from fuseline.cli.publishing import publish
 from fuseline.errors import InputError
 
@@ -23,7 +23,7 @@ DEFAULT_OUT = Path("fuseline-quality")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded):
     checkpoint: Path | None = None
     """Folder of a run of `fuseline train gpt`."""
     formats: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DEFAULT_OUT = Path("fuseline-translation")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     data: str = "grammar"
     """grammar, multi30k, iwslt14, a folder with train.de and train.en, two files a,b, or a TSV file."""
     preset: str = "auto"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Seeded, check_folder, resolve_device
 from fuseline.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ QUANTS = ("none", "int8", "int4", "fp8")
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Seeded):
     model: Path | None = None
     """Folder or .safetensors file of Hugging Face's format."""
     checkpoint: Path | None = None
@@ -100,6 +100,8 @@ def run(options: Options) -> int:
             f"{name} on {device} would write {options.max_new_tokens} tokens after {len(prompts)} prompt(s)."
         )
         return 0
+    if options.save is not None:
+        check_folder(options.save, "--save")
     generator = text_generator.load(
         path,
         options.preset,

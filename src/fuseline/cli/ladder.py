@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded, Seeded):
     workload: str = "train"
     """train: a GPT that trains on text; generate: a language model with random weights, token by token (of
     the options below --preset, --checkpoint, --batch and --rungs count)."""
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
     if options.workload == "generate":
         from fuseline.cli import ladder_generate
 
-        return ladder_generate.run(options, options.preset, options.batch, options.rungs, options.checkpoint)
+        return ladder_generate.run(options)
     if options.workload != "train":
         raise unknown_name("workload", options.workload, ("train", "generate"))
     from fuseline.bench import ladder

@@ -8,50 +8,49 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import resolve_device
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from fuseline.cli.ladder import Options
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-ladder-generate")
 
 
-def run(
-    common: Common, preset: str, batch: int | None, rungs: tuple[str, ...], checkpoint: Path | None
-) -> int:
-    """Climb with the run `checkpoint`, or `preset` ("auto": llama2-7b on a GPU, else llama-tiny) with random
-    weights, and `batch` rows (default 1)."""
+def run(options: Options) -> int:
+    """Climb with the run --checkpoint, or --preset (auto: llama2-7b on a GPU, else llama-tiny) with random
+    weights, and --batch rows (default 1)."""
     import torch
 
     from fuseline.bench.decode import DecodeBench
     from fuseline.bench.decode.climb import RUNGS, climb
 
-    device = torch.device(resolve_device(common.device))
+    device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
     bench = DecodeBench(
         device,
-        ("llama2-7b" if on_gpu else "llama-tiny") if preset == "auto" else preset,
-        (batch or 1,),
+        ("llama2-7b" if on_gpu else "llama-tiny") if options.preset == "auto" else options.preset,
+        (options.batch or 1,),
         (200,),
         512 if on_gpu else 256,
         ("bf16" if on_gpu else "fp32",),
-        seed=common.seed,
-        run=checkpoint,
+        seed=options.seed,
+        run=options.checkpoint,
     )
-    out = common.out or DEFAULT_OUT
-    named = split_names(rungs)
-    if common.dry_run:
+    out = options.out or DEFAULT_OUT
+    named = split_names(options.rungs)
+    if options.dry_run:
         chosen = named or (rung.name for rung in RUNGS)
-        print(f"{checkpoint or bench.preset} on {device}: {', '.join(chosen)}.")
+        print(f"{options.checkpoint or bench.preset} on {device}: {', '.join(chosen)}.")
         return 0
     with measuring(28) as observe:
         records = climb(bench, out, observe, rungs=named)
     skipped = (r for r in records if r.metric == "skipped")
     remarks = [f"Skipped: {record.case['rung']}: {record.case['reason']}" for record in skipped]
-    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=common.json)
+    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=options.json)
 
 
 def _table(records: Sequence[Record]) -> Table:

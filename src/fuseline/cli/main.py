@@ -80,6 +80,7 @@ def run(arguments: list[str]) -> int:
         import tyro
 
         from fuseline.cli.help import described, flowing
+        from fuseline.cli.options import Recorded, check_folder
 
         options = tyro.cli(
             described(module.Options),
@@ -87,6 +88,8 @@ def run(arguments: list[str]) -> int:
             args=rest,
             description=flowing(module.__doc__ or ""),
         )
+        if isinstance(options, Recorded) and options.out is not None and not options.dry_run:
+            check_folder(options.out, "--out")
         return int(module.run(options))
     except InputError as error:
         _complain(str(error))

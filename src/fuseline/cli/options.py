@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,14 +21,39 @@ class Common:
         str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto takes the GPU if there is one.")
     ] = "auto"
     """Where to run."""
-    seed: int = 1337
-    """Seed of weights, batches and sampling."""
-    out: Path | None = None
-    """Folder for what the run writes (made if it is not there)."""
     json: bool = False
     """Print one JSON object instead of tables; progress goes to stderr."""
     dry_run: bool = False
     """Say what would be done, and do nothing."""
+
+
+@dataclass(frozen=True)
+class Seeded(Common):
+    """Of verbs that draw random numbers."""
+
+    seed: int = 1337
+    """Seed of weights, batches and sampling."""
+
+
+@dataclass(frozen=True)
+class Recorded(Common):
+    """Of verbs that keep what they found."""
+
+    out: Path | None = None
+    """Folder for what the run writes (made if it is not there)."""
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """`InputError` if files could not be written to `folder`, which need not be there yet: known before
+    anything is computed for them. Makes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise InputError(f"{there} is a file; {option} names a folder.")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".fuseline-", dir=there):
+            pass
+    except OSError as error:
+        raise InputError(f"Cannot write to {folder}: {error.strerror}. Give another {option}.") from error
 
 
 def resolve_device(name: str) -> str:

@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from fuseline.cli.main import EXIT_INTERRUPTED
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.train_options import config_options, given_options, option
 from fuseline.cli.train_progress import TrainProgress, plan_table
 from fuseline.errors import InputError
@@ -26,7 +26,7 @@ from fuseline.training.config import PRESETS, TrainConfig, continued, preset
 
 _DEFAULT_PRESET = "tiny"
 
-# Common's options, this verb's own, and every field of TrainConfig: one schema, stated there.
+# The options of verbs like it, this verb's own, and every field of TrainConfig: one schema, stated there.
 Options: Any = make_dataclass(
     "Options",
     [
@@ -35,7 +35,7 @@ Options: Any = make_dataclass(
         option("init_from", Path, "begin with the weights of a run, a nanoGPT checkpoint or a GPT-2"),
         *config_options(TrainConfig, _DEFAULT_PRESET),
     ],
-    bases=(Common,),
+    bases=(Recorded, Seeded),
     frozen=True,
 )
 

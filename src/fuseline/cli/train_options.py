@@ -9,12 +9,12 @@ from typing import Annotated, Any, Optional, get_args, get_type_hints
 
 import tyro
 
-from fuseline.cli.options import Common
+from fuseline.cli.options import Seeded
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}", Path: "PATH"}
 
-# A preset's seed is Common's --seed, whose default says that none was given.
-_DEFAULT_SEED = Common().seed
+# A preset's seed is Seeded's --seed, whose default says that none was given.
+_DEFAULT_SEED = Seeded().seed
 
 
 def option(name: str, kind: Any, says: str, default: Any = None, preset: str = "") -> tuple[str, Any, Any]:

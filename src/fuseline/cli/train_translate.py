@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from fuseline.cli.main import EXIT_INTERRUPTED
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.train_options import config_options, given_options, option
 from fuseline.cli.train_progress import TrainProgress
 from fuseline.errors import InputError
@@ -41,7 +41,7 @@ Options: Any = make_dataclass(
         ),
         *config_options(TranslateConfig, _DEFAULT_PRESET, without=("fused",)),
     ],
-    bases=(Common,),
+    bases=(Recorded, Seeded),
     frozen=True,
 )
 

@@ -32,6 +32,8 @@ class Options(Common):
     """Exponent of the length penalty; above 1 favours longer texts."""
     precision: str = "fp32"
     """fp32, tf32, bf16, fp16."""
+    out: Path | None = None
+    """File for the translations, in place of standard output."""
 
 
 def run(options: Options) -> int:
@@ -51,7 +53,10 @@ def run(options: Options) -> int:
     if options.json:
         print(json.dumps({"sources": sentences, "translations": texts}, ensure_ascii=False))
     elif options.out is not None:
-        options.out.write_text(lines, encoding="utf-8")
+        try:
+            options.out.write_text(lines, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"Cannot write {options.out}: {error.strerror}. Give another --out.") from error
     else:
         sys.stdout.write(lines)
     return 0
