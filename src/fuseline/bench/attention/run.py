@@ -27,7 +27,7 @@ from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
 from fuseline.ops.attention.measure import Times, clock, prepare
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.turn import Turn
+from fuseline.ops.attention.turn import ALONE, Turn
 from fuseline.records import Environment, Record, append, describe, read
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
@@ -129,11 +129,10 @@ def _is_out_of_memory(result: Result) -> bool:
 
 
 def evaluate(
-    problem: Problem, seed: int, *, with_compiled: bool, with_tuned: bool = False, turn: Turn | None = None
+    problem: Problem, seed: int, *, with_compiled: bool, with_tuned: bool = False, turn: Turn = ALONE
 ) -> Result:
     """Times, errors and memory of all candidates on one problem. One that computes something else counts as
     failed. `with_tuned` times before what the picker would take after `fuseline tune`."""
-    turn = turn or Turn()
     prepared = prepare(problem, with_compiled=with_compiled, seed=seed, turn=turn)
     tuned = None
     with turn:

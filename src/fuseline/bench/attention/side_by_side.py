@@ -22,7 +22,7 @@ import torch
 
 from fuseline import native
 from fuseline.ops.attention.measure import release
-from fuseline.ops.attention.turn import Turn
+from fuseline.ops.attention.turn import ALONE, Turn
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -100,7 +100,7 @@ class SideBySide(Generic[Item, Found]):
             for number, item in enumerate(items):
                 if is_over():
                     return
-                yield number, self.work(item, Turn())
+                yield number, self.work(item, ALONE)
             return
         crowded = []
         for number, found in self._run(items, range(len(items)), self.count, is_over):

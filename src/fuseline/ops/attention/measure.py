@@ -22,7 +22,7 @@ import torch
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.draw import Drawn, draw
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.turn import Turn, lent_while_compiling
+from fuseline.ops.attention.turn import ALONE, Turn, lent_while_compiling
 from fuseline.timing import Summary, summarize
 
 FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches
@@ -84,12 +84,10 @@ def prepare(
     with_compiled: bool = False,
     seed: int = 0,
     names: Sequence[str] | None = None,
-    turn: Turn | None = None,
+    turn: Turn = ALONE,
 ) -> Prepared:
     """Draw the inputs and capture what can run. `turn` is held while the device works."""
-    turn = turn or Turn()
-    with turn.beside():
-        _warm_up(problem.device)
+    _warm_up(problem.device, turn)
     with turn:
         drawn = draw(problem, seed)
         grad_out = torch.randn_like(drawn.q) if drawn.wanted else None
@@ -178,17 +176,18 @@ def captured(call: Callable[[], object], device: torch.device, turn: Turn) -> Ca
 
 
 @functools.cache
-def _warm_up(device: torch.device) -> None:
+def _warm_up(device: torch.device, turn: Turn) -> None:
     """Have a process make what every capture needs and none may begin: handles, threads, streams."""
     if device.type != "cuda":
         return
-    stream = torch.cuda.Stream(device)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        drawn = draw(Problem(device, dtype, 2, 2, 2, 64, 64, 64, direction="fwbw"))
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(stream):
-            whole_call(drawn, "math", torch.randn_like(drawn.q))()
-        stream.synchronize()
+    with turn.beside():
+        stream = torch.cuda.Stream(device)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            drawn = draw(Problem(device, dtype, 2, 2, 2, 64, 64, 64, direction="fwbw"))
+            torch.cuda.synchronize(device)
+            with torch.cuda.stream(stream):
+                whole_call(drawn, "math", torch.randn_like(drawn.q))()
+            stream.synchronize()
 
 
 def release() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Turn:
-    """What a process holds while the device works for it. This one is for a process alone: it never waits."""
+    """What a process holds while the device works for it. It never waits: a process alone has this one."""
 
     def __enter__(self) -> None:
         """From here on, no other process lets the device work."""
@@ -17,6 +17,9 @@ class Turn:
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """For short work that may run beside others' of this kind, since it is not timed."""
         return contextlib.nullcontext()
+
+
+ALONE = Turn()
 
 
 @contextlib.contextmanager
