@@ -128,7 +128,8 @@ def _panel(record: Record) -> tuple[str, Hashable]:
     limits = "" if case["causal"] == "none" else ", causal"
     title = f"{DIRECTIONS[str(case['direction'])]}, D {case['head_dim']}{limits}"
     if case["section"] == "decode":
-        title = f"{case['seqlen_q']} queries, B {case['batch']}, H {case['heads']} over {case['kv_heads']}"
+        queries = "1 query" if case["seqlen_q"] == 1 else f"{case['seqlen_q']} queries"
+        title = f"{queries}, B {case['batch']}, H {case['heads']} over {case['kv_heads']}"
     return title, str(case["dtype"])
 
 
