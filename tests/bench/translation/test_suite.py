@@ -115,5 +115,7 @@ def test_it_refuses_what_cannot_be(bench: TranslationBench) -> None:
         replace(bench, parts=("curve",))
     with pytest.raises(InputError, match="execution"):
         replace(bench, executions=("graphs",))
+    with pytest.raises(InputError, match="no precision named 'bf17'"):
+        replace(bench, precisions=("fp32", "bf17"))
     with pytest.raises(InputError, match="needs a seed"):
         replace(bench, seeds=0)

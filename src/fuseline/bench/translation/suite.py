@@ -20,6 +20,7 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.models.translation_config import as_dict
 from fuseline.records import Record, append, describe
 from fuseline.training.execution import EXECUTIONS
+from fuseline.training.precision import check_precision
 from fuseline.training.translation_config import TranslateConfig
 from fuseline.training.translation_train import load_pairs, train_translation, training_batches
 
@@ -59,6 +60,8 @@ class TranslationBench:
         for execution in self.executions:
             if execution not in EXECUTIONS:
                 raise unknown_name("execution", execution, EXECUTIONS)
+        for precision in self.precisions:
+            check_precision(precision, self.device)
         if self.seeds < 1 or self.curve_steps < 2 or not self.epochs > 0 or not self.precisions:
             raise InputError(
                 "A comparison needs a seed, two steps of a curve, part of an epoch and a precision."
