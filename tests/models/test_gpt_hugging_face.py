@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,6 @@ def fresh(**changes: Any) -> GPT:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-@pytest.fixture
-def transformers() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own deprecations are not ours to mend
-        yield pytest.importorskip("transformers", reason="needs transformers to compare with")
 
 
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"vocab_multiple": 64}, {"activation": "gelu"}])

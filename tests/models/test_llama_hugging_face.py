@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-
-
-@pytest.fixture
-def transformers() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own deprecations are not ours to mend
-        yield pytest.importorskip("transformers", reason="needs transformers to compare with")
 
 
 def fresh(**changes: Any) -> Llama:

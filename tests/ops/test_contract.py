@@ -8,19 +8,13 @@ import pytest
 import torch
 
 from fuseline import native
-from fuseline.ops import Case, Op, registered
+from fuseline.ops import Case, Op
 from fuseline.ops.op import outputs
 
+from .recorded import recorded
+from .registered_cases import CASES, DEVICES, OPS, differentiable
+
 CPU_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-
-
-OPS = [pytest.param(op, id=op.name) for op in registered()]
-CASES = [
-    pytest.param(op, case, id=f"{op.name}-{case.label}".replace(" ", "_"))
-    for op in registered()
-    for case in op.cases
-]
 
 
 def draw(op: Op, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
@@ -34,11 +28,6 @@ def to_double(arguments: dict[str, Any]) -> dict[str, Any]:
     }
     dtypes = {n: torch.float64 for n, v in arguments.items() if isinstance(v, torch.dtype)}
     return {**arguments, **floating, **dtypes}
-
-
-def differentiable(op: Op, arguments: dict[str, Any]) -> list[str]:
-    given = {name: arguments.get(name) for name in op.differentiable}
-    return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
 def leaves(op: Op, arguments: dict[str, Any], names: list[str] | None = None) -> dict[str, Any]:
@@ -295,14 +284,7 @@ def test_is_captured_in_a_cuda_graph(op: Op, case: Case) -> None:
         grads = torch.autograd.grad(floating, [arguments[n] for n in names], list(grads_out))
         return [*(o.detach() for o in out), *grads]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = recorded(step)
     with torch.no_grad():
         for name, value in fresh.items():
             if isinstance(value, torch.Tensor):

@@ -11,27 +11,14 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuseline.ops import Case, Op, registered
+from fuseline.ops import Case, Op
 from fuseline.ops.op import Outputs, outputs
 
-OPS = [pytest.param(op, id=op.name) for op in registered()]
-CASES = [
-    pytest.param(op, case, id=f"{op.name}-{case.label}".replace(" ", "_"))
-    for op in registered()
-    for case in op.cases
-]
-
-
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+from .registered_cases import CASES, DEVICES, OPS, differentiable
 
 
 def draw(op: Op, case: Case, device: str = "cpu") -> dict[str, Any]:
     return op.inputs(case, torch.device(device), torch.float32, torch.Generator(device).manual_seed(0))
-
-
-def differentiable(op: Op, arguments: dict[str, Any]) -> list[str]:
-    given = {name: arguments.get(name) for name in op.differentiable}
-    return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
 def total(returned: Outputs, power: int = 1) -> torch.Tensor:

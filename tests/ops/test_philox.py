@@ -11,6 +11,8 @@ from fuseline import ops
 from fuseline.errors import InputError
 from fuseline.ops import philox
 
+from .recorded import recorded
+
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,14 +86,7 @@ def test_every_replay_of_a_graph_draws_a_mask_of_its_own(drop: Draw) -> None:
         y = drop(x)
         return y.detach(), torch.autograd.grad(y, x, torch.ones_like(y))[0]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, grad = step()
+    graph, (y, grad) = recorded(step)
     masks = []
     for _ in range(3):
         graph.replay()

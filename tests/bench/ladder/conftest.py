@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
+from fuseline.bench.ladder.learner import TrainingState
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.result import Figure, Measurement
 from fuseline.bench.ladder.spec import RunSpec, baseline
+from fuseline.models.gpt import GPT
 
 
 @dataclass
@@ -73,6 +76,12 @@ def cpu() -> Machine:
 @pytest.fixture
 def base() -> RunSpec:
     return baseline("tiny", batch=2, seqlen=32)
+
+
+@pytest.fixture
+def state(base) -> TrainingState:
+    torch.manual_seed(0)
+    return TrainingState.of(GPT(base.config))
 
 
 @pytest.fixture

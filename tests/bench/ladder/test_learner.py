@@ -9,7 +9,6 @@ import torch
 
 from fuseline.bench.ladder.contender import LEAD_IN, Contender
 from fuseline.bench.ladder.learner import Learner, TrainingState
-from fuseline.models.gpt import GPT
 
 CPU = torch.device("cpu")
 
@@ -31,12 +30,6 @@ class Batches:
 
     def __next__(self):
         return next(self._given)
-
-
-@pytest.fixture
-def state(base) -> TrainingState:
-    torch.manual_seed(0)
-    return TrainingState.of(GPT(base.config))
 
 
 def _trained(spec, state, batches, steps):

@@ -6,17 +6,10 @@ import pytest
 import torch
 
 from fuseline.bench.ladder.contender import Contender
-from fuseline.bench.ladder.learner import TrainingState
 from fuseline.bench.ladder.precision_check import errors, reference
 from fuseline.models.gpt import GPT
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def state(base) -> TrainingState:
-    torch.manual_seed(0)
-    return TrainingState.of(GPT(base.config))
 
 
 def _batch(spec):
