@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
@@ -30,10 +30,3 @@ def lacks_and_unknown(missing: Sequence[str], foreign: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Of what it says; its type if it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those behind it: running out of memory while a graph is recorded ends in another one."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

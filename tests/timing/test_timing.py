@@ -16,6 +16,7 @@ from fuseline.timing import (
     mfu,
     paired_ratio,
     peak_flops,
+    ran_out_of_memory,
     summarize,
     time_calls,
     time_captured,
@@ -105,3 +106,17 @@ def test_captured_and_single_calls_agree_on_a_long_operation():
     captured = time_captured(calls, device).median
     assert captured == pytest.approx(single, rel=0.15)
     assert single == pytest.approx(2 * 2**28 / 3000e3, rel=0.5)
+
+
+def test_want_of_memory_is_seen_behind_another_error() -> None:
+    full = torch.OutOfMemoryError("full")
+    host = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+    device = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    for error in (full, host, device):
+        recording = RuntimeError("operation not permitted when stream is capturing")
+        recording.__context__ = error
+        outer = ValueError("it could not be recorded")
+        outer.__cause__ = recording
+        assert ran_out_of_memory(error)
+        assert ran_out_of_memory(outer)
+    assert not ran_out_of_memory(RuntimeError("an illegal memory access"))

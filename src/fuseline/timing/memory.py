@@ -1,8 +1,10 @@
-"""Peak memory and synchronization, the same calls on CPU and CUDA."""
+"""Peak memory, the want of it, and synchronization, the same calls on CPU and CUDA."""
 
 from __future__ import annotations
 
 import torch
+
+_OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator")
 
 
 def synchronize(device: torch.device) -> None:
@@ -24,3 +26,13 @@ def peak_memory_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether want of memory is behind an error: while a graph is recorded it ends in another one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError) or any(sign in str(cause) for sign in _OUT_OF_MEMORY):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

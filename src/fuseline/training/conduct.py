@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fuseline.errors import InputError, causes
-from fuseline.timing import reset_peak_memory
+from fuseline.errors import InputError
+from fuseline.timing import ran_out_of_memory, reset_peak_memory
 from fuseline.training.determinism import deterministic
 from fuseline.training.distributed import Group, joined
 from fuseline.training.execution import find_execution
@@ -120,7 +120,7 @@ def _explained(too_large: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(_is_about_memory(cause) for cause in causes(error)):
+        if ran_out_of_memory(error):
             raise InputError(too_large()) from error
         if "deterministic" in str(error):
             first = str(error).splitlines()[0]
@@ -128,7 +128,3 @@ def _explained(too_large: Callable[[], str]) -> Iterator[None]:
                 f"Part of this model cannot run repeatably: {first} Train with --deterministic False."
             ) from error
         raise
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -14,8 +14,8 @@ from fuseline.bench.compile.outcome import Measured, Observer, Outcome, Settings
 from fuseline.bench.compile.workloads import Workload
 from fuseline.bench.failure import describe_failure
 from fuseline.data.token_files import TokenDataset
-from fuseline.errors import InputError, causes
-from fuseline.timing import paired_ratio
+from fuseline.errors import InputError
+from fuseline.timing import paired_ratio, ran_out_of_memory
 
 ROUNDS = 20
 SHORTEST_BLOCK = 5
@@ -142,12 +142,8 @@ def _reason(backend: Backend, error: Exception) -> str:
     A compiler may raise anything, and the other backends still count. What is raised on: want of memory, bad
     input, and whatever eager raises, for then it is not a backend that is at fault.
     """
-    if any(_is_about_memory(cause) for cause in causes(error)):
+    if ran_out_of_memory(error):
         raise torch.OutOfMemoryError(str(error)) from error
     if isinstance(error, InputError) or backend.name == BASELINE:
         raise error
     return describe_failure(error)
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in str(error)

@@ -24,7 +24,13 @@ from fuseline.bench.ladder.pairing import Runs, run_in_turn
 from fuseline.bench.ladder.precision_check import Reference, errors, reference
 from fuseline.bench.ladder.result import Figure, Measurement
 from fuseline.bench.ladder.spec import RunSpec
-from fuseline.timing import paired_ratio, peak_memory_gib, reset_peak_memory, synchronize
+from fuseline.timing import (
+    paired_ratio,
+    peak_memory_gib,
+    ran_out_of_memory,
+    reset_peak_memory,
+    synchronize,
+)
 
 GIB = 2**30
 OUT_OF_MEMORY = "out of memory"
@@ -238,11 +244,8 @@ class StepMeasurer:
 
 def _told(error: BaseException) -> str:
     """One line of it, enough to go on."""
-    cause: BaseException | None = error
-    while cause is not None:  # a CUDA graph that fails to record for want of memory says something else
-        if any(sign in str(cause) for sign in ("CUDA out of memory", "DefaultCPUAllocator")):
-            return OUT_OF_MEMORY
-        cause = cause.__cause__ or cause.__context__
+    if ran_out_of_memory(error):
+        return OUT_OF_MEMORY
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = lines[0] if lines else type(error).__name__
     return told if len(told) <= REASON_LENGTH else told[: REASON_LENGTH - 3] + "..."
