@@ -24,6 +24,7 @@ from fuseline.cli.main import run
         (["--preset", "gpt3"], "'gpt2'"),
         (["--preset", "tiny", "--rungs", "anchors"], "--preset gpt2"),
         (["--max-batch", "some"], "--max-batch"),
+        (["--workload", "generate", "--preset", "llama-tinny"], "'llama-tiny'"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(capsys, arguments, said):

@@ -27,6 +27,7 @@ def run(options: Options) -> int:
 
     from fuseline.bench.decode import DecodeBench
     from fuseline.bench.decode.climb import RUNGS, climb
+    from fuseline.training.text_generator import config_of
 
     device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
@@ -40,6 +41,8 @@ def run(options: Options) -> int:
         seed=options.seed,
         run=options.checkpoint,
     )
+    if options.checkpoint is None:
+        config_of(None, bench.preset)  # one that is not known is refused here
     out = options.out or DEFAULT_OUT
     named = split_names(options.rungs)
     if options.dry_run:

@@ -132,8 +132,9 @@ def self_attention_layer(
         dropout_p: probability with which a weight is dropped, whenever it is above 0.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
         seed: of the dropout, one int64 on x's device; drawn from torch's generator if None.
-        implementation: `auto`; or `fused` (in the kernels where it fits, else as `aten`), `aten` (ATen's
-            operators in C++), `composed` (torch's products and `fuseline.ops.attention`).
+        implementation: `auto`; or `fused` (in the kernels where it fits, else as `aten`, or with dropout
+            as `composed`), `aten` (ATen's operators in C++), `composed` (torch's products and
+            `fuseline.ops.attention`).
 
     Returns [B, S, out].
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
