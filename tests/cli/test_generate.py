@@ -55,6 +55,13 @@ def test_text_goes_in_and_comes_out(folder: Path, capsys: pytest.CaptureFixture[
     assert "9 tokens in 9 steps: first after" in printed.err
 
 
+def test_numbers_stand_apart_from_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--preset", "llama-tiny", "--prompt", "hello", "--max-new-tokens", "3"]
+    (numbers,) = answered(capsys, *shape)["texts"]
+    assert run(["generate", *CPU, *shape]) == 0
+    assert capsys.readouterr().out == f"hello {numbers}\n"
+
+
 def test_batches_drafts_caches_and_formats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = answered(capsys, "--model", str(folder), "--prompt-ids", "1,2,3", "--max-new-tokens", "12")
     drafted = answered(

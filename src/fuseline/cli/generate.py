@@ -124,7 +124,8 @@ def run(options: Options) -> int:
     tokens: list[list[int]] = [[] for _ in prompts]
     live = len(prompts) == 1 and not options.json
     if live and options.prompt:
-        sys.stdout.write(options.prompt[0])
+        apart = " " if isinstance(generator.vocabulary, text_generator.Numbers) else ""
+        sys.stdout.write(options.prompt[0] + apart)
     begin = first = time.perf_counter()
     taken = 0
     for step in steps(source, prompts, options.max_new_tokens):
