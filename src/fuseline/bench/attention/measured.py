@@ -64,7 +64,7 @@ def measure_again(
     observe: Observer = lambda now, done, total: None,
 ) -> Measured:
     """Measure candidates whose kernels have changed again on the problems in `file` where they are near the
-    fastest, those first that were measured longest ago, beside the fastest others: one session's times are
+    fastest, those first that were measured longest ago, beside the fastest others: one run's times are
     not another's."""
     known = {times.problem: times for times in reversed(read(file))}
     wanted: list[_Item] = []
