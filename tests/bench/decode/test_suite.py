@@ -118,6 +118,7 @@ def test_what_cannot_be_measured_is_refused_or_said(tmp_path: Path) -> None:
     for options, message in (
         ({"peers": ("vllm",)}, "no peer named 'vllm'"),
         ({"formats": ("int3",)}, "no format named 'int3'"),
+        ({"batches": (1, 0)}, "0 rows leave nothing"),
         ({"positions": (500,)}, "Position 500 of 512"),
         ({"positions": (30,)}, "Position 30 of 512"),
     ):

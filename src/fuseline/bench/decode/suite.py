@@ -77,6 +77,10 @@ class DecodeBench:
         for name in self.formats:
             if name not in FORMATS["fuseline"]:
                 raise unknown_name("format", name, FORMATS["fuseline"])
+        fewest = {"rows": min(self.batches, default=1), "tokens": self.steps, "runs": self.runs}
+        for what, number in fewest.items():
+            if number < 1:
+                raise InputError(f"{number} {what} leave nothing to measure. Take one or more.")
         before = self.before
         for position in self.positions:
             if position <= before or position + self.tokens - before >= self.capacity:
