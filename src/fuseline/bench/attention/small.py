@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from fuseline.timing import (
     summarize,
     synchronize,
 )
+from fuseline.training.precision import matmul_format
 
 SUITE, SECTION = "attention", "small"
 DIRECTIONS = ("fw", "bw", "fwbw")
@@ -148,7 +148,7 @@ def run_small(bench: SmallBench, out: Path, observe: Observer) -> tuple[list[Rec
         if budget.left() <= 0:
             left += 1
             continue
-        with _tf32(case.dtype == "tf32"):
+        with matmul_format("tf32" if case.dtype == "tf32" else "fp32"):
             new = list(_measure(bench, case, environment))
         append(file, new)
         records += new
@@ -167,16 +167,6 @@ def _named(case: Case) -> dict[str, Scalar]:
         "seqlen_q": case.length,
         "embed_dim": case.embed_dim,
     }
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _measure(bench: SmallBench, case: Case, environment: Environment) -> Iterator[Record]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.hardware.figure import Figure, rate, skipped
 from fuseline.timing import time_calls
+from fuseline.training.precision import matmul_format
 
 SECTION = "matrix"
 GPU_SIZE, CPU_SIZE = 8192, 1024
@@ -24,7 +24,7 @@ def measure(device: torch.device, seed: int) -> Iterator[Figure]:
     on_gpu = device.type == "cuda"
     size = GPU_SIZE if on_gpu else CPU_SIZE
     for dtype in GPU_DTYPES if on_gpu else CPU_DTYPES:
-        with _tf32(dtype == "tf32"):
+        with matmul_format("tf32" if dtype == "tf32" else "fp32"):
             try:
                 call = _product(dtype, size, device, seed)
                 time = time_calls(call, device, repeats=20 if on_gpu else 5, warmup=3, flush=False)
@@ -52,13 +52,3 @@ def _product(dtype: str, size: int, device: torch.device, seed: int) -> Callable
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     left, right = a.to(wanted), b.to(wanted)
     return lambda: left @ right
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

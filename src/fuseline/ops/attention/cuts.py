@@ -25,7 +25,7 @@ def cuts(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]
         *_packed(problem, sizes),
         *_panels(problem, sizes),
         *_mask_gradient(problem),
-        _adds_up(problem, sizes),
+        _few_parts(problem, sizes),
     ]
 
 
@@ -70,8 +70,8 @@ def _split(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
     ]
 
 
-def _adds_up(problem: Problem, sizes: tuple[int, int, int, int, int]) -> float:
-    """Whether the last block of a key head adds up its parts, so that there is no second launch."""
+def _few_parts(problem: Problem, sizes: tuple[int, int, int, int, int]) -> float:
+    """Whether the launch that adds up the parts of a split has little to do."""
     if not _is_split(problem):
         return 0.0
     rows, held, _, _, splits = _split_sizes(problem, sizes)
