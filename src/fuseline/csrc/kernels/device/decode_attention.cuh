@@ -185,8 +185,9 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
     const int64_t at = int64_t(position) * (D / 2) + lane + kWarp * i;
     cosine[i] = a.cos ? __ldg(a.cos + at) : 1.f, sine[i] = a.cos ? __ldg(a.sin + at) : 0.f;
   }
-  wait_for_earlier();
+  // What follows, a product as a rule, gets its weights under way while this waits for its queries: HBM has little else to do.
   let_next_start();
+  wait_for_earlier();
 
   // A head to a warp: queries, and where this block has the newest position its key and value.
   const T* const qkv = reinterpret_cast<const T*>(a.qkv) + row * a.qkv_stride;

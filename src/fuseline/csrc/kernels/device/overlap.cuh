@@ -17,7 +17,8 @@ __device__ __forceinline__ void wait_for_earlier() {
 #endif
 }
 
-// The next kernel may take what room this one leaves; said by every block, or by its end.
+// The next kernel may take what room this one leaves; said by every block, or by its end. Said before wait_for_earlier(),
+// the launch before this one may be running as well while the next reads what no earlier kernel writes.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
