@@ -200,35 +200,42 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   char* const shared = step_shared();
   __shared__ HeadRoom<Shape> head_room;
   __shared__ float room[2 * Shape::kNormWarps], partial[2 * kWarps];
-  __shared__ unsigned long long likeliest[kWarps];
-  const int thread = threadIdx.x, lane = thread % kWarp;
+  __shared__ unsigned long long likeliest[kWarps], of_blocks[kWarps];
+  const int thread = thread_anew();
+  // What hangs on other reads is asked for first: each of them takes as long as a product does.
+  const int position = int(*a.length);
+  const int64_t token = *a.token;
+  uint32_t number = *a.to.steps * uint32_t(a.num_layers);  // of the layer before
   // Addresses are worked out where they are wanted: registers are what this kernel has least of.
   StepLayer* const layers = step_layers<Shape>();
   const auto stream = [&] { return reinterpret_cast<float*>(shared + a.at_stream); };
   const auto x = [&] { return reinterpret_cast<T*>(shared + a.at_x); };
   const auto gathered = [&] { return reinterpret_cast<T*>(shared + a.at_gathered); };
   const auto inner = [&] { return reinterpret_cast<T*>(shared + a.at_inner); };
-  // Out of the parameters, which come a line at a time from HBM.
-  constexpr int kPointers = sizeof(StepLayer) / sizeof(char*);
-  for (int i = thread; i < a.num_layers * kPointers; i += kThreads) {
+  // Out of the parameters, which come a line of 8 pointers at a time from HBM: a line to a warp.
+  constexpr int kPointers = sizeof(StepLayer) / sizeof(char*), kLine = 8;
+  for (int line = thread / kWarp * kLine; line < a.num_layers * kPointers; line += kWarps * kLine) {
+    const int i = line + thread % kWarp;
+    if (thread % kWarp >= kLine || i >= a.num_layers * kPointers) break;
     reinterpret_cast<const char**>(layers)[i] = reinterpret_cast<const char* const*>(a.layers)[i];
   }
   lay_out_units<Shape>(a);
   __syncthreads();
   Weights<Shape> weights(a);
+  const T* const table = reinterpret_cast<const T*>(a.token_table) + token * a.embed_dim;
+  const T* const places = reinterpret_cast<const T*>(a.position_table) + int64_t(position) * a.embed_dim;
+  if (thread * 64 < a.embed_dim) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(table + thread * 64));
+    if (a.position_table) asm volatile("prefetch.global.L2 [%0];" ::"l"(places + thread * 64));
+  }
+  prefetch_norms<Shape>(a, layers);
   fetch_biases<Shape>(a, layers, reinterpret_cast<float*>(shared + a.at_biases));
   // What the end of a row does not fill of its last piece is multiplied by zeros.
   for (int i = a.embed_dim + thread; i < a.embed_room; i += kThreads) x()[i] = from_float<T>(0.f);
   for (int i = a.heads * Shape::kHeadDim + thread; i < a.heads_room; i += kThreads) gathered()[i] = from_float<T>(0.f);
   for (int i = a.ffn_dim + thread; i < a.ffn_room; i += kThreads) inner()[i] = from_float<T>(0.f);
-
-  const int position = int(*a.length);
-  const int64_t token = *a.token;
-  uint32_t number = *a.to.steps * uint32_t(a.num_layers);  // of the layer before
-  const T* const table = reinterpret_cast<const T*>(a.token_table) + token * a.embed_dim;
-  const T* const places = reinterpret_cast<const T*>(a.position_table);
   for (int i = thread; i < a.embed_dim; i += kThreads) {
-    const float place = places ? to_float(places[int64_t(position) * a.embed_dim + i]) : 0.f;
+    const float place = a.position_table ? to_float(places[i]) : 0.f;
     stream()[i] = to_float(table[i]) + place;
   }
   __syncthreads();
@@ -272,23 +279,37 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
 
   take_normed<Shape>(a, a.to.from_mlp, number, a.norm_weight, a.norm_bias, stream(), x(), room);
   // Lane 0 of each warp sees some of the logits; of equals the first counts.
-  unsigned long long* const best_here = likeliest + thread / kWarp;
-  if (lane == 0) *best_here = 0;
+  unsigned long long* const best_here = likeliest + thread_anew() / kWarp;
+  *best_here = 0;
+  __syncwarp();
   multiply<Shape>(kHead, x(), weights, partial, [&](int row, int, float sum, float) {
     const T logit = from_float<T>(sum);
     reinterpret_cast<T*>(a.logits)[row] = logit;
-    *best_here = max(*best_here, ranked(to_float(logit), row));
+    *best_here = max(*best_here, ranked(logit, row));
   });
   __syncthreads();
-  if (thread != 0) return;
+  const auto largest = [](unsigned long long best) {  // of a warp
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
+    return best;
+  };
+  const int which = thread_anew(), warp = which / kWarp;
+  if (warp == 0) {
+    const unsigned long long best = largest(which < kWarps ? likeliest[which] : 0);
+    if (which == 0) send_ranked(a.to.likeliest + blockIdx.x, best, number);
+  }
+  // The last block, which has the fewest rows, waits for the others: all of them have read what it now changes.
+  if (blockIdx.x + 1 != gridDim.x) return;
   unsigned long long best = 0;
-  for (int w = 0; w < kWarps; ++w) best = max(best, likeliest[w]);
-  atomicMax(a.to.best, best);
-  __threadfence();
-  if (atomicAdd(a.to.arrived, 1u) != gridDim.x - 1) return;
-  __threadfence();
-  *a.token = int64_t(0xffffffffu - uint32_t(atomicExch(a.to.best, 0ull)));
-  *a.to.arrived = 0, *a.to.steps += 1, *a.length += 1;
+  for (int i = which; i < int(gridDim.x); i += kThreads) best = max(best, receive_ranked(a.to.likeliest + i, number));
+  best = largest(best);
+  if (which % kWarp == 0) of_blocks[warp] = best;
+  __syncthreads();
+  if (warp != 0) return;
+  best = largest(which < kWarps ? of_blocks[which] : 0);
+  if (which != 0) return;
+  *a.token = row_of(best);
+  *a.to.steps += 1, *a.length += 1;
 #endif
 }
 

@@ -26,11 +26,11 @@ constexpr int kStepKeys = 384;      // a block takes at once, or a part of it
 // Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of T and 16
 // of the number, which are all written anew in each layer, so that what stood there before has another number.
 struct StepBuffers {
-  unsigned long long* best;         // of the logits so far
-  unsigned int *arrived, *steps;    // blocks at their end; steps before this one
+  unsigned int* steps;              // before this one
   uint64_t *from_heads, *from_mlp;  // the stream after each half of a layer
   uint64_t *gathered, *lse;         // of heads, for each split
   uint32_t *qkv, *inner;
+  uint64_t* likeliest;              // token of each block's, with its logit
 };
 
 struct StepArguments {
@@ -82,15 +82,14 @@ struct StepArguments {
       at += divide_up(bytes, 128) * 128;
       return here;
     };
-    char* const counts = take(16);
-    to.best = reinterpret_cast<unsigned long long*>(counts);
-    to.arrived = reinterpret_cast<unsigned int*>(counts + 8), to.steps = to.arrived + 1;
+    to.steps = reinterpret_cast<unsigned int*>(take(16));
     to.from_heads = reinterpret_cast<uint64_t*>(take(int64_t(embed_dim) * 8));
     to.from_mlp = reinterpret_cast<uint64_t*>(take(int64_t(embed_dim) * 8));
     to.gathered = reinterpret_cast<uint64_t*>(take(int64_t(heads) * head_dim * kMostStepSplits * 8));
     to.lse = reinterpret_cast<uint64_t*>(take(int64_t(heads) * kMostStepSplits * 8));
     to.qkv = reinterpret_cast<uint32_t*>(take(int64_t(products[kQkv].rows) * 4));
     to.inner = reinterpret_cast<uint32_t*>(take(int64_t(ffn_dim) * 4));
+    to.likeliest = reinterpret_cast<uint64_t*>(take(int64_t(blocks) * 8));  // the last: blocks may not be known yet
     return at - begin;
   }
 };

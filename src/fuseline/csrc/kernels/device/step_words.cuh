@@ -96,11 +96,30 @@ __device__ __forceinline__ void receive_rounded(const uint32_t* from, int n, uin
   }
 }
 
-// Of logits the larger comes after, and of equal ones that of the lower row.
-__device__ __forceinline__ unsigned long long ranked(float logit, int row) {
-  const uint32_t bits = __float_as_uint(logit);
-  const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<unsigned long long>(ordered) << 32 | (0xffffffffu - uint32_t(row));
+// Of logits the larger comes after, and of equal ones that of the lower row; 16 bits over 24.
+template <class T>
+__device__ __forceinline__ unsigned long long ranked(T logit, int row) {
+  static_assert(sizeof(T) == 2);
+  const uint32_t bits = *reinterpret_cast<const uint16_t*>(&logit);
+  const uint32_t ordered = bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
+  return static_cast<unsigned long long>(ordered) << 24 | (0xffffffu - uint32_t(row));
+}
+
+__device__ __forceinline__ int64_t row_of(unsigned long long rank) { return 0xffffff - int64_t(rank & 0xffffffu); }
+
+// The same with 24 bits of a number before it.
+__device__ __forceinline__ void send_ranked(uint64_t* to, unsigned long long rank, uint32_t number) {
+  const uint64_t word = uint64_t(number) << 40 | rank;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ unsigned long long receive_ranked(const uint64_t* from, uint32_t number) {
+  uint64_t word;
+  until([&] {
+    word = look(from);
+    return ((uint32_t(word >> 40) ^ number) & 0xffffffu) == 0;
+  });
+  return word & 0xffffffffffu;
 }
 
 }  // namespace fuseline
