@@ -284,6 +284,11 @@ __device__ __forceinline__ void add_in_cluster(const LinearArguments& a, const f
   cluster_wait();
 }
 
+// The operand so many bytes on: one addition.
+__device__ __forceinline__ uint64_t further(uint64_t operand, int bytes) {
+  return (operand >> 32 << 32) | uint32_t(uint32_t(operand) + bytes / 16);
+}
+
 template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
 __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* shared,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
@@ -348,8 +353,11 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   const auto multiply = [&](HeldStep<Weights, kAnyGroups>(&step)[kWarpTiles]) {
     float part[kScalesSums ? kSums : 1];
     float2 scales = make_float2(0.f, 0.f);
-    if constexpr (kScalesSums) scales = unpack_pair<__nv_bfloat16>(step[0].scale[0]);
-    const uint32_t stage = ring + place.slot * Shape::kStageBytes;
+    if constexpr (kScalesSums) {  // out of the way of the scale to be loaded: else that one is moved, and so waited for
+      scales = unpack_pair<__nv_bfloat16>(step[0].scale[0]);
+      make_ready(scales.x), make_ready(scales.y);
+    }
+    const uint64_t stage = wgmma_operand(ring + place.slot * Shape::kStageBytes, kRows * 16);
 #pragma unroll
     for (int t = 0; t < kWarpTiles; ++t) {
 #pragma unroll
@@ -361,7 +369,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint64_t x = wgmma_operand(stage + chunk * (kRows * 128) + i * (2 * kRows * 16), kRows * 16);
+          const uint64_t x = further(stage, chunk * (kRows * 128) + i * (2 * kRows * 16));
           if constexpr (kScalesSums) {
             wgmma<T, kRows>(part, w[i], x, chunk + i > 0);
           } else {
