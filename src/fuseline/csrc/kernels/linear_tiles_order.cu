@@ -1,5 +1,4 @@
-// Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2. The flags of the
-// blocks that multiply are lowered.
+// Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2.
 
 #include "device/linear_tiles_order.cuh"
 
@@ -7,13 +6,10 @@ namespace fuseline {
 namespace {
 
 // A thread has 16 bytes of x; a warp eight rows and half a chunk.
-__global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArguments a, int rows, int flags) {
+__global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArguments a, int rows) {
   if (a.overlap) let_next_start();  // its weights stand
   wait_for_earlier();
   if (!a.overlap) let_next_start();  // what starts may read all that earlier launches wrote
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < flags; i += kLinearThreads) a.flags[i] = 0;
-  }
   const int halves = 4 * a.steps;
   const int lane = threadIdx.x % kWarp, quad = lane % 4;
   const int64_t warp = int64_t(blockIdx.x) * kLinearWarps + threadIdx.x / kWarp;
@@ -34,7 +30,7 @@ __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArg
 
 }  // namespace
 
-int launch_order_x(const LinearArguments& a, int rows, int flags, void* stream) {
+int launch_order_x(const LinearArguments& a, int rows, void* stream) {
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(divide_up(divide_up(a.m, 8) * 4 * a.steps, kLinearWarps)));
@@ -42,7 +38,7 @@ int launch_order_x(const LinearArguments& a, int rows, int flags, void* stream) 
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, order_x_kernel, a, rows, flags);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, order_x_kernel, a, rows);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
 }

@@ -41,8 +41,10 @@ struct LinearArguments {
   int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
   const char* residual;
   char* workspace;  // tiles: x in order
-  int* flags;       // tiles: of each block that has left sums in `partials`
+  uint64_t* flags;  // tiles: `token` of each block that has left sums in `partials`
+  uint64_t token;   // tiles: of this launch or graph node
   char* partials;
+  bool ordered;  // tiles: x is in order in the workspace
   bool y_pairs;     // two outputs at a time
 };
 

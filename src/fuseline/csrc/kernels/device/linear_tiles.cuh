@@ -13,10 +13,13 @@
 // 1 MB beside 128 rows of x, 22 us. There the blocks of a cluster share a tile, leave their sums in shared memory, and each
 // adds and writes its part of them.
 //
-// The eight columns that a lane of packed weights has are not neighbours in the product, so a kernel of its own puts x in
-// order first (linear_tiles_order.cu); one thread then brings it by bulk copies, step by step. Warpgroups multiply, 64 rows
-// of W each, for 128 rows of x twice as many one after the other: a warp reads its own tiles of W from memory, some steps
-// ahead, and makes them the A of the products in registers while other products are under way; nothing of W is stored.
+// The eight columns that a lane of packed weights has are not neighbours in the product: a warpgroup of each block puts x in
+// order on its way to the others, four words of a thread's 16 bytes apart. Beside more than 128 rows that would take the time
+// of all products, and a kernel of its own does so first (linear_tiles_order.cu); one thread then brings x by bulk copies.
+//
+// Warpgroups multiply, 64 rows of W each, for 128 rows of x twice as many one after the other: a warp reads its own tiles of W
+// from memory, some steps ahead, and makes them the A of the products in registers while other products are under way;
+// nothing of W is stored.
 //
 // Weights of int4 in groups of 128 columns and more stay integers beside up to 32 rows of x, and the sums of a step are
 // scaled; elsewhere they are rounded to x's dtype here, as dequantizing rounds them: a second set of sums does not fit.
@@ -40,10 +43,12 @@ struct TilesShape {
   static constexpr int kBlockTiles = kGroups * 4 * kWarpTiles;
   static constexpr int kMultipliers = kGroups * 128;
   static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
-  static constexpr int kRegisters = kGroups == 4 ? 112 : 240;  // all together no more than at the start
+  static constexpr int kRegisters = kGroups == 4 ? 112 : kRows == 128 ? 232 : 240;  // all together no more than at the start
+  static constexpr int kOtherRegisters = kGroups == 4 ? 32 : kRows == 128 ? 40 : 24;
   static constexpr int kStageBytes = kRows * kStepChunks * kTileColumns * 2;
-  static constexpr int kStages = kRows == 32 ? 16 : kRows == 64 ? 12 : kRows == 128 ? 6 : 3;
-  static constexpr int kShared = kStages * kStageBytes;
+  static constexpr int kStages = kRows == 32 ? 12 : kRows == 64 ? 8 : kRows == 128 ? 4 : 3;
+  static constexpr int kUnordered = kRows == 32 ? 6 : kRows == 64 ? 4 : kRows == 128 ? 3 : 0;  // steps of x on their way here
+  static constexpr int kShared = (kStages + kUnordered) * kStageBytes;
   static constexpr int kTileStepBytes = kStepChunks * Weights::kVectors * kWarp * 16;  // of weights, for 16 rows of W
   static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
   static_assert(kSumBytes <= kShared);
@@ -101,6 +106,55 @@ __device__ __forceinline__ Run own_run(const LinearArguments& a) {
     run.end = tile * a.steps + a.steps * (rank + 1) / a.splits;
   }
   return run;
+}
+
+// A warpgroup brings x as it stands and puts it in order (linear_tiles_order.cuh): each thread what it fetched itself, some
+// steps before, eight columns of every eighth row.
+template <class Shape, int kRows, bool kInCluster>
+__device__ __forceinline__ void order_x(const LinearArguments& a, char* shared, Stages<Shape::kStages>& stages) {
+  constexpr int kVectors = kRows / 8;  // of 16 bytes, of a thread and step
+  const Run run = own_run<kInCluster>(a);
+  const int thread = int(threadIdx.x) - Shape::kMultipliers, half = thread / kWarp, row = thread % kWarp / 4, quad = thread % 4;
+  const uint32_t ring = shared_address(shared), unordered = ring + Shape::kStages * Shape::kStageBytes + thread * 16;
+  const uint32_t to = ring + half / 2 * (kRows * 128) + (half % 2 * 4 * kRows + row) * 16 + quad * 4;
+  const char* const x = a.x + row * a.x_stride + (half * 32 + quad * 8) * 2;
+  Place<Shape::kUnordered> fetched, taken;
+  int step = run.first % a.steps;
+  const auto fetch = [&](int at) {
+    if (at < run.end) {
+      const bool inside = step * (kStepChunks * kTileColumns) + half * 32 + quad * 8 < a.k;
+      const char* from = x + step * (kStepChunks * kTileColumns * 2);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v, from += 8 * a.x_stride) {  // of rows past the last nobody reads the sums
+        const uint32_t room = unordered + fetched.slot * Shape::kStageBytes + v * (4 * kWarp * 16);
+        if (row + 8 * v < a.m) copy_async(room, inside ? from : a.x, inside ? 16 : 0);
+      }
+      fetched.next();
+      if (++step == a.steps) step = 0;
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int ahead = 0; ahead + 1 < Shape::kUnordered; ++ahead) fetch(run.first + ahead);
+  Place<Shape::kStages> place;
+  for (int at = run.first; at < run.end; ++at) {
+    fetch(at + Shape::kUnordered - 1);
+    wait_for_copies<Shape::kUnordered - 1>();
+    barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 raw = load_shared(unordered + taken.slot * Shape::kStageBytes + v * (4 * kWarp * 16));
+      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        store_shared_word(to + place.slot * Shape::kStageBytes + v * 128 + i * (kRows * 16), words[i]);
+      }
+    }
+    show_to_copies();  // and to products
+    __syncwarp();
+    if (thread % kWarp == 0) barrier_arrive(&stages.full[place.slot]);
+    taken.next(), place.next();
+  }
 }
 
 // One thread brings what is in order already.
@@ -178,16 +232,20 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
     }
     __threadfence();
     meet_multipliers<Shape::kMultipliers>();
-    if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(a.flags + block) : "memory");
+    if (threadIdx.x == 0) {
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(a.flags + block), "l"(a.token) : "memory");
+    }
     return false;
   }
   for (int other = block + 1; end < a.steps; ++other) {
     const Run run(a, other);
     if (threadIdx.x == 0) {
-      int there = 0;
+      uint64_t* const flag = a.flags + other;
+      uint64_t there = 0;
       do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(a.flags + other) : "memory");
-      } while (!there);
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(there) : "l"(flag) : "memory");
+      } while (there != a.token);
+      *flag = 0;  // a graph may launch this again, with the same token
     }
     meet_multipliers<Shape::kMultipliers>();
     const float4* const from = planes + int64_t(other) * kPlane;
@@ -299,6 +357,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
   const int lane = threadIdx.x % kWarp, group = lane / 4;
   const Run run = own_run<kInCluster>(a);
+  if (!a.overlap) wait_for_earlier();
 
   // The next step to be asked for.
   int load_tile = run.first / a.steps, load_step = run.first % a.steps, to_load = run.end - run.first;
@@ -440,17 +499,21 @@ __global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThrea
   extern __shared__ __align__(128) char shared[];
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
-    barrier_init(&stages.full[threadIdx.x], 1);
+    barrier_init(&stages.full[threadIdx.x], a.ordered ? 1 : 4);
     barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp);
     publish_barriers();
   }
   const int row_blocks = (a.m + kRows - 1) / kRows;  // of the same rows of W: one after the other
   __syncthreads();
   if (threadIdx.x >= Shape::kMultipliers) {
-    give_registers<24>();
-    wait_for_earlier();  // x is being put in order; all before that has ended
+    give_registers<Shape::kOtherRegisters>();
+    wait_for_earlier();
     let_next_start();
-    if (threadIdx.x == Shape::kMultipliers) bring_x<Shape, kInCluster>(a, shared, stages, row_blocks);
+    if (Shape::kUnordered > 0 && !a.ordered) {
+      if constexpr (Shape::kUnordered > 0) order_x<Shape, kRows, kInCluster>(a, shared, stages);
+    } else if (threadIdx.x == Shape::kMultipliers) {
+      bring_x<Shape, kInCluster>(a, shared, stages, row_blocks);
+    }
     if constexpr (kInCluster) {  // as the others do
       __syncwarp();
       for (int i = 0; i < 2; ++i) {

@@ -1,9 +1,22 @@
 // The host's half of linear_tiles.cuh.
 #pragma once
 
+#include <atomic>
+#include <chrono>
+
 #include "linear_tiles.cuh"
 
 namespace fuseline {
+
+// 64 bits that stand nowhere else: a count, mixed with where and when this library was loaded (splitmix64).
+inline uint64_t new_token() {
+  static std::atomic<uint64_t> count{uint64_t(std::chrono::system_clock::now().time_since_epoch().count()) ^
+                                     reinterpret_cast<uintptr_t>(&count)};
+  uint64_t z = count += 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
 
 // Blocks that share a tile as a cluster, by the nanoseconds that the busiest multiprocessor should take; 1 where the run of
 // all steps is cut evenly. `clusters_of` answers how many clusters of so many there can be at once: of 8 an H100 has room
@@ -61,11 +74,16 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     blocks = tiles * a.splits;
   } else {
     a.base = int(units / blocks), a.extra = int(units % blocks);
-    a.flags = reinterpret_cast<int*>(a.workspace + tiled_x_bytes(a.m, a.k));
+    a.flags = reinterpret_cast<uint64_t*>(a.workspace + tiled_x_bytes(a.m, a.k));
+    a.token = new_token();
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
-  const int ordered = launch_order_x(a, kRows, a.splits == 1 ? int(blocks) : 0, stream);
-  if (ordered != 0) return ordered;
+  a.ordered = Shape::kUnordered == 0 || !a.x_vectors;
+  if (a.ordered) {
+    const int error = launch_order_x(a, kRows, stream);
+    if (error != 0) return error;
+    a.overlap = true;  // that launch lets this one start when its weights stand
+  }
   return launch_overlapping(a.splits == 1 ? alone : in_cluster, a, dim3(unsigned(blocks)), Shape::kThreads,
                             size_t(Shape::kShared), a.splits, stream);
 }

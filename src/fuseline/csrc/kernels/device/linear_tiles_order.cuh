@@ -4,7 +4,9 @@
 // Of a half chunk of 32 columns lane q of the weights has the eight from 8 q on; words of them go to columns 2 q of the
 // product's eights 0, 1, 2 and 3. Rows past the last are never written: nobody reads their sums.
 //
-// The workspace has x in that order, then a flag for each block, then what blocks leave to each other.
+// The workspace has x in that order, if the product does not order it itself, then a flag for each block, then what blocks
+// leave to each other. Nobody lowers flags before a launch, which would take another one: a flag is up that has the launch's
+// token, 64 bits that no other call has, and who has waited for it lowers it.
 #pragma once
 
 #include "linear_x.cuh"
@@ -22,12 +24,12 @@ inline int64_t tiled_x_bytes(int64_t m, int64_t k) {
   return divide_up(m, rows) * rows * divide_up(k, 2 * kTileColumns) * 2 * kTileColumns * 2;
 }
 
-inline int64_t tiled_flag_bytes(int blocks) { return divide_up(blocks, 64) * 256; }
+inline int64_t tiled_flag_bytes(int blocks) { return divide_up(blocks, 32) * 256; }
 
 inline int64_t tiled_bytes(int64_t m, int64_t k, int blocks) {
   return tiled_x_bytes(m, k) + tiled_flag_bytes(blocks) + blocks * std::min<int64_t>(kSumBytes, tiled_rows(m) * 1024);
 }
 
-int launch_order_x(const LinearArguments& a, int rows, int flags, void* stream);  // linear_tiles_order.cu
+int launch_order_x(const LinearArguments& a, int rows, void* stream);  // linear_tiles_order.cu
 
 }  // namespace fuseline

@@ -49,6 +49,10 @@ __device__ __forceinline__ void store_shared(uint32_t at, const uint4& raw) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_word(uint32_t at, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
 // Asks the L2 for `bytes`, a multiple of 16, without reading them.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
