@@ -128,8 +128,8 @@ int run_streams(const LinearArguments& a, const fuseline_linear& call, void* str
 
 template <class T, class Weights>
 int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  constexpr int kFastStreams = 16;   // rows of x up to which a stream is the fastest
-  constexpr int64_t kManyWeights = 64 << 20;  // but for more than 8 rows and so many weights of int8: 37.5 us by 39.0
+  constexpr int kFastStreams = 16;  // rows of x up to which a stream is the fastest
+  constexpr int64_t kManyWeights = 32 << 20;  // but for more than 8 rows and so many weights
   constexpr int kMostStreams = 128;  // rows of x, beyond which the weight is better dequantized
   int answer = FUSELINE_UNSUPPORTED;
   const auto tiles = [&] {
@@ -139,7 +139,7 @@ int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
       }
     }
   };
-  const bool many = Weights::kFormat == FUSELINE_WEIGHT_INT8 && int64_t(a.n) * a.k >= kManyWeights;
+  const bool many = int64_t(a.n) * a.k >= kManyWeights;
   if (a.m > (many ? 8 : kFastStreams)) tiles();
   if (answer == FUSELINE_UNSUPPORTED && call.kernel <= FUSELINE_LINEAR_STREAM) {
     answer = run_stream<T, Weights>(a, call, stream);
