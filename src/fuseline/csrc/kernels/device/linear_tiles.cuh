@@ -406,6 +406,12 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
 #pragma unroll
     for (int t = 0; t < kWarpTiles; ++t) load(held[u][t], t);
   }
+  if constexpr (kRows <= 64) {  // what HBM does until x has come is not waited for later
+    wait_for_earlier();
+    const int steps = min(min(a.prefetched, to_load), a.steps - load_step);
+    const int chunks = min(steps * kStepChunks, a.chunks - load_step * kStepChunks);
+    if (lane == 0 && steps > 0) prefetch_to_l2(a.weight + int64_t(from[0]) * 16, chunks * kTileVectors * 16);
+  }
 
   Place<Shape::kStages> place;
   float sums[kWarpTiles][kSums];

@@ -78,6 +78,8 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     a.token = new_token();
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
+  constexpr int kUntilX = 1500 * 22;  // nanoseconds, of so many bytes of a multiprocessor each
+  a.prefetched = int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
   a.ordered = Shape::kUnordered == 0 || !a.x_vectors;
   if (a.ordered) {
     const int error = launch_order_x(a, kRows, stream);
