@@ -1,0 +1,61 @@
+// How much of a product of linear_tiles.cuh a block has, and which.
+#pragma once
+
+#include "linear_tiles_order.cuh"
+
+namespace fuseline {
+
+constexpr int kStepChunks = 2;  // of 64 columns
+
+// How much a block with kRows rows of x holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
+template <class Weights, int kRows, bool kAnyGroups>
+struct TilesShape {
+  static constexpr int kGroups = kRows <= 64 ? 4 : 2;      // warpgroups that multiply
+  static constexpr int kWarpTiles = kRows == 128 ? 2 : 1;  // of 16 rows of W, one after the other
+  static constexpr int kBlockTiles = kGroups * 4 * kWarpTiles;
+  static constexpr int kMultipliers = kGroups * 128;
+  static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
+  static constexpr int kRegisters = kGroups == 4 ? 112 : kRows == 128 ? 232 : 240;  // all together no more than at the start
+  static constexpr int kOtherRegisters = kGroups == 4 ? 32 : kRows == 128 ? 40 : 24;
+  static constexpr int kStageBytes = kRows * kStepChunks * kTileColumns * 2;
+  static constexpr int kStages = kRows == 32 ? 12 : kRows == 64 ? 8 : kRows == 128 ? 4 : 3;
+  static constexpr int kUnordered = kRows == 32 ? 6 : kRows == 64 ? 4 : kRows == 128 ? 3 : 0;  // steps of x on their way here
+  static constexpr int kShared = (kStages + kUnordered) * kStageBytes;
+  static constexpr int kTileStepBytes = kStepChunks * Weights::kVectors * kWarp * 16;  // of weights, for 16 rows of W
+  static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
+  static_assert(kSumBytes <= kShared);
+  static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
+  // Steps of weights under way: 1 KB (int4) or 2 each for a warp's tile.
+  static constexpr int kAhead = kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
+
+  // The t-th tile of this warp in the block at place `block` of those of W: of two the second is of the block's second half.
+  __device__ static __forceinline__ int tile_of(int block, int t) {
+    return block * kBlockTiles + t * (kMultipliers / kWarp) + int(threadIdx.x) / kWarp;
+  }
+};
+
+// Blocks begin in the order of their index. The first has the last steps, so that whoever waits does so for one that began
+// before it, whatever else the device has to do.
+__device__ __forceinline__ int place_of_block() { return int(gridDim.x) - 1 - int(blockIdx.x); }
+
+// The steps of the block at place `block`, of all tiles' steps.
+struct Run {
+  int first, end;
+
+  __device__ __forceinline__ Run(const LinearArguments& a, int block)
+      : first(block * a.base + min(block, a.extra)), end(first + a.base + (block < a.extra)) {}
+};
+
+// Of this block: where clusters share tiles, its part of one tile's.
+template <bool kInCluster>
+__device__ __forceinline__ Run own_run(const LinearArguments& a) {
+  Run run(a, place_of_block());
+  if constexpr (kInCluster) {
+    const int tile = int(blockIdx.x) / a.splits, rank = int(blockIdx.x) - tile * a.splits;
+    run.first = tile * a.steps + a.steps * rank / a.splits;
+    run.end = tile * a.steps + a.steps * (rank + 1) / a.splits;
+  }
+  return run;
+}
+
+}  // namespace fuseline
