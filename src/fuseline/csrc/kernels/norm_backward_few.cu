@@ -56,7 +56,10 @@ template <class X, class Y>
 bool run_apart(const NormBackward& a, const Device& device, void* stream, int& error) {
   constexpr int kMostSlots = 16 / kVector<Y>, kLeastAbreast = 4;  // of 64 bytes
   const int64_t vectors = a.n / kVector<Y>;
-  if (a.grad_x_bias || vectors > kMostSlots * kApartThreads || !in_vectors<kVector<Y>>(a)) return false;
+  if (vectors > kMostSlots * kApartThreads || !in_vectors<kVector<Y>>(a)) return false;
+  // What x_bias's gradient is the sum of, as it is stored: not where the sum has more digits than that.
+  const void* const dropped = a.grad_dropped ? a.grad_dropped : std::is_same_v<X, Y> && !a.dropout.seed ? a.grad_x : nullptr;
+  if (a.grad_x_bias && (!dropped || (a.fp32_weights && sizeof(Y) < sizeof(float)))) return false;
   for (const void* const result : {a.grad_x, a.grad_dropped}) {  // what others still read is not written
     if (result && (result == a.x || result == a.grad_y)) return false;
   }
@@ -67,10 +70,18 @@ bool run_apart(const NormBackward& a, const Device& device, void* stream, int& e
   apart.across = threads <= kWarp ? power_of_two_from(threads) : int(divide_up(threads, kWarp)) * kWarp;
   // A thread has two rows of a column, or more where all blocks have as few columns as a read is worth.
   while (apart.abreast > kLeastAbreast && a.rows > 2 * kApartThreads / apart.abreast) apart.abreast /= 2;
-  if (a.grad_weight || a.grad_bias) apart.column_blocks = int(divide_up(vectors, apart.abreast));
+  const int64_t column_blocks = divide_up(vectors, apart.abreast);
+  if (a.grad_weight || a.grad_bias) apart.column_blocks = int(column_blocks);
   const int64_t row_blocks = a.wants_rows() ? divide_up(a.rows, kApartThreads / apart.across) : 0;
   const auto kernel = slots == 1 ? norm_backward_apart<X, Y, 1> : norm_backward_apart<X, Y, kMostSlots>;
   error = launch(kernel, apart, apart.column_blocks + row_blocks, dim3(kApartThreads), 0, 1, stream, device.clusters);
+  if (error || !a.grad_x_bias) return true;
+  // By a second launch, which has no rows, and in which they stand for what a norm's bias adds to.
+  NormBackward& sums = apart.norm;
+  sums.grad_y = dropped, sums.grad_bias = a.grad_x_bias;
+  sums.grad_x = sums.grad_dropped = sums.grad_weight = sums.grad_x_bias = nullptr;
+  apart.column_blocks = int(column_blocks);
+  error = launch(kernel, apart, column_blocks, dim3(kApartThreads), 0, 1, stream, device.clusters);
   return true;
 }
 

@@ -6,8 +6,8 @@
 // way at once.
 //
 // Threads: a block of columns has a few vectors of each row side by side, and a thread every so manieth row of one. A
-// block of rows has whole rows, in registers. The gradient of a bias before a dropout is made of rows' gradients, and not
-// for this kernel.
+// block of rows has whole rows, in registers. The gradient of a bias before a dropout is made of rows' gradients: a second
+// launch adds up their columns as they are stored.
 #pragma once
 
 #include "norm_backward_rows.cuh"
