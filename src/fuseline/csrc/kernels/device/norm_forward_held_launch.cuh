@@ -8,6 +8,7 @@ namespace fuseline {
 
 constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
 constexpr int kMostHeld = 4;   // vectors of a thread; 2 of each tensor where a sum is made on the way
+constexpr int64_t kFewWaiting = 8;  // rows a multiprocessor, of which an RMS norm waits in shared memory, too
 constexpr int kMostEarly = 128;  // threads of a block whose weights, four vectors a thread, come with the row
 
 struct HeldPlan {
@@ -59,8 +60,8 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
 }
 
 // Of x alone: as the table says, but few rows. Those that a warp has without idle lanes are its where a multiprocessor has
-// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms: an RMS norm of a row that
-// registers can hold reads 0.978 in them at 16,384, 0.975 in shared memory.
+// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms: many RMS norms of rows that
+// registers can hold read 0.978 in them at 16,384, 0.975 in shared memory; 512 take 16.0 us, and 15.5 there.
 inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const RowChoice* choice, const Device& device) {
   HeldPlan plan;
   const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
@@ -68,7 +69,8 @@ inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const Row
   if (!given && !warps && plan_few_held(plan, rows, vectors, device)) return plan;
   plan = {};
   if (!choice || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
-  if (choice->stages > 0 && device.clusters && centred) return plan;  // they wait in shared memory
+  const bool waits = given || centred || rows <= kFewWaiting * device.processors;
+  if (choice->stages > 0 && device.clusters && waits) return plan;  // in shared memory
   plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
   const int most = vectors > kWarp * plan.held ? kMostThreads : kWarp;
   while (divide_up(vectors, plan.held) > most) plan.held *= 2;
