@@ -49,5 +49,27 @@ def test_masks_are_those_of_the_seed(n: int, offset: int, dtype: torch.dtype) ->
         mean, rstd = torch.zeros(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
         grads = [at_offset(t, offset) for t in (grad_y, grad_sum, saved)]
         given = (n,), mean, rstd, weight, bias, x_bias, P, seed, [True] * 5
-        dropped = torch.ops.fuseline.norm_backward(KIND, *grads, *given)[1]
+        _, dropped, _, _, grad_x_bias = torch.ops.fuseline.norm_backward(KIND, *grads, *given)
         assert torch.equal(dropped != 0, kept), f"backward of {rows} rows"
+        error = (grad_x_bias.double() - dropped.double().sum(0)).norm() / grad_x_bias.double().norm()
+        assert error < 2 * torch.finfo(dtype).eps, f"x_bias's gradient of {rows} rows: error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_gradients_of_sums_are_those_of_the_norm_and_the_sum(rows: int, dtype: torch.dtype) -> None:
+    native.load()
+    for columns in (1000, 1024, 16384, 140000, 200008, 262144):
+        n = columns * 2 // dtype.itemsize
+        x, grad_y, grad_sum = (randn(rows, n, dtype) for _ in range(3))
+        weight, bias = randn(2, n, dtype)
+        mean, rstd = x.float().mean(1), x.float().std(1).reciprocal()
+        given = x, (n,), mean, rstd, weight, bias, None, 0.0, None, [True, False, True, True, False]
+        backward = torch.ops.fuseline.norm_backward
+        norm, _, *sums, _ = backward("layer_norm", grad_y, None, *given)
+        both, _, *sums_of_both, _ = backward("add_layer_norm", grad_y, grad_sum, *given)
+        exact = norm.double() + grad_sum.double()
+        error = (both.double() - exact).norm() / exact.norm()
+        assert error < 2 * torch.finfo(dtype).eps, f"n {n}: error {error:.1e}"
+        for one, other in zip(sums, sums_of_both, strict=True):
+            torch.testing.assert_close(one, other)

@@ -26,7 +26,8 @@ struct RingKind {
   using Y = YType;
   static constexpr int kSlots = kSlotsOfThread, kSums = kSumsOfColumn;
   static constexpr bool kCentred = kCentredRows, kShifted = kShiftedRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
-  static constexpr bool kPast = kPastRing;  // grad_sum has no room in the ring: it is read when it is added
+  static constexpr bool kPast = kPastRing;  // grad_sum has no room in the ring,
+  static constexpr bool kBeside = kPast && sizeof(X) == sizeof(Y);  // but for one row beside it; else it is loaded late
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr bool kMore = kWide || kShifted;  // registers
@@ -177,6 +178,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostRingStages][Kind::kThreads / kWarp];
   __shared__ uint64_t met[kMeetings][kMostRingGroups];
+  __shared__ uint64_t past_arrived[Kind::kBeside ? Kind::kThreads / kWarp : 1];
 
   const int n = int(a.n), stages = a.stages, cluster = a.cluster;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
@@ -213,27 +215,54 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     }
   };
 
+  // Behind the ring: states of meetings, weights, and for each warp a part of grad_sum.
+  unsigned char* const behind_ring = ring + stages * stage_bytes;
+  const int states_count = int(blockDim.y) * cluster * warps;
+  unsigned char* const kept = behind_ring + kMeetings * states_count * int(sizeof(float2));
+  const bool wide_weights = (a.weight && a.fp32_weights) || sizeof(Y) == 4;
+  unsigned char* const behind_weights = kept + int(blockDim.x) * kSlots * kSize * (wide_weights ? 4 : 2);
+  unsigned char* const past = behind_weights + warp * Kind::template kPart<X>;
+  const auto fetch_past = [&](int64_t row) {
+    if (row >= a.rows) return;
+    barrier_expect(&past_arrived[warp], max(0, min(kColumns, n - from)) * int(sizeof(X)));
+    fetch_part<X, kColumns, false>(a, a.grad_sum, row, from, past, &past_arrived[warp], false);
+  };
+
   let_next_start();
-  if (lane < stages) barrier_init(&arrived[lane][place], 1);
+  // By loops of one thread: of a predicated `mbarrier.init` racecheck takes every thread's register for an address.
+  if (lane == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) barrier_init(&arrived[stage][place], 1);
+    if constexpr (Kind::kBeside) barrier_init(&past_arrived[warp], 1);
+  }
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int meeting = 0; meeting < kMeetings; ++meeting) {
+      barrier_init(&met[meeting][threadIdx.y], cluster == 1 ? warps : 1);
+    }
+  }
   publish_barriers();
+  if (cluster > 1) cluster_arrive_relaxed();
   __syncwarp();
   wait_for_earlier();
   if (lane == 0) {
     for (int stage = 0; stage < stages; ++stage) {
       fetch(int64_t(block) * blockDim.y + threadIdx.y + int64_t(stage) * groups, stage);
     }
+    if constexpr (Kind::kBeside) fetch_past(int64_t(block));
   }
-  unsigned char* const behind_ring = ring + stages * stage_bytes;
-  RingRoom room{{reinterpret_cast<float2*>(behind_ring), int(blockDim.y) * cluster * warps}, met};
+  RingRoom room{{reinterpret_cast<float2*>(behind_ring), states_count}, met};
   Meeting<RingRoom, float2> meeting{room, cluster, rank};
-  const RingWeights<Kind> weights{
-      reinterpret_cast<uint4*>(behind_ring + kMeetings * room.states.count * sizeof(float2)) + threadIdx.x,
-      (a.weight && a.fp32_weights) || sizeof(Y) == 4};
+  const RingWeights<Kind> weights{reinterpret_cast<uint4*>(kept) + threadIdx.x, wide_weights};
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     if (threadIdx.y == 0) weights.keep(a, k, start + k * kStep);
   }
-  meeting.open();
+  if (cluster > 1) {
+    cluster_wait();  // the others' barriers are there; weights are each thread's own
+  } else {
+    __syncthreads();
+  }
 
   const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kSize, kSums> columns[kSlots] = {};
@@ -300,6 +329,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         const int grad_head = head_of(static_cast<const Y*>(a.grad_y), done);
         int64_t base = done * a.n;
         forget(base);  // kept, rather than multiplied anew for each store
+        if constexpr (Kind::kBeside) barrier_wait(&past_arrived[warp], (turn - behind) & 1);
 #pragma unroll
         for (int k = 0; k < kSlots; ++k) {
           const int first = start + k * kStep;
@@ -330,9 +360,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
             for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
           } else {
             if constexpr (Kind::kPast) {
-              HeldSlot<X, kSize, false> past;
-              past.load(static_cast<const X*>(a.grad_sum) + base, first, n, 0, 0);
-              past.values(0, values);
+              HeldSlot<X, kSize, false> added;
+              if (Kind::kBeside) added = take_slot<X, kSize, false>(past, k * kWarp + lane);
+              if (!Kind::kBeside) added.load(static_cast<const X*>(a.grad_sum) + base, first, n, 0, 0);
+              added.values(0, values);
 #pragma unroll
               for (int i = 0; i < kSize; ++i) grad[i] += values[i];
             }
@@ -341,7 +372,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         }
       }
       __syncwarp();
-      if (lane == 0) fetch(done + int64_t(stages) * groups, before);
+      if (lane == 0) {
+        fetch(done + int64_t(stages) * groups, before);
+        if constexpr (Kind::kBeside) fetch_past(done + groups);
+      }
     }
     if (!there) break;
     before = stage, terms.mean = mean, terms.rstd = rstd;

@@ -29,7 +29,8 @@ struct RingFamily {
   // What a block has in shared memory besides rows.
   static int64_t beside(int threads, int groups, int slots, int cluster, int weight_bytes) {
     const int64_t states = int64_t(kMeetings) * cluster * groups * (threads / kWarp) * 8;
-    return int64_t(threads) * slots * kSize * weight_bytes + states + kStatic;
+    const int64_t past = Kind<kMostSlots, false>::kBeside ? int64_t(sizeof(X)) : 0;  // of grad_sum, an element
+    return int64_t(threads) * slots * kSize * (weight_bytes + past) + states + kStatic;
   }
 
   // `weight_bytes`: of an element.
