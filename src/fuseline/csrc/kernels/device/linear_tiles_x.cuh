@@ -27,7 +27,7 @@ struct Place {
 // steps before, eight columns of every eighth row.
 template <class Shape, int kRows, bool kInCluster>
 __device__ __forceinline__ void order_x(const LinearArguments& a, char* shared, Stages<Shape::kStages>& stages) {
-  constexpr int kVectors = kRows / 8;  // of 16 bytes, of a thread and step
+  constexpr int kVectors = kRows / 8, kTogether = 2;  // of 16 bytes, of a thread and step
   const Run run = own_run<kInCluster>(a);
   const int thread = int(threadIdx.x) - Shape::kMultipliers, half = thread / kWarp, row = thread % kWarp / 4, quad = thread % 4;
   const uint32_t ring = shared_address(shared), unordered = ring + Shape::kStages * Shape::kStageBytes + thread * 16;
@@ -57,12 +57,18 @@ __device__ __forceinline__ void order_x(const LinearArguments& a, char* shared, 
     wait_for_copies<Shape::kUnordered - 1>();
     barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint4 raw = load_shared(unordered + taken.slot * Shape::kStageBytes + v * (4 * kWarp * 16));
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int first = 0; first < kVectors; first += kTogether) {
+      uint4 raw[kTogether];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        store_shared_word(to + place.slot * Shape::kStageBytes + v * 128 + i * (kRows * 16), words[i]);
+      for (int v = 0; v < kTogether; ++v) {
+        raw[v] = load_shared(unordered + taken.slot * Shape::kStageBytes + (first + v) * (4 * kWarp * 16));
+      }
+#pragma unroll
+      for (int v = 0; v < kTogether; ++v) {
+        const uint32_t words[4] = {raw[v].x, raw[v].y, raw[v].z, raw[v].w};
+        const uint32_t of = to + place.slot * Shape::kStageBytes + (first + v) * 128;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_shared_word(of + i * (kRows * 16), words[i]);
       }
     }
     show_to_copies();  // and to products
