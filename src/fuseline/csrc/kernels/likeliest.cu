@@ -14,7 +14,6 @@
 
 #include "device/launch.cuh"
 #include "device/meeting.cuh"
-#include "device/step_words.cuh"
 #include "fuseline_likeliest.h"
 
 namespace fuseline {
@@ -33,9 +32,12 @@ struct TakeLikeliest {
 
 constexpr int kHeld = 4;  // vectors of a thread that are on their way at once
 
-// As torch ranks them: NaN of either sign above all, and zeros of either sign alike.
+// Of logits the larger comes after, and of equal ones that of the lower index. As torch ranks them: NaN of either sign
+// above all, and zeros of either sign alike.
 __device__ __forceinline__ Ranked ranked_as_torch(float logit, int index) {
-  return ranked(logit != logit ? __int_as_float(0x7fffffff) : logit + 0.f, index);
+  const uint32_t bits = __float_as_uint(logit != logit ? __int_as_float(0x7fffffff) : logit + 0.f);
+  const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return Ranked(ordered) << 32 | (0xffffffffu - uint32_t(index));
 }
 
 // Of logits in the order of their indices: whether this one takes the place of the best of those before.
