@@ -47,6 +47,10 @@ def test_a_dry_run_lists_the_problems(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "60 problems on cpu:" in printed
     assert list(tmp_path.iterdir()) == []
+    assert run([*line, "--only", "T=16 S=16 D=64", "T=32 S=32 D=128"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 problems on cpu:" in printed
+    assert printed.count("T=16 S=16 D=64") == printed.count("T=32 S=32 D=128") == 4
 
 
 def test_whole_layers_print_who_is_fastest(
@@ -59,6 +63,10 @@ def test_whole_layers_print_who_is_fastest(
     printed = capsys.readouterr().out
     assert "Small layers, as called: the fastest at each length" in printed
     assert re.search(r"shared +float32 +16 +fwbw +\S.* at 3", printed)
+    assert (tmp_path / "index.html").exists()
+    assert run([*line, "--no-page", "--out", str(tmp_path / "bare")]) == 0
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["attention.jsonl"]
+    assert "Page" not in capsys.readouterr().out
     assert run([*line, "--dry-run"]) == 0
     assert "small   shared float32 B=16 H=8 S=3 E=16" in capsys.readouterr().out
     assert run([*line, "--budget", "0.0000001s", "--out", str(tmp_path / "other")]) == 0
@@ -84,6 +92,7 @@ def test_writes_a_table(
         (["--suite", "small", "--forms", "shred"], "Did you mean 'shared'"),
         (["--every", "0"], "--every 0 must be 1 or more"),
         (["--budget", "soon"], "soon"),
+        (["--suite", "small", "short", "--only", "T=17"], "no problem of small, short has T=17 in its line"),
     ],
 )
 def test_complains(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

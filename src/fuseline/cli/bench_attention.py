@@ -38,6 +38,8 @@ class Options(Recorded, Seeded):
     """Measure FlexAttention too, which compiles for every shape; of the picker's problems, on 30."""
     every: int = 1
     """Only each so many'th problem of a suite."""
+    only: tuple[str, ...] = ()
+    """Only problems whose line, as --dry-run prints it, has one of these texts in it."""
     forms: tuple[str, ...] = ()
     """Of suite small: shared (one projection for all heads, as in the seed), full (a projection for each),
     block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if none is
@@ -49,6 +51,9 @@ class Options(Recorded, Seeded):
     """How many random problems the networks are fitted to."""
     again: tuple[str, ...] = ()
     """With --write-table: candidates whose kernels have changed; they are measured on what is done, too."""
+    page: bool = True
+    """Build the page over all records at the end, which takes a quarter of a minute after --budget is spent;
+    `fuseline report` does it later, too."""
     processes: int = 0
     """How many processes prepare problems side by side on a GPU; one at a time is timed. 0: by the cores."""
 
@@ -57,7 +62,7 @@ def run(options: Options) -> int:
     import torch
 
     from fuseline.bench.attention import small
-    from fuseline.bench.attention.run import AttentionBench
+    from fuseline.bench.attention.run import AttentionBench, Outcome
     from fuseline.bench.attention.run import run as measure
     from fuseline.bench.attention.side_by_side import processes_for
     from fuseline.bench.attention.small_layers import PEERS
@@ -81,6 +86,7 @@ def run(options: Options) -> int:
         with_compiled=options.flex,
         seed=options.seed,
         every=options.every,
+        only=options.only,
         processes=options.processes or processes_for(device),
     )
     out = options.out or DEFAULT_OUT
@@ -89,9 +95,14 @@ def run(options: Options) -> int:
         forms=split_names(options.forms) or tuple(PEERS),
         seed=options.seed,
         every=options.every,
+        only=options.only,
         budget_seconds=bench.budget_seconds,
         resume=options.resume,
     )
+    if options.only and not (bench.places() or (small.SECTION in suites and sweep.cases())):
+        raise InputError(
+            f"--only: no problem of {', '.join(suites)} has {' or '.join(options.only)} in its line."
+        )
     if options.dry_run:
         _print_plan(bench, sweep if small.SECTION in suites else None, out, as_json=options.json)
         return 0
@@ -105,13 +116,23 @@ def run(options: Options) -> int:
             layers, left = small.run_small(sweep, out, observe)
         if bench.budget_seconds is not None:
             bench = replace(bench, budget_seconds=bench.budget_seconds - (time.monotonic() - begin))
-    with measuring(100) as observe:
-        outcome = measure(bench, out, observe)
+    outcome = Outcome()
+    if bench.suites:
+        with measuring(100) as observe:
+            outcome = measure(bench, out, observe)
     outcome.records[:0] = layers
     outcome.left += left
     tables, remarks = _told(outcome)
     tables[:0] = layer_tables(layers)
-    return publish(outcome.records, out / "attention.jsonl", tables, remarks, width=130, as_json=options.json)
+    return publish(
+        outcome.records,
+        out / "attention.jsonl",
+        tables,
+        remarks,
+        width=130,
+        as_json=options.json,
+        with_page=options.page,
+    )
 
 
 def _write_table(bench: AttentionBench, file: Path, problems: int, again: Sequence[str], out: Path) -> int:

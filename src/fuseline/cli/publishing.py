@@ -31,21 +31,27 @@ def publish(
     *,
     width: int = 120,
     as_json: bool = False,
+    with_page: bool = True,
     **extra: Any,
 ) -> int:
-    """Build the page over all of `file`, and print `tables` and `remarks` of `records`; or `records` and what
-    else is named, as JSON. Returns 0."""
-    from fuseline import report
-    from fuseline.records import read
-
-    page = report.build(read(file), file.parent)
+    """Build the page over all of `file`, if it is there, and print `tables` and `remarks` of `records`; or
+    `records` and what else is named, as JSON. Returns 0."""
+    page = _page(file) if with_page and file.exists() else None
     if as_json:
-        print(json.dumps({"records": [asdict(record) for record in records], **extra, "page": str(page)}))
+        told = {"records": [asdict(record) for record in records], **extra, "page": page and str(page)}
+        print(json.dumps(told))
         return 0
     out = console(width)
     for table in tables:
         out.print(table)
     for remark in remarks:
         print(remark)
-    print(f"Records: {file}\nPage:    {page}")
+    print(f"Records: {file}" + (f"\nPage:    {page}" if page else ""))
     return 0
+
+
+def _page(file: Path) -> Path:
+    from fuseline import report
+    from fuseline.records import read
+
+    return report.build(read(file), file.parent)

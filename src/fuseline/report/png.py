@@ -1,4 +1,7 @@
-"""A scene as a PNG file, painted by matplotlib without a display and without its global state."""
+"""A scene as a PNG file, painted by matplotlib without a display and without its global state.
+
+Marks are added as artists: `plot` and `add_patch` would also have the axes fit their limits to each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path as FilePath
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Circle as CirclePatch
 from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
@@ -32,9 +36,9 @@ def write(scene: Scene, path: FilePath, theme: int = 0) -> None:
 
 def _paint(axes, mark: Mark, theme: int, order: int) -> None:  # type: ignore[no-untyped-def]
     if isinstance(mark, Rect):
-        axes.add_patch(_rectangle(mark, theme, order))
+        axes.add_artist(_rectangle(mark, theme, order))
     elif isinstance(mark, Circle):
-        axes.add_patch(
+        axes.add_artist(
             CirclePatch(
                 (mark.x, mark.y),
                 mark.radius,
@@ -77,7 +81,7 @@ def _rectangle(mark: Rect, theme: int, order: int) -> Rectangle | FancyBboxPatch
 
 def _paint_path(axes, mark: Path, theme: int, order: int) -> None:  # type: ignore[no-untyped-def]
     if mark.fill:
-        axes.add_patch(
+        axes.add_artist(
             Polygon(
                 mark.points,
                 closed=True,
@@ -91,14 +95,16 @@ def _paint_path(axes, mark: Path, theme: int, order: int) -> None:  # type: igno
         return
     xs, ys = zip(*mark.points, strict=True)
     width = mark.width * POINTS
-    dash = (0.0, tuple(length / mark.width for length in mark.dash)) if mark.dash else "solid"
-    axes.plot(
-        xs,
-        ys,
-        color=COLOURS[mark.stroke][theme],
-        linewidth=width,
-        linestyle=dash,
-        alpha=mark.opacity,
-        zorder=order,
-        solid_joinstyle="round",
+    dash = (0.0, tuple(length / mark.width for length in mark.dash)) if mark.dash else None
+    axes.add_artist(
+        Line2D(
+            xs,
+            ys,
+            color=COLOURS[mark.stroke][theme],
+            linewidth=width,
+            linestyle=dash or "solid",
+            alpha=mark.opacity,
+            zorder=order,
+            solid_joinstyle="round",
+        )
     )

@@ -22,7 +22,7 @@ from fuseline.bench.attention.results import (
     records_of,
 )
 from fuseline.bench.attention.side_by_side import SideBySide
-from fuseline.bench.attention.suites import COMPILED_CASES, problems_of, spread, thinned
+from fuseline.bench.attention.suites import COMPILED_CASES, is_wanted, problems_of, spread, thinned
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
 from fuseline.ops.attention.measure import Times, clock, prepare
@@ -38,7 +38,8 @@ Observer = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class AttentionBench:
     """What to run. `with_compiled` measures FlexAttention too, in the picker's suite on 30 problems; `every`
-    thins a suite out (`suites.thinned`). `processes` prepare side by side."""
+    thins a suite out (`suites.thinned`), of which `only` leaves problems whose line has one of these texts in
+    it. `processes` prepare side by side."""
 
     suites: tuple[str, ...]
     device: torch.device
@@ -47,6 +48,7 @@ class AttentionBench:
     with_compiled: bool = True
     seed: int = 0
     every: int = 1
+    only: tuple[str, ...] = ()
     processes: int = 1
 
     def places(self) -> list[tuple[str, Problem]]:
@@ -54,6 +56,7 @@ class AttentionBench:
             (suite, problem)
             for suite in self.suites
             for problem in thinned(problems_of(suite, self.device), self.every)
+            if is_wanted(problem, self.only)
         ]
 
 

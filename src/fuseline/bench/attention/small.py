@@ -18,7 +18,7 @@ import torch
 
 from fuseline import native
 from fuseline.bench.attention.small_layers import PEERS, build
-from fuseline.bench.attention.suites import thinned
+from fuseline.bench.attention.suites import is_wanted, thinned
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.captured import Captured
@@ -79,8 +79,9 @@ class Case:
 @dataclass(frozen=True)
 class SmallBench:
     """The sweep. `rounds` is how often every peer is timed in turn; without `dtypes` those of the device.
-    `every` thins it out to each so many'th case; with `resume` cases that an earlier run into the same folder
-    measured are left out; no case is begun when the budget is spent."""
+    `every` thins it out to each so many'th case, and `only` leaves those whose line has one of its texts;
+    with `resume` cases that an earlier run into the same folder measured are left out; no case is begun when
+    the budget is spent."""
 
     device: torch.device
     batch: int = 16
@@ -92,6 +93,7 @@ class SmallBench:
     rounds: int = 7
     seed: int = 1337
     every: int = 1
+    only: tuple[str, ...] = ()
     budget_seconds: float | None = None
     resume: bool = False
 
@@ -116,7 +118,7 @@ class SmallBench:
             for length, embed_dim, heads in BAR_SIZES
             if on_gpu and "bar" in self.forms
         ]
-        return bar + thinned(cases, self.every)
+        return [case for case in bar + thinned(cases, self.every) if is_wanted(case, self.only)]
 
 
 @dataclass(frozen=True)

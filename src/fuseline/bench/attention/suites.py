@@ -57,6 +57,11 @@ def thinned(items: Sequence[Item], every: int) -> list[Item]:
     return [item for i, item in enumerate(items) if every == 1 or _digit_sum(i, every) % every == 0]
 
 
+def is_wanted(item: object, only: Sequence[str]) -> bool:
+    """Whether the item, as it is written, has one of `only` in it; all are, if that names nothing."""
+    return not only or any(text in str(item) for text in only)
+
+
 def spread(items: Sequence[Item]) -> list[Item]:
     """Neighbours far from each other: while one of the long problems is timed, others compile."""
     return [item for _, item in sorted(enumerate(items), key=lambda place: place[0] * GOLDEN % 1)]
