@@ -37,6 +37,12 @@ def test_a_summary_worked_by_hand():
     assert (s.median, s.low, s.high, s.mean, s.sigma, s.n) == (2.0, 1.0, 3.0, 2.0, 1.0, 3)
 
 
+def test_one_disturbed_sample_of_nine_lies_outside_the_interval():
+    s = summarize([20.0, 21.0, 22.0, 23.0, 24.0, 25.0, 26.0, 27.0, 2700.0])
+    assert (s.median, s.low, s.high) == (24.0, 21.0, 27.0)  # the 2nd and the 8th: 96.1%
+    assert summarize(range(20)).low == 5  # the 6th: 95.9%, where the 7th has 88.5%
+
+
 def test_no_samples_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
         summarize([])

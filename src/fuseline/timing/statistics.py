@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,18 +43,29 @@ def summarize(samples: Sequence[float]) -> Summary:
         raise ValueError("summarize needs at least one sample")
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     n = len(ordered)
-    # Normal approximation to the binomial ranks, widened outward to whole ranks.
-    half = 1.96 * math.sqrt(n) / 2
-    low = max(0, math.floor(n / 2 - half))
-    high = min(n - 1, math.ceil(n / 2 + half))
+    left_out = _left_out(n)
     return Summary(
         median=float(np.median(ordered)),
-        low=float(ordered[low]),
-        high=float(ordered[high]),
+        low=float(ordered[left_out]),
+        high=float(ordered[n - 1 - left_out]),
         mean=float(ordered.mean()),
         sigma=float(ordered.std(ddof=1)) if n > 1 else 0.0,
         n=n,
     )
+
+
+@functools.cache
+def _left_out(n: int) -> int:
+    """How many samples of `n` lie on either side of the median's interval: the most with which it covers 95%.
+
+    The median lies below the k + 1st sample if at most k of n fall below it, each with probability 1/2.
+    """
+    k, ways, outside = 0, 1, 1  # ways to have k samples below; to have at most k
+    while 40 * outside <= 2**n:
+        k += 1
+        ways = ways * (n - k + 1) // k
+        outside += ways
+    return max(0, k - 1)
 
 
 def paired_ratio(old: Sequence[float], new: Sequence[float], seed: int = 0) -> Ratio:
