@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from fuseline.bench.attention.results import case_of
+from fuseline.bench.attention.suites import problems_of
 from fuseline.errors import InputError
 from fuseline.ops.attention import kept
 from fuseline.ops.attention.fitted import load
@@ -115,6 +117,32 @@ def test_shipped_tables_are_tables() -> None:
         entries = read_entries(file)
         assert len(entries) > 100
         assert all(entry.times_us and min(entry.times_us.values()) > 0 for entry in entries)
+
+
+def test_shipped_tables_know_the_fastest_of_the_suites_on_record() -> None:
+    """What compiles among the candidates and not: the pick in the table is at 0.97 of the best at least."""
+    root = Path(__file__).parents[3] / "benchmarks" / "results"
+    for file in kept.SHIPPED.glob("*.json"):
+        times: dict[str, dict[str, float]] = {}
+        for line in (root / f"attention-{file.stem}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["metric"] == "time_us" and record["peer"] != "pick":
+                key = json.dumps(record["case"], sort_keys=True)
+                times.setdefault(key, {})[record["peer"]] = record["value"]
+        table = Table.of(read_entries(file))
+        known = 0
+        for suite in ("short", "long", "decode", "masks"):
+            for problem in problems_of(suite, GPU):
+                entry = table.find(problem)
+                taken = times.get(json.dumps(case_of(problem, suite), sort_keys=True))
+                if entry is None or taken is None:
+                    continue
+                known += 1
+                for left_out in ((), ("flex",)):
+                    among = {name: t for name, t in entry.times_us.items() if name not in left_out}
+                    best = min(t for name, t in taken.items() if name not in left_out)
+                    assert taken[min(among, key=lambda name: among[name])] <= best / 0.97, problem
+        assert known > 100
 
 
 def test_shipped_networks_tell_of_any_problem() -> None:
