@@ -31,7 +31,7 @@ CPU_LENGTHS = (128, 1024)
 GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
 LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
-MOST_JOBS = 12
+MOST_JOBS = 16
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,15 @@ def test_errors_of_a_matrix_too_large_for_float64_are_taken_on_fewer_rows() -> N
     assert checked.shape == (2048, 131072)
 
 
+def test_all_shapes_that_a_peer_meets_are_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [Place(get("softmax"), torch.float32, rows, n) for rows, n in ((8192, 131072), (4, 64))]
+    shapes = [(place.rows, place.n) for place in suite_module._compiled(bench(), places)]
+    assert shapes == [(8192, 131072), (4, 64), (2048, 131072)]
+    monkeypatch.setattr(suite_module, "_times_host", lambda bench: True)
+    where_the_host_is_timed = suite_module._compiled(bench(), places)[-1]
+    assert (where_the_host_is_timed.rows, where_the_host_is_timed.n) == (8, 1024)
+
+
 def test_records_hold_share_of_the_copy_measured_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,28 @@ def test_every_case_is_compiled_for_every_peer_that_compiles_even_after_a_failur
     assert told == [(i, 6) for i in range(1, 7)]
 
 
+def test_as_many_cases_at_once_as_the_memory_holds(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 GiB each, on a GPU with 7 GiB left; one of 33 GiB is left to the measuring process."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
+    at_once: list[int] = []
+
+    def finish(running: dict[Future[None], int]) -> list[Future[None]]:
+        at_once.append(len(running))
+        return list(running)[:1]
+
+    monkeypatch.setattr(module, "as_completed", lambda running: iter(finish(running)))
+    bf16 = [Place(get("softmax"), torch.bfloat16, 2**27 // n, n) for n in (128, 256, 512)]
+    huge = Place(get("softmax"), torch.bfloat16, 2**22, 512)
+    told: list[tuple[int, int]] = []
+    with Warmup(torch.device("cuda"), jobs=8, seed=0) as warmup:
+        warmup.compile([*bf16, huge], [PEERS["inductor"]], lambda done, total: told.append((done, total)))
+    assert at_once == [2, 2, 1]
+    assert [task[3] for task in pools[0].tasks] == [512, 256, 128]  # few rows first
+    assert told == [(1, 4), (2, 4), (3, 4)]
+
+
 def test_nothing_is_started_where_nothing_compiles_or_no_jobs_are_given(pools: list[Pool]) -> None:
     with Warmup(CPU, jobs=2, seed=0) as warmup:
         warmup.compile(PLACES, [PEERS["fuseline"], PEERS["eager"]], lambda *_: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,10 +32,14 @@ class Place:
         return self.op.sweep(self.rows, self.n)
 
     @property
-    def checked(self) -> Case | None:
-        """Fewer rows to take errors on, where float64 of all of them would not fit."""
+    def fewer(self) -> Place | None:
+        """The same with fewer rows to take errors on, where float64 of all of them would not fit."""
         most = max(1, CHECKED_ELEMENTS // self.n)
-        return self.op.sweep(most, self.n) if most < self.rows else None
+        return replace(self, rows=most) if most < self.rows else None
+
+    @property
+    def checked(self) -> Case | None:
+        return self.fewer.case if self.fewer else None
 
     @property
     def dtype_name(self) -> str:

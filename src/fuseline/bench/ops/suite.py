@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -89,9 +89,9 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
                 continue
             begin = budget.spent()
             telling = _Telling(observe, f"{missing[0].op.name} {missing[0].dtype_name}", done, len(places))
-            warmup.compile(missing, here, telling.compiled)
+            warmup.compile(_compiled(bench, missing), here, telling.compiled)
             compiling = max(compiling, budget.spent() - begin)
-            if bench.device.type == "cuda" and not bench.only_captured:
+            if _times_host(bench):
                 keep(_host_records(bench, missing[0], here, is_native))
             for place in missing:
                 peers = earlier.wanted(place, here, bench.only_captured)
@@ -105,6 +105,21 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
                 done += 1
     observe("done", done, len(places))
     return outcome
+
+
+def _times_host(bench: OpsBench) -> bool:
+    return bench.device.type == "cuda" and not bench.only_captured
+
+
+def _compiled(bench: OpsBench, missing: Sequence[Place]) -> list[Place]:
+    """All shapes of one op that a peer meets in `missing`: the cases, those that errors are taken on in their
+    place, and the one that the host is timed at."""
+    fewer = [place.fewer for place in missing if place.fewer]
+    return [*missing, *fewer, *([_host_place(missing[0])] if _times_host(bench) else [])]
+
+
+def _host_place(place: Place) -> Place:
+    return replace(place, rows=HOST_ROWS, n=min(place.op.lengths, default=HOST_LENGTH))
 
 
 @dataclass(frozen=True)
@@ -158,9 +173,8 @@ def _measure(
 def _host_records(bench: OpsBench, place: Place, peers: Sequence[Peer], is_native: bool) -> list[Record]:
     """The host's time for one call of each peer, forward and with its backward, at a shape that the device is
     done with at once."""
-    op, dtype = place.op, place.dtype
-    small = Place(op, dtype, HOST_ROWS, min(op.lengths, default=HOST_LENGTH))
-    bound = bind_inputs(op, small.case, dtype, bench.device, bench.seed)
+    small = _host_place(place)
+    bound = bind_inputs(small.op, small.case, small.dtype, bench.device, bench.seed)
     environment = describe(bench.device)
     flat: dict[str, Scalar] = {**small.key(), "native": is_native}
     records = []

@@ -9,8 +9,10 @@ processes that share a GPU are not to be believed.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +25,6 @@ from fuseline.bench.ops.plan import DTYPES, Place
 from fuseline.bench.peers import PEERS, Peer
 from fuseline.ops import get
 
-BYTES_AN_ELEMENT = 24  # inputs, results and gradients of one case, fp32 copies among them
 BYTES_A_PROCESS = 2**30  # a context and its libraries
 
 Task = tuple[str, str, int, int, str, str, int]
@@ -54,37 +55,42 @@ class Warmup:
         names = [peer.name for peer in peers if peer.compiles]
         if not self._jobs or len(places) * len(names) < 2:
             return
-        largest = max(place.rows * place.n for place in places)
-        room = largest * BYTES_AN_ELEMENT + BYTES_A_PROCESS
-        free = 0
+        # Few rows first: at a sweep's lengths those are long ones, which compile longest, and beside numbers
+        # of rows each length comes once before any comes twice, when its row-independent kernels are there.
+        waiting = deque(
+            (self._task(place, name), _room(place))
+            for place in sorted(places, key=lambda place: place.rows)
+            for name in names
+        )
+        free: float = math.inf
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process keeps of earlier cases, the others need
             free = torch.cuda.mem_get_info(self.device)[0]
-        if free and free // room < 2:
-            return
-        at_once = min(self._jobs, free // room) if free else self._jobs
-        tasks: list[Task] = [
-            (p.op.name, p.dtype_name, p.rows, p.n, name, str(self.device), self.seed)
-            for p in places
-            for name in names
-        ]
-        waiting = iter(tasks)
-        running: set[Future[None]] = set()
-        done = 0
+        running: dict[Future[None], int] = {}
+        done, total = 0, len(waiting)
         try:
             pool = self._started()
-            for _ in range(at_once):
-                if (task := next(waiting, None)) is not None:
-                    running.add(pool.submit(_compile, *task))
-            while running:
-                finished = next(as_completed(running))
-                running.remove(finished)
-                done += 1
-                observe(done, len(tasks))
-                if (task := next(waiting, None)) is not None:
-                    running.add(pool.submit(_compile, *task))
+            while waiting or running:
+                while waiting and len(running) < self._jobs:
+                    task, room = waiting[0]
+                    if room <= free:
+                        running[pool.submit(_compile, *task)] = room
+                        free -= room
+                    elif running:
+                        break  # until another has given back its memory
+                    else:
+                        done += 1  # more than there is: left to the measuring process
+                    waiting.popleft()
+                if running:
+                    finished = next(as_completed(running))
+                    free += running.pop(finished)
+                    done += 1
+                    observe(done, total)
         except BrokenProcessPool:
             self._pool = None  # one of them was killed: the next call starts others
+
+    def _task(self, place: Place, peer: str) -> Task:
+        return place.op.name, place.dtype_name, place.rows, place.n, peer, str(self.device), self.seed
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -93,13 +99,26 @@ class Warmup:
         return self._pool
 
 
+def _room(place: Place) -> int:
+    """Bytes that a process needs for one case: inputs, results, gradients of both, two fp32 copies."""
+    return place.rows * place.n * (4 * place.dtype.itemsize + 8) + BYTES_A_PROCESS
+
+
 def _begin() -> None:
     """One core for each: the processes are the parallelism."""
     import torch._inductor.config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
+    # All of a kernel's configurations are compiled, none is timed: on a GPU that all of the processes share
+    # that would be most of what they do, and it is not kept.
+    CachingAutotuner.bench = _untimed  # type: ignore[method-assign]
+
+
+def _untimed(*_: object, **__: object) -> float:
+    return 0.0
 
 
 def _compile(op: str, dtype: str, rows: int, n: int, peer: str, device: str, seed: int) -> None:

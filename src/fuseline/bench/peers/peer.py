@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -62,6 +63,7 @@ def why_not_importable(module: str, package: str, device: torch.device) -> str |
     return None if device.type == "cuda" else "has kernels for GPUs only"
 
 
+@functools.cache
 def package_version(package: str) -> str:
     return importlib.metadata.version(package)
 
