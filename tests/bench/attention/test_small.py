@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_bar_has_its_own_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     records, _ = small.run_small(bench, tmp_path, lambda now, done, total: None)
     assert {r.case["dtype"] for r in records} == {"tf32"}
     assert {r.case["baseline"] for r in records if r.metric == "paired_speedup"} == {"sdpa"}
+
+
+def test_a_sample_has_as_many_calls_as_its_seconds_hold() -> None:
+    def count(call: small.Call, seconds: float) -> int:
+        return small._calls_a_sample(call, torch.device("cpu"), seconds)
+
+    assert 2 <= count(lambda: time.sleep(1e-3), 5e-3) <= 5
+    assert count(lambda: time.sleep(1e-3), 1e-4) == 1
+    assert count(lambda: None, 1.0) == small.MOST_CALLS
 
 
 def test_names_an_unknown_form() -> None:

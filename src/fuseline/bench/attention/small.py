@@ -49,7 +49,10 @@ BAR_SIZES = ((10, 64, 4), (16, 512, 8), (64, 256, 4), (128, 512, 8))
 """Length, embedding and heads."""
 
 BAR_DTYPES = ("bfloat16", "tf32", "float32")
-SAMPLE_SECONDS = 2e-3
+SAMPLE_SECONDS, BAR_SAMPLE_SECONDS = 2e-3, 1e-2
+"""Of the sweep, and of the bar: 2 ms are two calls of a slow host's SDPA module, the first of them cold."""
+
+MOST_CALLS = 400  # of a sample
 CAPTURED_CALLS = 16
 CAPTURED_RUNS = 15
 
@@ -196,7 +199,8 @@ def _measure(bench: SmallBench, case: Case, environment: Environment) -> Iterato
     for direction in DIRECTIONS:
         told: dict[str, Scalar] = {"direction": direction, "captured": False}
         calls = {c.peer: c.calls[direction] for c in contenders}
-        samples = _in_turns(calls, bench.device, bench.rounds)
+        seconds = BAR_SAMPLE_SECONDS if case.form == "bar" else SAMPLE_SECONDS
+        samples = _in_turns(calls, bench.device, bench.rounds, seconds)
         baseline = next((name for name in BASELINES if name in samples), None)
         for peer, times in samples.items():
             spread = summarize(times)
@@ -235,9 +239,11 @@ def _prepare(bench: SmallBench, case: Case, peer: str) -> Contender:
     return Contender(peer, {"fw": forward, "bw": backward, "fwbw": both}, kept.clear)
 
 
-def _in_turns(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
+def _in_turns(
+    calls: dict[str, Call], device: torch.device, rounds: int, seconds: float
+) -> dict[str, list[float]]:
     """Microseconds a call of each, `rounds` samples; the order turns round with each round."""
-    counts = {name: _calls_a_sample(call, device) for name, call in calls.items()}
+    counts = {name: _calls_a_sample(call, device, seconds) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in list(calls) if turn % 2 == 0 else list(reversed(calls)):
@@ -281,10 +287,10 @@ def _captured(contender: Contender, direction: str, device: torch.device) -> Sum
     return Captured(graph, tuple(calls), results).time(CAPTURED_RUNS)
 
 
-def _calls_a_sample(call: Call, device: torch.device) -> int:
-    """Enough of them for `SAMPLE_SECONDS`; this warms up, too."""
+def _calls_a_sample(call: Call, device: torch.device, seconds: float) -> int:
+    """Enough of them for so many seconds; this warms up, too."""
     _wall_us(call, 2, device)
-    return max(1, min(200, int(SAMPLE_SECONDS * 1e6 / max(1e-3, _wall_us(call, 3, device)))))
+    return max(1, min(MOST_CALLS, int(seconds * 1e6 / max(1e-3, _wall_us(call, 3, device)))))
 
 
 def _wall_us(call: Call, count: int, device: torch.device) -> float:
