@@ -186,16 +186,12 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     }
     commit_copies();
   }
-  const auto prefetch_others = [&](bool now) {
-    if (now) prefetch(kAhead, a.prefetched);
-  };
-  prefetch_others(a.prefetches_early);
   if (a.overlap) {
     wait_for_earlier();
     fetch_x();
   }
   let_next_start();
-  prefetch_others(!a.prefetches_early);
+  prefetch(kAhead, a.prefetched);
 
   for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);

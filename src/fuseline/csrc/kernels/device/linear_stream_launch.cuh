@@ -54,9 +54,8 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
   const int splits = plan_stream<Weights, Shape>(a, call, device);
   if (splits == 0) return FUSELINE_UNSUPPORTED;
   // Two blocks a multiprocessor, where each still has enough to do: 32.7 us in place of 34.8 for 4096 x 22016 in int8,
-  // 19.7 in place of 20.6 in int4; a multiprocessor's 64 KB of 4096 x 4096 in int4 go better to one. So few follow
-  // attention as a rule, beside whose blocks one has room and two have not.
-  constexpr int64_t kEnough = 128 * 1024;
+  // 19.7 in place of 20.6 in int4; a multiprocessor's 64 KB of 4096 x 4096 in int4 go better to one.
+  constexpr int64_t kEnough = 96 * 1024;
   const int64_t weights = int64_t(a.tiles) * a.chunks * (Weights::kVectors * kWarp * 16);
   const bool two = kColumnBlocks == 1 && splits == 1 && device.clusters && weights >= kEnough * device.processors;
   int clusters = device.processors * (two ? 2 : 1) / splits, shared = 0;
@@ -73,9 +72,6 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
   // What HBM does until x has come, 22 bytes a nanosecond and multiprocessor, beside the steps under way.
   const double until_x = 1500 + (a.x_bytes - a.scale_bytes) / 40.;
   a.prefetched = Shape::kAhead + std::min(28, int(until_x * 22 / (Shape::kWarps * Shape::kTiles * Shape::kVectors * 512)));
-  // All of few, while attention leaves HBM idle; more would be in the way of the launch before.
-  a.prefetches_early = kColumnBlocks == 1 && splits == 1 && device.clusters && !two;
-  if (a.prefetches_early) a.prefetched = kWarp;
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(a.units * splits));
