@@ -43,7 +43,10 @@ template <class Math, int kRows>
 using ProjectionOut = TileProduct<Math, Order::rows, Order::rows, kRows, kOutColumns, OutShape<kRows>::kTall,
                                   OutShape<kRows>::kWide, kForwardStages<Math, kRows>>;
 
-// Shared memory: q, k, v; then the ring, whose place weights of the output projection take later, and what they multiply.
+// Shared memory: q, k, v, and what products of narrow heads read past their last row, and drop; then the ring, whose place
+// weights of the output projection take later, and what they multiply.
+constexpr int kReadPast = 256;  // bytes; apart from the ring, which is written meanwhile
+
 struct ForwardLayout {
   int pitch;       // of q, k, v
   int held_pitch;  // of the weights, and of the rows attended to, if these are held
@@ -54,15 +57,14 @@ struct ForwardLayout {
 template <class Math, int kRows>
 ForwardLayout forward_layout(int heads_each, int head_dim, int attended, int most_bytes) {
   using E = typename Math::Element;
-  constexpr int kOver = 256;  // products of narrow heads read past the last row, and drop what they get
   ForwardLayout layout{};
   layout.pitch = padded<E>((3 * heads_each * head_dim + 15) / 16 * 16);
   layout.held_pitch = padded<E>((attended + 15) / 16 * 16);
-  const size_t projected = size_t(kRows) * layout.pitch * sizeof(E);
+  const size_t projected = size_t(kRows) * layout.pitch * sizeof(E) + kReadPast;
   const size_t held = size_t(kRows + kOutColumns) * layout.held_pitch * sizeof(E);
   const size_t ring = ProjectionIn<Math, kRows>::kBytes;
-  layout.holds = projected + std::max(ring, held) + kOver <= size_t(most_bytes);
-  layout.bytes = projected + (layout.holds ? std::max(ring, held) : ring) + kOver;
+  layout.holds = projected + std::max(ring, held) <= size_t(most_bytes);
+  layout.bytes = projected + (layout.holds ? std::max(ring, held) : ring);
   return layout;
 }
 
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const int64_t first = int64_t(batch) * rows;  // of all tokens
   const int width = a.heads_each * a.head_dim, attended = a.heads * a.head_dim;
   E* const qkv = reinterpret_cast<E*>(shared);
-  E* const ring = qkv + kRows * layout.pitch;
+  E* const ring = qkv + kRows * layout.pitch + kReadPast / int(sizeof(E));
   const int warp = threadIdx.x / kWarp;
   const int room = layout.held_pitch - padded<E>(0);
   // Weights of `columns` of the output projection, to be held.
