@@ -45,6 +45,13 @@ OPS = (
     ("softmax", "bw", "softmax backward", 1),
     ("layer_norm", "fw", "LayerNorm forward", 1),
     ("layer_norm", "bw", "LayerNorm backward", 1),
+    ("rms_norm", "fw", "RMSNorm forward", 1),
+    ("rms_norm", "bw", "RMSNorm backward", 1),
+    ("dropout_add_layer_norm", "fw", "LayerNorm of residual + dropout(x + bias)", 1),
+    ("dropout_add_layer_norm", "bw", "its backward", 1),
+    ("gelu", "bw", "GELU with bias, backward", 1),
+    ("swiglu", "bw", "SwiGLU backward", 1),
+    ("embedding", "bw", "embedding backward", 1),
     ("cross_entropy", "fwbw", "cross-entropy and its gradient", 4096),
 )
 OP_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
@@ -83,7 +90,8 @@ def ops(records: Sequence[Record]) -> list[str]:
     ]
     for op, direction, name, shortest in OPS:
         cells = [_share(records, op, direction, n) if n >= shortest else "" for n in OP_LENGTHS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
