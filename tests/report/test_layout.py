@@ -146,6 +146,7 @@ def test_a_picture_by_itself_carries_title_reading_and_source():
         (Axis("x", counted=True), [1, 5], (1, 2, 3, 4, 5)),
         (Axis("x", counted=True), [1, 2], (1, 2)),
         (Axis("x", kind="log2"), [128, 1024], (128, 256, 512, 1024)),
+        (Axis("x", kind="log2"), [1.2, 1.8], (1, 2)),  # between two powers
         (Axis("x", kind="log10"), [1e-7, 9e-4], (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)),
         (Axis("x", kind="log10"), [1.2e-3, 2.8e-3], (1e-3, 2e-3)),
     ],

@@ -58,6 +58,8 @@ def _logarithmic(axis: Axis, low: float, high: float, start: float, end: float, 
         last = last if axis.high is not None else math.ceil(2 * last - 1e-9) / 2
     if last - first < 1e-9:
         first, last = first - 0.5, last + 0.5
+    if axis.kind == "log2" and math.ceil(first - 1e-9) > math.floor(last + 1e-9):
+        first, last = float(math.floor(first)), float(math.ceil(last))  # between two powers: show both
     whole = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
     ticks = tuple(base**i for i in whole[:: max(1, math.ceil(len(whole) / max(count, 2)))])
     if axis.kind == "log10" and len(whole) < 2:
