@@ -66,11 +66,13 @@ def test_as_many_cases_at_once_as_the_memory_holds(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
     at_once: list[int] = []
 
-    def finish(running: dict[Future[None], int]) -> list[Future[None]]:
+    def finish(
+        running: dict[Future[None], int], **_: object
+    ) -> tuple[list[Future[None]], list[Future[None]]]:
         at_once.append(len(running))
-        return list(running)[:1]
+        return list(running)[:1], list(running)[1:]
 
-    monkeypatch.setattr(module, "as_completed", lambda running: iter(finish(running)))
+    monkeypatch.setattr(module, "wait", finish)
     bf16 = [Place(get("softmax"), torch.bfloat16, 2**27 // n, n) for n in (128, 256, 512)]
     huge = Place(get("softmax"), torch.bfloat16, 2**22, 512)
     told: list[tuple[int, int]] = []
@@ -79,6 +81,24 @@ def test_as_many_cases_at_once_as_the_memory_holds(
     assert at_once == [2, 2, 1]
     assert [task[3] for task in pools[0].tasks] == [512, 256, 128]  # few rows first
     assert told == [(1, 4), (2, 4), (3, 4)]
+
+
+def test_after_its_seconds_no_more_are_begun(pools: list[Pool]) -> None:
+    told: list[tuple[int, int]] = []
+    with Warmup(CPU, jobs=2, seed=0) as warmup:
+        warmup.compile(PLACES, [PEERS["inductor"]], lambda done, total: told.append((done, total)), within=-1)
+        warmup.compile(PLACES[:2], [PEERS["inductor"]], lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_processes_that_do_not_answer_are_ended_and_asked_nothing_more(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "wait", lambda running, **_: (set(), set(running)))
+    with Warmup(CPU, jobs=2, seed=0) as warmup:
+        for _ in range(2):
+            warmup.compile(PLACES, [PEERS["inductor"]], lambda *_: pytest.fail("none was compiled"))
+    assert [len(pool.tasks) for pool in pools] == [2]
 
 
 def test_nothing_is_started_where_nothing_compiles_or_no_jobs_are_given(pools: list[Pool]) -> None:

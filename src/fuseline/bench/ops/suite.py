@@ -34,6 +34,7 @@ from fuseline.timing import copy_bandwidth_gbs, host_time_us
 
 HOST_ROWS, HOST_LENGTH = 8, 1024
 HOST_CALLS, HOST_RUNS = 100, 6
+MOST_COMPILING = 0.5  # of what is left of the budget: where compiling is slow, something is measured too
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, cases done, and cases in all."""
@@ -89,7 +90,7 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
                 continue
             begin = budget.spent()
             telling = _Telling(observe, f"{missing[0].op.name} {missing[0].dtype_name}", done, len(places))
-            warmup.compile(_compiled(bench, missing), here, telling.compiled)
+            warmup.compile(_compiled(bench, missing), here, telling.compiled, budget.left() * MOST_COMPILING)
             compiling = max(compiling, budget.spent() - begin)
             if _times_host(bench):
                 keep(_host_records(bench, missing[0], here, is_native))

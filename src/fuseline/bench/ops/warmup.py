@@ -12,9 +12,10 @@ import contextlib
 import math
 import multiprocessing
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 
@@ -26,6 +27,8 @@ from fuseline.bench.peers import PEERS, Peer
 from fuseline.ops import get
 
 BYTES_A_PROCESS = 2**30  # a context and its libraries
+# Nothing compiled for so long, the processes' own imports included, and they are not waited for any more.
+QUIET_SECONDS = 90.0
 
 Task = tuple[str, str, int, int, str, str, int]
 
@@ -48,10 +51,15 @@ class Warmup:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def compile(
-        self, places: Sequence[Place], peers: Sequence[Peer], observe: Callable[[int, int], None]
+        self,
+        places: Sequence[Place],
+        peers: Sequence[Peer],
+        observe: Callable[[int, int], None],
+        within: float = math.inf,
     ) -> None:
         """Run every case of `places` once with every peer that compiles. What fails here fails again where
-        it is measured, and is told there."""
+        it is measured, and is told there. After `within` seconds no more are begun: the measuring process
+        compiles the rest, and everything from then on if the processes stop answering."""
         names = [peer.name for peer in peers if peer.compiles]
         if not self._jobs or len(places) * len(names) < 2:
             return
@@ -68,9 +76,12 @@ class Warmup:
             free = torch.cuda.mem_get_info(self.device)[0]
         running: dict[Future[None], int] = {}
         done, total = 0, len(waiting)
+        deadline = time.monotonic() + within
         try:
             pool = self._started()
             while waiting or running:
+                if time.monotonic() > deadline:
+                    waiting.clear()
                 while waiting and len(running) < self._jobs:
                     task, room = waiting[0]
                     if room <= free:
@@ -82,12 +93,24 @@ class Warmup:
                         done += 1  # more than there is: left to the measuring process
                     waiting.popleft()
                 if running:
-                    finished = next(as_completed(running))
-                    free += running.pop(finished)
-                    done += 1
-                    observe(done, total)
+                    finished, _ = wait(running, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
+                    if not finished:
+                        self._give_up()
+                        return
+                    for future in finished:
+                        free += running.pop(future)
+                        done += 1
+                        observe(done, total)
         except BrokenProcessPool:
             self._pool = None  # one of them was killed: the next call starts others
+
+    def _give_up(self) -> None:
+        """End processes that may never end by themselves; nothing is compiled beforehand any more."""
+        self._jobs, pool, self._pool = 0, self._pool, None
+        for process in multiprocessing.active_children():
+            process.kill()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _task(self, place: Place, peer: str) -> Task:
         return place.op.name, place.dtype_name, place.rows, place.n, peer, str(self.device), self.seed
