@@ -109,6 +109,22 @@ def test_nothing_is_started_where_nothing_compiles_or_no_jobs_are_given(pools: l
     assert pools == []
 
 
+def test_what_drops_is_also_run_without_for_its_errors() -> None:
+    dropped: list[float] = []
+
+    class Watched:
+        name, overwrites, compiles = "watched", False, True
+
+        def bind(self, op: Any, inputs: dict[str, Any]) -> Any:
+            dropped.append(inputs["p"])
+            return lambda: op.reference(**inputs)
+
+    place = Place(get("dropout_add_rms_norm"), torch.float32, 4, 16)
+    module._run_once(place, Watched(), CPU, 0)  # type: ignore[arg-type]
+    assert len(dropped) == 3
+    assert dropped.count(0.0) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inductor's own imports
 def test_another_process_fills_the_cache_that_this_one_reads(
