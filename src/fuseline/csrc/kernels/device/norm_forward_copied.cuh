@@ -9,7 +9,8 @@
 namespace fuseline {
 
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
-constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small
+constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small,
+constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
 
 struct FetchedPlan {
   int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
@@ -32,9 +33,11 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
   if (rows * plan.cluster <= device.processors) plan.warps = kMostWarps;
   const auto part = [&] { return divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8; };
-  // Of a few rows a multiprocessor, as few warps as hold them: 512 x 16,384 elements of 16 bits in 16.0 us, 17.0 by four.
+  // Of a few rows a multiprocessor that are not long, as few warps as hold them: 512 x 16,384 elements of 16 bits in 15.3 us,
+  // 16.2 by four a block. At 32,768 the eight of the table take 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (!given && tensors == 1 && rows > device.processors && rows <= kFewNorms * device.processors) plan.warps = 2;
+  const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
+  if (!given && tensors == 1 && few) plan.warps = 2;
   while (plan.warps * 2 <= kMostWarps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
