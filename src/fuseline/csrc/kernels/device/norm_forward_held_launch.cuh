@@ -82,6 +82,9 @@ inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const Row
     // 0.969, at 8,192 the same; with threads idle, at 1,600, 0.903 against 0.950.
     const int64_t slots = int64_t(plan.threads) * plan.held;
     plan.early = plan.held == kMostHeld && plan.threads <= kMostEarly && (slots - vectors) * 8 <= vectors;
+    if (given && choice->stages == 0 && plan.threads * choice->cluster <= kMostThreads) {
+      plan.beside = plan.rows = choice->cluster;
+    }
     return plan;
   }
   // Three vectors a thread leave none idle: rows of 384, and of 768.
