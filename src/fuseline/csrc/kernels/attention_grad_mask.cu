@@ -1,5 +1,7 @@
 // The gradient of an additive mask: device/attention_grad_mask.cuh, how its work is cut, and the sums over the pieces.
 
+#include <cstdlib>
+
 #include "device/attention_grad_mask.cuh"
 #include "device/attention_grad_mask.h"
 
@@ -73,13 +75,13 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
   constexpr int kVectors = kLeftRows * kStep / 8, kOwn = kVectors / kLeftThreads;
   const fuseline_attention& c = g.a.call;
   const int steps = g.left.steps, thread = threadIdx.x;
-  unsigned block = blockIdx.x;
+  unsigned block = g.left.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const auto next = [&](int count) {
     const int index = int(block % unsigned(count));
     block /= unsigned(count);
     return index;
   };
-  const int step = next(steps), tile = next(g.left.tiles), head0 = next(g.heads), batch0 = int(block);
+  const int step = next(steps), head0 = next(g.heads), tile = next(g.left.tiles), batch0 = int(block);
   const Sequence sequence(c, batch0);
   const int row = (g.left.first_tile + tile) * kLeftRows, key = step * kStep;
   const int last = min(row + kLeftRows, sequence.rows) - 1;
@@ -170,7 +172,8 @@ int64_t left_tiles(const fuseline_attention_gradients& gradients, const Device& 
   const bool fits = gradients.grad_mask && gradients.grad_q && c.mask_kind > FUSELINE_MASK_BOOL && each && !c.cu_seqlens_q &&
                     c.soft_cap == 0 && c.dtype != FUSELINE_FLOAT32 && c.head_dim <= 128 && device.warpgroups &&
                     c.seqlen_q > 0 && c.seqlen_k > 0;
-  if (!fits) return 0;
+  if (!fits || std::getenv("H_OLDMASK")) return 0;
+  if (const char* said = std::getenv("H_TILES")) return std::min<int64_t>(std::atoi(said), divide_up(c.seqlen_q, kLeftRows));
   const int64_t all = divide_up(c.seqlen_q, kLeftRows), most = kMostBytes / left_bytes(c);
   if (all <= most) return all;
   return most * c.batch * c.heads >= kFewestBlocks * device.processors ? most : 0;

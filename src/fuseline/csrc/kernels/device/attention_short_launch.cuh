@@ -12,16 +12,16 @@ namespace fuseline::short_attention {
 // their way throughout: their blocks are too few for one to compute while another waits.
 template <int kS>
 constexpr bool kOneRoom = kS == 128;
-template <int kS>
-constexpr bool kQueriesAhead = kOneRoom<kS>;
-template <int kS, int kD>
-constexpr bool kGradientsAhead = kOneRoom<kS> && kD != 64;
+template <int kS, int kD = 0, int kV = 0>
+constexpr bool kQueriesAhead = kOneRoom<kS> || kV == 1 || kV == 2 || kV == 4 || kV == 6;
+template <int kS, int kD, int kV = 0>
+constexpr bool kGradientsAhead = (kOneRoom<kS> && kD != 64) || kV == 1 || kV == 4 || kV == 6;
 template <int kS>
 constexpr int kOrderBytes = Turns::kBytes + Blocks<kS, true>::kBytes;  // behind the tiles
-template <int kS, int kD>
-constexpr int kForwardBytes = 3 * kS * kD * 2 + kOrderBytes<kS>;
-template <int kS, int kD>
-constexpr int kBackwardBytes = (4 + kQueriesAhead<kS> + kGradientsAhead<kS, kD>)*kS * kD * 2 +
+template <int kS, int kD, int kV = 0>
+constexpr int kForwardBytes = (kV == 1 || kV == 4 || kV == 6 ? 6 : 3) * kS * kD * 2 + kOrderBytes<kS>;
+template <int kS, int kD, int kV = 0>
+constexpr int kBackwardBytes = (4 + kQueriesAhead<kS, kD, kV> + kGradientsAhead<kS, kD, kV>)*kS * kD * 2 +
                                (kOneRoom<kS> ? 1 : 2) * kS * kS * 2 + kOrderBytes<kS>;
 
 // Problems that are large enough to be counted: of smaller ones there are so many that they wait for the counter. Measured:

@@ -23,6 +23,7 @@ struct Split {
   int64_t rows;    // batch * heads * rows
   int splits;      // blocks that share the keys of a head
   int chunks;      // of the rows of a key head
+  bool direct, few;
 };
 
 // A row's parts, or the only one, with the sink: what its sums are multiplied with, and its lse. `reference`: the parts' highest.
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
       if (r >= all_rows) continue;
       const int head = kv_head * a.group + r / sequence.rows;
       const int64_t at = split * g.rows + sequence.statistic(c, head, r % sequence.rows);
-      if (g.splits == 1) {
+      if (g.direct) {
         const RowResult result(c, head, reference[half], total[half]);
         if (lane % 4 == 0) c.lse[at] = result.lse;
         T* const out = static_cast<T*>(c.out) + sequence.row_offset(c.out_strides, head, r % sequence.rows);
@@ -280,8 +281,8 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
         const float4 one = *reinterpret_cast<const float4*>(lines + (other * 16 + row) * Of::kLine + column);
         sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
       }
-      if (g.splits > 1) *reinterpret_cast<float4*>(g.sums + at * head_dim + column) = sum;
-      if (g.splits > 1 && column > 0) continue;
+      if (!g.direct) *reinterpret_cast<float4*>(g.sums + at * head_dim + column) = sum;
+      if (!g.direct && column > 0) continue;
       float most = -kInfinity, all = 0.f;
 #pragma unroll
       for (int other = 0; other < Of::kGroups; ++other) most = fmaxf(most, all_totals[other * 16 + row].x);
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
         const float2 one = all_totals[other * 16 + row];
         all = fmaf(one.y, power_of_two(one.x - (most == -kInfinity ? 0.f : most)), all);
       }
-      if (g.splits > 1) {
+      if (!g.direct) {
         g.totals[at] = make_float2(most, all);
         continue;
       }
@@ -424,9 +425,9 @@ int launch_split_parts(const Split& g, int row_warps, void* stream) {
                ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream, true)
                : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream, true);
   });
-  if (code != 0 || g.splits == 1) return code;
+  if (code != 0 || g.direct) return code;
   AttentionGrid grid(c, 1, false, 1);
-  if (g.splits <= kFewSplits) {
+  if (g.few && g.splits <= kFewSplits) {
     grid.blocks = divide_up(g.rows, kCombineThreads / 32);
     return launch_attention(attention_combine_few<T>, g, grid, kCombineThreads, 0, stream, true);
   }
