@@ -79,7 +79,8 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
   constexpr int kUntilX = 1500 * 22;  // nanoseconds, of so many bytes of a multiprocessor each
-  a.prefetched = int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
+  constexpr bool kAsked = Shape::kRing > 0 && Shape::kBlocks == 1;  // for more than that
+  a.prefetched = kAsked ? 0 : int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
   a.ordered = Shape::kUnordered == 0 || !a.x_vectors;
   if (a.ordered) {
     const int error = launch_order_x(a, kRows, stream);
