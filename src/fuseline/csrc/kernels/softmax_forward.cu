@@ -13,6 +13,7 @@
 #include "device/powers.cuh"
 #include "device/softmax.cuh"
 #include "device/softmax_few.cuh"
+#include "device/softmax_packed.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -349,6 +350,8 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
+  int failed = 0;
+  if (plain && !masked && run_packed<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);
   const bool few = plain && !measuring && plan.fits;
   if (!masked && !few && !measuring) {

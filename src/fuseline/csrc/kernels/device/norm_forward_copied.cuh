@@ -53,7 +53,11 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   const FetchedPlan plan =
       plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, most, device);
   if (plan.warps == 0) return false;
-  const auto kernel = norm_forward_fetched<T, kAdded>;
+  auto kernel = norm_forward_fetched<T, kAdded>;
+  if constexpr (!kAdded && sizeof(T) == 2) {  // a layout to be measured
+    const bool light = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given && choice->held == 109;
+    if (light && !a.fp32_weights && plan.cluster * plan.warps <= kWarp) kernel = norm_forward_fetched<T, false, true>;
+  }
   int count = 0;
   cudaError_t failed = cudaSuccess;
   if (plan.cluster > kMaxCluster) {
