@@ -193,11 +193,15 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   let_next_start();
   prefetch(kAhead, a.prefetched);
 
+  // One row's residual comes now and counts as a bias: at the end it would be waited for.
+  const bool shifted = a.residual && a.m == 1 && a.activation == FUSELINE_ACTIVATION_NONE;
   for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);
     if (feature >= a.n) continue;
     const float scale = Weights::kFormat == FUSELINE_WEIGHT_INT8 ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
-    scales_and_shifts(share)[row] = make_float2(scale, a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f);
+    const float bias = a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f;
+    const float residual = shifted ? to_float(reinterpret_cast<const T*>(a.residual)[feature]) : 0.f;
+    scales_and_shifts(share)[row] = make_float2(scale, bias + residual);
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
   const int pitch = x_pitch(a.steps_a_split * kChunks);
@@ -286,7 +290,8 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
       return sum;
     };
     const int64_t to = int64_t(column) * (a.halves ? a.n / 2 : a.n) + feature;
-    const float residual = a.residual ? to_float(reinterpret_cast<const T*>(a.residual)[to]) : 0.f;
+    const bool added = a.residual && !(a.m == 1 && a.activation == FUSELINE_ACTIVATION_NONE);
+    const float residual = added ? to_float(reinterpret_cast<const T*>(a.residual)[to]) : 0.f;
     const float2 own = scale_shift[row];
     float other = 0.f;
     if (a.halves) {
