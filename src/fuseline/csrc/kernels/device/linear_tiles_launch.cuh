@@ -36,7 +36,7 @@ int plan_tiles(const LinearArguments& a, int64_t tiles, int processors, const Cl
   double best = std::max(kStep, kWeights / kHbm) * steps + kSums / kL2 * (1 + others);
   int splits = 1;
   for (int of = 2; of <= std::min(a.steps, kMostSplits); ++of) {
-    const int clusters = clusters_of(of);
+    const int clusters = std::min(clusters_of(of), processors / of);  // two blocks of a multiprocessor take turns
     if (clusters == 0) continue;
     const int64_t waves = divide_up(tiles, clusters);
     const double busy = std::min(1., double(tiles * of) / (waves * processors));
