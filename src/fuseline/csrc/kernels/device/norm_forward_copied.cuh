@@ -41,6 +41,11 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   while (plan.warps * 2 <= kMostWarps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
+  if (given && choice.held == 302) {  // to be measured: no multiprocessor has more blocks than its share
+    const int64_t each = divide_up(rows * plan.cluster, device.processors);
+    const int64_t share = device.shared_a_processor / each - 1024 - int64_t(sizeof(FetchedBarriers));
+    plan.bytes = std::max(plan.bytes, size_t(std::max<int64_t>(share, 0)) / 16 * 16);
+  }
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
   if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
   return plan;
