@@ -138,7 +138,9 @@ struct RingFamily {
     const int blocks = std::min(plan.blocks, count);
     error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster,
                    stream, true);
-    if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
+    if (!error && a.partials) {
+      error = plan.flags & 32 ? add_narrow(a, blocks, stream) : add_partials<Y>(a, kSums, blocks, true, stream);
+    }
     return true;
   }
 
@@ -154,6 +156,21 @@ struct RingFamily {
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
   static constexpr int64_t kShortestRing = kAdded ? 768 : 8193;  // bytes of a row of y, for what the table does not know
 
+  // add_partials with a column a lane.
+  static int add_narrow(const NormBackward& a, int count, void* stream) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(divide_up(a.n, kWarp)), unsigned(kSums));
+    config.blockDim = dim3(kWarp, unsigned(std::clamp(power_of_two_from(divide_up(count, 4)), 4, kWarp)));
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    const cudaError_t launched = cudaLaunchKernelEx(&config, norm_add_partials<Y, 1>, a, count);
+    const cudaError_t last = cudaGetLastError();
+    return int(launched != cudaSuccess ? launched : last);
+  }
   static int trial_threads_of(int slots) {
     return slots == 2 ? Trial<2>::kThreads : slots == 3 ? Trial<3>::kThreads : Trial<4>::kThreads;
   }
