@@ -9,8 +9,8 @@ namespace fuseline {
 // multiprocessor, and by default each kernel has the one that its own blocks need: the first blocks of a launch would
 // have to wait for the last of the launch before wherever two kernels of a chain need different ones. `done` is the
 // caller's own: the device where this was last asked for.
-template <class Arguments>
-cudaError_t take_most_shared(void (*kernel)(Arguments), int device, int& done) {
+template <class... Arguments>
+cudaError_t take_most_shared(void (*kernel)(Arguments...), int device, int& done) {
   if (done == device) return cudaSuccess;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);

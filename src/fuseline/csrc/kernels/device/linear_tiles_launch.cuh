@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 
+#include "carveout.cuh"
 #include "linear_tiles.cuh"
 
 namespace fuseline {
@@ -78,6 +79,11 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     a.token = new_token();
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
+  const bool shares = a.splits > 1;
+  const auto kernel = shares ? in_cluster : alone;
+  static thread_local int most_shared[2] = {-1, -1};
+  const cudaError_t split = take_most_shared(kernel, device.index, most_shared[shares]);
+  if (split != cudaSuccess) return int(split);
   constexpr int kUntilX = 1500 * 22;  // nanoseconds, of so many bytes of a multiprocessor each
   constexpr bool kAsked = Shape::kRing > 0 && Shape::kBlocks == 1;  // for more than that
   a.prefetched = kAsked ? 0 : int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
@@ -87,8 +93,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     if (error != 0) return error;
     a.overlap = true;  // that launch lets this one start when its weights stand
   }
-  return launch_overlapping(a.splits == 1 ? alone : in_cluster, a, dim3(unsigned(blocks)), Shape::kThreads,
-                            size_t(Shape::kShared), a.splits, stream);
+  return launch_overlapping(kernel, a, dim3(unsigned(blocks)), Shape::kThreads, size_t(Shape::kShared), a.splits, stream);
 }
 
 template <class T, class Weights, bool kAnyGroups>
