@@ -4,6 +4,7 @@
 
 #include "choice.h"
 #include "norm_forward_fetched.cuh"
+#include "norm_forward_kept.cuh"
 #include "norm_forward_tiled.cuh"
 
 namespace fuseline {
@@ -103,6 +104,9 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
   if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded>(a, offsets, device, stream, error);
   if (offset_in_vector(a.weight) != 0 || offset_in_vector(a.bias) != 0) return false;
+  if constexpr (!kAdded && sizeof(T) == 2) {
+    if (run_kept<T>(a, device, stream, error)) return true;
+  }
   return run_fetched<T, kAdded>(a, kMostBlocks, device, stream, error);
 }
 
