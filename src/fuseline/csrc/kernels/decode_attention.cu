@@ -1,7 +1,6 @@
 // Attention of one new token a row over a cache, with what comes before it: norm and rotary turn of its queries and key,
 // and the write of key and value. See fuseline_decode.h.
 
-#include "device/carveout.cuh"
 #include "device/decode_attention.cuh"
 
 namespace fuseline {
@@ -46,11 +45,7 @@ int lay_out(const fuseline_decode& call, Layout& layout) {
 template <class T, bool kByte, int D, int G>
 int launch_step(const DecodeArguments& a, const Layout& layout, const fuseline_decode& call, void* stream) {
   Device device;
-  cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
-  const auto kernel = decode_attention<T, kByte, D, G>;
-  static thread_local int most_shared = -1;
-  error = take_most_shared(kernel, device.index, most_shared);
+  const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
   cudaLaunchAttribute attributes[2]{};
   int count = 0;
@@ -67,7 +62,7 @@ int launch_step(const DecodeArguments& a, const Layout& layout, const fuseline_d
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = unsigned(count);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, decode_attention<T, kByte, D, G>, a);
   const cudaError_t after = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : after);
 }

@@ -9,7 +9,6 @@
 // so that nothing waits but for data: no barrier, no copy through shared memory. x is in shared memory, normed there by
 // every block anew. The first vectors are on their way before the launch before this has ended.
 
-#include "device/carveout.cuh"
 #include "device/linear_call.cuh"
 
 namespace fuseline {
@@ -231,10 +230,7 @@ int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const auto kernel = gemv_kernel<T, M, R>;
   const int shared = M * a.k * 2;
   int resident = 0;
-  cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
-  if (error != cudaSuccess) return int(error);
-  static thread_local int most_shared = -1;
-  error = take_most_shared(kernel, device.index, most_shared);
+  const cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
   if (error != cudaSuccess) return int(error);
   const int64_t units = a.halves ? a.n / 2 : divide_up(a.n, R);
   cudaLaunchAttribute attribute = overlapping();

@@ -1,7 +1,6 @@
 // The host's half of linear_stream.cuh: which kernel, and how many blocks share the columns.
 #pragma once
 
-#include "carveout.cuh"
 #include "linear_stream.cuh"
 
 namespace fuseline {
@@ -71,9 +70,6 @@ int launch_stream(LinearArguments a, const fuseline_linear& call, const Device& 
     if (resident >= a.units) break;
     clusters = resident;
   }
-  static thread_local int most_shared = -1;
-  const cudaError_t split = take_most_shared(kernel, device.index, most_shared);
-  if (split != cudaSuccess) return int(split);
   // What HBM does until x has come, 22 bytes a nanosecond and multiprocessor, beside the steps under way.
   const double until_x = 1500 + (a.x_bytes - a.scale_bytes) / 40.;
   a.prefetched = Shape::kAhead + std::min(28, int(until_x * 22 / (Shape::kWarps * Shape::kTiles * Shape::kVectors * 512)));
