@@ -100,4 +100,7 @@ def test_one_launch_of_a_quantized_layer_is_the_composition(norm: str, format: s
                     y = branch(layer, x, norm=over, activation=activation, residual=added)
                     apart = branch(layer, x, norm=over, activation=activation, residual=added, fused=False)
                     assert error(y, apart.double()) < 1e-2, (C, N, rows, activation, added is not None)
-                    assert torch.equal(y, branch(layer, x, norm=over, activation=activation, residual=added))
+                    for following in (None, layer):  # of whose weight some comes to the L2
+                        options: dict[str, Any] = {"norm": over, "activation": activation}
+                        again = branch(layer, x, residual=added, following=following, **options)
+                        assert torch.equal(y, again)

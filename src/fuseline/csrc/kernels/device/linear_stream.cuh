@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
       if (++at == slice) put_down();
     }
   }
+  if constexpr (kColumnBlocks == 1) prefetch_next(a);
   if (at > 0) put_down();  // of a warp with nothing to do nobody reads it
   __syncthreads();
 
