@@ -1,6 +1,5 @@
 // The forward of norms whose rows keep to 16-byte steps and fit the registers of a block, or a cluster, for x of y's dtype.
 #include "device/norm_forward_held_launch.cuh"
-#include "device/norm_forward_packed.cuh"
 
 namespace fuseline {
 
@@ -8,8 +7,7 @@ bool norm_forward_held(const NormForward& a, int dtype, const Device& device, vo
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
     int failed = 0;
-    taken = run_packed<decltype(type)>(a, device, stream, failed) ||
-            run_held<decltype(type), false>(a, device, stream, failed);
+    taken = run_held<decltype(type), false>(a, device, stream, failed);
     return failed;
   });
   return taken || error;

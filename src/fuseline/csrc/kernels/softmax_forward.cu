@@ -339,28 +339,6 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   return fits || error;
 }
 
-// A layout to be measured, told from others by `held`: 200, or 201 where the launch waits for the one before, or 202 where
-// blocks take all shared memory, so that no multiprocessor has more of them than its share.
-template <class T>
-bool run_waiting_measured(SoftmaxForward a, const Device& device, void* stream, int& error) {
-  const RowOverride& measured = row_overrides[FUSELINE_SOFTMAX_FORWARD];
-  const RowChoice& choice = measured.choice;
-  if (!measured.given || choice.held < 200 || choice.held > 202 || a.scale <= 0 || !a.y_vectors) return false;
-  const int64_t vectors = a.n / kVector<T>, warps = choice.block / kWarp;
-  Waiting plan{choice.cluster, choice.block, int(divide_up(divide_up(vectors, choice.cluster * warps), 8) * 8), 0};
-  if (plan.part > kPartSlots || plan.threads > kMostThreads) return error = FUSELINE_UNSUPPORTED, true;
-  plan.bytes = size_t(plan.part) * warps * 16;
-  if (choice.held == 202) {
-    const int64_t each = divide_up(a.rows * plan.cluster, device.processors);
-    const int64_t share = device.shared_a_processor / each - 1024 - int64_t(sizeof(WaitingRoom<Powers<T>>));
-    plan.bytes = std::max(plan.bytes, size_t(std::max<int64_t>(share, 0)) / 16 * 16);
-  }
-  a.cluster = plan.cluster, a.part = plan.part, a.together = 1;
-  bool fits = false;
-  error = launch_waiting(softmax_forward_waiting<T, false>, a, plan, a.rows, device, stream, fits, choice.held != 201);
-  return true;
-}
-
 template <class T>
 int run(SoftmaxForward a, const Device& device, void* stream) {
   constexpr int kSize = kVector<T>;
@@ -372,13 +350,11 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
-  int failed = 0;
-  if (plain && !masked && run_packed<T>(a, device, stream, failed)) return failed;
-  if (plain && !masked && run_waiting_measured<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);
   const bool few = plain && !measuring && plan.fits;
   if (!masked && !few && !measuring) {
     int error = 0;
+    if (plain && run_packed<T>(a, device, stream, error)) return error;
     if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, plain, device, stream, error)) return error;
   }
   if (!few) {

@@ -23,7 +23,8 @@ struct FetchedBarriers {
   uint64_t met;
 };
 
-// kLight: of weights of rows' dtype, with registers for as many warps more a multiprocessor.
+// kLight: of weights of rows' dtype and no more warps a row than one has lanes, with registers for more blocks a
+// multiprocessor.
 template <class T, bool kAdded, bool kLight = false>
 __global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
     norm_forward_fetched(const FetchedNorm given) {

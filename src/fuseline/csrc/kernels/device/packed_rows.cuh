@@ -7,14 +7,10 @@
 
 namespace fuseline {
 
-// Vectors a thread holds, threads of a block at most, blocks a multiprocessor has at least of these, rows of a block, and of
-// a norm for how many vectors weights are asked for at a time: with the row if for all, else while its warps meet and as they
-// are used.
-template <int kVectorsHeld, int kMost, int kLeast, int kWeightsAtATime, int kRowsBeside = 1>
-struct Packing {
-  static constexpr int kHeld = kVectorsHeld, kThreads = kMost, kBlocks = kLeast, kAtATime = kWeightsAtATime;
-  static constexpr int kRows = kRowsBeside;
-};
+constexpr int kPackedVectors = 4;  // of a thread
+
+// Whether threads enough for a row of `vectors` vectors have no more than their last outside of it.
+inline bool packs(int64_t threads, int64_t vectors) { return threads * (kPackedVectors - 1) <= vectors; }
 
 // Blocks that registers leave room for. Before sm_90 the same code takes a few more.
 constexpr int packed_blocks(int blocks) {
@@ -25,10 +21,10 @@ constexpr int packed_blocks(int blocks) {
 #endif
 }
 
-// The vectors of a row that a thread has: all of its own but the last, which may be outside the row. Then it reads the row's
-// last one, and makes nothing of it. The host sees to it that there are (kHeld - 1) * blockDim.x vectors.
-template <int kHeld>
+// The vectors of a row that a thread has: all of its own but the last, which may be outside the row (packs). Then it reads the
+// row's last one, and makes nothing of it.
 struct Slots {
+  static constexpr int kHeld = kPackedVectors;
   int vectors, last;
   bool has_last;
   __device__ __forceinline__ explicit Slots(int count)
