@@ -1,6 +1,5 @@
 // Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2.
 
-#include "device/carveout.cuh"
 #include "device/linear_tiles_order.cuh"
 
 namespace fuseline {
@@ -32,11 +31,6 @@ __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArg
 }  // namespace
 
 int launch_order_x(const LinearArguments& a, int rows, void* stream) {
-  Device device;
-  cudaError_t error = current_device(device);
-  static thread_local int most_shared = -1;
-  if (error == cudaSuccess) error = take_most_shared(order_x_kernel, device.index, most_shared);
-  if (error != cudaSuccess) return int(error);
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(divide_up(divide_up(a.m, 8) * 4 * a.steps, kLinearWarps)));

@@ -7,7 +7,8 @@
 // A block has 256 rows of W (128 beside 256 rows of x) and up to 256 rows of x at a time. The products of all such tiles,
 // 128 columns a step, are one run of steps, cut evenly among as many blocks as there are multiprocessors, wherever the cuts
 // fall in a tile: no wave of blocks is left half empty. Who has a tile's first columns adds what the blocks after it have
-// left in the workspace, in their order: the same bits each run.
+// left in the workspace, in their order: the same bits each run. Of int8 beside up to 32 rows, where memory is all that
+// counts, two blocks of 128 rows share a multiprocessor: one reads on while the other begins, waits or adds.
 //
 // Of few tiles each is cut often, and the one block that adds would take longer than all the products: 8 blocks' sums are
 // 1 MB beside 128 rows of x, 22 us. There the blocks of a cluster share a tile, leave their sums in shared memory, and each
@@ -20,7 +21,7 @@
 // Warpgroups multiply, 64 rows of W each, for 128 rows of x twice as many one after the other: a warp reads its own tiles of W
 // from memory, some steps ahead, and makes them the A of the products in registers while other products are under way.
 // What is ahead stands in registers, beside up to 32 rows of x in shared memory, where each lane copies what it will read
-// itself and needs nobody for it: 32 KB a multiprocessor under way were not enough for int4.
+// itself and needs nobody for it: 32 KB a multiprocessor under way were not enough for int4, and behind 128 KB x comes late.
 //
 // Weights of int4 in groups of 128 columns and more stay integers beside up to 32 rows of x, and the sums of a step are
 // scaled; elsewhere they are rounded to x's dtype here, as dequantizing rounds them: a second set of sums does not fit.

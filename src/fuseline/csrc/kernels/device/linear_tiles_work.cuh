@@ -12,7 +12,7 @@ template <class Weights, int kRows, bool kAnyGroups>
 struct TilesShape {
   // Beside few rows weights come through shared memory, which has room for more of them than registers.
   static constexpr bool kRings = kRows == 32 && !kAnyGroups;
-  // Blocks that a multiprocessor has room for: of two the second is the next launch's, that waits for x only.
+  // Of a launch on a multiprocessor.
   static constexpr int kBlocks = kRings && !Weights::kGrouped ? 2 : 1;
   static constexpr int kGroups = kRows <= 64 && kBlocks == 1 ? 4 : 2;  // warpgroups that multiply
   static constexpr int kWarpTiles = kRows == 128 ? 2 : 1;  // of 16 rows of W, one after the other
@@ -31,7 +31,7 @@ struct TilesShape {
   static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
   static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
   // Steps of weights under way: in shared memory, with their scales, or in registers, 1 KB (int4) or 2 each for a warp's tile.
-  static constexpr int kRing = !kRings ? 0 : !Weights::kGrouped ? 4 : kBlocks == 1 ? 8 : 7;
+  static constexpr int kRing = kRings ? 4 : 0;
   static constexpr int kSlotBytes = kTileStepBytes + (Weights::kGrouped ? kWarp * 4 : 0);
   static constexpr int kAhead = kRings || (kRows == 128 && (kAnyGroups || !Weights::kGrouped)) ? 1 : 2;
   static constexpr int kShared = kXBytes + kRing * (kMultipliers / kWarp) * kSlotBytes;
