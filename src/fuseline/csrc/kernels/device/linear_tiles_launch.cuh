@@ -97,7 +97,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     }
   }
   constexpr int kUntilX = 1500 * 22;  // nanoseconds, of so many bytes of a multiprocessor each
-  constexpr bool kAsked = Shape::kRing > 0 && Shape::kBlocks == 1;  // for more than that
+  constexpr bool kAsked = Shape::kRing > 0;  // for more than that
   a.prefetched = kAsked ? 0 : int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
   a.ordered = Shape::kUnordered == 0 || !a.x_vectors;
   if (a.ordered) {
