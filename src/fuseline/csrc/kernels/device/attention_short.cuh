@@ -98,11 +98,12 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&words)[4], u
                : "memory");
 }
 
-// Starts the copy of 16 bytes into shared memory, of zeros if not `wanted`.
+// Starts the copy of 16 bytes into shared memory, of zeros if not `wanted`; kLine: the 256 around them come to the L2.
 template <bool kLine = false>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const void* from, bool wanted) {
   if constexpr (kLine) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0)
+                 : "memory");
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
   }

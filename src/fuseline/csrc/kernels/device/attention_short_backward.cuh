@@ -17,8 +17,6 @@
 // as the room of this one's is free.
 #pragma once
 
-#include <cstdlib>
-
 #include "attention_short_gradients.cuh"
 #include "attention_short_launch.cuh"
 #include "attention_short_products.cuh"
@@ -31,8 +29,8 @@ constexpr int kWidestOfTwo = 32;
 #else
 constexpr int kWidestOfTwo = 64;
 #endif
-template <int kS, int kD, int kV = 0>
-constexpr int kBackwardBlocks = kV == 2 || kV == 3 ? 6 : kV == 4 ? 4 : kS == 128              ? (kD > kWidestOfTwo ? 1 : 2)
+template <int kS, int kD>
+constexpr int kBackwardBlocks = kS == 128              ? (kD > kWidestOfTwo ? 1 : 2)
                                 : kS == 64 && kD == 128 ? 2
                                                         : (kD == 32 ? 20 : 16) / (kS / 16);
 
@@ -59,14 +57,14 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const
 // ---- kernel ----
 
 // kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
-template <class T, int kS, int kD, bool kSkips, bool kPacked, int kV = 0>
-__global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD, kV>) short_backward(const ShortAttention a) {
+template <class T, int kS, int kD, bool kSkips, bool kPacked>
+__global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
-  constexpr bool kAheadQ = kQueriesAhead<kS, kD, kV>, kAheadGrad = kGradientsAhead<kS, kD, kV>;
+  constexpr bool kAheadQ = kQueriesAhead<kS, kD>, kAheadGrad = kGradientsAhead<kS, kD>;
   const Tile<kD> k{base}, v{base + kTile};
-  Turns turns{base + kBackwardBytes<kS, kD, kV> - Turns::kBytes};
+  Turns turns{base + kBackwardBytes<kS, kD> - Turns::kBytes};
   const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
   // Tensors that have two places change them every turn; `ahead`: where the next problem's stands.
   const auto q = [&](bool ahead = false) { return Tile<kD>{base + (kAheadQ && turns.odd() != ahead ? 4 : 2) * kTile}; };
@@ -77,14 +75,14 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD, kV>) short_bac
   const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
     if (problem < a.problems) {
       const Extent extent = extent_of<kPacked>(a, problem);
-      fetch<T, kS, (kV > 4)>(to, tensor, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+      fetch<T, kS>(to, tensor, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
     }
     commit_copies();
   };
   const auto fetch_keys = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
     if (problem < a.problems) {
       const Extent extent = extent_of<kPacked>(a, problem);
-      fetch<T, kS, (kV > 4)>(to, tensor, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+      fetch<T, kS>(to, tensor, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
     }
     commit_copies();
   };
@@ -178,20 +176,6 @@ int backward_of(const ShortAttention& a, const Device& device, void* stream) {
     if (a.starts_q != nullptr) {
       if constexpr (kS == kPackedWarps) return launch(short_backward<T, kS, kD, false, true>);
       return int(FUSELINE_UNSUPPORTED);
-    }
-    if constexpr (kS <= 64 && kD == 32) {
-      const char* said = std::getenv("H_BW");
-      const auto variant = [&](auto number) {
-        constexpr int kV = decltype(number)::value;
-        return launch_problems(short_backward<T, kS, kD, false, false, kV>, a, 2 * kS, kBackwardBytes<kS, kD, kV>, kBackwardCounts<kS, kD>, device, stream);
-      };
-      if (said && said[0] == '5') return variant(std::integral_constant<int, 5>{});
-      if (said && said[0] == '6') return variant(std::integral_constant<int, 6>{});
-      if constexpr (kS < 64) return launch(short_backward<T, kS, kD, false, false>);
-      if (said && said[0] == '1') return variant(std::integral_constant<int, 1>{});
-      if (said && said[0] == '2') return variant(std::integral_constant<int, 2>{});
-      if (said && said[0] == '3') return variant(std::integral_constant<int, 3>{});
-      if (said && said[0] == '4') return variant(std::integral_constant<int, 4>{});
     }
     if constexpr (kS == kLongest) {
       if (skips(a)) return launch(short_backward<T, kS, kD, true, false>);

@@ -5,46 +5,49 @@
 //
 // Threads: a warp has 16 queries. Its scores and probabilities stay in registers, in which the product with the keys
 // leaves them as the product with the values wants them. While a block multiplies by the values, the queries and keys of
-// its next problem are on their way, and its next values while it stores.
+// its next problem are on their way, and its next values while it stores; of the smallest problems (kForwardAhead) all
+// three for a whole turn.
 #pragma once
-
-#include <cstdlib>
 
 #include "attention_short_launch.cuh"
 #include "attention_short_products.cuh"
 #include "attention_short_scores.cuh"
 
 namespace fuseline::short_attention {
+
 // Blocks that a multiprocessor has registers for.
-template <int kS, int kD, int kV = 0>
-constexpr int kForwardBlocks = kS == 64 && kV == 2 ? 7 : kS == 64 && kV == 3 ? 8 : kS == 64 && kV == 4 ? 7 : (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);
+template <int kS, int kD>
+constexpr int kForwardBlocks = (kS == 128 || kD == 128 ? 16 : kD == 64 ? 20 : 24) / (kS / 16);
 
 // ---- kernel ----
 
 // kSkips: the products leave out blocks of 16 x 16 that are hidden as a whole.
-template <class T, int kS, int kD, bool kSkips, bool kPacked, int kV = 0>
-__global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD, kV>)
-    short_forward(const ShortAttention a) {
+template <class T, int kS, int kD, bool kSkips, bool kPacked>
+__global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>) short_forward(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
-  constexpr bool kAhead = kV == 1 || kV == 4 || kV == 6;
-  Turns turns{base + kForwardBytes<kS, kD, kV> - Turns::kBytes};
-  const auto q = [&](bool ahead = false) { return Tile<kD>{base + (kAhead && turns.odd() != ahead ? 3 : 0) * kTile}; };
-  const auto k = [&](bool ahead = false) { return Tile<kD>{base + (kAhead && turns.odd() != ahead ? 4 : 1) * kTile}; };
-  const auto v = [&](bool ahead = false) { return Tile<kD>{base + (kAhead && turns.odd() != ahead ? 5 : 2) * kTile}; };
+  constexpr bool kAhead = kForwardAhead<kS, kD>;
+  Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
+  // Tensors that have two places change them every turn; `ahead`: where the next problem's stand.
+  const auto tile = [&](int number, bool ahead) {
+    return Tile<kD>{base + (kAhead && turns.odd() != ahead ? number + 3 : number) * kTile};
+  };
+  const auto q = [&](bool ahead = false) { return tile(0, ahead); };
+  const auto k = [&](bool ahead = false) { return tile(1, ahead); };
+  const auto v = [&](bool ahead = false) { return tile(2, ahead); };
   const auto fetch_scores = [&](int problem, bool ahead) {
     if (problem < a.problems) {
       const Extent extent = extent_of<kPacked>(a, problem);
-      fetch<T, kS, (kV > 4)>(q(ahead), a.q, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
-      fetch<T, kS, (kV > 4)>(k(ahead), a.k, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+      fetch<T, kS, kAhead>(q(ahead), a.q, head_of(a, problem), extent.first_row, extent.rows, a.head_dim);
+      fetch<T, kS, kAhead>(k(ahead), a.k, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
     }
     commit_copies();
   };
   const auto fetch_values = [&](int problem, bool ahead) {
     if (problem < a.problems) {
       const Extent extent = extent_of<kPacked>(a, problem);
-      fetch<T, kS, (kV > 4)>(v(ahead), a.v, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
+      fetch<T, kS, kAhead>(v(ahead), a.v, keys_of(a, problem), extent.first_key, extent.keys, a.head_dim);
     }
     commit_copies();
   };
@@ -59,13 +62,16 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD, kV>)
   if constexpr (kPacked) clear_out_behind<T>(a);
   bool more;
   do {
-    if constexpr (kAhead) wait_for_all();
-    else wait_for_oldest(2);
+    if constexpr (kAhead) {
+      wait_for_all();
+    } else {
+      wait_for_oldest(2);
+    }
     meet<kS>();
     const int asked = turns.ask(a);
     if constexpr (kAhead) {
-      fetch_scores(turns.next(), kAhead);
-      fetch_values(turns.next(), kAhead);
+      fetch_scores(turns.next(), true);
+      fetch_values(turns.next(), true);
     }
     uint32_t packed[kS / 16][4];
     RowSums sums;
@@ -79,18 +85,17 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD, kV>)
     if constexpr (!kAhead) {
       wait_for_all();
       meet<kS>();
-      fetch_scores(turns.next(), kAhead);
+      fetch_scores(turns.next(), false);
     }
     float out[kD / 8][4];
     multiply_held<T, kS, kD, kSkips>(out, packed, v(), blocks.keys(Place::here<kS>()), Place::here<kS>());
     if constexpr (!kAhead) {
       meet<kS>();
-      fetch_values(turns.next(), kAhead);
+      fetch_values(turns.next(), false);
     }
     store_out<T, kD, kPacked>(out, sums, a, turns.problem(), extent(turns), Place::here<kS>());
-    if constexpr (kAhead) more = turns.next() < a.problems;
+    more = turns.next() < a.problems;
     turns.advance();
-    if constexpr (!kAhead) more = turns.problem() < a.problems;
   } while (more);
 }
 
@@ -107,20 +112,6 @@ int forward_of(const ShortAttention& a, const Device& device, void* stream) {
       if (a.starts_q != nullptr) {
         if constexpr (kS == kPackedWarps) return launch(short_forward<T, kS, kD, false, true>);
         return int(FUSELINE_UNSUPPORTED);
-      }
-      if constexpr (kS <= 64 && kD == 32) {
-        const char* said = std::getenv("H_FW");
-        const auto variant = [&](auto number) {
-          constexpr int kV = decltype(number)::value;
-          return launch_problems(short_forward<T, kS, kD, false, false, kV>, a, 2 * kS, kForwardBytes<kS, kD, kV>, kForwardCounts<kS, kD>, device, stream);
-        };
-        if (said && said[0] == '5') return variant(std::integral_constant<int, 5>{});
-        if (said && said[0] == '6') return variant(std::integral_constant<int, 6>{});
-        if constexpr (kS < 64) return launch(short_forward<T, kS, kD, false, false>);
-        if (said && said[0] == '1') return variant(std::integral_constant<int, 1>{});
-        if (said && said[0] == '2') return variant(std::integral_constant<int, 2>{});
-        if (said && said[0] == '3') return variant(std::integral_constant<int, 3>{});
-        if (said && said[0] == '4') return variant(std::integral_constant<int, 4>{});
       }
       if constexpr (kS == kLongest) {
         if (skips(a)) return launch(short_forward<T, kS, kD, true, false>);
