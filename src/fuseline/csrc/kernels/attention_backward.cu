@@ -1,7 +1,5 @@
 // The C API of attention backward, and what its kernels need beforehand: delta, from which the sinks' gradient follows.
 
-#include <cstdlib>
-
 #include "device/attention_grad_mask.h"
 #include "device/attention_launch.cuh"
 
@@ -132,7 +130,7 @@ int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradient
   const int64_t all = divide_up(c.seqlen_q, 64);
   int code = 0;
   for (int64_t first = 0; code == 0 && first < all; first += tiles) {
-    const LeftScores left{static_cast<uint4*>(scratch), int(first), int(std::min(tiles, all - first)), 0, std::getenv("H_TOGETHER") != nullptr, std::getenv("H_BACKWARDS") != nullptr};
+    const LeftScores left{static_cast<uint4*>(scratch), int(first), int(std::min(tiles, all - first)), 0};
     code = c.dtype == FUSELINE_FLOAT16 ? launch_backward_leaving<__half>(g, gradients, left, stream)
                                        : launch_backward_leaving<__nv_bfloat16>(g, gradients, left, stream);
   }

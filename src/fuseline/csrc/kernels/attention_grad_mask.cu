@@ -1,6 +1,11 @@
-// The gradient of an additive mask: device/attention_grad_mask.cuh, how its work is cut, and the sums over the pieces.
-
-#include <cstdlib>
+// The gradient of an additive mask. Where the kernel of rows (attention_backward_wgmma.cuh) computes dy on its way to grad_q,
+// it leaves it for some tiles of rows at a time, and what is added up here is read from that scratch. Else, with packed
+// sequences, fp32, a soft cap, one entry for all rows or keys, too few blocks in the scratch, or no grad_q,
+// device/attention_grad_mask.cuh computes the scores once more: how its work is cut, and the sums over the pieces.
+//
+// Measured (B 8, H 16, T 1024, D 64, one bias a head; forward and backward): 759 us by what is left, 852 by computing it
+// again; a bias for every sequence too 861 and 1304. Tiles by the batch or read backwards, of which more is in the L2, gain
+// nothing; fewer at a time, so that the L2 holds them all, lose 10 to 20.
 
 #include "device/attention_grad_mask.cuh"
 #include "device/attention_grad_mask.h"
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
   constexpr int kVectors = kLeftRows * kStep / 8, kOwn = kVectors / kLeftThreads;
   const fuseline_attention& c = g.a.call;
   const int steps = g.left.steps, thread = threadIdx.x;
-  unsigned block = g.left.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  unsigned block = blockIdx.x;
   const auto next = [&](int count) {
     const int index = int(block % unsigned(count));
     block /= unsigned(count);
@@ -171,9 +176,8 @@ int64_t left_tiles(const fuseline_attention_gradients& gradients, const Device& 
   const bool each = gradients.grad_mask_strides[2] != 0 && gradients.grad_mask_strides[3] != 0;  // row and key has its own
   const bool fits = gradients.grad_mask && gradients.grad_q && c.mask_kind > FUSELINE_MASK_BOOL && each && !c.cu_seqlens_q &&
                     c.soft_cap == 0 && c.dtype != FUSELINE_FLOAT32 && c.head_dim <= 128 && device.warpgroups &&
-                    c.seqlen_q > 0 && c.seqlen_k > 0;
-  if (!fits || std::getenv("H_OLDMASK")) return 0;
-  if (const char* said = std::getenv("H_TILES")) return std::min<int64_t>(std::atoi(said), divide_up(c.seqlen_q, kLeftRows));
+                    c.batch > 0 && c.heads > 0 && c.seqlen_q > 0 && c.seqlen_k > 0;
+  if (!fits) return 0;
   const int64_t all = divide_up(c.seqlen_q, kLeftRows), most = kMostBytes / left_bytes(c);
   if (all <= most) return all;
   return most * c.batch * c.heads >= kFewestBlocks * device.processors ? most : 0;

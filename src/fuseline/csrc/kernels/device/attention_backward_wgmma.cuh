@@ -169,11 +169,6 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlock
   Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
   int left_at = 0;  // the first of the head's tiles of dy; there are few enough for 32 bits
   if constexpr (kLeaves) {
-    if (g.left.together) {  // what is one sum of the gradient is left at about the same time
-      unsigned block = blockIdx.x;
-      task.sequence = int(block % unsigned(c.batch)), block /= unsigned(c.batch);
-      task.head = int(block % unsigned(c.heads)), task.tile = int(block / unsigned(c.heads));
-    }
     left_at = ((task.tile * int(c.batch) + task.sequence) * int(c.heads) + task.head) * g.left.steps;
     task.tile += g.left.first_tile;
   }

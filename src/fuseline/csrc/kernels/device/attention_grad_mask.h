@@ -15,7 +15,6 @@ struct LeftScores {
   uint4* at;
   int first_tile, tiles;  // of rows
   int steps;              // of all keys
-  bool together, backwards;
 };
 
 // Tiles of rows whose dy are left at a time, for the mask's gradient to be their sum; 0: it is computed from q, k, v again.
