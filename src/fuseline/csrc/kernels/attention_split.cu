@@ -1,7 +1,5 @@
 // Attention of few query rows over many keys: how its work is cut. The kernels stand in device/attention_split.cuh.
 
-#include <cstdlib>
-
 #include "device/attention_split.cuh"
 
 #include "device/attention_split.h"
@@ -21,8 +19,6 @@ Split lay_out(const fuseline_attention& c, int processors) {
   const int64_t blocks = g.chunks * c.kv_heads * c.batch, most = divide_up(c.seqlen_k, kFewestKeys);
   const int at_once = (c.head_dim <= 128 ? 2 : 1) * processors;
   g.splits = int(std::max<int64_t>(1, std::min<int64_t>({most, at_once / std::max<int64_t>(1, blocks), kMostSplits})));
-  g.direct = g.splits == 1 && !std::getenv("H_OLDSPLIT");
-  g.few = !std::getenv("H_OLDSPLIT");
   return g;
 }
 
@@ -37,7 +33,7 @@ size_t split_workspace(const fuseline_attention& c) {
   Device device;
   if (!fits || current_device(device) != cudaSuccess) return 0;
   const Split g = lay_out(c, device.processors);
-  if (g.direct) return 16;  // the only part is the result
+  if (g.splits == 1) return 16;  // the only part is the result
   return sums_bytes(g, c) + size_t(g.splits) * g.rows * sizeof(float2);
 }
 
