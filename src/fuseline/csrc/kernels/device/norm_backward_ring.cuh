@@ -20,7 +20,7 @@ constexpr int kMostRingStages = 6;
 constexpr int kMostRingGroups = 16;
 
 template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows,
-          bool kPastRing = false, bool kTrialRing = false>
+          bool kPastRing = false>
 struct RingKind {
   using X = XType;
   using Y = YType;
@@ -31,8 +31,6 @@ struct RingKind {
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr bool kMore = kWide || kShifted;  // registers
-  static constexpr bool kTrial = kTrialRing;  // what flags in `stages` ask for
-  static constexpr bool kMasks = kTrial && kAdded && kSlots == 2;
   static constexpr int kThreads = kSlots > 2 ? (kMore ? 384 : 512) : kMore ? 512 : 640;
   static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
   // Bytes of a warp's part of a row: where rows are shifted, one vector more than its elements fill.
@@ -40,20 +38,6 @@ struct RingKind {
   static constexpr int kPart = kColumns * int(sizeof(T)) + (kShifted ? 16 : 0);
   static constexpr int kStage = kPart<X> * (kAdded ? 2 : 1) + kPart<Y>;
 };
-
-enum RingFlags { kOnce = 1, kCongruent = 2, kSends = 4, kMaskAhead = 8 };
-
-constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first of all gives
-
-__device__ __forceinline__ void copy_in_once(void* shared, const void* global, int bytes, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
-      : "memory");
-#endif
-}
 
 // States of the meetings of any number of warps.
 struct RingStates {
@@ -196,10 +180,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   __shared__ uint64_t met[kMeetings][kMostRingGroups];
   __shared__ uint64_t past_arrived[Kind::kBeside ? Kind::kThreads / kWarp : 1];
 
-  const int n = int(a.n), stages = Kind::kTrial ? a.stages & 15 : a.stages, cluster = a.cluster;
-  [[maybe_unused]] const int flags = Kind::kTrial ? a.stages >> 4 : 0;
-  const int pad = Kind::kTrial && (flags & kCongruent) ? 128 : 0;
-  const int stage_of_warp = Kind::kStage + pad * (kAdded ? 3 : 2);
+  const int n = int(a.n), stages = a.stages, cluster = a.cluster;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
   const int rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
@@ -211,41 +192,14 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const int behind = stages > 2 && !alone ? 1 : 0;        // rows between the first pass and the second
 
   const int place = int(threadIdx.y) * warps + warp;  // of this warp's ring
-  const int stage_bytes = int(blockDim.y) * warps * stage_of_warp;
-  unsigned char* const mine = ring + place * stage_of_warp;
+  const int stage_bytes = int(blockDim.y) * warps * Kind::kStage;
+  unsigned char* const mine = ring + place * Kind::kStage;
   const auto stage_at = [&](int stage) { return mine + stage * stage_bytes; };
   constexpr int kGradY = Kind::template kPart<X>, kGradSum = kGradY + Kind::template kPart<Y>;  // behind x
-  // Where in its line of 128 bytes this warp's part of x begins: it has the same place in shared memory, and the other
-  // tensors', which mostly stand so too, with it.
-  const auto line_of = [&](int64_t row) {
-    if constexpr (!Kind::kTrial) return 0;
-    const uint32_t at = uint32_t(reinterpret_cast<uintptr_t>(a.x));
-    return flags & kCongruent ? int((at + (uint32_t(row) * uint32_t(n) + uint32_t(from)) * uint32_t(sizeof(X))) & 127u) : 0;
-  };
   const auto fetch = [&](int64_t row, int stage) {
     if (row >= a.rows) return;
     unsigned char* const to = stage_at(stage);
     uint64_t* const barrier = &arrived[stage][place];
-    if constexpr (Kind::kTrial) {
-      const int bytes = max(0, min(kColumns, n - from)) * int(sizeof(X));
-      const bool third = kAdded && a.grad_sum;
-      barrier_expect(barrier, bytes * (third ? 3 : 2));
-      if (bytes == 0) return;
-      const int64_t at = row * a.n + from;
-      const X* const parts[3] = {static_cast<const X*>(a.x), static_cast<const X*>(a.grad_y),
-                                 static_cast<const X*>(a.grad_sum)};
-#pragma unroll
-      for (int i = 0; i < (kAdded ? 3 : 2); ++i) {
-        if (i == 2 && !third) continue;
-        unsigned char* const here = to + i * (Kind::template kPart<X> + pad) + line_of(row);
-        if (flags & kOnce) {
-          copy_in_once(here, parts[i] + at, bytes, barrier);
-        } else {
-          copy_in(here, parts[i] + at, bytes, barrier);
-        }
-      }
-      return;
-    }
     const auto parts = [&](bool prepare) {
       int bytes = fetch_part<X, kColumns, kShifted>(a, a.x, row, from, to, barrier, prepare);
       bytes += fetch_part<Y, kColumns, kShifted>(a, a.grad_y, row, from, to + kGradY, barrier, prepare);
@@ -268,9 +222,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const bool wide_weights = (a.weight && a.fp32_weights) || sizeof(Y) == 4;
   unsigned char* const behind_weights = kept + int(blockDim.x) * kSlots * kSize * (wide_weights ? 4 : 2);
   unsigned char* const past = behind_weights + warp * Kind::template kPart<X>;
-  // What this warp sends of a row.
-  const bool drops = kAdded && kSlots < 4 && a.dropout.seed;
-  [[maybe_unused]] unsigned char* const out = behind_weights + place * ((Kind::template kPart<X> + pad) << int(drops));
   const auto fetch_past = [&](int64_t row) {
     if (row >= a.rows) return;
     barrier_expect(&past_arrived[warp], max(0, min(kColumns, n - from)) * int(sizeof(X)));
@@ -328,33 +279,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   RowTerms terms;
   float mean, rstd;
   statistics(row, mean, rstd);
-  [[maybe_unused]] uint32_t mask = 0, mask_before = 0;
-  const auto kept_of_row = [&](int64_t row) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int k = 0; k < kSlots; ++k) {
-#pragma unroll
-      for (int i = 0; i < kSize; i += 4) {
-        const uint4 words = philox_uniform(seed, uint64_t(row * a.n + start + k * kStep + i) / 4);
-        const uint32_t four = (words.x >= a.dropout.threshold ? 1u : 0u) | (words.y >= a.dropout.threshold ? 2u : 0u) |
-                              (words.z >= a.dropout.threshold ? 4u : 0u) | (words.w >= a.dropout.threshold ? 8u : 0u);
-        bits |= four << (k * kSize + i);
-      }
-    }
-    make_ready(bits);
-    return bits;
-  };
 #pragma unroll 1
   for (int turn = 0;; ++turn, row += groups) {
     const bool there = row < a.rows;
     float next_mean, next_rstd;
     statistics(row + groups, next_mean, next_rstd);
-    if constexpr (Kind::kMasks) {
-      if (there && (flags & kMaskAhead) && a.dropout.seed) mask = kept_of_row(row);
-    }
     if (there) {
       const unsigned char* const parts = stage_at(stage);
-      const int line = line_of(row);
       const int x_head = head_of(static_cast<const X*>(a.x), row);
       const int grad_head = head_of(static_cast<const Y*>(a.grad_y), row);
       barrier_wait(&arrived[stage][place], parity);
@@ -365,8 +296,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         if (!kShifted && first >= n) continue;
         float values[kSize], grad[kSize], weight[kSize];
         weights.take(k, weight);
-        take_slot<X, kSize, kShifted>(parts + line, k * kWarp + lane).values(x_head, values);
-        take_slot<Y, kSize, kShifted>(parts + kGradY + pad + line, k * kWarp + lane).values(grad_head, grad);
+        take_slot<X, kSize, kShifted>(parts, k * kWarp + lane).values(x_head, values);
+        take_slot<Y, kSize, kShifted>(parts + kGradY, k * kWarp + lane).values(grad_head, grad);
         if constexpr (kShifted) {  // beyond the row stand others, or nothing
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
@@ -380,7 +311,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         if (!alone) meeting.publish(turn, warp_sums);
       }
     }
-    if (!behind) before = stage, terms.mean = mean, terms.rstd = rstd, mask_before = mask;
+    if (!behind) before = stage, terms.mean = mean, terms.rstd = rstd;
     if (behind ? turn > 0 : there) {
       const int64_t done = row - behind * groups;
       if (wants_rows) {
@@ -399,50 +330,30 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         int64_t base = done * a.n;
         forget(base);  // kept, rather than multiplied anew for each store
         if constexpr (Kind::kBeside) barrier_wait(&past_arrived[warp], (turn - behind) & 1);
-        const int line = line_of(done);
-        if (Kind::kTrial && (flags & kSends)) {
-          if (lane == 0) wait_for_copies_out();
-          __syncwarp();
-        }
 #pragma unroll
         for (int k = 0; k < kSlots; ++k) {
           const int first = start + k * kStep;
           if (kShifted ? from + k * kStep >= n : first >= n) continue;  // shifted, all lanes of a warp store together
           float values[kSize], grad[kSize], weight[kSize];
           weights.take(k, weight);
-          take_slot<X, kSize, kShifted>(parts + line, k * kWarp + lane).values(x_head, values);
-          take_slot<Y, kSize, kShifted>(parts + kGradY + pad + line, k * kWarp + lane).values(grad_head, grad);
+          take_slot<X, kSize, kShifted>(parts, k * kWarp + lane).values(x_head, values);
+          take_slot<Y, kSize, kShifted>(parts + kGradY, k * kWarp + lane).values(grad_head, grad);
           second_pass<kSize, kCentred>(values, weight, terms, grad);
           if constexpr (kAdded) {
             if (a.grad_sum) {
-              take_slot<X, kSize, kShifted>(parts + kGradSum + 2 * pad + line, k * kWarp + lane)
+              take_slot<X, kSize, kShifted>(parts + kGradSum, k * kWarp + lane)
                   .values(head_of(static_cast<const X*>(a.grad_sum), done), values);
 #pragma unroll
               for (int i = 0; i < kSize; ++i) grad[i] += values[i];
             }
-            if (Kind::kTrial && (flags & kSends)) {
-              if constexpr (Kind::kTrial) reinterpret_cast<uint4*>(out + line)[k * kWarp + lane] = pack<X>(grad);
-            } else if (a.grad_x) {
-              store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
-            }
-            if (!(Kind::kTrial && kSlots == 4) && a.dropout.seed) {
+            if (a.grad_x) store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
+            if (a.dropout.seed) {
               float multipliers[kSize];
-              if (Kind::kMasks && (flags & kMaskAhead)) {
-#pragma unroll
-                for (int i = 0; i < kSize; ++i) multipliers[i] = mask_before >> (k * kSize + i) & 1 ? a.dropout.scale : 0.f;
-              } else {
-                dropout_row<kSize, kShifted>(a.dropout, seed, base + first, multipliers);
-              }
+              dropout_row<kSize, kShifted>(a.dropout, seed, base + first, multipliers);
 #pragma unroll
               for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
             }
-            if (Kind::kTrial && (flags & kSends)) {
-              if constexpr (Kind::kTrial && kSlots < 4) {
-                if (a.grad_dropped) {
-                  reinterpret_cast<uint4*>(out + Kind::template kPart<X> + pad + line)[k * kWarp + lane] = pack<Y>(grad);
-                }
-              }
-            } else if (a.grad_dropped) {
+            if (a.grad_dropped) {
               store_slot<Y, kSize, kShifted>(static_cast<Y*>(a.grad_dropped) + base, first, n, kWarp, grad);
             }
 #pragma unroll
@@ -456,22 +367,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
 #pragma unroll
               for (int i = 0; i < kSize; ++i) grad[i] += values[i];
             }
-            if (Kind::kTrial && (flags & kSends)) {
-              if constexpr (Kind::kTrial) reinterpret_cast<uint4*>(out + line)[k * kWarp + lane] = pack<X>(grad);
-            } else {
-              store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
-            }
-          }
-        }
-        if (Kind::kTrial && (flags & kSends)) {
-          show_to_copies();
-          __syncwarp();
-          const int bytes = max(0, min(kColumns, n - from)) * int(sizeof(X));
-          if (lane == 0 && bytes > 0) {
-            if (a.grad_x) copy_out(static_cast<X*>(a.grad_x) + base + from, out + line, bytes);
-            if (kAdded && kSlots < 4 && a.grad_dropped) {
-              copy_out(static_cast<Y*>(a.grad_dropped) + base + from, out + Kind::template kPart<X> + pad + line, bytes);
-            }
+            store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base, first, n, kWarp, grad);
           }
         }
       }
@@ -482,11 +378,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
       }
     }
     if (!there) break;
-    before = stage, terms.mean = mean, terms.rstd = rstd, mask_before = mask;
+    before = stage, terms.mean = mean, terms.rstd = rstd;
     mean = next_mean, rstd = next_rstd;
     if (++stage == stages) stage = 0, parity ^= 1;
   }
-  if (Kind::kTrial && (flags & kSends) && lane == 0) wait_for_copies_out();
   if (!a.partials) return;
   float* const sums_of_block = a.partials + int64_t(block) * a.columns;
   float* const shared = reinterpret_cast<float*>(ring);

@@ -13,7 +13,6 @@ struct RingPlan {
   int threads = 0, groups = 1, cluster = 1, stages = 0;
   int blocks = 0;  // with partial sums of their own at most, a cluster counting once
   size_t shared = 0;
-  int flags = 0;
 };
 
 // kPast: of rows that only the threads with most slots hold, with a grad_sum that the ring has no room for.
@@ -24,10 +23,6 @@ struct RingFamily {
   static constexpr int kSize = kVector<Y>;
   template <int kSlots, bool kShifted>
   using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast>;
-  static constexpr bool kTries = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<Y, X> && !kPast;
-  static constexpr int kMostTrial = kCentred && !kAdded ? 3 : 4;
-  template <int kSlots>
-  using Trial = RingKind<X, Y, kSlots, kSums, kCentred, false, kPast, kTries>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
   using Tiles = TileFamily<X, Y, kSums, kCentred>;
 
@@ -45,19 +40,13 @@ struct RingFamily {
     const int64_t vectors = divide_up(n, kSize);
     const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
-      const int flags = most_stages >> 4;
-      most_stages &= 15;
-      const bool tried = flags > 0;
-      if (tried ? !kTries || !aligned || slots < 2 || slots > kMostTrial : slots > kMostSlots || (slots != 2 && slots != 4)) return false;
-      if (cluster > kMostBlocks || (tried && slots == 4 && masked)) return false;
+      if (slots > kMostSlots || (slots != 2 && slots != 4) || cluster > kMostBlocks) return false;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
-      const int most_of = tried ? trial_threads_of(slots) : threads_of(slots, aligned);
-      if (threads > most_threads || threads > most_of) return false;
-      const int all = std::min(most_threads, most_of);
+      if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
+      const int all = std::min(most_threads, threads_of(slots, aligned));
       const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
-      const int64_t stage = int64_t(groups) * (threads / kWarp) * (tried ? trial_stage_of(slots, flags) : stage_of(slots, aligned));
-      const int64_t sent = flags & kSends ? int64_t(groups) * (threads / kWarp) * trial_out_of(slots, flags) << int(masked) : 0;
-      const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes) - sent;
+      const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned);
+      const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
       if (kAdded && !measuring && n * int64_t(sizeof(Y)) <= kLongestFew) {
         const int64_t ahead = groups * n * int64_t(2 * sizeof(X) + sizeof(Y));
@@ -65,8 +54,7 @@ struct RingFamily {
       }
       if (stages < 2) return false;
       plan.slots = slots, plan.threads = threads, plan.groups = groups, plan.cluster = cluster, plan.stages = stages;
-      plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) + sent - kStatic);
-      plan.flags = flags;
+      plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) - kStatic);
       const size_t sums = groups > 1 ? size_t(groups) * threads * slots * kSize * sizeof(float) : 0;
       plan.shared = std::max(plan.shared, sums);
       return true;
@@ -125,8 +113,8 @@ struct RingFamily {
     const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
-    a.cluster = plan.cluster, a.stages = plan.stages | plan.flags << 4;
-    const auto kernel = plan.flags ? trial_for(plan.slots) : kernel_for(plan.slots, aligned);
+    a.cluster = plan.cluster, a.stages = plan.stages;
+    const auto kernel = kernel_for(plan.slots, aligned);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     const cudaError_t found = resident_clusters(kernel, device, plan.threads * plan.groups, plan.shared, plan.cluster, count);
@@ -138,9 +126,7 @@ struct RingFamily {
     const int blocks = std::min(plan.blocks, count);
     error = launch(kernel, a, int64_t(blocks) * plan.cluster, dim3(plan.threads, plan.groups), plan.shared, plan.cluster,
                    stream, true);
-    if (!error && a.partials) {
-      error = plan.flags & 32 ? add_narrow(a, blocks, stream) : add_partials<Y>(a, kSums, blocks, true, stream);
-    }
+    if (!error && a.partials) error = add_partials<Y>(a, kSums, blocks, true, stream);
     return true;
   }
 
@@ -155,38 +141,6 @@ struct RingFamily {
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
   static constexpr int64_t kShortestRing = kAdded ? 768 : 8193;  // bytes of a row of y, for what the table does not know
-
-  // add_partials with a column a lane.
-  static int add_narrow(const NormBackward& a, int count, void* stream) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(divide_up(a.n, kWarp)), unsigned(kSums));
-    config.blockDim = dim3(kWarp, unsigned(std::clamp(power_of_two_from(divide_up(count, 4)), 4, kWarp)));
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    const cudaError_t launched = cudaLaunchKernelEx(&config, norm_add_partials<Y, 1>, a, count);
-    const cudaError_t last = cudaGetLastError();
-    return int(launched != cudaSuccess ? launched : last);
-  }
-  static int trial_threads_of(int slots) {
-    return slots == 2 ? Trial<2>::kThreads : slots == 3 ? Trial<3>::kThreads : Trial<4>::kThreads;
-  }
-  static int trial_stage_of(int slots, int flags) {
-    const int stage = slots == 2 ? Trial<2>::kStage : slots == 3 ? Trial<3>::kStage : Trial<4>::kStage;
-    return stage + (flags & kCongruent ? 128 : 0) * (kAdded ? 3 : 2);
-  }
-  static int trial_out_of(int slots, int flags) { return trial_stage_of(slots, flags) / (kAdded ? 3 : 2); }
-  static auto trial_for(int slots) -> void (*)(NormBackward) {
-    if constexpr (kTries) {
-      if (slots == 2) return norm_backward_ring<Trial<2>>;
-      if (slots == 3) return norm_backward_ring<Trial<3>>;
-      if constexpr (kMostTrial == 4) return norm_backward_ring<Trial<4>>;
-    }
-    return nullptr;
-  }
 
   static int threads_of(int slots, bool aligned) {
     if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;
