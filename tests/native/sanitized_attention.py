@@ -35,7 +35,11 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         starts = torch.tensor([0, 20, 20, 75], device="cuda", dtype=torch.int32)
         packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 55, "max_seqlen_k": 55}
         yield f"{name} packed", call(dtype, 80, 78, 64, B=1, **packed)
-    for T, D in ((16, 32), (40, 64), (128, 64), (100, 128)):
+    for D, S in ((64, 152), (128, 151)):
+        for shape in ((1, 4, 130, S), (2, 1, 130, S)):
+            bias = torch.randn(shape, device="cuda", requires_grad=True)
+            yield f"mask {shape} whose gradient is left {D}", call(torch.bfloat16, 130, S, D, mask=bias)
+    for T, D in ((16, 32), (32, 32), (64, 32), (40, 64), (128, 64), (100, 128)):
         for mask in (None, torch.randn(2, 1, T, T, device="cuda")):
             options: dict[str, Any] = {} if mask is None else {"mask": mask, "dropout_p": 0.1}
             yield f"short {T} {D} {sorted(options)}", call(torch.bfloat16, T, T, D, sinks=None, **options)
@@ -48,13 +52,16 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
             "max_seqlen_k": longest,
         }
         yield f"short packed {longest}", call(torch.bfloat16, 240, 241, 64, B=1, sinks=None, **packed)
-    yield "short 128 32 of many", call(torch.float16, 128, 128, 32, B=80, sinks=None)
+    for T in (32, 64, 128):
+        yield f"short {T} 32 of many", call(torch.float16, T, T, 32, B=80 * 128 // T, sinks=None)
     yield (
         "short 70 128 padded",
         call(torch.float16, 70, 90, 128, sinks=None, mask=torch.rand(2, 1, 1, 90, device="cuda") > 0.2),
     )
     for T, D in ((1, 64), (3, 128), (16, 128), (16, 256)):
         yield f"split {T} {D}", call(torch.bfloat16, T, 700, D, wants_grad=False)
+    for B, S in ((2, 4000), (140, 600)):
+        yield f"split {B} {S}", call(torch.bfloat16, 3, S, 128, B=B, wants_grad=False)
 
 
 def call(

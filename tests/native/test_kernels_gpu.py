@@ -77,6 +77,42 @@ def test_layer_norm_forward_of_many_rows(kernels: Kernels, dtype: torch.dtype, w
         torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_many_rows_of_16_bits(kernels: Kernels, dtype: torch.dtype, centred: bool) -> None:
+    """Held as they came, or in blocks of few registers: not at odd addresses, or with fp32 weights."""
+    native.load()
+    for n in (1544, 1600, 2048, 5120, 8192, 8200, 12288, 16384, 16392, 32768, 65528, 65536):
+        rows = max(2**22 // n, 1061 if n <= 16384 else 531) | 1
+        for offset, weight_dtype in ((0, dtype), (1, dtype), (0, torch.float32)):
+            x = place(rows, n, dtype, offset=offset, fill=3 * randn(rows, n, torch.float32) + 1)
+            x[:, 0] = 100
+            weight, bias = weights_for(n, weight_dtype)
+            if centred:
+                y = place(rows, n, dtype, offset=offset)
+                mean, rstd = (place(rows, 1, torch.float32) for _ in range(2))
+                kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
+                assert guards_hold(y)
+            else:
+                arguments = (n,), weight, None, 1e-5, None, 0.0, None, False
+                y, _, mean, rstd = torch.ops.fuseline.norm_forward("rms_norm", x, None, *arguments)
+            wide = x.double()
+            middle = wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[:, :1])
+            scale = ((wide - middle).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+            exact = (wide - middle) * scale * weight.double() + (bias.double() if centred else 0.0)
+            what = f"rows {rows}, n {n}, offset {offset}, weights {weight_dtype}"
+            error = (y.double() - exact).norm() / exact.norm()
+            assert error < torch.finfo(dtype).eps, f"{what}: error {error:.1e}"
+            torch.testing.assert_close(
+                rstd.double().flatten(), scale.flatten(), rtol=1e-5, atol=1e-5, msg=what
+            )
+            if centred:
+                torch.testing.assert_close(mean.double(), middle, rtol=1e-5, atol=1e-5, msg=what)
+            if centred and offset == 0:
+                kernels.layer_norm_forward(x, weight, bias, x, None, None)
+                assert torch.equal(x, y), what
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", ["same", "fp32", "none"])
 def test_layer_norm_backward(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
@@ -245,7 +281,7 @@ def test_an_outlier_costs_no_precision(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_constant_rows_give_the_bias(kernels: Kernels, dtype: torch.dtype) -> None:
-    for n in (8, 31, 768, 1000, 1024, 4096, 16384, 50257, 65536):
+    for n in (8, 31, 768, 1000, 1024, 4096, 5120, 16384, 50257, 65536):
         for value in (0.1, 1000.0):
             for rows in (3, 2000):
                 weight, bias = weights_for(n, dtype)
@@ -258,7 +294,7 @@ def test_constant_rows_give_the_bias(kernels: Kernels, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_repeat(kernels: Kernels, dtype: torch.dtype) -> None:
-    for rows, n in ((5000, 100), (3000, 1024), (300, 16384), (70, 50257), (40, 131072)):
+    for rows, n in ((5000, 100), (3000, 1024), (900, 5120), (300, 16384), (70, 50257), (40, 131072)):
         x, grad_out = randn(rows, n, dtype), randn(rows, n, dtype)
         weight, bias = weights_for(n, dtype)
         first: list[torch.Tensor] = []

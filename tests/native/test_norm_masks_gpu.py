@@ -23,7 +23,9 @@ def at_offset(x: torch.Tensor, elements: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 2])
-@pytest.mark.parametrize("n", [31, 40, 250, 768, 1001, 4096, 8200, 9001, 16384, 40004, 65536, 140000])
+@pytest.mark.parametrize(
+    "n", [31, 40, 250, 768, 1000, 1001, 1024, 2048, 4096, 8200, 9001, 16384, 40004, 65536, 140000]
+)
 def test_masks_are_those_of_the_seed(n: int, offset: int, dtype: torch.dtype) -> None:
     native.load()
     torch.manual_seed(n)

@@ -70,6 +70,28 @@ def test_softmax_of_more_rows_than_the_device_holds(kernels: Kernels, dtype: tor
     assert_as_good(grad_x, eager.to(dtype), exact, "backward")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [701, 2003])
+def test_softmax_of_many_rows_of_16_bits(kernels: Kernels, dtype: torch.dtype, rows: int) -> None:
+    """Held as they came, but at odd addresses: also where nothing is seen, and at exponents far from zero."""
+    for n in (1544, 1600, 2048, 5120, 8192, 8200, 12288, 16384):
+        for offset, scale in ((0, 0.5), (0, 3000.0), (1, 0.5)):
+            x = place(rows, n, dtype, offset=offset, fill=4 * randn(rows, n, torch.float32))
+            x[0, : n // 2] = float("-inf")
+            x[1] = float("-inf")
+            x[2] = 6e4
+            x[3, n - 1] = 60
+            y = place(rows, n, dtype, offset=offset)
+            kernels.softmax_forward(x, y, scale=scale)
+            wide = (torch.float32, torch.float64)
+            eager, exact = (torch.softmax(scale * x.to(each), -1).nan_to_num() for each in wide)
+            what = f"n {n}, offset {offset}, scale {scale}"
+            assert_as_good(y, eager.to(dtype), exact, what)
+            if offset == 0:
+                kernels.softmax_forward(x, x, scale=scale)
+                assert torch.equal(x, y), what
+
+
 def softmax_gradient(grad: torch.Tensor, y: torch.Tensor, *, normalize: bool) -> torch.Tensor:
     """At half scale; `normalize` divides by the sum of y, which its rounding keeps from being 1."""
     mean = (grad * y).sum(-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseline.nn import LayerNorm, RMSNorm, branch
+from fuseline.quant import Format, quantize_linear
 
 WIDTHS = [(64, 96), (768, 2304), (4096, 1024), (200, 64), (11008, 512)]
 
@@ -81,3 +82,25 @@ def test_one_launch_is_the_composition(norm: str, widths: tuple[int, int], rows:
                 expected = composed(linear, x, over, activation, added)
                 assert error(y, expected) <= 1.5 * error(apart, expected) + 1e-4, (dtype, activation)
                 assert torch.equal(y, branch(linear, x, norm=over, activation=kept, residual=added))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@torch.no_grad()
+def test_one_launch_of_a_quantized_layer_is_the_composition(norm: str, format: str) -> None:
+    for C, N in ((264, 208), (768, 2304), (4096, 1024), (11008, 512)):
+        plain, over = made(C, N, norm, True, torch.bfloat16, "cuda")
+        layer, _ = quantize_linear(plain, Format(format, 128 if format == "int4" else 0))
+        for rows in (1, 3):
+            x = (torch.randn(rows, C, device="cuda") * 2 + 1).bfloat16()
+            for activation in (None, "gelu", "swiglu"):
+                width = N // 2 if activation == "swiglu" else N
+                for added in (None, torch.randn(rows, width, device="cuda").bfloat16()):
+                    y = branch(layer, x, norm=over, activation=activation, residual=added)
+                    apart = branch(layer, x, norm=over, activation=activation, residual=added, fused=False)
+                    assert error(y, apart.double()) < 1e-2, (C, N, rows, activation, added is not None)
+                    for following in (None, layer):  # of whose weight some comes to the L2
+                        options: dict[str, Any] = {"norm": over, "activation": activation}
+                        again = branch(layer, x, residual=added, following=following, **options)
+                        assert torch.equal(y, again)

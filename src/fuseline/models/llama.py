@@ -102,11 +102,11 @@ class Attention(nn.Module):
             config.kernels == "fuseline",
         )
 
-    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend, following: nn.Module) -> Tensor:
         fused = self.config.kernels == "fuseline"
-        qkv_BTN = branch(self.qkv, x_BTC, norm=self.norm, fused=fused)
+        qkv_BTN = branch(self.qkv, x_BTC, norm=self.norm, following=self.out, fused=fused)
         y_BTC = attend(self.layer, qkv_BTN, self.heads(rotary))
-        return branch(self.out, y_BTC, residual=x_BTC, fused=fused)
+        return branch(self.out, y_BTC, residual=x_BTC, following=following, fused=fused)
 
 
 class MLP(nn.Module):
@@ -119,21 +119,24 @@ class MLP(nn.Module):
         self.gate_up = nn.Linear(config.embed_dim, 2 * config.ffn_dim, bias=config.mlp_bias)
         self.down = nn.Linear(config.ffn_dim, config.embed_dim, bias=config.mlp_bias)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        y_BTF = branch(self.gate_up, x_BTC, norm=self.norm, activation="swiglu", fused=self.fused)
-        return branch(self.down, y_BTF, residual=x_BTC, fused=self.fused)
+    def forward(self, x_BTC: Tensor, following: nn.Module) -> Tensor:
+        y_BTF = branch(
+            self.gate_up, x_BTC, norm=self.norm, activation="swiglu", following=self.down, fused=self.fused
+        )
+        return branch(self.down, y_BTF, residual=x_BTC, following=following, fused=self.fused)
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each reading a normed copy of the stream and adding to it."""
+    """One layer: attention, then the MLP, each reading a normed copy of the stream and adding to it.
+    `following` is the linear layer after it."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        return self.mlp(self.attention(x_BTC, rotary, attend))
+    def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend, following: nn.Module) -> Tensor:
+        return self.mlp(self.attention(x_BTC, rotary, attend, self.mlp.gate_up), following)
 
 
 class Llama(nn.Module):
@@ -195,8 +198,10 @@ class Llama(nn.Module):
         """The stream after the last layer, [B, T, C]. `attend` knows where the tokens stand, and gathers for
         each layer; `positions_BT` is for models that add positions to their tokens, and goes unread."""
         x_BTC = self.embedding(tokens_BT)
-        for block in cast(Sequence[Block], self.blocks):
-            x_BTC = block(x_BTC, self.rotary, attend)
+        blocks = cast(Sequence[Block], self.blocks)
+        for layer, block in enumerate(blocks):
+            following = self.head if layer + 1 == len(blocks) else blocks[layer + 1].attention.qkv
+            x_BTC = block(x_BTC, self.rotary, attend, following)
         return x_BTC
 
     def logits(self, x_C: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class _Call(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("overlap", ctypes.c_int),
+        ("next_weight", ctypes.c_void_p),
+        ("next_bytes", ctypes.c_int64),
     )
 
 

@@ -30,6 +30,7 @@ def branch(
     norm: torch.nn.Module | None = None,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
+    following: torch.nn.Module | None = None,
     fused: bool = True,
 ) -> torch.Tensor:
     """residual + activation(linear(norm(x))).
@@ -40,12 +41,13 @@ def branch(
         norm: over C, or None.
         residual: of the result's shape, or None.
         activation: "gelu", "gelu_tanh", "swiglu" (halves the result: gate, then up), or None.
+        following: the layer whose weight is read next: some of it comes to the L2 while this one ends.
         fused: through Fuseline's ops; else through torch's.
     """
     if fused:
         weight = _weight(linear, x)
         if weight is not None:
-            return _launched(weight, x, norm, residual, activation)
+            return _launched(weight, x, norm, residual, activation, following)
     if norm is not None:
         x = norm(x)
     if fused and activation == "gelu_tanh" and _takes_epilogue(linear, x):
@@ -126,6 +128,7 @@ def _launched(
     norm: torch.nn.Module | None,
     residual: torch.Tensor | None,
     activation: str | None,
+    following: torch.nn.Module | None,
 ) -> torch.Tensor:
     C = x.shape[-1]
     rows = x.reshape(-1, C)
@@ -154,11 +157,19 @@ def _launched(
         kind,
         eps,
         within or "none",
+        _next_weight(following, x),
     )
     y = y.view(*x.shape[:-1], y.shape[-1])
     if activation == within:
         return y
     return swiglu(y) if residual is None else residual + swiglu(y)
+
+
+def _next_weight(following: torch.nn.Module | None, x: torch.Tensor) -> torch.Tensor | None:
+    weight = getattr(following, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_contiguous() and weight.device == x.device:
+        return weight
+    return None
 
 
 def _norm_fits(norm: torch.nn.Module, x: torch.Tensor) -> bool:

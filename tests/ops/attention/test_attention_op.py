@@ -168,3 +168,16 @@ def test_long_cache(T: int, D: int, dtype: torch.dtype) -> None:
     check(spec, "cuda")
     check(replace(spec, window=(700, -1), sinks=True, layout="bthd"), "cuda")
     check(replace(spec, H=2, mask="bool", mask_dims="bs", soft_cap=4.0), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(("B", "S"), [(2, 1500), (40, 700), (150, 700)])
+def test_long_caches_in_few_parts_and_in_one(T: int, D: int, B: int, S: int) -> None:
+    """Few parts a warp adds up; where there is one it is the result."""
+    spec = Spec(B=B, H=4, H_kv=2, T=T, S=S, D=D, dtype=torch.bfloat16, causal=BOTTOM_RIGHT, scale=D**-0.5)
+    spec = replace(spec, wanted=())
+    check(spec, "cuda")
+    check(replace(spec, window=(300, -1), sinks=True, layout="bthd"), "cuda")
+    check(replace(spec, mask="bool", mask_dims="bs", causal=TOP_LEFT, sinks=B > 2), "cuda")

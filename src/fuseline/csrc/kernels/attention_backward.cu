@@ -10,6 +10,10 @@ int launch_backward(const AttentionBackward& g, void* stream);
 // The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
 template <class T, bool kPlain>
 int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
+// grad_q and grad_mask of some tiles of rows, of 64.
+template <class T>
+int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
+                            void* stream);
 
 namespace {
 
@@ -119,6 +123,20 @@ int launch_sums(const AttentionBackward& g, void* stream) {
   }
 }
 
+// grad_q and the mask's gradient together, `tiles` tiles of rows at a time.
+int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, int64_t tiles, void* scratch,
+                   void* stream) {
+  const fuseline_attention& c = g.a.call;
+  const int64_t all = divide_up(c.seqlen_q, 64);
+  int code = 0;
+  for (int64_t first = 0; code == 0 && first < all; first += tiles) {
+    const LeftScores left{static_cast<uint4*>(scratch), int(first), int(std::min(tiles, all - first)), 0};
+    code = c.dtype == FUSELINE_FLOAT16 ? launch_backward_leaving<__half>(g, gradients, left, stream)
+                                       : launch_backward_leaving<__nv_bfloat16>(g, gradients, left, stream);
+  }
+  return code;
+}
+
 }  // namespace
 }  // namespace fuseline
 
@@ -159,7 +177,17 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
         of, gradients->grad_sinks);
     code = int(cudaGetLastError());
   }
+  char* const scratch = static_cast<char*>(gradients->workspace) + statistics_bytes(c);
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  if (const int64_t tiles = left_tiles(*gradients, device); tiles > 0) {
+    void* const grad_q = g.grad_q;
+    g.grad_q = nullptr;
+    if (code == 0) code = launch_sums(g, stream);
+    g.grad_q = grad_q;
+    return code != 0 ? code : launch_leaving(g, *gradients, tiles, scratch, stream);
+  }
   if (code == 0) code = launch_sums(g, stream);
   if (code != 0 || gradients->grad_mask == nullptr) return code;
-  return launch_grad_mask(g, *gradients, static_cast<char*>(gradients->workspace) + statistics_bytes(c), stream);
+  return launch_grad_mask(g, *gradients, scratch, stream);
 }

@@ -6,5 +6,7 @@ namespace fuseline {
 
 template int launch_backward_panels<__half, true>(const AttentionBackward& g, const Device& device, void* stream);
 template int launch_backward_panels<__half, false>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_leaving<__half>(const AttentionBackward& g, const fuseline_attention_gradients& gradients,
+                                          const LeftScores& left, void* stream);
 
 }  // namespace fuseline

@@ -66,6 +66,8 @@ typedef struct {
   const void* residual;    /* of y's shape and dtype */
   void* workspace;         /* fuseline_quant_linear_workspace bytes at a multiple of 16, or null */
   int overlap;             /* the weight was not written by the launch before this: it may be read while that ends */
+  const void* next_weight; /* what the next such launch reads, at a multiple of 16 bytes: the L2 is asked for some of it */
+  int64_t next_bytes;      /* at the end of this one; or null */
 } fuseline_linear;
 
 /* Bytes that many rows want; without them a call answers FUSELINE_UNSUPPORTED. */

@@ -173,6 +173,10 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
     if (call->n % (2 * kTileRows)) return FUSELINE_UNSUPPORTED;
     a.halves = a.tiles / 2;
   }
+  if (call->next_weight && offset_in_vector(call->next_weight) == 0) {
+    a.next_weight = static_cast<const char*>(call->next_weight);
+    a.next_pieces = int(std::min<int64_t>(call->next_bytes / kPieceBytes, 1 << 30));
+  }
   const bool half = call->dtype == FUSELINE_FLOAT16;
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:

@@ -6,13 +6,15 @@
 // Threads: a row belongs to a group (group.cuh) of 1 to 32 threads, of a block, or of a cluster, and stays in
 // registers as fp32: kHeld 16-byte vectors a thread, those of neighbouring threads side by side. Each warp takes its
 // own maximum and its sum of exponentials against that; the warps then meet once, and each scales its exponentials
-// to the maximum of the row. Long rows wait in shared memory until they have met (waiting.cuh), and short ones at odd
-// addresses pass through it (tiled.cuh). What fits neither is read twice (the second time from L2 if it has it).
+// to the maximum of the row. Many rows of 16 bits stay as they came (softmax_packed.cuh), long ones wait in shared
+// memory until they have met (waiting.cuh), and short ones at odd addresses pass through it (tiled.cuh). What fits
+// neither is read twice (the second time from L2 if it has it).
 
 #include "device/overlap.cuh"
 #include "device/powers.cuh"
 #include "device/softmax.cuh"
 #include "device/softmax_few.cuh"
+#include "device/softmax_packed.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -353,6 +355,7 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   const bool few = plain && !measuring && plan.fits;
   if (!masked && !few && !measuring) {
     int error = 0;
+    if (plain && run_packed<T>(a, device, stream, error)) return error;
     if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, plain, device, stream, error)) return error;
   }
   if (!few) {

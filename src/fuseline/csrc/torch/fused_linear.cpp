@@ -47,7 +47,8 @@ void check_row(const OptionalTensor& row, const Tensor& x, int64_t length, const
 Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, const OptionalTensor& zeros,
                          const OptionalTensor& bias, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                          const OptionalTensor& residual, int64_t out_features, c10::string_view format,
-                         int64_t group_size, c10::string_view norm, double eps, c10::string_view activation) {
+                         int64_t group_size, c10::string_view norm, double eps, c10::string_view activation,
+                         const OptionalTensor& next_weight) {
     TORCH_CHECK_VALUE(x.dim() == 2 && (x.size(1) == 1 || x.stride(1) == 1), kName, ": x has shape ", x.sizes(),
                       "; it is [rows, inputs] of unit stride.");
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, kName, " takes float16 and bfloat16, not ",
@@ -78,6 +79,8 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
     check_row(bias, x, out_features, "bias");
     check_row(norm_weight, x, K, "norm_weight");
     check_row(norm_bias, x, K, "norm_bias");
+    TORCH_CHECK_VALUE(!next_weight.has_value() || (next_weight->is_contiguous() && next_weight->device() == x.device()), kName,
+                      ": next_weight is dense, on x's device.");
     const c10::DeviceGuard guard(x.device());
     Tensor y = at::empty({M, features(out_features, activation)}, x.options());
     if (residual.has_value()) {
@@ -97,6 +100,7 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
     call.norm = with.norm, call.norm_weight = data_or_null(norm_weight), call.norm_bias = data_or_null(norm_bias);
     call.eps = eps, call.activation = with.activation, call.residual = data_or_null(residual);
     call.overlap = 1;
+    if (next_weight.has_value()) call.next_weight = next_weight->const_data_ptr(), call.next_bytes = int64_t(next_weight->nbytes());
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
     check_launch(launch(&call, current_stream(x)), kName);
     return y;
@@ -104,7 +108,8 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
 
 Tensor fused_linear_meta(const Tensor& x, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                          const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t out_features,
-                         c10::string_view, int64_t, c10::string_view, double, c10::string_view activation) {
+                         c10::string_view, int64_t, c10::string_view, double, c10::string_view activation,
+                         const OptionalTensor&) {
     return at::empty_symint({x.sym_size(0), features(out_features, activation)}, x.options());
 }
 
@@ -113,7 +118,7 @@ Tensor fused_linear_meta(const Tensor& x, const Tensor&, const OptionalTensor&, 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? zeros, Tensor? bias, Tensor? norm_weight, "
           "Tensor? norm_bias, Tensor? residual, int out_features, str format, int group_size, str norm, float eps, "
-          "str activation) -> Tensor",
+          "str activation, Tensor? next_weight=None) -> Tensor",
           {at::Tag::pt2_compliant_tag});
 }
 

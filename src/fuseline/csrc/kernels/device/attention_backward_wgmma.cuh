@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_backward.cuh"
+#include "attention_grad_mask.h"
 #include "attention_panels.cuh"
 
 namespace fuseline {
@@ -145,9 +146,14 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kKeysBlock
   store(v_sums, a.dropout.seed != nullptr ? a.dropout.scale : 1.f, grad_v, g.grad_v_strides);
 }
 
-template <class T, int kD, bool kPlain>
+struct BackwardRows : AttentionBackward {
+  LeftScores left;  // if kLeaves
+};
+
+// kLeaves: dy, which is dx then, stays behind for the mask's gradient.
+template <class T, int kD, bool kPlain, bool kLeaves>
 __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlocks)
-    attention_backward_rows_panels(const __grid_constant__ AttentionBackward g, int tiles) {
+    attention_backward_rows_panels(const __grid_constant__ BackwardRows g, int tiles) {
   using Of = BackwardPanels<T, kD, kPlain>;
   using Step = typename Of::Step;
   using Order = KeyColumns<Of::kStep / 8>;
@@ -160,7 +166,12 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlock
   const Attention& a = g.a;
   const fuseline_attention& c = a.call;
   const int head_dim = int(c.head_dim);
-  const Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
+  Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
+  int left_at = 0;  // the first of the head's tiles of dy; there are few enough for 32 bits
+  if constexpr (kLeaves) {
+    left_at = ((task.tile * int(c.batch) + task.sequence) * int(c.heads) + task.head) * g.left.steps;
+    task.tile += g.left.first_tile;
+  }
   T* const grad_q = static_cast<T*>(g.grad_q);
   if (c.cu_seqlens_q != nullptr && task.sequence == c.sequences) {
     store_zeros_behind<T, Of::kThreads>(grad_q, g.grad_q_strides, task.head, c.cu_seqlens_q[task.sequence], c.seqlen_q,
@@ -231,6 +242,14 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlock
         [&](int, int, int e) { return delta[e / 2]; });
     uint32_t left[kN / 2][4];
     pack_left<T>(left, dots);
+    if constexpr (kLeaves) {
+      uint4* const to = g.left.at + int64_t(left_at + key / Of::kStep) * (Of::kHeld * Of::kStep / 8) + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        const uint32_t(&one)[4] = left[i / 2 * 2], (&two)[4] = left[i / 2 * 2 + 1];
+        to[i * Of::kThreads] = make_uint4(one[i % 2], one[2 + i % 2], two[i % 2], two[2 + i % 2]);
+      }
+    }
     wgmma_fence();
     start_columns<T>(sums, left, k_tile);
     wgmma_commit();
@@ -255,15 +274,41 @@ int launch_backward_panels_of(AttentionBackward g, const Device& device, void* s
   using Of = BackwardPanels<T, kD, kPlain>;
   const MaskTile of_keys = mask_tile_of(c, Of::kStep, Of::kHeld), of_rows = mask_tile_of(c, Of::kHeld, Of::kStep);
   if (Of::kShared + 2 * std::max(of_keys.bytes, of_rows.bytes) > device.shared_a_block) return FUSELINE_UNSUPPORTED;
-  const auto launch = [&](auto* kernel, const MaskTile& mask_tile, int64_t heads, bool keys) {
-    g.a.mask_tile = mask_tile;
-    return launch_attention(kernel, g, AttentionGrid(c, heads, keys, Of::kHeld), Of::kThreads, Of::kShared + 2 * mask_tile.bytes,
-                            stream);
-  };
-  int code = 0;
-  if (g.grad_k || g.grad_v) code = launch(attention_backward_keys_panels<T, kD, kPlain>, of_keys, c.kv_heads, true);
-  if (code == 0 && g.grad_q) code = launch(attention_backward_rows_panels<T, kD, kPlain>, of_rows, c.heads, false);
-  return code;
+  if (g.grad_k || g.grad_v) {
+    g.a.mask_tile = of_keys;
+    const AttentionGrid grid(c, c.kv_heads, true, Of::kHeld);
+    const int code = launch_attention(attention_backward_keys_panels<T, kD, kPlain>, g, grid, Of::kThreads,
+                                      Of::kShared + 2 * of_keys.bytes, stream);
+    if (code != 0) return code;
+  }
+  if (!g.grad_q) return 0;
+  BackwardRows rows{g, {}};
+  rows.a.mask_tile = of_rows;
+  const AttentionGrid grid(c, c.heads, false, Of::kHeld);
+  return launch_attention(attention_backward_rows_panels<T, kD, kPlain, false>, rows, grid, Of::kThreads,
+                          Of::kShared + 2 * of_rows.bytes, stream);
+}
+
+// grad_q of some tiles of rows, and their dy for the mask's gradient, added up at once.
+template <class T, int kD>
+int launch_backward_leaving_of(const AttentionBackward& g, const fuseline_attention_gradients& gradients,
+                               LeftScores left, void* stream) {
+  using Of = BackwardPanels<T, kD, false>;
+  left.steps = int(divide_up(g.a.call.seqlen_k, Of::kStep));
+  BackwardRows rows{g, left};
+  rows.a.mask_tile = mask_tile_of(g.a.call, Of::kHeld, Of::kStep);
+  AttentionGrid grid(g.a.call, g.a.call.heads, false, Of::kHeld);
+  grid.blocks = grid.blocks / grid.tiles * left.tiles, grid.tiles = left.tiles;
+  const int code = launch_attention(attention_backward_rows_panels<T, kD, false, true>, rows, grid, Of::kThreads,
+                                    Of::kShared + 2 * rows.a.mask_tile.bytes, stream);
+  return code != 0 ? code : launch_sum_left(g, gradients, left, Of::kStep, stream);
+}
+
+template <class T>
+int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
+                            void* stream) {
+  if (g.a.call.head_dim <= 64) return launch_backward_leaving_of<T, 64>(g, gradients, left, stream);
+  return launch_backward_leaving_of<T, 128>(g, gradients, left, stream);
 }
 
 template <class T, bool kPlain>

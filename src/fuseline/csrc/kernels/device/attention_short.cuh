@@ -98,9 +98,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&words)[4], u
                : "memory");
 }
 
-// Starts the copy of 16 bytes into shared memory, of zeros if not `wanted`.
+// Starts the copy of 16 bytes into shared memory, of zeros if not `wanted`; kLine: the 256 around them come to the L2.
+template <bool kLine = false>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const void* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+  if constexpr (kLine) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+  }
 }
 
 // The number of this thread, asked for anew by each step: addresses that follow from it would else be kept from one step
@@ -195,7 +201,7 @@ __device__ __forceinline__ int64_t statistic_of(const ShortAttention& a, int pro
 }
 
 // Starts the copies of one problem's rows into a tile, from row `start` of the tensor on.
-template <class T, int kS, class To>
+template <class T, int kS, bool kLine = false, class To>
 __device__ __forceinline__ void fetch(const To& to, const ShortTensor& tensor, const Head& at, int start, int rows,
                                       int head_dim) {
   constexpr int kChunks = To::kChunks, kStep = 2 * kS / kChunks;
@@ -206,7 +212,7 @@ __device__ __forceinline__ void fetch(const To& to, const ShortTensor& tensor, c
 #pragma unroll
   for (int i = 0; i < kS / kStep; ++i) {
     const int row = first + i * kStep;
-    copy_chunk(to.chunk(row, chunk), from + i * kStep * tensor.row, inside && row < rows);
+    copy_chunk<kLine>(to.chunk(row, chunk), from + i * kStep * tensor.row, inside && row < rows);
   }
 }
 

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
-  constexpr bool kAheadQ = kQueriesAhead<kS>, kAheadGrad = kGradientsAhead<kS, kD>;
+  constexpr bool kAheadQ = kQueriesAhead<kS, kD>, kAheadGrad = kGradientsAhead<kS, kD>;
   const Tile<kD> k{base}, v{base + kTile};
   Turns turns{base + kBackwardBytes<kS, kD> - Turns::kBytes};
   const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
       const uint32_t seen = blocks.rows(Place::here<kS>());
       multiply_columns<T, kS, kD, kSkips>(sums, grad_room, q(), false, seen, Place::here<kS>());
     }
-    if constexpr (!kAheadQ) {
+    if constexpr (!kOneRoom<kS> && !kAheadGrad) {
       meet<kS>();
       fetch_one(grad_out(), a.grad_out, turns.next());
-      fetch_one(q(), a.q, turns.next());
+      if constexpr (!kAheadQ) fetch_one(q(), a.q, turns.next());
     }
     if (a.grad_k.at) store_problem(a.grad_k, a.scale, extent().first_key, extent().keys);
     turns.advance();

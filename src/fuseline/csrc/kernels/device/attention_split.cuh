@@ -1,5 +1,6 @@
 // Attention of 1 .. 16 query rows over a long cache of keys: the cache is cut into parts, each part gives sums and their
-// reference for every row, and a second kernel adds these up in one order (Dao and others, "Flash-Decoding", 2023).
+// reference for every row, and a second kernel adds these up in one order (Dao and others, "Flash-Decoding", 2023). Where a
+// part is all of the cache, the first writes the result.
 //
 // Moves k and v once; does 4 * T * S * D operations a head. Limit: HBM bandwidth, so what counts is bytes under way: two
 // to three tiles of keys and values ahead of the one worked on.
@@ -9,20 +10,11 @@
 // are done, to add up what they have; with 64 they share tiles. The second kernel comes while the first ends.
 #pragma once
 
-#include "attention_launch.cuh"
+#include "attention_combine.cuh"
 #include "attention_scores.cuh"
 #include "attention_tiles.cuh"
 
 namespace fuseline {
-
-struct Split {
-  Attention a;
-  float* sums;     // [splits][batch * heads * rows][head_dim]
-  float2* totals;  // [splits][batch * heads * rows]: reference and total, for powers of two
-  int64_t rows;    // batch * heads * rows
-  int splits;      // blocks that share the keys of a head
-  int chunks;      // of the rows of a key head
-};
 
 template <class T, int kD, int kRowWarps>
 struct SplitTiles {
@@ -207,6 +199,20 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
       if (r >= all_rows) continue;
       const int head = kv_head * a.group + r / sequence.rows;
       const int64_t at = split * g.rows + sequence.statistic(c, head, r % sequence.rows);
+      if (g.splits == 1) {
+        const RowResult result(c, head, reference[half], total[half]);
+        if (lane % 4 == 0) c.lse[at] = result.lse;
+        T* const out = static_cast<T*>(c.out) + sequence.row_offset(c.out_strides, head, r % sequence.rows);
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n) {
+          const int column = 8 * n + 2 * (lane % 4);
+          if (column < head_dim) {
+            *reinterpret_cast<uint32_t*>(out + column) =
+                pack_pair<T>(sums[0][n][2 * half] * result.factor, sums[0][n][2 * half + 1] * result.factor);
+          }
+        }
+        continue;
+      }
       if (lane % 4 == 0) g.totals[at] = make_float2(reference[half], total[half]);
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
@@ -253,77 +259,27 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
         const float4 one = *reinterpret_cast<const float4*>(lines + (other * 16 + row) * Of::kLine + column);
         sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
       }
-      *reinterpret_cast<float4*>(g.sums + at * head_dim + column) = sum;
-      if (column == 0) {
-        float most = -kInfinity, all = 0.f;
+      if (g.splits > 1) *reinterpret_cast<float4*>(g.sums + at * head_dim + column) = sum;
+      if (g.splits > 1 && column > 0) continue;
+      float most = -kInfinity, all = 0.f;
 #pragma unroll
-        for (int other = 0; other < Of::kGroups; ++other) most = fmaxf(most, all_totals[other * 16 + row].x);
+      for (int other = 0; other < Of::kGroups; ++other) most = fmaxf(most, all_totals[other * 16 + row].x);
 #pragma unroll
-        for (int other = 0; other < Of::kGroups; ++other) {
-          const float2 one = all_totals[other * 16 + row];
-          all = fmaf(one.y, power_of_two(one.x - (most == -kInfinity ? 0.f : most)), all);
-        }
-        g.totals[at] = make_float2(most, all);
+      for (int other = 0; other < Of::kGroups; ++other) {
+        const float2 one = all_totals[other * 16 + row];
+        all = fmaf(one.y, power_of_two(one.x - (most == -kInfinity ? 0.f : most)), all);
       }
+      if (g.splits > 1) {
+        g.totals[at] = make_float2(most, all);
+        continue;
+      }
+      const RowResult result(c, head, most, all);
+      if (column == 0) c.lse[at] = result.lse;
+      T* const out = static_cast<T*>(c.out) + sequence.row_offset(c.out_strides, head, r % sequence.rows) + column;
+      *reinterpret_cast<uint2*>(out) = make_uint2(pack_pair<T>(sum.x * result.factor, sum.y * result.factor),
+                                                  pack_pair<T>(sum.z * result.factor, sum.w * result.factor));
     }
   }
-}
-
-// Adds up the parts of a row: a block a row, a thread a column. The parts come to shared memory, all on their way at once:
-// with 33 of them, what waits for one after another takes 20 us.
-constexpr int kMostSplits = 64, kCombineThreads = 256;
-
-template <class T>
-__global__ void __launch_bounds__(kCombineThreads) attention_combine(const __grid_constant__ Split g, int) {
-  const fuseline_attention& c = g.a.call;
-  extern __shared__ __align__(16) unsigned char shared[];
-  float* const lines = reinterpret_cast<float*>(shared);  // [splits][head_dim]
-  __shared__ float weights[kMostSplits];
-  const int lane = threadIdx.x % 32, head_dim = int(c.head_dim), vectors = head_dim / 4;
-  const int64_t row = blockIdx.x;
-  const int head = int(row / c.seqlen_q % c.heads);
-  wait_for_earlier();
-  for (int at = threadIdx.x; at < g.splits * vectors; at += kCombineThreads) {
-    const int part = at / vectors, column = at % vectors * 4;
-    copy_bytes(lines + part * head_dim + column, g.sums + (part * g.rows + row) * head_dim + column, 16);
-  }
-  end_copies();
-  float2 totals[kMostSplits / 32];  // of parts lane, lane + 32; every warp has them
-#pragma unroll
-  for (int i = 0; i < kMostSplits / 32; ++i) {
-    const int part = 32 * i + lane;
-    totals[i] = part < g.splits ? g.totals[part * g.rows + row] : make_float2(-kInfinity, 0.f);
-  }
-  const float sink = c.sinks != nullptr ? c.sinks[head] * kLog2E : -kInfinity;
-  float most = sink;
-#pragma unroll
-  for (const float2& one : totals) most = fmaxf(most, one.x);
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
-  const float zero = most == -kInfinity ? 0.f : most;
-  float total = 0.f;
-#pragma unroll
-  for (int i = 0; i < kMostSplits / 32; ++i) {
-    const float weight = power_of_two(totals[i].x - zero);
-    if (threadIdx.x < 32) weights[32 * i + lane] = weight;
-    total = fmaf(totals[i].y, weight, total);
-  }
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
-  total += power_of_two(sink - zero);
-  wait_copies<0>();
-  __syncthreads();
-
-  const int column = threadIdx.x;
-  if (column < head_dim) {
-    float sum = 0.f;
-#pragma unroll 8
-    for (int part = 0; part < g.splits; ++part) sum = fmaf(weights[part], lines[part * head_dim + column], sum);
-    T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
-                   row % c.seqlen_q * c.out_strides[2];
-    out[column] = from_float<T>(total > 0.f ? sum / total : 0.f);
-  }
-  if (threadIdx.x == 0) c.lse[row] = total > 0.f ? (zero + log2f(total)) * kLn2 : -kInfinity;
 }
 
 template <class T>
@@ -337,10 +293,7 @@ int launch_split_parts(const Split& g, int row_warps, void* stream) {
                ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream, true)
                : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream, true);
   });
-  if (code != 0) return code;
-  AttentionGrid grid(c, 1, false, 1);
-  grid.blocks = g.rows;
-  return launch_attention(attention_combine<T>, g, grid, kCombineThreads, int(g.splits * c.head_dim * 4), stream, true);
+  return code != 0 || g.splits == 1 ? code : launch_combine<T>(g, stream);
 }
 
 }  // namespace fuseline

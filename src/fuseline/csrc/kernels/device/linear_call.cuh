@@ -12,6 +12,7 @@ namespace fuseline {
 constexpr int kMostSplits = kMaxCluster;
 constexpr int kLinearThreads = 256;
 constexpr int kLinearWarps = kLinearThreads / kWarp;
+constexpr int kPieceBytes = 1024;
 
 struct LinearArguments {
   const char* x;
@@ -39,6 +40,8 @@ struct LinearArguments {
   int activation;  // a fuseline_linear_activation
   int halves;      // SwiGLU: tiles from a gate's to the other's, 0 without
   const char* residual;
+  const char* next_weight;  // what the next launch reads, or null
+  int next_pieces;          // of it, kPieceBytes each
   char* workspace;  // tiles: x in order
   uint64_t* flags;  // tiles: `token` of each block that has left sums in `partials`
   uint64_t token;   // tiles: of this launch or graph node
@@ -60,6 +63,15 @@ __device__ __forceinline__ void prefetch_norm(const LinearArguments& a) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm_weight + at));
     if (a.norm_bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.norm_bias + at));
   }
+}
+
+// Some of what the next launch reads on its way to the L2, a piece for each of a block's warps there, about where these
+// begin: HBM would idle while this launch ends and that one's blocks start.
+__device__ __forceinline__ void prefetch_next(const LinearArguments& a) {
+  constexpr int kPieces = 12;
+  if (!a.next_weight || threadIdx.x >= kPieces) return;
+  const int64_t piece = int64_t(blockIdx.x * kPieces + threadIdx.x) * max(1, a.next_pieces / int(gridDim.x * kPieces));
+  if (piece < a.next_pieces) prefetch_to_l2(a.next_weight + piece * kPieceBytes, kPieceBytes);
 }
 
 // What stands after the product: one output, of `feature` and, for SwiGLU, the sum of what its gate multiplies.

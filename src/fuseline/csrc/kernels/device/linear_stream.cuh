@@ -31,7 +31,7 @@ struct Share {
   __device__ __forceinline__ Share(const LinearArguments& a, int grain) {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    const int cluster = block / a.splits;
+    const int cluster = a.splits == 1 ? block : block / a.splits;
     rank = block - cluster * a.splits;
     first_unit = (cluster * a.base + min(cluster, a.extra)) * grain;
     units = (a.base + (cluster < a.extra)) * grain;
@@ -75,11 +75,11 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   const Share share(a, grain);
   const int slice_begin = share.rank * a.steps_a_split, slice_end = min(slice_begin + a.steps_a_split, a.steps);
   const int slice = slice_end - slice_begin, total = share.units * slice;
-  const int begin = int(int64_t(total) * warp / kWarps);
-  int left = int(int64_t(total) * (warp + 1) / kWarps) - begin;  // steps to be multiplied
+  const int begin = int(uint32_t(total) * warp / kWarps);
+  int left = int(uint32_t(total) * (warp + 1) / kWarps) - begin;  // steps to be multiplied
 
   // The next step to be asked for, and where it stands: 16-byte vectors of weights, words of scales.
-  int unit = begin / slice, at = begin % slice;
+  int unit = int(uint32_t(begin) / uint32_t(slice)), at = begin - unit * slice;
   uint32_t from = 0, scales_from = 0;
   int next_tile = 0, next_scales = 0;  // from there to the next tile's; of 16-bit weights to row g + 8
   int load_unit = unit, load_at = slice_begin + at;
@@ -134,7 +134,6 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     publish_barriers();
   }
   if (left > 0) point();
-  prefetch_norm<kThreads>(a);
   // Asks the L2 for steps of this warp, one a lane: what HBM does while the block gets ready is not waited for later.
   const auto prefetch = [&](int first, int last) {
     if (lane < first || lane >= min(last, left)) return;
@@ -149,6 +148,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     }
   };
   if (!a.overlap) {
+    prefetch_norm<kThreads>(a);
     prefetch(0, kAhead);
     if constexpr (Shape::kStagesScales) {
       for (int of = thread; of < share.units * kTiles; of += kThreads) {
@@ -187,17 +187,22 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     commit_copies();
   }
   if (a.overlap) {
+    prefetch_norm<kThreads>(a);  // behind the weights: whatever stands before these, HBM waits for
     wait_for_earlier();
     fetch_x();
   }
   let_next_start();
   prefetch(kAhead, a.prefetched);
 
+  // One row's residual comes now and counts as a bias: at the end it would be waited for.
+  const bool shifted = a.residual && a.m == 1 && a.activation == FUSELINE_ACTIVATION_NONE;
   for (int row = thread; row < share.units * kTiles * kTileRows; row += kThreads) {
     const int feature = feature_of(share, row);
     if (feature >= a.n) continue;
     const float scale = Weights::kFormat == FUSELINE_WEIGHT_INT8 ? __uint_as_float(__ldg(a.scales + feature)) : 1.f;
-    scales_and_shifts(share)[row] = make_float2(scale, a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f);
+    const float bias = a.bias ? to_float(reinterpret_cast<const T*>(a.bias)[feature]) : 0.f;
+    const float residual = shifted ? to_float(reinterpret_cast<const T*>(a.residual)[feature]) : 0.f;
+    scales_and_shifts(share)[row] = make_float2(scale, bias + residual);
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
   const int pitch = x_pitch(a.steps_a_split * kChunks);
@@ -249,6 +254,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
       if (++at == slice) put_down();
     }
   }
+  if constexpr (kColumnBlocks == 1) prefetch_next(a);
   if (at > 0) put_down();  // of a warp with nothing to do nobody reads it
   __syncthreads();
 
@@ -276,7 +282,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     cluster_wait();
   }
   for (int i = mine.rank * kThreads + thread; i < count; i += a.splits * kThreads) {
-    const int column = i / rows_here, row = i - column * rows_here, feature = feature_of(mine, row);
+    const int column = a.m == 1 ? 0 : i / rows_here, row = i - column * rows_here, feature = feature_of(mine, row);
     if (feature >= a.n || (a.halves && row / kTileRows % 2)) continue;
     const auto sum_at = [&](int of) {
       if (a.splits == 1) return whole(of, column);
@@ -286,7 +292,8 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
       return sum;
     };
     const int64_t to = int64_t(column) * (a.halves ? a.n / 2 : a.n) + feature;
-    const float residual = a.residual ? to_float(reinterpret_cast<const T*>(a.residual)[to]) : 0.f;
+    const bool added = a.residual && !(a.m == 1 && a.activation == FUSELINE_ACTIVATION_NONE);
+    const float residual = added ? to_float(reinterpret_cast<const T*>(a.residual)[to]) : 0.f;
     const float2 own = scale_shift[row];
     float other = 0.f;
     if (a.halves) {

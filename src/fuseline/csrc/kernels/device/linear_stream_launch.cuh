@@ -15,7 +15,8 @@ int deal_units(LinearArguments& a, int splits, int clusters) {
   a.steps = int(divide_up(a.chunks, Shape::kChunks));
   a.steps_a_split = int(divide_up(a.steps, splits));
   const int most_tiles = (a.base + (a.extra > 0)) * grain * Shape::kTiles;
-  const int64_t x = int64_t(a.m) * x_pitch(a.steps_a_split * Shape::kChunks);
+  const int rows = a.m == 1 && splits == 1 && a.norm != FUSELINE_NORM_NONE ? 2 : a.m;  // load_normed_row
+  const int64_t x = int64_t(rows) * x_pitch(a.steps_a_split * Shape::kChunks);
   const int64_t sums = int64_t(most_tiles + Shape::kWarps * Shape::kTiles) * a.m * kPitch * 4 + most_tiles * kTileRows * 8;
   // A slice may begin and end within a group.
   a.groups_a_slice = Shape::kStagesScales ? int(divide_up(a.steps_a_split, 1 << (a.group_shift - 2))) + 1 : 0;

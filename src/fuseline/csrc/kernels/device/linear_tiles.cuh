@@ -7,7 +7,8 @@
 // A block has 256 rows of W (128 beside 256 rows of x) and up to 256 rows of x at a time. The products of all such tiles,
 // 128 columns a step, are one run of steps, cut evenly among as many blocks as there are multiprocessors, wherever the cuts
 // fall in a tile: no wave of blocks is left half empty. Who has a tile's first columns adds what the blocks after it have
-// left in the workspace, in their order: the same bits each run.
+// left in the workspace, in their order: the same bits each run. Of int8 beside up to 32 rows, where memory is all that
+// counts, two blocks of 128 rows share a multiprocessor: one reads on while the other begins, waits or adds.
 //
 // Of few tiles each is cut often, and the one block that adds would take longer than all the products: 8 blocks' sums are
 // 1 MB beside 128 rows of x, 22 us. There the blocks of a cluster share a tile, leave their sums in shared memory, and each
@@ -18,8 +19,9 @@
 // of all products, and a kernel of its own does so first (linear_tiles_order.cu); one thread then brings x by bulk copies.
 //
 // Warpgroups multiply, 64 rows of W each, for 128 rows of x twice as many one after the other: a warp reads its own tiles of W
-// from memory, some steps ahead, and makes them the A of the products in registers while other products are under way;
-// nothing of W is stored.
+// from memory, some steps ahead, and makes them the A of the products in registers while other products are under way.
+// What is ahead stands in registers, beside up to 32 rows of x in shared memory, where each lane copies what it will read
+// itself and needs nobody for it: 32 KB a multiprocessor under way were not enough for int4, and behind 128 KB x comes late.
 //
 // Weights of int4 in groups of 128 columns and more stay integers beside up to 32 rows of x, and the sums of a step are
 // scaled; elsewhere they are rounded to x's dtype here, as dequantizing rounds them: a second set of sums does not fit.
@@ -84,7 +86,7 @@ template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
 __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* shared,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
-  constexpr int kAhead = Shape::kAhead, kTileVectors = Weights::kVectors * kWarp;
+  constexpr int kAhead = Shape::kAhead, kRing = Shape::kRing, kTileVectors = Weights::kVectors * kWarp;
   constexpr bool kScalesSums = Shape::kScalesSums;
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
   const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
@@ -104,6 +106,10 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
     }
   };
   HeldStep<Weights, kAnyGroups> held[kAhead][kWarpTiles];
+  // Of this lane, in the ring; scales stand behind the weights of each slot.
+  const uint32_t weights = ring + Shape::kXBytes + threadIdx.x / kWarp * (kRing * Shape::kSlotBytes) + lane * 16;
+  const uint32_t scales_at = weights + Shape::kTileStepBytes - lane * 12;
+  int slot = 0;
   const auto load = [&](HeldStep<Weights, kAnyGroups>& to, int t) {
     if (to_load == 0) return;
     // Past the last columns any weights will do: x is zero there.
@@ -112,11 +118,21 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
     for (int chunk = 0; chunk < kStepChunks; ++chunk) {
 #pragma unroll
       for (int v = 0; v < Weights::kVectors; ++v) {
-        to.raw[chunk * Weights::kVectors + v] = load_once(a.weight + int64_t(from[t] + chunk * second + v * kWarp) * 16);
+        const char* const raw = a.weight + int64_t(from[t] + chunk * second + v * kWarp) * 16;
+        if constexpr (kRing > 0) {
+          copy_async(weights + slot * Shape::kSlotBytes + (chunk * Weights::kVectors + v) * (kWarp * 16), raw);
+        } else {
+          to.raw[chunk * Weights::kVectors + v] = load_once(raw);
+        }
       }
     }
     if constexpr (Weights::kGrouped && !kAnyGroups) {
-      to.scale[0] = __ldg(a.scales + (scales_from[t] + (load_step >> (a.group_shift - 2)) * 8));
+      const uint32_t* const scale = a.scales + (scales_from[t] + (load_step >> (a.group_shift - 2)) * 8);
+      if constexpr (kRing > 0) {
+        copy_word_async(scales_at + slot * Shape::kSlotBytes, scale);
+      } else {
+        to.scale[0] = __ldg(scale);
+      }
     } else if constexpr (Weights::kGrouped) {
 #pragma unroll
       for (int half = 0; half < 2 * kStepChunks; ++half) {
@@ -133,11 +149,30 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
       if (to_load > 0) point();
     }
   };
+  // Of the ring: what a step had in its slot is read when the copy for a later one begins.
+  const auto load_slot = [&] {
+    load(held[0][0], 0);
+    commit_copies();
+    if (++slot == kRing) slot = 0;
+  };
+  const auto read_slot = [&](HeldStep<Weights, kAnyGroups>& to) {
+    wait_for_copies<kRing - 1>();
+#pragma unroll
+    for (int v = 0; v < kStepChunks * Weights::kVectors; ++v) {
+      to.raw[v] = load_shared(weights + slot * Shape::kSlotBytes + v * (kWarp * 16));
+    }
+    if constexpr (Weights::kGrouped) to.scale[0] = load_shared_word(scales_at + slot * Shape::kSlotBytes);
+  };
   if (to_load > 0) point();
+  if constexpr (kRing > 0) {
+#pragma unroll 1
+    for (int u = 0; u < kRing; ++u) load_slot();
+  } else {
 #pragma unroll
-  for (int u = 0; u < kAhead; ++u) {
+    for (int u = 0; u < kAhead; ++u) {
 #pragma unroll
-    for (int t = 0; t < kWarpTiles; ++t) load(held[u][t], t);
+      for (int t = 0; t < kWarpTiles; ++t) load(held[u][t], t);
+    }
   }
   if constexpr (kRows <= 64) {  // what HBM does until x has come is not waited for later
     wait_for_earlier();
@@ -149,6 +184,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   Place<Shape::kStages> place;
   float sums[kWarpTiles][kSums];
   const auto multiply = [&](HeldStep<Weights, kAnyGroups>(&step)[kWarpTiles]) {
+    if constexpr (kRing > 0) read_slot(step[0]);
     float part[kScalesSums ? kSums : 1];
     float2 scales = make_float2(0.f, 0.f);
     if constexpr (kScalesSums) {  // out of the way of the scale to be loaded: else that one is moved, and so waited for
@@ -163,7 +199,13 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         uint32_t w[4][4];
         make_operands<T, Weights, kAnyGroups, kScalesSums>(w, step[t], chunk);
         if (t == 0 && chunk == 0) barrier_wait(&stages.full[place.slot], place.phase);
-        if (chunk == kStepChunks - 1) load(step[t], t);
+        if (chunk == kStepChunks - 1) {
+          if constexpr (kRing > 0) {
+            load_slot();
+          } else {
+            load(step[t], t);
+          }
+        }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -230,11 +272,11 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   }
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
-__global__ void __launch_bounds__(TilesShape<Weights, kRows, kAnyGroups>::kThreads, 1)
+template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster,
+          class Shape = TilesShape<Weights, kRows, kAnyGroups>>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
 #if FUSELINE_HAS_WGMMA
-  using Shape = TilesShape<Weights, kRows, kAnyGroups>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {

@@ -23,25 +23,32 @@ inline uint64_t new_token() {
 // for fewer than 16, of 4 for fewer than 32. The constants were fitted to 90 products of 16 to 256 rows, of which the plan's
 // choice takes 0.3% more than the best. 4096 x 4096 in int4, us by 1, 2, 4, 5 and 8 blocks: 14.6, 19.9, 12.7, 12.0, 18.4
 // beside 32 rows of x, 28.8, 33.0, 21.3, 20.6, 29.8 beside 128.
+//
+// Two blocks of a multiprocessor (int8, 32 rows) wait for memory, not for the longest run: what blocks have fewer of, others
+// get sooner, and half of the blocks read at 0.6 of all's speed. Clusters of them begin where the launch before has left room,
+// which lies scattered: of 5, that would fill more than seven eighths, half had to wait for a second wave. 11008 x 4096, us
+// by 1, 3 to 8 blocks: 22 to 23, 26.5, 27.2, 22.7, 21.1, 20.5, 25.7.
 template <class Shape, class ClustersOf>
-int plan_tiles(const LinearArguments& a, int64_t tiles, int processors, const ClustersOf& clusters_of) {
-  constexpr double kHbm = 22.8, kL2 = 60, kCluster = 40;  // bytes a nanosecond and multiprocessor
-  constexpr double kProducts = 5000, kUnpacked = 55, kMeeting = 1000;
+int plan_tiles(const LinearArguments& a, int64_t tiles, int places, const ClustersOf& clusters_of) {
+  constexpr bool kTwo = Shape::kBlocks == 2;
+  constexpr double kHbm = kTwo ? 11.4 : 22.8, kL2 = kTwo ? 40 : 60, kCluster = 40;  // bytes a nanosecond and block
+  constexpr double kProducts = 5000, kUnpacked = 55, kMeeting = kTwo ? 300 : 1000, kOneMore = kTwo ? 350 : 0;
   constexpr double kWeights = Shape::kBlockTiles * Shape::kTileStepBytes, kSums = Shape::kSumBytes;
   constexpr double kFlops = 2. * Shape::kSumBytes / 4 * kStepChunks * kTileColumns;
   constexpr double kRead = (kWeights + Shape::kStageBytes) / kL2;
   constexpr double kStep = std::max({kUnpacked * Shape::kBlockTiles, kFlops / kProducts, kRead});
-  const int64_t blocks = std::min<int64_t>(processors, tiles * a.steps), steps = divide_up(tiles * a.steps, blocks);
+  const int64_t blocks = std::min<int64_t>(places, tiles * a.steps), steps = divide_up(tiles * a.steps, blocks);
   const int64_t others = divide_up(a.steps - 1, steps);  // that the one who adds waits for
   double best = std::max(kStep, kWeights / kHbm) * steps + kSums / kL2 * (1 + others);
   int splits = 1;
   for (int of = 2; of <= std::min(a.steps, kMostSplits); ++of) {
-    const int clusters = clusters_of(of);
+    const int clusters = std::min(clusters_of(of), (kTwo ? places * 7 / 8 : places) / of);
     if (clusters == 0) continue;
     const int64_t waves = divide_up(tiles, clusters);
-    const double busy = std::min(1., double(tiles * of) / (waves * processors));
-    const double a_step = std::max(kStep, kWeights / kHbm * busy);
-    const double cost = waves * (a_step * divide_up(a.steps, of) + kMeeting + kSums / kCluster);
+    const double busy = std::min(1., double(tiles * of) / (waves * places));
+    const double a_step = std::max(kStep, kWeights / kHbm * (kTwo ? 0.25 + 0.75 * busy : busy));
+    const double each = kTwo ? double(a.steps) / of : double(divide_up(a.steps, of));
+    const double cost = waves * (a_step * each + kMeeting + kOneMore * of + kSums / kCluster);
     if (cost < best) best = cost, splits = of;
   }
   return splits;
@@ -67,7 +74,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
   const int resident = clusters_of(1);
   if (resident == 0) return FUSELINE_UNSUPPORTED;
   // All blocks are there at once, so that those which wait do not wait long.
-  int64_t blocks = std::min<int64_t>(std::min<int64_t>(resident, device.processors), units);
+  int64_t blocks = std::min<int64_t>(std::min(resident, Shape::kBlocks * device.processors), units);
   a.splits = call.splits ? call.splits : plan_tiles<Shape>(a, tiles, int(blocks), clusters_of);
   if (a.splits > 1) {
     if (a.splits > std::min(a.steps, kMostSplits) || clusters_of(a.splits) == 0) return FUSELINE_UNSUPPORTED;
@@ -78,16 +85,27 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     a.token = new_token();
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
+  const bool shares = a.splits > 1;
+  const auto kernel = shares ? in_cluster : alone;
+  if constexpr (Shape::kBlocks == 2) {  // which fit together only where nearly all memory of a multiprocessor is shared
+    static thread_local int asked[2] = {-1, -1};
+    if (asked[shares] != device.index) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+      if (error != cudaSuccess) return int(error);
+      asked[shares] = device.index;
+    }
+  }
   constexpr int kUntilX = 1500 * 22;  // nanoseconds, of so many bytes of a multiprocessor each
-  a.prefetched = int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
+  constexpr bool kAsked = Shape::kRing > 0;  // for more than that
+  a.prefetched = kAsked ? 0 : int(divide_up(kUntilX, Shape::kBlockTiles * Shape::kTileStepBytes));
   a.ordered = Shape::kUnordered == 0 || !a.x_vectors;
   if (a.ordered) {
     const int error = launch_order_x(a, kRows, stream);
     if (error != 0) return error;
     a.overlap = true;  // that launch lets this one start when its weights stand
   }
-  return launch_overlapping(a.splits == 1 ? alone : in_cluster, a, dim3(unsigned(blocks)), Shape::kThreads,
-                            size_t(Shape::kShared), a.splits, stream);
+  return launch_overlapping(kernel, a, dim3(unsigned(blocks)), Shape::kThreads, size_t(Shape::kShared), a.splits, stream);
 }
 
 template <class T, class Weights, bool kAnyGroups>

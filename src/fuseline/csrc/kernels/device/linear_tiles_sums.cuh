@@ -33,17 +33,23 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
     }
     return false;
   }
-  for (int other = block + 1; end < a.steps; ++other) {
-    const Run run(a, other);
-    if (threadIdx.x == 0) {
-      uint64_t* const flag = a.flags + other;
-      uint64_t there = 0;
-      do {
-        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(there) : "l"(flag) : "memory");
-      } while (there != a.token);
-      *flag = 0;  // a graph may launch this again, with the same token
-    }
-    meet_multipliers<Shape::kMultipliers>();
+  if (end == a.steps) return true;
+  int last = block;
+  while (end < a.steps) {
+    const Run run(a, ++last);
+    end += run.end - run.first;
+  }
+  for (int other = block + 1 + int(threadIdx.x); other <= last; other += Shape::kMultipliers) {  // all at once
+    uint64_t* const flag = a.flags + other;
+    uint64_t there = 0;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(there) : "l"(flag) : "memory");
+    } while (there != a.token);
+    *flag = 0;  // a graph may launch this again, with the same token
+  }
+  meet_multipliers<Shape::kMultipliers>();
+#pragma unroll 1
+  for (int other = block + 1; other <= last; ++other) {
     const float4* const from = planes + int64_t(other) * kPlane;
 #pragma unroll
     for (int i = 0; i < kTiles * kSums / 4; ++i) {
@@ -51,7 +57,6 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
       const float4 more = __ldcg(from + i * Shape::kMultipliers);
       four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
     }
-    end += run.end - run.first;
   }
   return true;
 }

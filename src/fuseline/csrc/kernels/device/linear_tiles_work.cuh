@@ -10,23 +10,32 @@ constexpr int kStepChunks = 2;  // of 64 columns
 // How much a block with kRows rows of x holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
 template <class Weights, int kRows, bool kAnyGroups>
 struct TilesShape {
-  static constexpr int kGroups = kRows <= 64 ? 4 : 2;      // warpgroups that multiply
+  // Beside few rows weights come through shared memory, which has room for more of them than registers.
+  static constexpr bool kRings = kRows == 32 && !kAnyGroups;
+  // Of a launch on a multiprocessor.
+  static constexpr int kBlocks = kRings && !Weights::kGrouped ? 2 : 1;
+  static constexpr int kGroups = kRows <= 64 && kBlocks == 1 ? 4 : 2;  // warpgroups that multiply
   static constexpr int kWarpTiles = kRows == 128 ? 2 : 1;  // of 16 rows of W, one after the other
   static constexpr int kBlockTiles = kGroups * 4 * kWarpTiles;
   static constexpr int kMultipliers = kGroups * 128;
   static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that brings x and gives them its registers
-  static constexpr int kRegisters = kGroups == 4 ? 112 : kRows == 128 ? 232 : 240;  // all together no more than at the start
-  static constexpr int kOtherRegisters = kGroups == 4 ? 32 : kRows == 128 ? 40 : 24;
+  // All together no more than at the start.
+  static constexpr int kRegisters = kBlocks == 2 ? 104 : kGroups == 4 ? 112 : kRows == 128 ? 232 : 240;
+  static constexpr int kOtherRegisters = kRows <= 64 ? 32 : kRows == 128 ? 40 : 24;
   static constexpr int kStageBytes = kRows * kStepChunks * kTileColumns * 2;
-  static constexpr int kStages = kRows == 32 ? 12 : kRows == 64 ? 8 : kRows == 128 ? 4 : 3;
-  static constexpr int kUnordered = kRows == 32 ? 6 : kRows == 64 ? 4 : kRows == 128 ? 3 : 0;  // steps of x on their way here
-  static constexpr int kShared = (kStages + kUnordered) * kStageBytes;
+  static constexpr int kStages = kRings ? 6 / kBlocks : kRows == 32 ? 12 : kRows == 64 ? 8 : kRows == 128 ? 4 : 3;
+  // Steps of x on their way here.
+  static constexpr int kUnordered = kRings ? 5 - kBlocks : kRows == 32 ? 6 : kRows == 64 ? 4 : kRows == 128 ? 3 : 0;
+  static constexpr int kXBytes = (kStages + kUnordered) * kStageBytes;
   static constexpr int kTileStepBytes = kStepChunks * Weights::kVectors * kWarp * 16;  // of weights, for 16 rows of W
   static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
-  static_assert(kSumBytes <= kShared);
   static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
-  // Steps of weights under way: 1 KB (int4) or 2 each for a warp's tile.
-  static constexpr int kAhead = kRows == 128 && (kAnyGroups || !Weights::kGrouped) ? 1 : 2;
+  // Steps of weights under way: in shared memory, with their scales, or in registers, 1 KB (int4) or 2 each for a warp's tile.
+  static constexpr int kRing = !kRings ? 0 : kBlocks == 2 ? 3 : 4;
+  static constexpr int kSlotBytes = kTileStepBytes + (Weights::kGrouped ? kWarp * 4 : 0);
+  static constexpr int kAhead = kRings || (kRows == 128 && (kAnyGroups || !Weights::kGrouped)) ? 1 : 2;
+  static constexpr int kShared = kXBytes + kRing * (kMultipliers / kWarp) * kSlotBytes;
+  static_assert(kSumBytes <= kXBytes);
 
   // The t-th tile of this warp in the block at place `block` of those of W: of two the second is of the block's second half.
   __device__ static __forceinline__ int tile_of(int block, int t) {

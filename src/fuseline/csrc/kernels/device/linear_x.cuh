@@ -82,11 +82,18 @@ __device__ __forceinline__ void fetch_rows(const LinearArguments& a, char* share
 }
 
 // One row, of which this block has all columns: each thread norms what it fetched, in the place where it belongs. `room`
-// holds two floats for each warp.
+// holds two floats for each warp, and x has room for two rows.
 template <class T, int kThreads>
 __device__ __forceinline__ void load_normed_row(const LinearArguments& a, float* room, const StretchOfRows<kThreads>& of) {
   constexpr int kWarps = kThreads / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  // The norm's weights come beside x, to where a second row would be: asked for when the sums are there, they would be
+  // waited for.
+  const uint32_t beside = x_pitch(of.count / 2);
+  for (int half = of.now; half < of.count && of.column(half) < of.limit; half += of.step) {
+    copy_async(of.place(half) + beside, a.norm_weight + int64_t(of.column(half)) * 2);
+  }
+  commit_copies();
   load_rows(a, of);
   const auto sum_of_block = [&](float* to, const auto& term) {
     float sum = 0.f;
@@ -108,10 +115,11 @@ __device__ __forceinline__ void load_normed_row(const LinearArguments& a, float*
   const float mean = a.norm == FUSELINE_NORM_LAYER ? sum_of_block(room, [](float x) { return x; }) / a.k : 0.f;
   const float squares = sum_of_block(room + kWarps, [&](float x) { return (x - mean) * (x - mean); });
   const float rstd = rsqrtf(squares / a.k + a.eps);
+  wait_for_copies<0>();
   for (int half = of.now; half < of.count && of.column(half) < of.limit; half += of.step) {
     float values[8], weight[8], shift[8] = {};
     unpack<T>(load_shared(of.place(half)), values);
-    unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight + int64_t(of.column(half)) * 2)), weight);
+    unpack<T>(load_shared(of.place(half) + beside), weight);
     if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias + int64_t(of.column(half)) * 2)), shift);
 #pragma unroll
     for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - mean) * rstd, weight[e], shift[e]);

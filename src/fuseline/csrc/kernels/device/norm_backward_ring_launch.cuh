@@ -13,6 +13,7 @@ struct RingPlan {
   int threads = 0, groups = 1, cluster = 1, stages = 0;
   int blocks = 0;  // with partial sums of their own at most, a cluster counting once
   size_t shared = 0;
+  bool lined = false;  // rows have their place in a line in shared memory, too
 };
 
 // kPast: of rows that only the threads with most slots hold, with a grad_sum that the ring has no room for.
@@ -21,9 +22,12 @@ struct RingFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr int kSize = kVector<Y>;
-  template <int kSlots, bool kShifted>
-  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast>;
+  template <int kSlots, bool kShifted, bool kLined = false>
+  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast, kLined>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
+  static constexpr bool kShort = sizeof(X) == 2 && !kPast;
+  static constexpr bool kOneWarp = kAdded && kShort;              // of a row has three slots
+  static constexpr bool kLines = kShort && (kAdded || !kCentred);  // of layer norms at 1,000 0.925, and 0.888 with them
   using Tiles = TileFamily<X, Y, kSums, kCentred>;
 
   // What a block has in shared memory besides rows.
@@ -37,37 +41,44 @@ struct RingFamily {
   static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, bool masked, const Device& device) {
     RingPlan plan;
     if (!device.clusters) return plan;
-    const int64_t vectors = divide_up(n, kSize);
+    const int64_t vectors = divide_up(n, kSize), bytes = n * int64_t(sizeof(Y));
+    const bool ahead = masked && kLines && aligned && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
     const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
-      if (slots > kMostSlots || (slots != 2 && slots != 4) || cluster > kMostBlocks) return false;
+      const bool one_warp = kOneWarp && aligned && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
+      if (!one_warp && (slots > kMostSlots || (slots != 2 && slots != 4))) return false;
+      if (cluster > kMostBlocks) return false;
+      const bool crosses = masked ? ahead && most_threads == kFewerThreads : bytes % kHalfLine != 0;
+      const bool lined = kLines && aligned && slots < 4 && bytes <= kLongestLined && crosses;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
       const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
-      const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned);
+      const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
       const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
-      if (kAdded && !measuring && n * int64_t(sizeof(Y)) <= kLongestFew) {
+      if (kAdded && !measuring && bytes <= kLongestFew) {
         const int64_t ahead = groups * n * int64_t(2 * sizeof(X) + sizeof(Y));
         stages = std::min(stages, std::max(kBehind, int(kMostAhead / ahead)));
       }
       if (stages < 2) return false;
       plan.slots = slots, plan.threads = threads, plan.groups = groups, plan.cluster = cluster, plan.stages = stages;
+      plan.lined = lined;
       plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) - kStatic);
       const size_t sums = groups > 1 ? size_t(groups) * threads * slots * kSize * sizeof(float) : 0;
       plan.shared = std::max(plan.shared, sums);
       return true;
     };
-    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const bool nearly = kShort && aligned && n > kNearly && n < kAll;
+    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), nearly ? kAll : n);
     if (measuring && choice->stages < 2) return plan;
     const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
-    const int64_t bytes = n * int64_t(sizeof(Y));
     if (!table && (measuring || bytes < kShortestRing)) return plan;
     if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
     const bool two_warps = bytes > kWarp * 2 * 16 && bytes <= kWarp * 4 * 16;
-    const int most = kAdded && two_warps && !masked ? kFewerThreads : kMostThreads;
-    const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
+    const int most = ahead || (kAdded && two_warps && !masked) ? kFewerThreads : kMostThreads;
+    const bool by_warp = kOneWarp && two_warps && !masked && !measuring && fits(3, most, 1, kBehind);
+    const bool by_table = by_warp || (table && fits(choice->held, choice->block, choice->cluster, choice->stages));
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
     for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
       bool found = false;
@@ -114,7 +125,7 @@ struct RingFamily {
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
-    const auto kernel = kernel_for(plan.slots, aligned);
+    const auto kernel = kernel_for(plan.slots, aligned, plan.lined);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     const cudaError_t found = resident_clusters(kernel, device, plan.threads * plan.groups, plan.shared, plan.cluster, count);
@@ -136,27 +147,42 @@ struct RingFamily {
   // bandwidth at 512 and 2,048 elements of 16 bits, 0.915 and 0.909 with 192 KB.
   static constexpr int64_t kMostAhead = 160 << 10, kLongestFew = 4096;
   // Of a block whose rows of a sum without a mask are two warps': 0.967 and, with kMostThreads, 0.955 at 1,024 elements.
+  // With a mask that is there before the row: 0.942 and 0.945 in place of 0.922 and 0.925 at 1,024 and 2,048. Three
+  // slots of one warp: 0.906, 0.933 and 0.944 at 520, 640 and 768, where two warps read 0.761, 0.921 and 0.941.
   static constexpr int kFewerThreads = 384;
+  static constexpr int64_t kLongestLined = 4096, kHalfLine = 64;  // bytes: rows of 1,600 read 0.950 at any place
+  static constexpr int64_t kNearly = 960, kAll = 1024;  // elements: these rows have the layout of kAll, as measured at 1,000
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
   static constexpr int64_t kShortestRing = kAdded ? 768 : 8193;  // bytes of a row of y, for what the table does not know
 
-  static int threads_of(int slots, bool aligned) {
-    if (slots == 2) return aligned ? Kind<2, false>::kThreads : Kind<2, true>::kThreads;
-    return aligned ? Kind<kMostSlots, false>::kThreads : Kind<kMostSlots, true>::kThreads;
-  }
-  static int stage_of(int slots, bool aligned) {
-    if (slots == 2) return aligned ? Kind<2, false>::kStage : Kind<2, true>::kStage;
-    return aligned ? Kind<kMostSlots, false>::kStage : Kind<kMostSlots, true>::kStage;
-  }
-  static auto kernel_for(int slots, bool aligned) -> void (*)(NormBackward) {
+  // Calls run with the kernel's kind.
+  template <class Run>
+  static auto with_kind(int slots, bool aligned, bool lined, Run&& run) {
     if constexpr (kPast) {
-      return norm_backward_ring<Kind<kMostSlots, false>>;
+      return run(Kind<kMostSlots, false>{});
     } else {
-      if (slots == 2) return aligned ? norm_backward_ring<Kind<2, false>> : norm_backward_ring<Kind<2, true>>;
-      return aligned ? norm_backward_ring<Kind<kMostSlots, false>> : norm_backward_ring<Kind<kMostSlots, true>>;
+      if constexpr (kLines) {
+        if (slots == 2 && lined) return run(Kind<2, false, true>{});
+      }
+      if (slots == 2) return aligned ? run(Kind<2, false>{}) : run(Kind<2, true>{});
+      if constexpr (kOneWarp) {
+        return lined ? run(Kind<3, false, true>{}) : run(Kind<3, false>{});
+      } else {
+        return aligned ? run(Kind<kMostSlots, false>{}) : run(Kind<kMostSlots, true>{});
+      }
     }
+  }
+  static int threads_of(int slots, bool aligned) {
+    return with_kind(slots, aligned, false, [](auto kind) { return decltype(kind)::kThreads; });
+  }
+  static int stage_of(int slots, bool aligned, bool lined) {
+    return with_kind(slots, aligned, lined, [](auto kind) { return decltype(kind)::kStage; });
+  }
+  static auto kernel_for(int slots, bool aligned, bool lined) -> void (*)(NormBackward) {
+    return with_kind(slots, aligned, lined,
+                     [](auto kind) -> void (*)(NormBackward) { return norm_backward_ring<decltype(kind)>; });
   }
 };
 

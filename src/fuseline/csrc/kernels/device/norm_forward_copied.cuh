@@ -9,32 +9,51 @@
 namespace fuseline {
 
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
-constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small
+constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small,
+constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
+constexpr int64_t kFewLight = 4;       // rows a multiprocessor, for which light blocks were not measured
+constexpr int kLightWarps = 4;         // of such a block
 
 struct FetchedPlan {
   int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
   int part = 0;                // vectors of a warp's part of each tensor
   size_t bytes = 0;
+  bool light = false;          // threads have fewer registers
 };
+
+// Blocks of kLightWarps light warps that share one of many rows of 16 bits; 0 where other blocks have them. Shares of the copy
+// bandwidth: of layer norms in blocks of 4 or 8 a row at 32,768 0.961 and, by the table, 0.948; at 65,536 0.956 (0.951 by four)
+// and 0.943; at 131,072 0.944 and 0.937; of RMS norms 0.962 and 0.942 at 65,536. In five, six and eight warps by four blocks
+// 65,536 read 0.954, 0.953 and 0.953; clusters that stay, with weights in registers, no more than 0.89.
+inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Device& device) {
+  static_assert(kLightWarps * kMaxCluster <= kWarp);
+  if (rows <= kFewLight * device.processors || vectors <= 2048 || vectors > 16384) return 0;
+  if (!centred && (vectors <= 4096 || vectors > 8192)) return 0;
+  return vectors <= 4096 ? 4 : 8;
+}
 
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
-// against 0.947 in a layer norm.
-inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred, int most,
-                                const Device& device) {
+// against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype.
+inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
+                                bool may_be_light, int most, const Device& device) {
   FetchedPlan plan;
   constexpr int kMostWarps = kMostThreads / kWarp;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, kMostWarps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
+  const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
+  const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
+  if (light) plan.light = true, plan.cluster = light, plan.warps = kLightWarps;
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
   if (rows * plan.cluster <= device.processors) plan.warps = kMostWarps;
   const auto part = [&] { return divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8; };
-  // Of a few rows a multiprocessor, as few warps as hold them: 512 x 16,384 elements of 16 bits in 16.0 us, 17.0 by four.
-  const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (!given && tensors == 1 && rows > device.processors && rows <= kFewNorms * device.processors) plan.warps = 2;
+  // Of a few rows a multiprocessor that are not long, as few warps as hold them: 512 x 16,384 elements of 16 bits in 15.3 us,
+  // 16.2 by four a block. At 32,768 the eight of the table take 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
+  const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
+  if (!given && tensors == 1 && few) plan.warps = 2;
   while (plan.warps * 2 <= kMostWarps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
@@ -47,10 +66,14 @@ template <class T, bool kAdded>
 bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
+  const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   const FetchedPlan plan =
-      plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, most, device);
+      plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, most, device);
   if (plan.warps == 0) return false;
-  const auto kernel = norm_forward_fetched<T, kAdded>;
+  auto kernel = norm_forward_fetched<T, kAdded>;
+  if constexpr (sizeof(T) == 2 && !kAdded) {
+    if (plan.light) kernel = norm_forward_fetched<T, false, true>;
+  }
   int count = 0;
   cudaError_t failed = cudaSuccess;
   if (plan.cluster > kMaxCluster) {

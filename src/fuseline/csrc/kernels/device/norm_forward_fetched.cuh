@@ -8,7 +8,7 @@
 // elements, with weights shifted, this read 0.62 of the copy bandwidth, norm_forward_long.cuh 0.65.
 #pragma once
 
-#include "norm_row.cuh"
+#include "norm_states.cuh"
 #include "waiting.cuh"
 
 namespace fuseline {
@@ -23,8 +23,11 @@ struct FetchedBarriers {
   uint64_t met;
 };
 
-template <class T, bool kAdded>
-__global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const FetchedNorm given) {
+// kLight: of weights of rows' dtype and no more warps a row than one has lanes, with registers for more blocks a
+// multiprocessor.
+template <class T, bool kAdded, bool kLight = false>
+__global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
+    norm_forward_fetched(const FetchedNorm given) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 slots[];
   __shared__ FetchedBarriers barriers;
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
   }
   // The weights of a piece, of rows' dtype; those of the first are on their way with the row. To ask for the next ones while
   // these are used reads 0.90 at 65,536 elements instead of 0.945: what a piece sends waits for them, too.
-  const bool keeps = sizeof(T) == 4 || !a.fp32_weights;
+  const bool keeps = kLight || sizeof(T) == 4 || !a.fp32_weights;
   uint4 weight[kPiece], bias[kPiece];
   const auto take_weights = [&](int piece) {
 #pragma unroll
@@ -80,12 +83,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
   };
   take_weights(0);
 
-  const int own = part.count * kSize;  // elements of this warp
-  const float inverse_n = 1.f / float(n), inverse = 1.f / float(max(own, 1));
+  const auto inverse_of = [](int count) { return kLight ? __fdividef(1.f, float(count)) : 1.f / float(count); };
   float near = 0.f;                     // the mean of the lanes' first vectors: of one alone an outlier would make it far
   float2 sums = make_float2(0.f, 0.f);  // of distances from it, and of their squares
 #pragma unroll 1
-  for (int piece = 0; piece < part.pieces(); ++piece) {
+  for (int piece = 0; piece * kPieceSlots < part.count; ++piece) {
     barrier_wait(&arrived[piece], 0);
     uint4 raw[kPiece];
 #pragma unroll
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
       unpack<T>(raw[0], values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) total += values[i];  // zeros beyond the part
-      near = sum_over_warp(total) / float(min(part.count, kWarp) * kSize);
+      const int seen = min(part.count, kWarp) * kSize;
+      near = kLight ? sum_over_warp(total) * inverse_of(max(seen, 1)) : sum_over_warp(total) / float(seen);
     }
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
@@ -125,25 +128,30 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_fetched(const Fe
     }
   }
   sums = sum_over_warp(sums);
+  int self = warp, own = part.count * kSize, width = n;  // and elements of this warp, and of the row
+  forget(self), forget(own), forget(width);              // found anew, rather than kept
+  const float inverse_n = inverse_of(width), inverse = inverse_of(max(own, 1));
+  Moments* const state = states + rank * warps + self;
   const Moments moments =
       a.centred ? about_mean(near, sums, float(own), inverse) : Moments{0.f, sums.y, float(own), 0.f};
   if (blocks == 1) {
     if (lane == 0) {
-      states[place] = moments;
+      *state = moments;
       barrier_arrive(&barriers.met);
     }
   } else {
     cluster_wait();  // the others' barriers are there
     if (threadIdx.x == 0) barrier_expect(&barriers.met, count * int(sizeof(Moments)));
-    if (lane < blocks) send_in_cluster(&states[place], &barriers.met, lane, moments);
+    if (lane < blocks) send_in_cluster(state, &barriers.met, lane, moments);
   }
   barrier_wait(&barriers.met, 0);
-  const Moments all = combine_near(states, count, float(n), inverse_n, a.centred);
+  const Moments all = kLight ? combine_few<kWarp>(states, count, float(n), inverse_n, a.centred)
+                             : combine_near(states, count, float(n), inverse_n, a.centred);
   const float rstd = rstd_of<T>(all.squares, inverse_n, a.eps);
   const Standard<T> standard(all.mean, rstd);
-  if (place == 0 && lane == 0) keep_statistics(a, row, all.mean, rstd);
+  if (rank == 0 && threadIdx.x == 0) keep_statistics(a, row, all.mean, rstd);
 #pragma unroll 1
-  for (int piece = 0; piece < part.pieces(); ++piece) {
+  for (int piece = 0; piece * kPieceSlots < part.count; ++piece) {
     if (piece > 0) take_weights(piece);
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {

@@ -181,10 +181,11 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
         if (in_warp < blocks) send_in_cluster(&shared[rank * warps + lane / kWarp], &met, in_warp, whole);
         barrier_wait(&met, 0);
       } else {
-        if (in_warp == 0) shared[lane / kWarp] = whole;
+        if (in_warp == 0) shared[int(threadIdx.y) * warps + lane / kWarp] = whole;
         __syncthreads();
       }
-      whole = combine_near(shared, blocks * warps, float(n), inverse_n, a.centred);
+      const Moments* const of_row = kClusters ? shared : shared + int(threadIdx.y) * warps;
+      whole = combine_near(of_row, blocks * warps, float(n), inverse_n, a.centred);
     }
     const float rstd = rstd_of<T>(whole.squares, inverse_n, a.eps);
     const Standard<T> standard(whole.mean, rstd);

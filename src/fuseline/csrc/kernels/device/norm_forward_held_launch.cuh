@@ -3,12 +3,14 @@
 
 #include "choice.h"
 #include "norm_forward_held.cuh"
+#include "norm_forward_packed.cuh"
 
 namespace fuseline {
 
 constexpr int kShortRows = 2;  // a thread has of rows that take one vector of it
 constexpr int kMostHeld = 4;   // vectors of a thread; 2 of each tensor where a sum is made on the way
 constexpr int64_t kFewWaiting = 8;  // rows a multiprocessor, of which an RMS norm waits in shared memory, too
+constexpr int kRowsBeside = 4;   // of a block, each with a quarter of the threads
 constexpr int kMostEarly = 128;  // threads of a block whose weights, four vectors a thread, come with the row
 
 struct HeldPlan {
@@ -19,6 +21,7 @@ struct HeldPlan {
   int beside = 1;         // rows a block has at a time
   int rows = 1;           // and in all
   int cluster = 1;        // blocks share a row
+  bool packed = false;    // as it came (norm_forward_packed.cuh)
 };
 
 // As many blocks as hold `vectors`, of `most` threads while there are more, and the threads of each. No vectors held: a
@@ -60,16 +63,27 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
 }
 
 // Of x alone: as the table says, but few rows. Those that a warp has without idle lanes are its where a multiprocessor has
-// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms: many RMS norms of rows that
-// registers can hold read 0.978 in them at 16,384, 0.975 in shared memory; 512 take 16.0 us, and 15.5 there.
-inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const RowChoice* choice, const Device& device) {
+// several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms whose rows are held as fp32: many
+// RMS norms of rows that registers can hold read 0.978 in them at 16,384, 0.975 in shared memory; 512 take 16.0 us, and 15.5
+// there. Held as they came they read 0.982, and layer norms 0.981, which read 0.963 in shared memory.
+template <class T>
+HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, bool may_pack, const RowChoice* choice,
+                   const Device& device) {
   HeldPlan plan;
   const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (!given && !warps && plan_few_held(plan, rows, vectors, device)) return plan;
+  if (!given && !warps && plan_few_held(plan, rows, vectors, device)) {
+    // Rows of four warps each, of which a multiprocessor has three or four, are one block's: 512 x 1,024 RMS norms take
+    // 2.62 us in place of 2.77, layer norms 2.73 in place of 2.95; two a block 2.80 and 2.97.
+    const bool four = plan.held == 1 && plan.cluster == 1 && plan.threads * kRowsBeside == kMostThreads;
+    if (four && rows > 2 * device.processors && rows <= kRowsBeside * device.processors) {
+      plan.beside = plan.rows = kRowsBeside;
+    }
+    return plan;
+  }
   plan = {};
   if (!choice || vectors > int64_t(kMostThreads) * kMostHeld) return plan;
-  const bool waits = given || centred || rows <= kFewWaiting * device.processors;
+  const bool waits = given || (centred && !may_pack) || rows <= kFewWaiting * device.processors;
   if (choice->stages > 0 && device.clusters && waits) return plan;  // in shared memory
   plan.held = std::min(power_of_two_from(choice->held), kMostHeld);
   const int most = vectors > kWarp * plan.held ? kMostThreads : kWarp;
@@ -79,9 +93,12 @@ inline HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, const Row
     share_blocks(plan, vectors, false);
     // Registers for the weights of four vectors, too, in small blocks whose threads all have four: 0.983, 0.985 and 0.988 of
     // the copy bandwidth against 0.971, 0.961 and 0.963 at 2,048, 3,072 and 4,096 elements of 16 bits. At 5,120 0.924 against
-    // 0.969, at 8,192 the same; with threads idle, at 1,600, 0.903 against 0.950.
+    // 0.969, at 8,192 the same; with threads idle, at 1,600, 0.903 against 0.950. Held as they came 0.972, 0.974 and 0.976,
+    // where that was 0.976, 0.978 and 0.979. Numbers of fp16 take registers more.
     const int64_t slots = int64_t(plan.threads) * plan.held;
-    plan.early = plan.held == kMostHeld && plan.threads <= kMostEarly && (slots - vectors) * 8 <= vectors;
+    plan.early = !std::is_same_v<T, __half> && plan.held == kMostHeld && plan.threads <= kMostEarly &&
+                 (slots - vectors) * 8 <= vectors;
+    plan.packed = may_pack && !plan.early && plan.held == kPackedVectors && packs(plan.threads, vectors);
     return plan;
   }
   // Three vectors a thread leave none idle: rows of 384, and of 768.
@@ -138,7 +155,7 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
   if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2>{});
   if (plan.held == 2) return of(Holding<2, 1, false, kEarly, kLong, 2>{});
   if constexpr (!kAdded) {
-    if constexpr (!std::is_same_v<T, __half>) {  // whose numbers take registers more
+    if constexpr (!std::is_same_v<T, __half>) {
       if (plan.early) return of(Holding<4, 1, false, true, 256, 3>{});
     }
     return of(Holding<4, 1, false, false, kLong, 2>{});
@@ -160,9 +177,17 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   if (!aligned || a.n > (int64_t(1) << 30)) return false;
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
-  const HeldPlan plan =
-      kAdded ? plan_held_sum(a.rows, vectors, kMasked, device) : plan_held(a.rows, vectors, a.centred, choice, device);
+  const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
+  const HeldPlan plan = kAdded ? plan_held_sum(a.rows, vectors, kMasked, device)
+                               : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);
   if (plan.held == 0) return false;
+  if constexpr (sizeof(T) == 2 && !kAdded) {
+    if (plan.packed) {
+      const PackedNorm packed{a, float(1.0 / double(a.n))};
+      error = launch(norm_forward_packed<T>, packed, a.rows, dim3(unsigned(plan.threads)), 0, 1, stream, device.clusters);
+      return true;
+    }
+  }
   a.cluster = plan.cluster;
   error = launch(held_kernel<T, kAdded, kMasked>(plan), a, divide_up(a.rows, plan.rows) * plan.cluster,
                  dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);

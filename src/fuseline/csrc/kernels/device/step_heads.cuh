@@ -24,7 +24,7 @@ struct HeadWork {
 
 template <class Shape>
 struct HeadRoom {
-  float raw[3][Shape::kHeadDim];  // query, key, value as they came
+  float raw[2][Shape::kHeadDim];  // query and key as they came
   float own[3][Shape::kHeadDim];  // turned; the query scaled
   float sums[Shape::kWarps][Shape::kHeadDim];
   float mosts[Shape::kWarps], totals[Shape::kWarps];
@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
                                        uint32_t number, HeadRoom<Shape>& room) {
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim, kWarps = Shape::kWarps, kLanes = D / 8, kSlots = kWarp / kLanes;
-  constexpr int kAhead = Shape::kVectors == 3 ? 1 : 2;  // keys and values under way, a lane; registers are short
+  constexpr int kAhead = Shape::kVectors == 3 && D == 128 ? 1 : 2;  // keys and values under way, a lane; registers are short
   const int thread = thread_anew(), warp = thread / kWarp, lane = thread % kWarp;
   const int slot = lane / kLanes, place = lane % kLanes * 8;
   for (int task = work.first(); task < a.heads * work.splits; task += int(gridDim.x)) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
     const int earlier = min(end, work.position);
     T* const k = reinterpret_cast<T*>(w.k) + kv_head * a.head_stride;
     T* const v = reinterpret_cast<T*>(w.v) + kv_head * a.head_stride;
-    uint4 k_raw[kAhead];
+    uint4 k_raw[kAhead], v_raw[kAhead];
     const auto key_of = [&](int from, int u) { return from + (u * kWarps + warp) * kSlots + slot; };
     const auto load = [&](const T* rows, int from, uint4 (&raw)[kAhead]) {
 #pragma unroll
@@ -74,8 +74,10 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
       }
     };
     load(k, begin, k_raw);
+    load(v, begin, v_raw);
 
     const int which = thread / D, d = thread % D;
+    float value = 0.f;
     if (which < (newest ? 3 : 1)) {
       const int row = (which == 0 ? head : a.heads + (which - 1) * a.kv_heads + kv_head) * D + d;
       uint32_t word;
@@ -83,16 +85,18 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
         word = look(a.to.qkv + row);
         return (word >> 16 ^ number & 0xffffu) == 0;
       });
-      room.raw[which][d] = to_float(element_of<T>(word));
+      value = to_float(element_of<T>(word));
     }
-    __syncthreads();
-    if (which < (newest ? 3 : 1)) {
-      float value = room.raw[which][d];
-      if (a.cos && which < 2) {
+    if (a.cos) {
+      if (which < 2) room.raw[which][d] = value;
+      __syncthreads();
+      if (which < (newest ? 2 : 1)) {
         const int64_t at = int64_t(work.position) * (D / 2) + d % (D / 2);
         const float other = room.raw[which][(d + D / 2) % D];
         value = fmaf(value, __ldg(a.cos + at), (d < D / 2 ? -other : other) * __ldg(a.sin + at));
       }
+    }
+    if (which < (newest ? 3 : 1)) {
       if (which == 0) {
         value *= a.scale;
       } else {
@@ -129,8 +133,6 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
       for (int e = 0; e < 8; ++e) sum[e] = fmaf(weight, x[e], sum[e]);
     };
     for (int from = begin; from < earlier; from += kAhead * kWarps * kSlots) {
-      uint4 v_raw[kAhead];
-      load(v, from, v_raw);
       float scores[kAhead], highest = most, x[8];
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
@@ -146,6 +148,7 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
         unpack<T>(v_raw[u], x);
         add(scores[u], x);
       }
+      load(v, from + kAhead * kWarps * kSlots, v_raw);
     }
     if (newest && warp == 0) {
       float x[8];
@@ -177,7 +180,7 @@ __device__ __forceinline__ void attend(const StepArguments& a, const StepLayer& 
       const float kept = weight_of(theirs, highest);
       const float all = sum_of_warp(lane < kWarps ? kept * room.totals[lane] : 0.f);
       float together = 0.f;
-#pragma unroll 2
+#pragma unroll
       for (int i = 0; i < kWarps; ++i) together = fmaf(__shfl_sync(~0u, kept, i), room.sums[i][thread], together);
       const int64_t of = int64_t(split) * a.heads + head;
       send(a.to.gathered + of * D + thread, all > 0.f ? together / all : 0.f, number);
@@ -193,13 +196,21 @@ __device__ __forceinline__ void gather_heads(const StepArguments& a, const HeadW
   using T = typename Shape::Element;
   constexpr int D = Shape::kHeadDim;
   for (int i = threadIdx.x; i < a.heads * D; i += Shape::kThreads) {
+    if (work.splits == 1) {
+      uint64_t value;
+      until([&] {
+        value = look(a.to.gathered + i);
+        return uint32_t(value >> 32) == number;
+      });
+      to[i] = from_float<T>(__uint_as_float(uint32_t(value)));
+      continue;
+    }
     float most = -kInfinity, total = 0.f, sum = 0.f;
     for (int split = 0; split < work.splits; ++split) {
       const int64_t of = int64_t(split) * a.heads + i / D;
-      uint64_t value, lse = uint64_t(number) << 32;  // 0, and there
+      uint64_t value, lse;
       until([&] {
-        value = look(a.to.gathered + of * D + i % D);
-        if (work.splits > 1) lse = look(a.to.lse + of);
+        value = look(a.to.gathered + of * D + i % D), lse = look(a.to.lse + of);
         return uint32_t(value >> 32) == number && uint32_t(lse >> 32) == number;
       });
       const float theirs = __uint_as_float(uint32_t(lse)), highest = fmaxf(most, theirs);

@@ -27,7 +27,7 @@ namespace fuseline {
 // summed up. x is in shared memory. What comes next is asked for last: others wait for what is published.
 template <class Shape, class Publish>
 __device__ __forceinline__ void multiply(int index, const typename Shape::Element* x,
-                                         Weights<Shape>& weights, float* partial, const Publish& publish) {
+                                         Weights<Shape>& weights, float2* partial, const Publish& publish) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const StepUnit& unit = units_of<Shape>(index)[warp];
   const int grid = int(gridDim.x), together = unit.together, group = unit.group, spread = unit.spread;
@@ -62,14 +62,14 @@ __device__ __forceinline__ void multiply(int index, const typename Shape::Elemen
       }
     }
     if (begin) __syncthreads();  // the sums before these have been read
-    if (valid && lane == 0) partial[2 * warp] = sums[0], partial[2 * warp + 1] = sums[1];
+    if (valid && lane == 0) partial[warp] = make_float2(sums[0], sums[1]);
     __syncthreads();
     if (threadIdx.x < together && begin + int(threadIdx.x) < unit.mine) {
       float all[2] = {};
-#pragma unroll 1
+#pragma unroll 4
       for (int s = 0; s < spread; ++s) {
-        all[0] += partial[2 * (int(threadIdx.x) * spread + s)];
-        all[1] += partial[2 * (int(threadIdx.x) * spread + s) + 1];
+        const float2 part = partial[int(threadIdx.x) * spread + s];
+        all[0] += part.x, all[1] += part.y;
       }
       const int i = begin + int(threadIdx.x);
       publish(int(blockIdx.x) + grid * i, i, all[0], all[1]);
@@ -106,25 +106,29 @@ __device__ __forceinline__ void norm_stream(const StepArguments& a, const uint64
     weight[i] = at < n ? to_float(scale[at]) : 0.f;
     bias[i] = at < n && shift ? to_float(shift[at]) : 0.f;
   }
-  if (from) {
-    receive<kEach, kThreads>(from, n, number, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) values[i] = thread + i * kThreads < n ? stream[thread + i * kThreads] : 0.f;
-  }
-  // Mean and squares about it of each warp's own elements, and those of all from these, a warp to a lane.
+  // Mean and squares about it of each warp's own elements, and those of all from these, a warp to a lane. Counts and what
+  // to divide by are worked out while the elements are on their way.
   const auto count_of = [&](int w) {
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) count += max(0, min(kWarp, n - i * kThreads - w * kWarp));
     return float(count);
   };
+  const int of = thread % kWarps;
+  float count = count_of(of), own_share = 1.f / fmaxf(1.f, count_of(warp)), share = 1.f / float(n);
+  make_ready(count), make_ready(own_share), make_ready(share);
+  if (from) {
+    receive<kEach, kThreads>(from, n, number, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) values[i] = thread + i * kThreads < n ? stream[thread + i * kThreads] : 0.f;
+  }
   const bool layer = a.norm == FUSELINE_NORM_LAYER;
   float own = 0.f, squares = 0.f;
   if (layer) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) own += values[i];
-    own = __fdividef(sum_of_lanes(own, kWarp), fmaxf(1.f, count_of(warp)));
+    own = sum_of_lanes(own, kWarp) * own_share;
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -134,15 +138,14 @@ __device__ __forceinline__ void norm_stream(const StepArguments& a, const uint64
   squares = sum_of_lanes(squares, kWarp);
   if (thread % kWarp == 0) room[warp] = own, room[kWarps + warp] = squares;
   meet_first_warps<kThreads>();
-  const int of = thread % kWarps;
   float mean = 0.f, all = room[kWarps + of];
   if (layer) {
-    const float count = count_of(of), theirs = room[of];
-    mean = sum_of_lanes(theirs * count, kWarps) / float(n);
+    const float theirs = room[of];
+    mean = sum_of_lanes(theirs * count, kWarps) * share;
     all = fmaf((theirs - mean) * (theirs - mean), count, all);
   }
   all = sum_of_lanes(all, kWarps);
-  const float rstd = rsqrtf(all / float(n) + a.eps);
+  const float rstd = rsqrtf(fmaf(all, share, a.eps));
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = thread + i * kThreads;
@@ -199,7 +202,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   constexpr int kThreads = Shape::kThreads, kWarps = Shape::kWarps;
   char* const shared = step_shared();
   __shared__ HeadRoom<Shape> head_room;
-  __shared__ float room[2 * Shape::kNormWarps], partial[2 * kWarps];
+  __shared__ float room[2 * Shape::kNormWarps];
+  __shared__ float2 partial[kWarps];
   __shared__ unsigned long long likeliest[kWarps], of_blocks[kWarps];
   const int thread = thread_anew();
   // What hangs on other reads is asked for first: each of them takes as long as a product does.
