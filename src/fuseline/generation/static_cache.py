@@ -70,11 +70,14 @@ class StaticCache:
         self._arrivals = torch.zeros(shape.batch * shape.num_heads, dtype=torch.int32, device=device)
         self.rows_B1 = torch.arange(shape.batch, device=device).unsqueeze(1)
 
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, [B, K, S, D], as they are stored."""
+        return self.k[layer], self.v[layer]
+
     def layer(self, layer: int) -> LayerCache:
         """One layer's part, views all."""
         return LayerCache(
-            self.k[layer],
-            self.v[layer],
+            *self.held(layer),
             self.lengths_B,
             None if self.k_scales is None else self.k_scales[layer],
             None if self.v_scales is None else self.v_scales[layer],
@@ -83,20 +86,17 @@ class StaticCache:
 
     def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, positions_BT: Tensor) -> None:
         """Keep those of T positions of each row; nothing may lie past the capacity."""
-        self._put(
-            self.k[layer], None if self.k_scales is None else self.k_scales[layer], k_BKTD, positions_BT
-        )
-        self._put(
-            self.v[layer], None if self.v_scales is None else self.v_scales[layer], v_BKTD, positions_BT
-        )
+        for held, scales, new_BKTD in zip(
+            self.held(layer), (self.k_scales, self.v_scales), (k_BKTD, v_BKTD), strict=True
+        ):
+            self._put(held, None if scales is None else scales[layer], new_BKTD, positions_BT)
 
     def fill(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, first_row: int) -> None:
         """Keep those of positions 0 .. T - 1 of B rows from `first_row` on."""
         B, _, T, _ = k_BKTD.shape
         rows = slice(first_row, first_row + B)
-        for held, scales, new_BKTD in (
-            (self.k[layer], self.k_scales, k_BKTD),
-            (self.v[layer], self.v_scales, v_BKTD),
+        for held, scales, new_BKTD in zip(
+            self.held(layer), (self.k_scales, self.v_scales), (k_BKTD, v_BKTD), strict=True
         ):
             if scales is None:
                 held[rows, :, :T] = new_BKTD
@@ -105,7 +105,7 @@ class StaticCache:
 
     def read(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0 .. count - 1, [B, K, count, D] in the model's dtype."""
-        k_BKSD, v_BKSD = self.k[layer, :, :, :count], self.v[layer, :, :, :count]
+        k_BKSD, v_BKSD = (held[:, :, :count] for held in self.held(layer))
         if self.k_scales is None or self.v_scales is None:
             return k_BKSD, v_BKSD
         dtype = self.shape.dtype
@@ -119,10 +119,10 @@ class StaticCache:
     ) -> None:
         if scales_BKS is not None:
             new_BKTD, new_scales_BKT = quantized(new_BKTD, held_BKSD.dtype)
-            scales_BKS.transpose(1, 2)[self.rows_B1, positions_BT] = new_scales_BKT.transpose(1, 2)
+            scales_BKS[self.rows_B1, :, positions_BT] = new_scales_BKT.transpose(1, 2)
         if held_BKSD.dtype is torch.float8_e4m3fn:  # indexed stores know no fp8: the bytes are the same
             held_BKSD, new_BKTD = held_BKSD.view(torch.uint8), new_BKTD.view(torch.uint8)
-        held_BKSD.transpose(1, 2)[self.rows_B1, positions_BT] = new_BKTD.transpose(1, 2)
+        held_BKSD[self.rows_B1, :, positions_BT] = new_BKTD.transpose(1, 2)
 
 
 class Beginning:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuseline.errors import InputError
 from fuseline.generation.decoder import Decoder
-from fuseline.generation.static_cache import Continuation
+from fuseline.generation.static_cache import Continuation, StaticCache
 from fuseline.models.gpt import GPT
 from fuseline.models.llama import Llama
 from fuseline.models.llama_hugging_face import described, places
@@ -97,6 +97,21 @@ def in_plain_torch(model: LanguageModel) -> LanguageModel:
     return plain.eval()
 
 
+class _LayeredCache(StaticCache):
+    """Each layer's keys and values in tensors of their own, as gpt-fast has them: where a compiled step
+    writes into a part of a tensor that it was given, it copies the whole tensor, once a layer."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        super().__init__(cache.shape, cache.lengths_B.device)
+        self.layers = [
+            (k_BKSD.clone(), v_BKSD.clone()) for k_BKSD, v_BKSD in zip(self.k, self.v, strict=True)
+        ]
+        del self.k, self.v
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.layers[layer]
+
+
 class Compiled(Decoder):
     """gpt-fast's way: a static cache as long as it will ever be, and the whole step under `torch.compile`,
     which fuses what it can, products of one row too, and replays it as a CUDA graph."""
@@ -106,8 +121,10 @@ class Compiled(Decoder):
         # "reduce-overhead", with the tuning by which inductor takes a product of one row for a reduction.
         tuned = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
         options: dict[str, Any] = {"options": tuned} if backend == "inductor" else {}
+        self.cache = cache = _LayeredCache(self.cache)
         # A cache written in place keeps a step from being recorded, unless it is known to stay where it is.
-        for held in (self.cache.k, self.cache.v, self.cache.lengths_B, self.tokens_B):
+        kept = [tensor for layer in cache.layers for tensor in layer]
+        for held in (*kept, cache.lengths_B, self.tokens_B):
             torch._dynamo.mark_static_address(held)
         self._compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(
             self._next, fullgraph=True, dynamic=False, backend=backend, **options
