@@ -42,14 +42,15 @@ struct RingFamily {
     RingPlan plan;
     if (!device.clusters) return plan;
     const int64_t vectors = divide_up(n, kSize), bytes = n * int64_t(sizeof(Y));
-    const bool ahead = masked && kLines && aligned && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
+    const bool crosses = bytes % kHalfLine != 0;
+    const bool ahead = masked && kLines && aligned && crosses && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
     const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
       const bool one_warp = kOneWarp && aligned && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
       if (!one_warp && (slots > kMostSlots || (slots != 2 && slots != 4))) return false;
       if (cluster > kMostBlocks) return false;
-      const bool crosses = masked ? ahead && most_threads == kFewerThreads : bytes % kHalfLine != 0;
-      const bool lined = kLines && aligned && slots < 4 && bytes <= kLongestLined && crosses;
+      const bool in_lines = masked ? ahead && most_threads == kFewerThreads : crosses;
+      const bool lined = kLines && aligned && slots < 4 && bytes <= kLongestLined && in_lines;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
@@ -147,8 +148,9 @@ struct RingFamily {
   // bandwidth at 512 and 2,048 elements of 16 bits, 0.915 and 0.909 with 192 KB.
   static constexpr int64_t kMostAhead = 160 << 10, kLongestFew = 4096;
   // Of a block whose rows of a sum without a mask are two warps': 0.967 and, with kMostThreads, 0.955 at 1,024 elements.
-  // With a mask that is there before the row: 0.942 and 0.945 in place of 0.922 and 0.925 at 1,024 and 2,048. Three
-  // slots of one warp: 0.906, 0.933 and 0.944 at 520, 640 and 768, where two warps read 0.761, 0.921 and 0.941.
+  // With a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480 in place of
+  // 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and 0.918. Three slots of one
+  // warp: 0.929, 0.933 and 0.950 at 520, 640 and 768, where two warps read 0.732, 0.912 and 0.938.
   static constexpr int kFewerThreads = 384;
   static constexpr int64_t kLongestLined = 4096, kHalfLine = 64;  // bytes: rows of 1,600 read 0.950 at any place
   static constexpr int64_t kNearly = 960, kAll = 1024;  // elements: these rows have the layout of kAll, as measured at 1,000
