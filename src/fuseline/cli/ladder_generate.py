@@ -41,8 +41,9 @@ def run(options: Options) -> int:
         seed=options.seed,
         run=options.checkpoint,
     )
-    if options.checkpoint is None:
-        config_of(None, bench.preset)  # one that is not known is refused here
+    config = config_of(options.checkpoint, None if options.checkpoint else bench.preset)
+    if config is not None:
+        bench = bench.within(config.block_size)
     out = options.out or DEFAULT_OUT
     named = split_names(options.rungs)
     if options.dry_run:

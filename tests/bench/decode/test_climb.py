@@ -47,6 +47,32 @@ def test_a_trained_model_tells_what_formats_cost(tmp_path: Path, train_tiny: Cal
     assert "that the run held out" in page
 
 
+def test_a_short_context_takes_fewer_tokens_nearer_to_the_beginning(
+    tmp_path: Path, train_tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_tiny(tmp_path, block_size=64, batch_size=4, steps=4)
+    out = tmp_path / "climbed"
+    asked = [
+        "ladder",
+        "--workload",
+        "generate",
+        "--checkpoint",
+        str(run),
+        "--rungs",
+        "eager",
+        "--out",
+        str(out),
+    ]
+    assert command([*asked, "--rungs", "eager", "--device", "cpu"]) == 0
+    assert "Skipped" not in capsys.readouterr().out
+    long = DecodeBench(torch.device("cpu"), "llama-tiny", (1,), (200,), 512, ("fp32",))
+    assert long.within(512) is long
+    for context in (13, 64, 256):
+        short = long.within(context)
+        assert short.capacity == context
+        assert short.before < short.positions[0] <= 200
+
+
 def test_unknown_rungs_and_workloads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="Did you mean 'fused'"):
         climb(BENCH, tmp_path, lambda *_: None, rungs=("fuse",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,15 @@ class DecodeBench:
     def before(self) -> int:
         """Of these, before the middle."""
         return WARM_UP + self.runs * self.steps // 2
+
+    def within(self, context: int) -> DecodeBench:
+        """The same for a model of so many positions: no further, with fewer tokens a run if need be."""
+        if context >= self.capacity:
+            return self
+        steps = max(1, min(self.steps, (context - WARM_UP - 2) // self.runs))
+        after = self.runs * steps - self.runs * steps // 2
+        positions = tuple(min(position, context - after - 1) for position in self.positions)
+        return replace(self, capacity=context, steps=steps, positions=positions)
 
     def problems(self) -> tuple[Problem, ...]:
         """All of them, those of one format together, and of these those of one contender."""
