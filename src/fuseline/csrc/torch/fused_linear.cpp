@@ -1,6 +1,7 @@
 // A linear layer for few rows with the norm before it and the activation and sum after it, in one launch on CUDA.
 //
 // For inference: there is no gradient. Other devices, and what the kernel does not take, are put together in Python.
+// `next_weight` is what the layer after this one reads: the L2 is asked for some of it while this launch ends.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -44,6 +45,11 @@ void check_row(const OptionalTensor& row, const Tensor& x, int64_t length, const
                       " [", length, "], on x's device.");
 }
 
+void check_dense(const Tensor& given, const Tensor& x, const char* name) {
+    TORCH_CHECK_VALUE(given.is_contiguous() && given.device() == x.device(), kName, ": ", name, " has strides ", given.strides(),
+                      " on ", given.device(), "; it is dense, on x's device, ", x.device(), ".");
+}
+
 Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, const OptionalTensor& zeros,
                          const OptionalTensor& bias, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                          const OptionalTensor& residual, int64_t out_features, c10::string_view format,
@@ -56,7 +62,7 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
     const int64_t M = x.size(0), K = x.size(1), tiles = (out_features + 15) / 16;
     const bool plain = format == "plain", int4 = format == "int4";
     TORCH_CHECK_VALUE(plain || int4 || format == "int8", kName, ": format is '", format, "'; it is 'plain', 'int8' or 'int4'.");
-    TORCH_CHECK_VALUE(weight.is_contiguous() && weight.device() == x.device(), kName, ": weight is dense, on x's device.");
+    check_dense(weight, x, "weight");
     if (plain) {
         TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) == out_features && weight.size(1) == K &&
                               weight.scalar_type() == x.scalar_type(),
@@ -70,17 +76,20 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
         TORCH_CHECK_VALUE(scales.has_value() && scales->is_contiguous() &&
                               scales->scalar_type() == (int4 ? at::kBFloat16 : at::kFloat) &&
                               scales->numel() == (int4 ? tiles * groups * 16 : out_features),
-                          kName, ": scales do not fit the weight.");
+                          kName, ": scales are not those of ", format, " [", out_features, ", ", K, "] in groups of ",
+                          group_size, "; fuseline.quant.quantize_linear makes them.");
+        check_dense(*scales, x, "scales");
         TORCH_CHECK_VALUE(!zeros.has_value() || (int4 && zeros->is_contiguous() && zeros->scalar_type() == at::kByte &&
                                                  zeros->numel() == tiles * groups * 16),
-                          kName, ": zeros do not fit the weight.");
+                          kName, ": zeros are not those of ", format, " [", out_features, ", ", K, "] in groups of ",
+                          group_size, "; fuseline.quant.quantize_linear makes them.");
+        if (zeros.has_value()) check_dense(*zeros, x, "zeros");
     }
     const Around with = around(norm, activation);
     check_row(bias, x, out_features, "bias");
     check_row(norm_weight, x, K, "norm_weight");
     check_row(norm_bias, x, K, "norm_bias");
-    TORCH_CHECK_VALUE(!next_weight.has_value() || (next_weight->is_contiguous() && next_weight->device() == x.device()), kName,
-                      ": next_weight is dense, on x's device.");
+    if (next_weight.has_value()) check_dense(*next_weight, x, "next_weight");
     const c10::DeviceGuard guard(x.device());
     Tensor y = at::empty({M, features(out_features, activation)}, x.options());
     if (residual.has_value()) {
@@ -100,7 +109,9 @@ Tensor fused_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTe
     call.norm = with.norm, call.norm_weight = data_or_null(norm_weight), call.norm_bias = data_or_null(norm_bias);
     call.eps = eps, call.activation = with.activation, call.residual = data_or_null(residual);
     call.overlap = 1;
-    if (next_weight.has_value()) call.next_weight = next_weight->const_data_ptr(), call.next_bytes = int64_t(next_weight->nbytes());
+    if (next_weight.has_value()) {
+        call.next_weight = next_weight->const_data_ptr(), call.next_bytes = int64_t(next_weight->nbytes());
+    }
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
     check_launch(launch(&call, current_stream(x)), kName);
     return y;

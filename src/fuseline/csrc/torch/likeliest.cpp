@@ -23,8 +23,8 @@ void check_rows(const Tensor& x, const Tensor& logits, const char* name) {
 void take_likeliest_cuda(const Tensor& logits, const Tensor& tokens, const Tensor& lengths) {
     TORCH_CHECK_VALUE(logits.dim() == 2 && logits.size(1) >= 1 && logits.size(1) <= FUSELINE_MOST_LOGITS &&
                           (logits.size(1) == 1 || logits.stride(1) == 1),
-                      kName, ": logits have shape ", logits.sizes(), " and strides ", logits.strides(), "; they are [B, V] with V from 1 to ",
-                      int64_t(FUSELINE_MOST_LOGITS), ", rows of unit stride.");
+                      kName, ": logits have shape ", logits.sizes(), " and strides ", logits.strides(),
+                      "; they are [B, V] with V from 1 to ", int64_t(FUSELINE_MOST_LOGITS), ", rows of unit stride.");
     check_rows(tokens, logits, "tokens");
     check_rows(lengths, logits, "lengths");
     const c10::DeviceGuard guard(logits.device());
