@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fuseline.errors import InputError
 from fuseline.models.llama import Llama, RopeScaling, preset, stretched
 from fuseline.models.llama_config import PRESETS, LlamaConfig
+from fuseline.nn import branch
 
 TOKENS = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -36,6 +37,22 @@ def test_no_position_sees_a_later_one_or_one_before_the_window() -> None:
     changed[:, 10] = (changed[:, 10] + 1) % 512
     same = (model(TOKENS) - model(changed)).abs().amax((0, 2)) == 0
     assert same.nonzero().flatten().tolist() == [*range(10), *range(15, 24)]
+
+
+def test_each_layer_is_told_which_weight_is_read_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[torch.nn.Module] = []
+    told: list[torch.nn.Module | None] = []
+
+    def watched(linear: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        read.append(linear)
+        told.append(options.get("following"))
+        return branch(linear, x, **options)
+
+    monkeypatch.setattr("fuseline.models.llama.branch", watched)
+    model = fresh(num_layers=2)
+    model(TOKENS)
+    assert told == [*read[1:], None]
+    assert read[-1] is model.head
 
 
 def test_loss_is_the_cross_entropy_of_its_logits() -> None:

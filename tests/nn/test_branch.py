@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseline.nn import LayerNorm, RMSNorm, branch
+from fuseline.nn.branch import _next_weight
 from fuseline.quant import Format, quantize_linear
 
 WIDTHS = [(64, 96), (768, 2304), (4096, 1024), (200, 64), (11008, 512)]
@@ -82,6 +83,17 @@ def test_one_launch_is_the_composition(norm: str, widths: tuple[int, int], rows:
                 expected = composed(linear, x, over, activation, added)
                 assert error(y, expected) <= 1.5 * error(apart, expected) + 1e-4, (dtype, activation)
                 assert torch.equal(y, branch(linear, x, norm=over, activation=kept, residual=added))
+
+
+def test_what_is_asked_for_ahead_is_a_dense_weight_beside_x() -> None:
+    linear, x = torch.nn.Linear(64, 32), torch.zeros(1, 64)
+    assert _next_weight(linear, x) is linear.weight
+    assert _next_weight(None, x) is None
+    assert _next_weight(torch.nn.Identity(), x) is None
+    assert _next_weight(linear.to("meta"), x) is None
+    turned = torch.nn.Linear(64, 32)
+    turned.weight = torch.nn.Parameter(torch.zeros(64, 32).t())
+    assert _next_weight(turned, x) is None
 
 
 @pytest.mark.gpu

@@ -57,6 +57,9 @@ def test_bar_has_its_own_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cases = small.SmallBench(torch.device("cuda"), forms=("bar",), every=9).cases()
     assert len(cases) == 12
     assert str(cases[5]) == "bar tf32 B=8 H=8 S=16 E=512"
+    named = small.SmallBench(torch.device("cuda"), only=("tf32 B=8 H=8", "E=64")).cases()
+    assert {str(case) for case in named} >= {"bar tf32 B=8 H=8 S=16 E=512", "bar bfloat16 B=8 H=4 S=10 E=64"}
+    assert all("tf32 B=8 H=8" in str(case) or "E=64" in str(case) for case in named)
     assert not small.SmallBench(CPU, forms=("bar",)).cases()
     bench = small.SmallBench(CPU, rounds=1)
     monkeypatch.setattr(small.SmallBench, "cases", lambda bench: [small.Case("bar", "tf32", 2, 2, 3, 16)])
