@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
       const uint32_t seen = blocks.rows(Place::here<kS>());
       multiply_columns<T, kS, kD, kSkips>(sums, grad_room, q(), false, seen, Place::here<kS>());
     }
-    if constexpr (!kOneRoom<kS> && !kAheadGrad) {
+    if constexpr (!kAheadQ) {
       meet<kS>();
       fetch_one(grad_out(), a.grad_out, turns.next());
-      if constexpr (!kAheadQ) fetch_one(q(), a.q, turns.next());
+      fetch_one(q(), a.q, turns.next());
     }
     if (a.grad_k.at) store_problem(a.grad_k, a.scale, extent().first_key, extent().keys);
     turns.advance();

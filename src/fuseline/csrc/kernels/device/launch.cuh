@@ -271,21 +271,4 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
   return cudaSuccess;
 }
 
-// Launches a kernel whose blocks stay: as many as the device holds at once, each with `slots` 16-byte slots a thread
-// for every row that is ahead. Sets a.stages. Answers FUSELINE_UNSUPPORTED if not one row fits shared memory.
-template <class Arguments>
-int launch_staying(void (*kernel)(Arguments), Arguments a, const RowPlan& plan, const Device& device, int slots,
-                   int static_shared, int64_t rows, void* stream) {
-  const int64_t a_stage = int64_t(plan.threads) * slots * 16;
-  a.stages = int(std::min<int64_t>(plan.stages, (device.shared_a_block - static_shared) / a_stage));
-  if (a.stages == 0) return FUSELINE_UNSUPPORTED;
-  const size_t shared = size_t(a.stages * a_stage);
-  int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, plan.threads, shared, plan.cluster, count);
-  if (error != cudaSuccess) return int(error);
-  if (count == 0) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, std::min<int64_t>(rows, count) * plan.cluster, dim3(plan.threads), shared, plan.cluster,
-                stream);
-}
-
 }  // namespace fuseline

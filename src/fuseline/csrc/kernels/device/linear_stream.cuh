@@ -46,7 +46,8 @@ constexpr bool kHopper = false;
 #endif
 
 template <class T, class Weights, int kColumnBlocks, bool kAnyGroups>
-__global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups>::kThreads, StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
+__global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups>::kThreads,
+                                  StreamShape<Weights, kColumnBlocks, kAnyGroups>::kBlocks)
     linear_stream_kernel(const __grid_constant__ LinearArguments a) {
   using Shape = StreamShape<Weights, kColumnBlocks, kAnyGroups>;
   constexpr int kTiles = Shape::kTiles, kChunks = Shape::kChunks, kAhead = Shape::kAhead;

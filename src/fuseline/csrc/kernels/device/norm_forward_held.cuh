@@ -3,8 +3,9 @@
 // sum = residual + dropout(x + x_bias).
 //
 // Moves: x (and residual) read once, y (and sum) written once; weight and bias come from cache. Does: about 9 operations an
-// element, and 15 more for a mask. Limit: HBM bandwidth. Threads: a row belongs to a part of a warp, a warp, a block or a cluster, kHeld vectors a
-// thread; of rows that are a warp's or less a thread has kRows, all on their way at a time, and its weights once.
+// element, and 15 more for a mask. Limit: HBM bandwidth. Threads: a row belongs to a part of a warp, a warp, a block or a
+// cluster, kHeld vectors a thread; of rows that are a warp's or less a thread has kRows, all on their way at a time, and its
+// weights once.
 #pragma once
 
 #include "norm_row.cuh"

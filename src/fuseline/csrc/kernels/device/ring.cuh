@@ -21,17 +21,6 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
   }
 }
 
-// Elements first .. of a row, 16 bytes from a multiple of them on; zeros from element n on, which are not read.
-template <class T>
-__device__ __forceinline__ void copy_front(void* shared, const T* row, int first, int n) {
-  const int left = (n - first) * int(sizeof(T));
-  const int bytes = left < 0 ? 0 : left < 16 ? left : 16;
-  const T* const from = reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(bytes > 0 ? row + first : row) & ~uintptr_t(15));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 constexpr int kMostStages = 4;
