@@ -41,6 +41,7 @@ PEERS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "mha": ("nn.MultiheadAttention", "quantize", (4.0, 3.0)),
     "eager": ("nn.TransformerEncoderLayer", "quantize", (4.0, 3.0)),
 }
+AS_OTHERS = ("sdpa", "eager", "mha", "python")  # whom the contents compare with, as far as measured
 SHOWN = ("fw", "fwbw")  # in figures; tables have all three
 AGAINST = {"seqlen_q": ("length", "embed_dim", "E"), "embed_dim": ("embedding", "seqlen_q", "S")}
 
@@ -83,7 +84,26 @@ def _section(
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
     title = f"Small attention layers, {form}, {dtype}"
-    return Section(f"attention-small-{index}", title, device, f"small attention layers on {device}", made)
+    return Section(f"attention-small-{index}", title, device, headline(times, device), made)
+
+
+def headline(times: Sequence[Record], device: str) -> str:
+    """How much faster than the first of `AS_OTHERS` that was measured: forward and backward, as called."""
+    called = [r for r in times if not r.case["captured"] and r.case["direction"] == "fwbw"]
+    by_peer = {
+        peer: {_place(r): r.value or 0.0 for r in group}
+        for peer, group in grouped(called, lambda r: r.peer).items()
+    }
+    ours = by_peer.get("fuseline", {})
+    for other in AS_OTHERS:
+        theirs = by_peer.get(other, {})
+        ratios = sorted(theirs[place] / ours[place] for place in ours.keys() & theirs.keys())
+        if ratios:
+            speeds = tick(ratios[0]) if len(ratios) == 1 else f"{tick(ratios[0])} to {tick(ratios[-1])}"
+            return (
+                f"{speeds} times the speed of {PEERS[other][0]} on {device}, forward and backward, as called"
+            )
+    return f"small attention layers on {device}"
 
 
 def _drawing(name: str, records: Sequence[Record], against: str, what: str) -> Drawing | None:
