@@ -93,6 +93,7 @@ def test_writes_a_table(
         (["--every", "0"], "--every 0 must be 1 or more"),
         (["--budget", "soon"], "soon"),
         (["--suite", "small", "short", "--only", "T=17"], "no problem of small, short has T=17 in its line"),
+        (["--only", "T=16", "--write-table", "t.json"], "--write-table draws its own"),
     ],
 )
 def test_complains(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,10 @@ def run(options: Options) -> int:
         budget_seconds=bench.budget_seconds,
         resume=options.resume,
     )
+    if options.only and options.write_table is not None:
+        raise InputError(
+            "--only names problems of the suites, and --write-table draws its own. Take one of them."
+        )
     if options.only and not (bench.places() or (small.SECTION in suites and sweep.cases())):
         raise InputError(
             f"--only: no problem of {', '.join(suites)} has {' or '.join(options.only)} in its line."
