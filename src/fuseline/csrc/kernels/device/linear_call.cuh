@@ -12,7 +12,7 @@ namespace fuseline {
 constexpr int kMostSplits = kMaxCluster;
 constexpr int kLinearThreads = 256;
 constexpr int kLinearWarps = kLinearThreads / kWarp;
-constexpr int kPieceBytes = 1024;
+constexpr int kPieceBytes = 1024;  // of the next launch's weights, that the L2 is asked for at once
 
 struct LinearArguments {
   const char* x;
@@ -66,7 +66,8 @@ __device__ __forceinline__ void prefetch_norm(const LinearArguments& a) {
 }
 
 // Some of what the next launch reads on its way to the L2, a piece for each of a block's warps there, about where these
-// begin: HBM would idle while this launch ends and that one's blocks start.
+// begin: HBM would idle while this launch ends and that one's blocks start. More loses: a layer of Llama-2-7B in
+// int8 takes 87.6 us where each launch asks for 12 KB a block, 88.4 for 24, 91.2 for 48.
 __device__ __forceinline__ void prefetch_next(const LinearArguments& a) {
   constexpr int kPieces = 12;
   if (!a.next_weight || threadIdx.x >= kPieces) return;
