@@ -8,7 +8,7 @@ from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
 from fuseline.bench.ladder.combinations import find_combination
 from fuseline.bench.ladder.events import RungStarted
-from fuseline.bench.ladder.result import RungResult
+from fuseline.bench.ladder.result import Figure, RungResult
 from fuseline.bench.ladder.rungs import find_rung
 from fuseline.bench.ladder.spec import baseline
 
@@ -75,6 +75,13 @@ def test_the_ends_of_the_climb_are_compared_in_turn(climb, base):
     assert (confirmed.name, confirmed.order) == ("flash", 2)
     assert confirmed.measurement.figures["speedup"].n == 9
     assert confirmed.value("iteration_ms") == results[2].value("iteration_ms")
+
+
+def test_a_comparison_that_was_disturbed_is_not_taken(climb, base, monkeypatch):
+    made, measurer, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0}))
+    list(made.cumulative(base, _rungs("bf16")))
+    monkeypatch.setattr(measurer, "compare", lambda *_, **__: Figure(4.5, 1.1, 16.8, 5))
+    assert made.confirm(Budget(100.0, measurer.clock)) is None
 
 
 def test_without_time_or_without_gain_there_is_nothing_to_compare(climb, base):

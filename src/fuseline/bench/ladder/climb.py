@@ -90,7 +90,8 @@ class Climb:
 
     def confirm(self, budget: Budget) -> RungResult | None:
         """The best rung of the last cumulative climb, its speedup now a paired one: timed in turn with the
-        first. None if there is nothing to compare, no time in `budget`, or no room for both."""
+        first. None if there is nothing to compare, no time in `budget`, no room for both, or if that was
+        disturbed: an interval over twice as wide as that of the rungs' own times says less than they."""
         if self._ends is None or self._ends[0].reason is not None:
             return None
         first, best = self._ends
@@ -99,7 +100,8 @@ class Climb:
         if seconds <= 0:
             return None
         speedup = self._measurer.compare(best.spec, first.spec, seconds=seconds, limit=left)
-        if speedup is None:
+        known = best.measurement.figures.get("speedup")
+        if speedup is None or (known is not None and speedup.spread > 2 * known.spread):
             return None
         figures = {**best.measurement.figures, "speedup": speedup}
         return replace(best, measurement=replace(best.measurement, figures=figures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,11 @@ class Figure:
     def of(cls, measured: Summary | Ratio) -> Figure:
         value = measured.median if isinstance(measured, Summary) else measured.value
         return cls(value, measured.low, measured.high, measured.n)
+
+    @property
+    def spread(self) -> float:
+        """The interval's end over its beginning; infinite where none is known."""
+        return self.high / self.low if self.low and self.high else math.inf
 
 
 def ratio(old: Figure, new: Figure) -> Figure:
