@@ -145,13 +145,15 @@ def test_no_step_after_the_first_waits_for_the_device(
     stream = batches(16, device="cuda")
     for i in range(5):  # torch's own graphs warm up, then record, then replay
         step(stream[2 * i], stream[2 * i + 1])
+    losses = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for i in range(5, 8):
             set_learning_rate(optimizer, 1e-3 * i)
-            step(stream[2 * i], stream[2 * i + 1])
+            losses.append(step(stream[2 * i], stream[2 * i + 1]).detach().clone())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(loss.isfinite() for loss in losses)
 
 
 def test_a_closed_graph_gives_its_memory_back(tiny_model: Make, batches: Make) -> None:
