@@ -9,9 +9,11 @@ head's. The output projection has a bias:
 
 `python` is the formula in PyTorch's operators, `aten` the same as one op in C++ with its gradient derived by
 hand (docs/attention_backward.md), `fused` the kernels of `fuseline.ops.self_attention_layer` where they fit,
-and else `aten`. As called, `fused` is the fastest nearly everywhere: one call in place of many. Inside a CUDA
-graph, where calls cost nothing, `aten` trains faster in exact fp32 (on an H100 1.1 to 6.7 times) and in 16
-bits beyond 30 tokens (1.3 to 2.4 times), and is faster at 1,024 elements; at fewer `fused` is, by up to 2.7.
+and else `aten`. As called, `fused` is the fastest or within 5% of it in most cases, since it is one call in
+place of many; not in exact fp32 from 25 tokens of 1,024 elements on. Inside a CUDA graph, where calls cost
+nothing, on an H100: forward alone `fused` is the faster to 512 elements (up to 2.7 times; in exact fp32 to 30
+tokens), `aten` at 1,024; forward and backward `aten` is the faster in exact fp32 (1.1 to 6.7 times), in 16
+bits from 64 tokens on (1.1 to 2.4 times) and at 1,024 elements.
 """
 
 from __future__ import annotations

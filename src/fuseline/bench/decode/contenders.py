@@ -102,7 +102,7 @@ class _LayeredCache(StaticCache):
     writes into a part of a tensor that it was given, it copies the whole tensor, once a layer."""
 
     def __init__(self, cache: StaticCache) -> None:
-        super().__init__(cache.shape, cache.lengths_B.device)
+        vars(self).update(vars(cache))  # nothing is made twice: the peak of memory is told
         self.layers = [
             (k_BKSD.clone(), v_BKSD.clone()) for k_BKSD, v_BKSD in zip(self.k, self.v, strict=True)
         ]
