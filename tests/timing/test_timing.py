@@ -12,6 +12,7 @@ from fuseline.timing import (
     copy_bandwidth_gbs,
     flops_per_token,
     geometric_mean,
+    hardware,
     host_time_us,
     mfu,
     paired_ratio,
@@ -101,6 +102,12 @@ def test_clocks_measure_a_sleep():
 
 def test_copy_bandwidth_is_a_plausible_number():
     assert 0.1 < copy_bandwidth_gbs(CPU, size_bytes=2**22) < 2000
+
+
+def test_a_round_of_copies_beside_other_work_is_not_the_ceiling(monkeypatch):
+    rounds = iter([2.0, 1.0, 3.0])
+    monkeypatch.setattr(hardware, "time_calls", lambda *_, **__: summarize([next(rounds)]))
+    assert copy_bandwidth_gbs(CPU, size_bytes=1000) == pytest.approx(2.0)
 
 
 @pytest.mark.gpu
