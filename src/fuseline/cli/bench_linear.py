@@ -36,18 +36,24 @@ class Options(Recorded, Seeded):
     repeats: int = 10
     """Replays of each graph."""
     seconds: float = 0.0
-    """Stop after so long; 0 for no limit."""
+    """Stop after so long; 0 for no limit. --resume goes on from there."""
+    resume: bool = False
+    """Leave out what --out holds already from this GPU, torch and commit."""
+    jobs: int | None = None
+    """Processes that compile for the peers beforehand; 0 for none, by default one a core on a GPU machine."""
 
 
 def run(options: Options) -> int:
     import torch
 
     from fuseline.bench import linear as suite
+    from fuseline.bench.compiling import default_jobs
     from fuseline.bench.linear.contenders import PEERS
     from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, ROWS
 
+    device = torch.device(resolve_device(options.device))
     bench = suite.LinearBench(
-        torch.device(resolve_device(options.device)),
+        device,
         split_names(options.parts) or suite.PARTS,
         split_names(options.peers) or PEERS,
         split_names(options.formats) or FORMATS,
@@ -55,6 +61,8 @@ def run(options: Options) -> int:
         options.sizes or CHART_SIZES,
         options.repeats,
         options.seconds,
+        jobs=default_jobs(device) if options.jobs is None else options.jobs,
+        resume=options.resume,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:

@@ -31,7 +31,6 @@ CPU_LENGTHS = (128, 1024)
 GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
 LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
-MOST_JOBS = 16
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,9 @@ def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
 
 
 def _bench(options: Options) -> OpsBench:
-    import os
-
     import torch
 
+    from fuseline.bench.compiling import default_jobs
     from fuseline.bench.ladder.budget import parse_duration
     from fuseline.bench.ops import Effort, OpsBench
     from fuseline.bench.peers import PEERS
@@ -109,8 +107,6 @@ def _bench(options: Options) -> OpsBench:
     elements = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
     if options.elements is not None:
         elements = dict.fromkeys(elements, options.elements)
-    cores = max(1, (os.cpu_count() or 1) - 1)
-    jobs = (min(MOST_JOBS, cores) if on_gpu else 0) if options.jobs is None else options.jobs
     return OpsBench(
         device=device,
         lengths=options.lengths or ((1024,) if options.quick else many),
@@ -122,7 +118,7 @@ def _bench(options: Options) -> OpsBench:
         rows=rows,
         own_lengths=not (options.lengths or options.quick),
         loss_rows=LOSS_ROWS if on_gpu and options.elements is None else None,
-        jobs=jobs,
+        jobs=default_jobs(device) if options.jobs is None else options.jobs,
         budget_seconds=None if options.budget is None else parse_duration(options.budget),
         resume=options.resume,
         seed=options.seed,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fuseline import report
-from fuseline.bench.linear import LinearBench, run
+from fuseline.bench.compiling import Compilers, Task
+from fuseline.bench.linear import LinearBench, contenders, run
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls
 from fuseline.bench.linear.problems import Problem, chart, layers
 from fuseline.cli.main import run as command
@@ -102,6 +103,39 @@ def test_layers_have_a_table_each(tmp_path: Path) -> None:
     page = report.build(records, tmp_path / "page").read_text()
     assert "llama2-7b: 128 inputs, 64 outputs" in page
     assert "2 rows, int8" in page
+
+
+def test_what_compiles_is_compiled_beforehand_by_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first of its products is measured, and through the same calls."""
+    order: list[str] = []
+
+    def compile_here(self: Compilers, tasks: list[Task], *_: object) -> None:
+        for task in tasks:
+            order.append(f"compiled {task.arguments[0]} {task.arguments[1].format}")
+            assert task.room == 8 * 64 * 64
+            task.function(*task.arguments)
+
+    monkeypatch.setattr(Compilers, "run", compile_here)
+    monkeypatch.setattr(contenders, "_compiled", lambda function: function)
+    peers = ("eager", "inductor", "torchao")
+    bench = LinearBench(CPU, ("chart",), peers, ("int8",), sizes=(64,), repeats=1, copy_gbs=10.0, jobs=2)
+    run(bench, tmp_path, lambda now, *_: order.append(now))
+    assert order == ["compiled inductor int8", "compiled torchao int8", "1 x 64 x 64", "done"]
+
+
+def test_a_run_that_resumes_leaves_out_what_is_there(tmp_path: Path) -> None:
+    def measure(peers: tuple[str, ...], resume: bool) -> set[tuple[str, str]]:
+        bench = LinearBench(CPU, ("chart",), peers, sizes=(64,), repeats=1, copy_gbs=10.0, resume=resume)
+        return {(r.peer, str(r.case["format"])) for r in run(bench, tmp_path, lambda *_: None)}
+
+    first = measure(("fuseline",), True)
+    assert first == {("fuseline", format) for format in ("int8", "int4", "bf16")}
+    second = measure(("fuseline", "eager"), True)
+    assert second == {("eager", format) for format in ("int8", "int4", "bf16")}  # int4: that there is none
+    assert measure(("fuseline", "eager"), True) == set()
+    assert measure(("fuseline", "eager"), False) == first | second
 
 
 def test_unknown_names_are_met_with_the_nearest() -> None:

@@ -6,14 +6,18 @@ Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 
 from fuseline import native
+from fuseline.bench.compiling import MOST_COMPILING, Compilers
+from fuseline.bench.ladder.budget import Budget
+from fuseline.bench.linear import earlier
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
 from fuseline.bench.linear.problems import (
     CHART_SIZES,
@@ -25,6 +29,7 @@ from fuseline.bench.linear.problems import (
     layers,
     place,
 )
+from fuseline.bench.linear.warmup import compile_products
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Environment, Record, append, describe
 from fuseline.records.record import Scalar
@@ -36,6 +41,7 @@ ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
 LEAST_CALLS = 16  # of one graph, whose launch takes as long as a short call
 COMPILED = ("inductor", "torchao")
 COMPILED_ROWS = (1, 8, 32)  # where contenders that compile for each size are measured
+COMPILED_TOGETHER = 24  # problems: so many are measured before more are compiled
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, problems done, and problems in all."""
@@ -43,7 +49,8 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LinearBench:
-    """What to measure, on what. `seconds` stops it after that long, between problems (0: no limit)."""
+    """What to measure, on what. `seconds` stops it after that long, between problems (0: no limit); `resume`
+    leaves out what the file of records has. `jobs` processes compile beforehand."""
 
     device: torch.device
     parts: tuple[str, ...] = PARTS
@@ -55,6 +62,8 @@ class LinearBench:
     seconds: float = 0.0
     copy_gbs: float = field(default=0.0)
     """Copy bandwidth; measured if 0."""
+    jobs: int = 0
+    resume: bool = False
 
     def __post_init__(self) -> None:
         known = (("part", self.parts, PARTS), ("peer", self.peers, PEERS), ("format", self.formats, FORMATS))
@@ -81,26 +90,51 @@ class LinearBench:
 def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     """Measure; records are appended to `<out>/linear.jsonl` problem by problem."""
     native.ready(bench.device.type)
+    budget = Budget(bench.seconds or None)
     copy = bench.copy_gbs or copy_bandwidth_gbs(bench.device)
     environment = describe(bench.device)
+    file = out / f"{SUITE}.jsonl"
     problems = bench.problems()
+    done = earlier.measured(file, environment) if bench.resume else set()
+    wanted = {problem: _wanted(bench, problem, done) for problem in problems}
+    missing = [problem for problem in problems if wanted[problem]]
     records: list[Record] = []
-    begin = time.monotonic()
     dense: dict[tuple[int, int, int], float] = {}
-    for number, problem in enumerate(problems):
-        if bench.seconds and time.monotonic() - begin > bench.seconds:
-            break
-        observe(f"{problem.m} x {problem.k} x {problem.n}", number, len(problems))
-        new = list(_measure(bench, problem, copy, dense, environment))
-        append(out / f"{SUITE}.jsonl", new)
-        records += new
+    with (
+        Compilers(bench.device, bench.jobs) as compilers,
+        torch._inductor.config.patch("autotune_local_cache", False),
+    ):
+        for number, problem in enumerate(missing):
+            if budget.left() <= 0:
+                break
+            at = len(problems) - len(missing) + number
+            if number % COMPILED_TOGETHER == 0:
+                together = missing[number : number + COMPILED_TOGETHER]
+                compiled = [(peer, of) for of in together for peer in wanted[of] if peer in COMPILED]
+                telling = partial(_tell_compiled, observe, at, len(problems))
+                compile_products(compilers, compiled, telling, budget.left() * MOST_COMPILING)
+            observe(f"{problem.m} x {problem.k} x {problem.n}", at, len(problems))
+            new = list(_measure(bench, problem, wanted[problem], copy, dense, environment))
+            append(file, new)
+            records += new
     observe("done", len(problems), len(problems))
     return records
+
+
+def _wanted(bench: LinearBench, problem: Problem, done: set[earlier.Done]) -> list[str]:
+    """Who is to compute `problem`."""
+    peers = (peer for peer in bench.peers if bench.wanted(peer, problem))
+    return [peer for peer in peers if earlier.of(peer, _case(problem)) not in done]
+
+
+def _tell_compiled(observe: Observer, done: int, total: int, number: int, of: int) -> None:
+    observe(f"compiled {number} of {of}", done, total)
 
 
 def _measure(
     bench: LinearBench,
     problem: Problem,
+    peers: Sequence[str],
     copy: float,
     dense: dict[tuple[int, int, int], float],
     environment: Environment,
@@ -110,9 +144,7 @@ def _measure(
     size = problem.m, problem.k, problem.n
     if size not in dense and bench.device.type == "cuda":
         dense[size] = _time(bench, "eager", Problem("", "bf16", *size), x).median
-    for peer in bench.peers:
-        if not bench.wanted(peer, problem):
-            continue
+    for peer in peers:
 
         def record(
             metric: str, value: float | None, summary: Summary | None = None, **more: Scalar

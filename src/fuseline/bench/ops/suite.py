@@ -11,6 +11,7 @@ import torch
 import torch._inductor.config
 
 from fuseline import native
+from fuseline.bench.compiling import MOST_COMPILING
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.bound import Computation, bind_inputs
 from fuseline.bench.ops.captured import empty_kernel_us
@@ -34,7 +35,6 @@ from fuseline.timing import copy_bandwidth_gbs, host_time_us
 
 HOST_ROWS, HOST_LENGTH = 8, 1024
 HOST_CALLS, HOST_RUNS = 100, 6
-MOST_COMPILING = 0.5  # of what is left of the budget: where compiling is slow, something is measured too
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, cases done, and cases in all."""

@@ -1,0 +1,155 @@
+"""Processes that compile what peers compile, before anything is measured.
+
+`torch.compile`, Triton and CuTe DSL compile for every shape, seconds each, and keep what they made in caches
+on disk. Processes that run every case once fill those caches at the rate of the machine's cores, and the
+measuring process then reads them. Which of several kernels is the fastest is left for it to find: clocks of
+processes that share a GPU are not to be believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+BYTES_A_PROCESS = 2**30  # a context and its libraries
+# Nothing compiled for so long, the processes' own imports included, and they are not waited for any more.
+QUIET_SECONDS = 90.0
+MOST_JOBS = 16
+MOST_COMPILING = 0.5  # of what is left of a budget: where compiling is slow, something is measured too
+
+
+@dataclass(frozen=True)
+class Task:
+    """`function(*arguments)` in another process, beside `room` bytes of the device that it needs."""
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+    room: int
+
+
+def default_jobs(device: torch.device) -> int:
+    """One a core but one where there is a GPU; a processor that measures compiles for itself."""
+    return max(1, min(MOST_JOBS, (os.cpu_count() or 1) - 1)) if device.type == "cuda" else 0
+
+
+class Compilers:
+    """Worker processes that idle between calls of `run`. Without jobs, nothing is done beforehand."""
+
+    def __init__(self, device: torch.device, jobs: int) -> None:
+        self.device = device
+        self._jobs = jobs
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(
+        self, tasks: Sequence[Task], observe: Callable[[int, int], None], within: float = math.inf
+    ) -> None:
+        """All of `tasks`, in order. What fails here fails again where it is measured, and is told there.
+        After `within` seconds no more are begun: the measuring process compiles the rest, and everything
+        from then on if the processes stop answering."""
+        if not self._jobs or len(tasks) < 2:
+            return
+        waiting = deque(tasks)
+        free: float = math.inf
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process keeps of earlier cases, the others need
+            free = torch.cuda.mem_get_info(self.device)[0]
+        running: dict[Future[None], int] = {}
+        done, total = 0, len(waiting)
+        deadline = time.monotonic() + within
+        try:
+            pool = self._started()
+            while waiting or running:
+                if time.monotonic() > deadline:
+                    waiting.clear()
+                while waiting and len(running) < self._jobs:
+                    task = waiting[0]
+                    room = task.room + BYTES_A_PROCESS
+                    if room <= free:
+                        running[pool.submit(task.function, *task.arguments)] = room
+                        free -= room
+                    elif running:
+                        break  # until another has given back its memory
+                    else:
+                        done += 1  # more than there is: left to the measuring process
+                    waiting.popleft()
+                if running:
+                    finished, _ = wait(running, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
+                    if not finished:
+                        self._give_up()
+                        return
+                    for future in finished:
+                        free += running.pop(future)
+                        done += 1
+                        observe(done, total)
+        except BrokenProcessPool:
+            self._pool = None  # one of them was killed: the next call starts others
+
+    def _give_up(self) -> None:
+        """End processes that may never end by themselves; nothing is compiled beforehand any more."""
+        self._jobs, pool, self._pool = 0, self._pool, None
+        for process in multiprocessing.active_children():
+            process.kill()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, mp_context=spawn, initializer=begin)
+        return self._pool
+
+
+@contextlib.contextmanager
+def one_task(device: torch.device) -> Iterator[None]:
+    """Around what a task does: it fails in silence, and leaves nothing of its own on the device."""
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch("autotune_local_cache", False),
+        # A compiler's own exceptions do not always survive the way to another process, and a pool whose
+        # answer cannot be read is broken. The failure is told where the case is measured.
+        contextlib.suppress(Exception),
+    ):
+        yield
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def begin() -> None:
+    """Of each process, before its first task. One core each: the processes are the parallelism."""
+    import torch._inductor.config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    # All of a kernel's configurations are compiled, none is timed: on a GPU that all of the processes share
+    # that would be most of what they do, and it is not kept.
+    CachingAutotuner.bench = _untimed  # type: ignore[method-assign]
+
+
+def _untimed(*_: object, **__: object) -> float:
+    return 0.0

@@ -1,0 +1,26 @@
+"""What an earlier run into the same folder measured already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fuseline.records import Environment, read
+from fuseline.records.record import Scalar
+
+Done = tuple[str, frozenset[tuple[str, Scalar]]]
+"""A contender, and the case that it computed or refused."""
+
+
+def measured(file: Path, environment: Environment) -> set[Done]:
+    """By runs with the same GPU, torch and commit."""
+    same = environment.device, environment.torch, environment.commit
+    return {
+        of(record.peer, record.case)
+        for record in (read(file) if file.exists() else ())
+        if record.metric in ("time_us", "skipped") and (record.device, record.torch, record.commit) == same
+    }
+
+
+def of(peer: str, case: Mapping[str, Scalar]) -> Done:
+    return peer, frozenset((name, value) for name, value in case.items() if name != "reason")

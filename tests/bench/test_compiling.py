@@ -1,0 +1,117 @@
+"""Processes that compile beforehand: how many tasks at once, for how long, and what if they hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from fuseline.bench import compiling as module
+from fuseline.bench.compiling import Compilers, Task, default_jobs, one_task
+
+CPU = torch.device("cpu")
+
+
+class Pool:
+    """Runs what is submitted at once, and notes it; 32 fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.done: list[int] = []
+
+    def submit(self, function: object, n: int) -> Future[None]:
+        self.done.append(n)
+        future: Future[None] = Future()
+        future.set_exception(RuntimeError("cannot")) if n == 32 else future.set_result(None)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
+    made: list[Pool] = []
+
+    def make(*arguments: object, **options: object) -> Pool:
+        made.append(Pool(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", make)
+    return made
+
+
+def tasks(*numbers: int, room: int = 0) -> Sequence[Task]:
+    return [Task(lambda n: None, (n,), room) for n in numbers]
+
+
+def test_the_processes_are_kept_and_a_failure_stops_nothing(pools: list[Pool]) -> None:
+    told: list[tuple[int, int]] = []
+    with Compilers(CPU, jobs=2) as compilers:
+        compilers.run(tasks(16, 32, 64), lambda done, total: told.append((done, total)))
+        compilers.run(tasks(128, 256), lambda *_: None)
+    (pool,) = pools
+    assert pool.done == [16, 32, 64, 128, 256]
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_as_many_at_once_as_the_memory_holds(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 GiB each with the process's own, on a GPU with 7 GiB left; one of 33 GiB is left out."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
+    at_once: list[int] = []
+
+    def finish(
+        running: dict[Future[None], int], **_: object
+    ) -> tuple[list[Future[None]], list[Future[None]]]:
+        at_once.append(len(running))
+        return list(running)[:1], list(running)[1:]
+
+    monkeypatch.setattr(module, "wait", finish)
+    told: list[tuple[int, int]] = []
+    with Compilers(torch.device("cuda"), jobs=8) as compilers:
+        given = [*tasks(1, 2, 3, room=2 * 2**30), *tasks(4, room=32 * 2**30)]
+        compilers.run(given, lambda done, total: told.append((done, total)))
+    assert at_once == [2, 2, 1]
+    assert pools[0].done == [1, 2, 3]
+    assert told == [(1, 4), (2, 4), (3, 4)]
+
+
+def test_after_its_seconds_no_more_are_begun(pools: list[Pool]) -> None:
+    told: list[tuple[int, int]] = []
+    with Compilers(CPU, jobs=2) as compilers:
+        compilers.run(tasks(1, 2, 3), lambda done, total: told.append((done, total)), within=-1)
+        compilers.run(tasks(1, 2), lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_processes_that_do_not_answer_are_ended_and_asked_nothing_more(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "wait", lambda running, **_: (set(), set(running)))
+    with Compilers(CPU, jobs=2) as compilers:
+        for _ in range(2):
+            compilers.run(tasks(1, 2, 3), lambda *_: pytest.fail("none was compiled"))
+    assert [pool.done for pool in pools] == [[1, 2]]
+
+
+def test_nothing_is_started_for_less_than_two_tasks_or_without_jobs(pools: list[Pool]) -> None:
+    with Compilers(CPU, jobs=2) as compilers:
+        compilers.run(tasks(1), lambda *_: None)
+    with Compilers(CPU, jobs=0) as compilers:
+        compilers.run(tasks(1, 2), lambda *_: None)
+    assert pools == []
+
+
+def test_jobs_are_the_cores_but_one_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 6)
+    assert (default_jobs(torch.device("cuda")), default_jobs(CPU)) == (5, 0)
+
+
+def test_a_task_fails_in_silence() -> None:
+    reached: list[Any] = []
+    with one_task(CPU):
+        reached.append(1)
+        raise RuntimeError("told where it is measured")
+    assert reached == [1]
