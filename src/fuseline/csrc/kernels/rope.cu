@@ -38,8 +38,41 @@ struct Rope {
   bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
   Divisor units, inner, middle;        // units are accesses in a head
   float sign;                          // -1 turns back
-  uint64_t turns[kMostPairs];          // of a pair for one position, times 2^64
+  bool angles_first;
 };
+struct alignas(16) RopeTable : Rope {
+  alignas(16) uint64_t turns[kMostPairs];          // of a pair for one position, times 2^64
+};
+struct RopeWindow : RopeTable {};
+struct RopeSplit : Rope {
+  uint64_t coarse[kMostPairs / 8];  // of pair 8 k for one position, times 2^65
+  uint64_t fine[8];                 // the factor from there to pair 8 k + i, times 2^63
+};
+
+template <int kCount>
+__device__ __forceinline__ void turns_of_pairs(const RopeTable& a, uint32_t pair, uint64_t (&turns)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) turns[i] = a.turns[pair + i];
+}
+template <int kCount>
+__device__ __forceinline__ void turns_of_pairs(const RopeWindow& a, uint32_t pair, uint64_t (&turns)[kCount]) {
+  const uint64_t* at = a.turns + pair;
+  if constexpr (kCount == 1) {
+    asm volatile("ld.u64 %0, [%1];" : "=l"(turns[0]) : "l"(at));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      asm volatile("ld.v2.u64 {%0, %1}, [%2];" : "=l"(turns[i]), "=l"(turns[i + 1]) : "l"(at + i));
+    }
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void turns_of_pairs(const RopeSplit& a, uint32_t pair, uint64_t (&turns)[kCount]) {
+  const uint64_t coarse = a.coarse[pair / 8];
+  const uint32_t from = kCount == 8 ? 0 : pair % 8;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) turns[i] = __umul64hi(coarse, a.fine[from + i]);
+}
 
 constexpr int kHeads = 4;
 
@@ -64,27 +97,33 @@ template <int kWide, bool kInterleaved>
 constexpr int kAngles = kInterleaved && kWide > 1 ? kWide / 2 : kWide;
 
 // The angles of pairs `pair`, + 1, ..
-template <int kCount>
-__device__ __forceinline__ void angles(const Rope& a, int64_t position, uint32_t pair, float (&cosine)[kCount],
-                                       float (&sine)[kCount]) {
-  if (a.cos == nullptr) {
+template <int kCount, class Arguments>
+__device__ __forceinline__ void computed_angles(const Arguments& a, int64_t position, uint32_t pair,
+                                                float (&cosine)[kCount], float (&sine)[kCount]) {
+  uint64_t turns[kCount];
+  turns_of_pairs(a, pair, turns);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float2 at = cos_sin(uint64_t(position) * a.turns[pair + i]);
-      cosine[i] = at.x, sine[i] = at.y;
-    }
-  } else if (position < 0 || position >= a.table_rows) {
+  for (int i = 0; i < kCount; ++i) {
+    const float2 at = cos_sin(uint64_t(position) * turns[i]);
+    cosine[i] = at.x, sine[i] = a.sign * at.y;
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void angles_of_table(const Rope& a, int64_t position, uint32_t pair, float (&cosine)[kCount],
+                                                float (&sine)[kCount]) {
+  if (position < 0 || position >= a.table_rows) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) cosine[i] = sine[i] = __int_as_float(0x7fffffff);
+    return;
+  }
+  const float* cos = a.cos + position * a.pairs + pair;
+  const float* sin = a.sin + position * a.pairs + pair;
+  if constexpr (kCount == 1) {
+    cosine[0] = __ldg(cos), sine[0] = __ldg(sin);
   } else {
-    const float* cos = a.cos + position * a.pairs + pair;
-    const float* sin = a.sin + position * a.pairs + pair;
-    if constexpr (kCount == 1) {
-      cosine[0] = __ldg(cos), sine[0] = __ldg(sin);
-    } else {
-      load_reused<float>(cos, cosine);
-      load_reused<float>(sin, sine);
-    }
+    load_reused<float>(cos, cosine);
+    load_reused<float>(sin, sine);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sine[i] *= a.sign;
@@ -100,22 +139,34 @@ __device__ __forceinline__ Raw<T, kWide> load_shared(const T* at) {
   }
 }
 
-template <class T, int kWide, bool kInterleaved>
-__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Rope a) {
-  let_next_start();
-  wait_for_earlier();
+template <class T, int kWide, bool kInterleaved, class Arguments>
+__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Arguments a) {
   constexpr bool kInside = kInterleaved && kWide > 1;  // partners are in the same vector
-  const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
+  let_next_start();
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t group = a.units.divide(thread);
   if (group >= a.groups) return;
   const uint32_t at = (thread - group * a.units.value) * kWide;
   const uint32_t outer = a.inner.divide(group), in = group - outer * a.inner.value;
   const uint32_t batch = a.middle.divide(outer), middle = outer - batch * a.middle.value;
   const uint32_t token = a.tokens_inside ? in : middle, head = a.tokens_inside ? middle : in;
-  const T* x = static_cast<const T*>(a.x) + batch * a.x_strides[0] + head * a.x_strides[1] + token * a.x_strides[2] + at;
-  T* y = static_cast<T*>(a.y) + batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2] + at;
+  int64_t from = batch * a.x_strides[0] + head * a.x_strides[1] + token * a.x_strides[2] + at;
+  int64_t to = batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2] + at;
   const int64_t x_step = a.head_step * a.x_strides[1], y_step = a.head_step * a.y_strides[1];
+  // The second element of a pair turns by the same angle, and takes the other's part with the other sign.
+  const bool second = kInterleaved ? at % 2 == 1 : at >= a.pairs;
+  const uint32_t pair = kInterleaved ? at / 2 : second ? at - a.pairs : at;
+  float cosine[kAngles<kWide, kInterleaved>], sine[kAngles<kWide, kInterleaved>];
+  make_ready(from), make_ready(to);
+  if (a.angles_first && at < 2 * a.pairs) {
+    computed_angles(a, int64_t(token), pair, cosine, sine);
+#pragma unroll
+    for (int i = 0; i < kAngles<kWide, kInterleaved>; ++i) make_ready(cosine[i]), make_ready(sine[i]);
+  }
+  wait_for_earlier();
 
+  const T* const x = static_cast<const T*>(a.x) + from;
+  T* const y = static_cast<T*>(a.y) + to;
   Raw<T, kWide> raw[kHeads];
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
@@ -129,8 +180,6 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
     return;
   }
 
-  // The second element of a pair turns by the same angle, and takes the other's part with the other sign.
-  const bool second = kInterleaved ? at % 2 == 1 : at >= a.pairs;
   Raw<T, kWide> partner[kHeads];
   if constexpr (!kInside) {
     const int64_t apart = kInterleaved ? 1 : int64_t(a.pairs);
@@ -140,9 +189,14 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
       partner[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step + (second ? -apart : apart));
     }
   }
-  const int64_t position = a.positions ? __ldg(a.positions + batch * a.positions_stride + token) : int64_t(token);
-  float cosine[kAngles<kWide, kInterleaved>], sine[kAngles<kWide, kInterleaved>];
-  angles(a, position, kInterleaved ? at / 2 : second ? at - a.pairs : at, cosine, sine);
+  if (!a.angles_first) {
+    const int64_t position = a.positions ? __ldg(a.positions + batch * a.positions_stride + token) : int64_t(token);
+    if (a.cos) {
+      angles_of_table(a, position, pair, cosine, sine);
+    } else {
+      computed_angles(a, position, pair, cosine, sine);
+    }
+  }
   if constexpr (!kInside) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) sine[i] = second ? sine[i] : -sine[i];
@@ -185,33 +239,70 @@ const uint64_t* turns_of(double base, int64_t rotary) {
   return kept;
 }
 
+void fill(RopeTable& a, double base, int64_t rotary) { std::copy_n(turns_of(base, rotary), rotary / 2, a.turns); }
+
+void fill(RopeSplit& a, double base, int64_t rotary) {
+  static thread_local double kept_base = 0;
+  static thread_local int64_t kept_rotary = 0;
+  static thread_local uint64_t coarse[kMostPairs / 8], fine[8];
+  if (base != kept_base || rotary != kept_rotary) {
+    constexpr long double kTurn = 6.283185307179586476925286766559L;
+    const auto power = [&](int64_t pair) { return std::pow(static_cast<long double>(base), -2.0L * pair / rotary); };
+    for (int64_t i = 0; i < kMostPairs / 8; ++i) coarse[i] = uint64_t(std::ldexp(power(8 * i) / kTurn, 65));
+    for (int64_t i = 0; i < 8; ++i) fine[i] = uint64_t(std::ldexp(power(i), 63));
+    kept_base = base, kept_rotary = rotary;
+  }
+  std::copy_n(coarse, kMostPairs / 8, a.coarse);
+  std::copy_n(fine, 8, a.fine);
+}
+
+template <class T, int kWide, class Arguments>
+int run_with(const Rope& given, double base, int64_t rotary, int64_t threads, bool interleaved, const Device& device,
+             void* stream) {
+  Arguments a{};
+  static_cast<Rope&>(a) = given;
+  if (!a.cos) fill(a, base, rotary);
+  const int block = block_for(threads, device);
+  // Angles that hang on no earlier kernel are ready before it has ended, where all threads run at once.
+  const int first = trial("R_FIRST", -1);
+  a.angles_first = !a.cos && !a.positions && (first < 0 ? threads <= int64_t(device.processors) * 768 : first > 0);
+  void (*const kernel)(Arguments) =
+      interleaved ? rope<T, kWide, true, Arguments> : rope<T, kWide, false, Arguments>;
+  return launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
+}
+
 template <class T, int kWide>
-int run_wide(Rope& a, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
+int run_wide(Rope& a, double base, int64_t B, int64_t T_, int64_t D, int64_t rotary, bool interleaved, void* stream) {
   a.units = Divisor(uint32_t(D / kWide));
   a.head_step = uint32_t(divide_up(a.heads, kHeads));
   // Tokens of a head lie side by side where their stride is the smaller one.
   a.tokens_inside = a.x_strides[2] <= a.x_strides[1];
   a.inner = Divisor(a.tokens_inside ? uint32_t(T_) : a.head_step);
   a.middle = Divisor(a.tokens_inside ? a.head_step : uint32_t(T_));
-  const int64_t groups = B * T_ * a.head_step;
-  const int64_t blocks = divide_up(groups * a.units.value, kElementwiseBlock);
-  if (blocks > (int64_t(1) << 24)) return int(cudaErrorInvalidConfiguration);
+  const int64_t groups = B * T_ * a.head_step, threads = groups * a.units.value;
+  if (divide_up(threads, kElementwiseBlock) > (int64_t(1) << 24)) return int(cudaErrorInvalidConfiguration);
   a.groups = uint32_t(groups);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  void (*const kernel)(Rope) = interleaved ? rope<T, kWide, true> : rope<T, kWide, false>;
-  return launch(kernel, a, blocks, dim3(kElementwiseBlock), 0, 1, stream, device.clusters);
+  if constexpr (kWide > 1 && std::is_same_v<T, __nv_bfloat16>) {
+    switch (trial("R_TURNS", 2)) {
+      case 0: return run_with<T, kWide, RopeTable>(a, base, rotary, threads, interleaved, device, stream);
+      case 1: return run_with<T, kWide, RopeWindow>(a, base, rotary, threads, interleaved, device, stream);
+      default: break;
+    }
+  }
+  return run_with<T, kWide, RopeSplit>(a, base, rotary, threads, interleaved, device, stream);
 }
 
 template <class T>
-int run(Rope& a, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
+int run(Rope& a, double base, int64_t B, int64_t T_, int64_t D, int64_t rotary, bool interleaved, void* stream) {
   constexpr int kSize = kVector<T>;
   bool vectors = a.pairs % kSize == 0 && D % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0 &&
                  offset_in_vector(a.cos) == 0 && offset_in_vector(a.sin) == 0;
   for (int i = 0; i < 3; ++i) vectors = vectors && a.x_strides[i] % kSize == 0 && a.y_strides[i] % kSize == 0;
-  if (vectors) return run_wide<T, kSize>(a, B, T_, D, interleaved, stream);
-  return run_wide<T, 1>(a, B, T_, D, interleaved, stream);
+  if (vectors) return run_wide<T, kSize>(a, base, B, T_, D, rotary, interleaved, stream);
+  return run_wide<T, 1>(a, base, B, T_, D, rotary, interleaved, stream);
 }
 
 }  // namespace
@@ -231,6 +322,7 @@ int fuseline_rope(const void* x, void* y, const int64_t x_strides[3], const int6
   std::copy_n(y_strides, 3, a.y_strides);
   a.positions = positions, a.positions_stride = positions_stride;
   a.heads = uint32_t(H), a.pairs = uint32_t(rotary / 2), a.sign = backward ? -1.f : 1.f;
-  if (!cos) std::copy_n(turns_of(base, rotary), rotary / 2, a.turns);
-  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, B, T, D, interleaved != 0, stream); });
+  return with_dtype(dtype, [&](auto type) {
+    return run<decltype(type)>(a, base, B, T, D, rotary, interleaved != 0, stream);
+  });
 }

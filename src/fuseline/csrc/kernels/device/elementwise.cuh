@@ -11,9 +11,17 @@
 #include "overlap.cuh"
 #include "weights.cuh"
 
+#include <cstdlib>
+
 namespace fuseline {
 
 constexpr int kElementwiseBlock = 256;
+constexpr int kLeastBlock = 64;
+
+inline int trial(const char* name, int otherwise) {
+  const char* given = std::getenv(name);
+  return given && *given ? std::atoi(given) : otherwise;
+}
 
 // Division by a constant of the launch: one multiplication (Granlund and Montgomery 1994, figure 4.1, N = 32).
 struct Divisor {
@@ -56,8 +64,12 @@ inline Walk plan_walk(int64_t elements, int64_t row_elements, int wide, int rows
   return walk;
 }
 
-inline int64_t grid_for(const Walk& walk) {
-  return divide_up(walk.groups * walk.positions.value, kElementwiseBlock);
+// Threads of a block: fewer where so many multiprocessors would otherwise be without one.
+inline int block_for(int64_t threads, const Device& device) {
+  int block = trial("R_BLOCK", kElementwiseBlock);
+  const int least = trial("R_LEAST", kLeastBlock);
+  while (block > least && 2 * divide_up(threads, block) <= device.processors) block /= 2;
+  return block;
 }
 
 // A flat tensor as rows of one block's width.
@@ -137,16 +149,34 @@ struct Streams {
 template <class F, int kWide>
 constexpr int kRowsOf = kWide > 1 ? F::kRows : 8;
 
+template <int kHint>
+__device__ __forceinline__ uint4 load_hinted(const void* at) {
+  uint4 raw;
+  if constexpr (kHint == 1) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w) : "l"(at));
+  } else {
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w) : "l"(at));
+  }
+  return raw;
+}
+
+template <class F, int kCount>
+struct WithRows : F {
+  static constexpr int kRows = kCount;
+};
+
 // F::apply(in, bias, out) of every element. F has kIn, kOut and kRows.
-template <class F, class T, int kWide>
-__global__ void __launch_bounds__(kElementwiseBlock, 4) elementwise(const Streams<F::kIn, F::kOut> a) {
-  let_next_start();
-  wait_for_earlier();
+template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4>
+__global__ void __launch_bounds__(kElementwiseBlock, kBlocks) elementwise(const Streams<F::kIn, F::kOut> a) {
   constexpr int kRows = kRowsOf<F, kWide>;
-  const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
+  let_next_start();
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t group = a.walk.positions.divide(thread);
-  const int64_t first = int64_t(thread - group * a.walk.positions.value) * kWide;
-  const int64_t row = int64_t(group) * a.walk.row_factor;
+  int64_t first = int64_t(thread - group * a.walk.positions.value) * kWide;
+  int64_t row = int64_t(group) * a.walk.row_factor;
+  make_ready(first), make_ready(row);
+  wait_for_earlier();
 
   Raw<T, kWide> raw[kRows][F::kIn];
   const int64_t end = row * a.walk.row_elements + first + kWide;
@@ -156,7 +186,11 @@ __global__ void __launch_bounds__(kElementwiseBlock, 4) elementwise(const Stream
 #pragma unroll
     for (int s = 0; s < F::kIn; ++s) {
       const T* in = static_cast<const T*>(a.in[s]) + row * a.in_stride[s] + first;
-      raw[u][s] = load_wide<T, kWide>(in + u * a.in_step[s]);
+      if constexpr (kHint == 0 || kHint == 2) {
+        raw[u][s] = load_wide<T, kWide>(in + u * a.in_step[s]);
+      } else {
+        raw[u][s] = load_hinted<kHint>(in + u * a.in_step[s]);
+      }
     }
   }
   float bias[kWide];
@@ -179,7 +213,11 @@ __global__ void __launch_bounds__(kElementwiseBlock, 4) elementwise(const Stream
 #pragma unroll
     for (int s = 0; s < F::kOut; ++s) {
       T* const to = static_cast<T*>(a.out[s]) + row * a.out_stride[s] + first;
-      if (a.out[s]) store_wide<T, kWide>(to + u * a.out_step[s], out[s]);
+      if constexpr (kHint == 2) {
+        if (a.out[s]) __stcs(reinterpret_cast<uint4*>(to + u * a.out_step[s]), pack<T>(out[s]));
+      } else {
+        if (a.out[s]) store_wide<T, kWide>(to + u * a.out_step[s], out[s]);
+      }
     }
   }
 
@@ -212,14 +250,37 @@ bool in_vectors(const Streams<kIn, kOut>& a) {
   return all;
 }
 
-template <class F, class T, int kWide>
-int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device,
-                    void* stream) {
+template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4>
+int run_one(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device, void* stream) {
   a.walk = plan_walk(elements, row_elements, kWide, kRowsOf<F, kWide>, device);
   for (int s = 0; s < F::kIn; ++s) a.in_step[s] = a.in_stride[s] * a.walk.row_step;
   for (int s = 0; s < F::kOut; ++s) a.out_step[s] = a.out_stride[s] * a.walk.row_step;
-  return launch(elementwise<F, T, kWide>, a, grid_for(a.walk), dim3(kElementwiseBlock), 0, 1, stream,
-                device.clusters);
+  const int64_t threads = a.walk.groups * a.walk.positions.value;
+  const int block = block_for(threads, device);
+  return launch(elementwise<F, T, kWide, kHint, kBlocks>, a, divide_up(threads, block), dim3(unsigned(block)),
+                size_t(trial("R_SHARED", 0)), 1, stream, device.clusters);
+}
+
+template <class F, class T, int kWide>
+int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device,
+                    void* stream) {
+  if constexpr (kWide > 1 && std::is_same_v<T, __nv_bfloat16>) {
+    switch (trial("R_WALK", 0)) {  // rows, hint, blocks
+      case 104: return run_one<WithRows<F, 1>, T, kWide, 0, 4>(a, elements, row_elements, device, stream);
+      case 106: return run_one<WithRows<F, 1>, T, kWide, 0, 6>(a, elements, row_elements, device, stream);
+      case 114: return run_one<WithRows<F, 1>, T, kWide, 1, 4>(a, elements, row_elements, device, stream);
+      case 124: return run_one<WithRows<F, 1>, T, kWide, 2, 4>(a, elements, row_elements, device, stream);
+      case 134: return run_one<WithRows<F, 1>, T, kWide, 3, 4>(a, elements, row_elements, device, stream);
+      case 204: return run_one<WithRows<F, 2>, T, kWide, 0, 4>(a, elements, row_elements, device, stream);
+      case 214: return run_one<WithRows<F, 2>, T, kWide, 1, 4>(a, elements, row_elements, device, stream);
+      case 224: return run_one<WithRows<F, 2>, T, kWide, 2, 4>(a, elements, row_elements, device, stream);
+      case 234: return run_one<WithRows<F, 2>, T, kWide, 3, 4>(a, elements, row_elements, device, stream);
+      case 403: return run_one<WithRows<F, 4>, T, kWide, 0, 3>(a, elements, row_elements, device, stream);
+      case 423: return run_one<WithRows<F, 4>, T, kWide, 2, 3>(a, elements, row_elements, device, stream);
+      default: break;
+    }
+  }
+  return run_one<F, T, kWide>(a, elements, row_elements, device, stream);
 }
 
 }  // namespace fuseline
