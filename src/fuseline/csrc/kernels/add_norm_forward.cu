@@ -2,6 +2,8 @@
 // add_norm_forward_masked.cu), bulk copies (add_norm_forward_copied.cu) where nothing is dropped or added besides, else the
 // kernel of add_norm_forward_ring.cu, and for rows that none takes those of device/norm_forward_rows.cuh and
 // norm_forward_long.cuh with a sum.
+#include <cstdlib>
+
 #include "device/norm_forward_launch.cuh"
 
 namespace fuseline {
@@ -10,6 +12,9 @@ int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device&
   int error = 0;
   const bool same = dtype == y_dtype;
   if (same && add_norm_forward_held(a, dtype, device, stream, error)) return error;
+  const char* const trial = std::getenv("FUSELINE_B_FW");  // trial: rows from this length on come in bulk copies
+  const bool copied_first = trial && a.n >= std::atoll(trial);
+  if (same && copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
   if (same && add_norm_forward_masked(a, dtype, device, stream, error)) return error;
   if (same && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
   if (add_norm_forward_ring(a, dtype, y_dtype, device, stream, error)) return error;

@@ -1,5 +1,5 @@
-// The forward of norms of residual + x, without a bias or a mask, whose rows come to shared memory in bulk copies (sm_90), for
-// tensors of one dtype: long rows, and short rows at odd addresses.
+// The forward of norms of residual + dropout(x + x_bias), whose rows come to shared memory in bulk copies (sm_90), for tensors of
+// one dtype: long rows, and short rows at odd addresses.
 #include "device/norm_forward_copied.cuh"
 
 namespace fuseline {
@@ -7,8 +7,10 @@ namespace fuseline {
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error) {
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
     int failed = 0;
-    taken = run_copied<decltype(type), true>(a, device, stream, failed);
+    taken = a.x_bias || a.dropout.seed ? run_copied<T, true, true>(a, device, stream, failed)
+                                       : run_copied<T, true>(a, device, stream, failed);
     return failed;
   });
   return taken || error;

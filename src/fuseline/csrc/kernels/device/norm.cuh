@@ -112,6 +112,9 @@ int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int 
 int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
+// That of all families for the longest rows; false for rows that it does not take.
+bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+
 // That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
 constexpr int64_t kMostFewRows = 512;
 constexpr int kMostFewClusters = 8;

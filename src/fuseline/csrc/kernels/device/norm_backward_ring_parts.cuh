@@ -1,6 +1,7 @@
 // What norm_backward_ring.cuh has of a row and of its columns: parts of rows in shared memory, weights, masks, sums.
 #pragma once
 
+#include "kept.cuh"
 #include "norm_backward_rows.cuh"
 #include "waiting.cuh"
 
@@ -92,24 +93,6 @@ struct RingWeights {
     }
   }
 };
-
-// Which elements of a thread's slots a dropout keeps, a bit each; `first` is a multiple of 4.
-template <int kSize, int kSlots>
-__device__ __forceinline__ uint32_t kept_of_slots(const Dropout& dropout, uint64_t seed, int64_t first, int step) {
-  uint32_t kept = 0;
-#pragma unroll
-  for (int k = 0; k < kSlots; ++k) {
-#pragma unroll
-    for (int i = 0; i < kSize; i += 4) {
-      const uint4 words = philox_uniform(seed, uint64_t(first + k * step + i) / 4);
-      const uint32_t four = (words.x >= dropout.threshold ? 1u : 0u) | (words.y >= dropout.threshold ? 2u : 0u) |
-                            (words.z >= dropout.threshold ? 4u : 0u) | (words.w >= dropout.threshold ? 8u : 0u);
-      kept |= four << (k * kSize + i);
-    }
-  }
-  make_ready(kept);
-  return kept;
-}
 
 // A cluster's or block's partial sums of one kind, of which this thread has those of column(slot, i). Those of several
 // groups are added up in shared memory, in fp64.

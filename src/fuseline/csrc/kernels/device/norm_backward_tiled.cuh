@@ -8,6 +8,9 @@
 // warp has a ring of tiles of its own: some are on their way while one is computed in place and the one before leaves.
 #pragma once
 
+#include <cstdlib>
+
+#include "kept.cuh"
 #include "norm_backward_rows.cuh"
 #include "norm_sums.cuh"
 #include "waiting.cuh"
@@ -18,7 +21,7 @@ constexpr int kTileTurns = 4;
 constexpr int kMostTileStages = 4, kLeastTileStages = 3;
 constexpr int kLongestOddRow = 16;  // in threads: eight rows and more are a tile
 
-template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, bool kVectorsOfRow>
+template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, bool kVectorsOfRow, bool kMaskAhead = false>
 struct TileKind {
   using X = XType;
   using Y = YType;
@@ -26,6 +29,7 @@ struct TileKind {
   static constexpr bool kVectors = kVectorsOfRow;  // rows are whole ones
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kThreads = kAdded ? 384 : 512;
+  static constexpr bool kAhead = kMaskAhead && kVectors && kAdded;  // a tile's mask is there before the tile
 
   // Bytes of a tile of one tensor.
   template <class T>
@@ -160,6 +164,11 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     Y* const grad_tile = reinterpret_cast<Y*>(parts + grad_y_at);
     const X* const sum_tile = reinterpret_cast<const X*>(parts + grad_sum_at);
     const int count = count_of(tile);
+    [[maybe_unused]] uint32_t kept = 0;
+    if constexpr (Kind::kAhead) {
+      const int64_t at = tile * rows_of_tile * n + aside * n + first;
+      if (a.dropout.seed) kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, at, beside * n);
+    }
     barrier_wait(&arrived[stage][warp], parity);
     constexpr int kRows = 2;  // at a time
 #pragma unroll
@@ -194,7 +203,14 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
         if constexpr (kAdded) {
           if (a.dropout.seed) {
             float multipliers[kSize];
-            dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
+            if constexpr (Kind::kAhead) {
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) {
+                multipliers[i] = kept >> ((pair + r) * kSize + i) & 1 ? a.dropout.scale : 0.f;
+              }
+            } else {
+              dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
+            }
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[r][i] *= multipliers[i];
           }
@@ -238,8 +254,8 @@ struct TilePlan {
 
 template <class X, class Y, int kSums, bool kCentred>
 struct TileFamily {
-  template <bool kVectors>
-  using Kind = TileKind<X, Y, kSums, kCentred, kVectors>;
+  template <bool kVectors, bool kMaskAhead = false>
+  using Kind = TileKind<X, Y, kSums, kCentred, kVectors, kMaskAhead>;
 
   static TilePlan plan(int64_t rows, int64_t n, const Device& device) {
     constexpr int kSize = Kind<true>::kSize, kMostWarps = Kind<true>::kThreads / kWarp;
@@ -269,7 +285,12 @@ struct TileFamily {
     }
     a.stages = plan.stages;
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
-    const auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
+    auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
+    if constexpr (kSums == kSumsOfAddedNorm && sizeof(X) == sizeof(Y)) {
+      if (std::getenv("FUSELINE_B_AHEAD") && a.n % Kind<true>::kSize == 0 && a.dropout.seed) {
+        kernel = norm_backward_tiled<Kind<true, true>>;  // trial
+      }
+    }
     int count = 0;
     const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
     error = int(found);

@@ -62,7 +62,7 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   return plan;
 }
 
-template <class T, bool kAdded>
+template <class T, bool kAdded, bool kMasked>
 bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
@@ -70,7 +70,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   const FetchedPlan plan =
       plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, most, device);
   if (plan.warps == 0) return false;
-  auto kernel = norm_forward_fetched<T, kAdded>;
+  auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
     if (plan.light) kernel = norm_forward_fetched<T, false, true>;
   }
@@ -83,7 +83,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
   if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
-    return cudaGetLastError(), run_fetched<T, kAdded>(a, kMaxCluster, device, stream, error);
+    return cudaGetLastError(), run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error);
   }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
@@ -93,17 +93,18 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   return true;
 }
 
-template <class T, bool kAdded>
+template <class T, bool kAdded, bool kMasked>
 bool run_tiled(const NormForward& a, int offsets, const Device& device, void* stream, int& error) {
-  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
+  Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
   if (plan.threads == 0) return false;
-  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded>, TiledNorm{a, plan.rows}, plan, device, stream, true);
+  if (kMasked) plan.bytes += size_t(divide_up(plan.rows * a.n, 4));
+  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, plan, device, stream, true);
   return true;
 }
 
-template <class T, bool kAdded>
+template <class T, bool kAdded, bool kMasked = false>
 bool run_copied(const NormForward& a, const Device& device, void* stream, int& error) {
-  if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed))) return false;
+  if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
   const int offset = offset_in_vector(a.x);
   int offsets = 0;  // all together
   for (const void* tensor : {a.x, static_cast<const void*>(a.y), kAdded ? a.residual : a.x,
@@ -112,9 +113,11 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
     offsets += offset;
   }
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
-  if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded>(a, offsets, device, stream, error);
-  if (offset_in_vector(a.weight) != 0 || offset_in_vector(a.bias) != 0) return false;
-  return run_fetched<T, kAdded>(a, kMostBlocks, device, stream, error);
+  if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded, kMasked>(a, offsets, device, stream, error);
+  for (const void* weights : {a.weight, a.bias, kMasked ? a.x_bias : nullptr}) {
+    if (offset_in_vector(weights) != 0) return false;
+  }
+  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error);
 }
 
 }  // namespace fuseline

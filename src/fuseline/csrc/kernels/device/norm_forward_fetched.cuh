@@ -8,6 +8,7 @@
 // elements, with weights shifted, this read 0.62 of the copy bandwidth, norm_forward_long.cuh 0.65.
 #pragma once
 
+#include "kept.cuh"
 #include "norm_states.cuh"
 #include "waiting.cuh"
 
@@ -25,7 +26,7 @@ struct FetchedBarriers {
 
 // kLight: of weights of rows' dtype and no more warps a row than one has lanes, with registers for more blocks a
 // multiprocessor.
-template <class T, bool kAdded, bool kLight = false>
+template <class T, bool kAdded, bool kLight = false, bool kMasked = false>
 __global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
     norm_forward_fetched(const FetchedNorm given) {
 #if __CUDA_ARCH__ >= 900
@@ -81,13 +82,29 @@ __global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
       if (a.bias) bias[k] = __ldg(static_cast<const uint4*>(a.bias) + part.first + slot);
     }
   };
-  take_weights(0);
+  if constexpr (!kMasked) take_weights(0);
+  [[maybe_unused]] const uint64_t seed = kMasked && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  [[maybe_unused]] const float scale = kMasked && a.dropout.seed ? a.dropout.scale : 1.f;
 
   const auto inverse_of = [](int count) { return kLight ? __fdividef(1.f, float(count)) : 1.f / float(count); };
   float near = 0.f;                     // the mean of the lanes' first vectors: of one alone an outlier would make it far
   float2 sums = make_float2(0.f, 0.f);  // of distances from it, and of their squares
 #pragma unroll 1
   for (int piece = 0; piece * kPieceSlots < part.count; ++piece) {
+    [[maybe_unused]] uint32_t kept = ~0u;
+    [[maybe_unused]] uint4 x_bias[kMasked ? kPiece : 1];
+    if constexpr (kMasked) {  // while the piece is on its way
+      const int slot = piece * kPieceSlots + lane;
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        x_bias[k] = make_uint4(0, 0, 0, 0);
+        if (!keeps || !a.x_bias || slot + k * kWarp >= part.count) continue;
+        x_bias[k] = __ldg(static_cast<const uint4*>(a.x_bias) + part.first + slot + k * kWarp);
+      }
+      if (a.dropout.seed) {
+        kept = kept_of_slots<kSize, kPiece>(a.dropout, seed, row * a.n + part.element(slot), kWarp * kSize);
+      }
+    }
     barrier_wait(&arrived[piece], 0);
     uint4 raw[kPiece];
 #pragma unroll
@@ -99,8 +116,18 @@ __global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
         float values[kSize], added[kSize];
         unpack<T>(raw[k], values);
         unpack<T>(branch[slot], added);
+        if constexpr (kMasked) {
+          float bias[kSize];
+          unpack<T>(x_bias[k], bias);
+          if (!keeps && a.x_bias) load_weights<T, true>(a.x_bias, true, part.element(slot), n, bias);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) values[i] += added[i];
+          for (int i = 0; i < kSize; ++i) {
+            values[i] = fmaf(added[i] + bias[i], kept >> (k * kSize + i) & 1 ? scale : 0.f, values[i]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) values[i] += added[i];
+        }
         mine[slot] = raw[k] = pack<T>(values);
       }
     }
@@ -127,6 +154,7 @@ __global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
       }
     }
   }
+  if constexpr (kMasked) take_weights(0);  // whose registers the mask and its bias had
   sums = sum_over_warp(sums);
   int self = warp, own = part.count * kSize, width = n;  // and elements of this warp, and of the row
   forget(self), forget(own), forget(width);              // found anew, rather than kept

@@ -8,6 +8,7 @@
 // weights once.
 #pragma once
 
+#include "kept.cuh"
 #include "norm_row.cuh"
 #include "waiting.cuh"
 
@@ -22,19 +23,6 @@ struct Holding {
   // Whether addresses are there before the kernel ahead has ended, at a few registers' cost: few rows wait for them.
   static constexpr bool kReady = !kOneWarp || kHeld * kRows == 1;
 };
-
-// Which of elements first .. first + kCount of the tensor a dropout keeps, a bit each; `first` is a multiple of 4.
-template <int kCount>
-__device__ __forceinline__ uint32_t kept_of(const Dropout& dropout, uint64_t seed, int64_t first) {
-  uint32_t kept = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const uint4 words = philox_uniform(seed, uint64_t(first + i) / 4);
-    kept |= (words.x >= dropout.threshold ? 1u : 0u) << i | (words.y >= dropout.threshold ? 2u : 0u) << i |
-            (words.z >= dropout.threshold ? 4u : 0u) << i | (words.w >= dropout.threshold ? 8u : 0u) << i;
-  }
-  return kept;
-}
 
 // kAdded: of a sum; kMasked: of which a part is dropped, or has a bias of its own.
 template <class T, class Layout, bool kAdded, bool kMasked>

@@ -1,6 +1,8 @@
 // The host's half of the norms' forward of rows that threads hold in registers: how many vectors each has of which rows.
 #pragma once
 
+#include <cstdlib>
+
 #include "choice.h"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
@@ -122,6 +124,14 @@ inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, const 
   plan = {};
   if (vectors > int64_t(most) * kMostOfSum * kMaxCluster) return plan;
   plan.held = vectors <= 8 ? 1 : kMostOfSum;
+  const char* const trial = masked ? std::getenv("FUSELINE_B_HELD") : nullptr;  // trial: vectors of a thread
+  if (trial && std::atoi(trial) == 1 && vectors > kWarp && vectors <= kMostThreads) plan.held = 1;
+  if (trial && std::atoi(trial) == 3 && vectors % 3 == 0 && vectors > kWarp && vectors <= kWarp * 3) plan.held = 3;
+  if (plan.held == 3) {
+    plan.threads = int(vectors / 3);
+    share_warps(plan, rows, kShortRowBlock, false, device);
+    return plan;
+  }
   if (vectors > kWarp * plan.held) {
     share_blocks(plan, vectors, device.clusters, vectors > int64_t(kMostThreads) * kMostOfSum ? most : kMostThreads);
     return plan;
@@ -147,6 +157,9 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
     if (plan.rows > plan.beside) return of(Holding<1, kShortRows, true, kEarly, kShort, 4>{});
     if (plan.held == 1) return of(Holding<1, 1, true, kEarly, kShort, 4>{});
     if (plan.held == 2) return of(Holding<2, 1, true, kEarly, kShort, 4>{});
+    if constexpr (kMasked) {
+      if (plan.held == 3) return of(Holding<3, 1, true, false, kShort, 3>{});
+    }
     if constexpr (!kAdded) {
       if (plan.held == 3) return of(Holding<3, 1, true, true, kShort, 3>{});
       return of(Holding<4, 1, true, true, kShort, 2>{});

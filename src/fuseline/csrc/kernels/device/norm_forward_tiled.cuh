@@ -6,6 +6,7 @@
 // after row, and keeps their weights.
 #pragma once
 
+#include "kept.cuh"
 #include "norm_row.cuh"
 #include "tiled.cuh"
 
@@ -16,7 +17,7 @@ struct TiledNorm {
   int rows;  // of a block
 };
 
-template <class T, int kEach, bool kAdded>
+template <class T, int kEach, bool kAdded, bool kMasked = false>
 __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledNorm given) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 ring[];
@@ -28,19 +29,30 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   const int rows = int(min(a.rows - first, int64_t(given.rows)));
   // What is normalized, and the branch, whose place y takes.
   const Tile<T> tile(ring, rows, n);
-  const Tile<T> branch(ring + (kAdded ? (given.rows * n + kVector<T> - 1) / kVector<T> : 0), rows, n);
+  const int vectors = (given.rows * n + kVector<T> - 1) / kVector<T>;
+  const Tile<T> branch(ring + (kAdded ? vectors : 0), rows, n);
+  // What a dropout keeps of each four elements: blocks begin with a multiple of four.
+  [[maybe_unused]] uint8_t* const kept = reinterpret_cast<uint8_t*>(ring + 2 * vectors);
   let_next_start();
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, kAdded ? 2 : 1), publish_barriers();
   __syncthreads();
   wait_for_earlier();
   tile.fetch(static_cast<const T*>(kAdded ? a.residual : a.x) + first * n, &arrived);
   if (kAdded) branch.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
-  float weight[kEach], bias[kEach];
+  float weight[kEach], bias[kEach], x_bias[kMasked ? kEach : 1];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     const int i = group.lane + k * group.threads;
     weight[k] = a.weight && i < n ? weight_at<T>(a.weight, a.fp32_weights, i) : 1.f;
     bias[k] = a.bias && i < n ? weight_at<T>(a.bias, a.fp32_weights, i) : 0.f;
+    if constexpr (kMasked) x_bias[k] = a.x_bias && i < n ? weight_at<T>(a.x_bias, a.fp32_weights, i) : 0.f;
+  }
+  [[maybe_unused]] const float scale = kMasked && a.dropout.seed ? a.dropout.scale : 1.f;
+  if constexpr (kMasked) {
+    const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+    for (int four = int(threadIdx.y * blockDim.x + threadIdx.x); four * 4 < rows * n; four += kTileBlock) {
+      kept[four] = a.dropout.seed ? kept_of<4>(a.dropout, seed, first * n + four * 4) : 15;
+    }
   }
   const float inverse = 1.f / float(n);
   __syncthreads();
@@ -58,7 +70,13 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
       if (i >= inside) continue;
       values[k][0] = to_float(row[i]);
       if constexpr (kAdded) {
-        row[i] = from_float<T>(values[k][0] + to_float(y[i]));
+        float added = to_float(y[i]);
+        if constexpr (kMasked) {
+          const int element = at * n + i;
+          row[i] = from_float<T>(fmaf(added + x_bias[k], kept[element / 4] >> element % 4 & 1 ? scale : 0.f, values[k][0]));
+        } else {
+          row[i] = from_float<T>(values[k][0] + added);
+        }
         values[k][0] = to_float(row[i]);
       }
     }
