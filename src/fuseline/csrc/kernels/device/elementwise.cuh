@@ -167,8 +167,8 @@ struct WithRows : F {
 };
 
 // F::apply(in, bias, out) of every element. F has kIn, kOut and kRows.
-template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4>
-__global__ void __launch_bounds__(kElementwiseBlock, kBlocks) elementwise(const Streams<F::kIn, F::kOut> a) {
+template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4, int kThreads = kElementwiseBlock>
+__global__ void __launch_bounds__(kThreads, kBlocks) elementwise(const Streams<F::kIn, F::kOut> a) {
   constexpr int kRows = kRowsOf<F, kWide>;
   let_next_start();
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -238,6 +238,45 @@ __global__ void __launch_bounds__(kElementwiseBlock, kBlocks) elementwise(const 
   }
 }
 
+template <int kIn, int kOut>
+struct FlatWords {
+  const uint2* in[kIn];
+  uint2* out[kOut];
+  int64_t count;
+  FlatWords(const Streams<kIn, kOut>& a, int64_t elements) : count(elements / 4) {
+    for (int s = 0; s < kIn; ++s) in[s] = static_cast<const uint2*>(a.in[s]);
+    for (int s = 0; s < kOut; ++s) out[s] = static_cast<uint2*>(a.out[s]);
+  }
+};
+
+template <class F, class T>
+__global__ void __launch_bounds__(kElementwiseBlock, 8) flat_words(const FlatWords<F::kIn, F::kOut> a) {
+  let_next_start();
+  wait_for_earlier();
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= a.count) return;
+  uint2 raw[F::kIn];
+#pragma unroll
+  for (int s = 0; s < F::kIn; ++s) raw[s] = a.in[s][at];
+  float out[F::kOut][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float in[F::kIn], result[F::kOut];
+#pragma unroll
+    for (int s = 0; s < F::kIn; ++s) {
+      const float2 pair = unpack_pair<T>(i < 2 ? raw[s].x : raw[s].y);
+      in[s] = i % 2 ? pair.y : pair.x;
+    }
+    F::apply(in, 0.f, result);
+#pragma unroll
+    for (int s = 0; s < F::kOut; ++s) out[s][i] = result[s];
+  }
+#pragma unroll
+  for (int s = 0; s < F::kOut; ++s) {
+    if (a.out[s]) a.out[s][at] = make_uint2(pack_pair<T>(out[s][0], out[s][1]), pack_pair<T>(out[s][2], out[s][3]));
+  }
+}
+
 // Whether every pointer that is there stands at a multiple of 16 bytes, and every row too.
 template <class T, int kIn, int kOut>
 bool in_vectors(const Streams<kIn, kOut>& a) {
@@ -250,14 +289,14 @@ bool in_vectors(const Streams<kIn, kOut>& a) {
   return all;
 }
 
-template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4>
+template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4, int kThreads = kElementwiseBlock>
 int run_one(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device, void* stream) {
   a.walk = plan_walk(elements, row_elements, kWide, kRowsOf<F, kWide>, device);
   for (int s = 0; s < F::kIn; ++s) a.in_step[s] = a.in_stride[s] * a.walk.row_step;
   for (int s = 0; s < F::kOut; ++s) a.out_step[s] = a.out_stride[s] * a.walk.row_step;
   const int64_t threads = a.walk.groups * a.walk.positions.value;
-  const int block = block_for(threads, device);
-  return launch(elementwise<F, T, kWide, kHint, kBlocks>, a, divide_up(threads, block), dim3(unsigned(block)),
+  const int block = kThreads > kElementwiseBlock ? kThreads : block_for(threads, device);
+  return launch(elementwise<F, T, kWide, kHint, kBlocks, kThreads>, a, divide_up(threads, block), dim3(unsigned(block)),
                 size_t(trial("R_SHARED", 0)), 1, stream, device.clusters);
 }
 
@@ -277,6 +316,16 @@ int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_e
       case 234: return run_one<WithRows<F, 2>, T, kWide, 3, 4>(a, elements, row_elements, device, stream);
       case 403: return run_one<WithRows<F, 4>, T, kWide, 0, 3>(a, elements, row_elements, device, stream);
       case 423: return run_one<WithRows<F, 4>, T, kWide, 2, 3>(a, elements, row_elements, device, stream);
+      case 5102: return run_one<WithRows<F, 1>, T, kWide, 0, 2, 512>(a, elements, row_elements, device, stream);
+      case 5112: return run_one<WithRows<F, 1>, T, kWide, 1, 2, 512>(a, elements, row_elements, device, stream);
+      case 5202: return run_one<WithRows<F, 2>, T, kWide, 0, 2, 512>(a, elements, row_elements, device, stream);
+      case 5212: return run_one<WithRows<F, 2>, T, kWide, 1, 2, 512>(a, elements, row_elements, device, stream);
+      case 800:
+        if (!a.bias && elements % 4 == 0 && row_elements == kFlatRow<kWide>) {
+          return launch(flat_words<F, T>, FlatWords<F::kIn, F::kOut>(a, elements), divide_up(elements / 4, block_for(elements / 4, device)),
+                        dim3(unsigned(block_for(elements / 4, device))), 0, 1, stream, device.clusters);
+        }
+        break;
       default: break;
     }
   }
