@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fuseline import ops
-from fuseline.ops.linear_cross_entropy import chunk_rows
+from fuseline.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunk_rows
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
@@ -91,6 +93,31 @@ def test_memory_is_down_by_the_logits() -> None:
     whole = peak(None)
     assert peak(16384) <= whole - logits
     assert peak(2048) <= logits // 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "rows, classes, counted, embed_dim", [(1100, 8261, 8200, 840), (2048, 16384, None, 768)]
+)
+def test_many_rows_of_a_large_head(
+    rows: int, classes: int, counted: int | None, embed_dim: int, dtype: torch.dtype
+) -> None:
+    """Where logits stay in the kernel they are not rounded; and the last rows and words are no whole tile."""
+    hidden, weight, target = draw("cuda", rows, classes, embed_dim, dtype)
+    target = target % (counted or classes)
+    target[3], target[5], target[6] = -100, (counted or classes) - 1, 0
+    class_weight = torch.rand(counted or classes, device="cuda") + 0.5
+    limit = 2e-5 if torch.cuda.get_device_capability() == (9, 0) else 1e-2
+    for reduction in ("mean", "sum", "none"):
+        for options in ({}, {"z_loss": 1e-3, "class_weight": class_weight}):
+            every: dict[str, Any] = {"reduction": reduction, "vocab_size": counted, **options}
+            with torch.no_grad():
+                found = ops.linear_cross_entropy(hidden, weight, target.int(), **every)
+                wanted = LINEAR_CROSS_ENTROPY.reference(hidden.double(), weight.double(), target, **every)
+                torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit)
+                again = ops.linear_cross_entropy(hidden, weight, target, **every)
+                assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize(

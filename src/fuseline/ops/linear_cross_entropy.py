@@ -19,9 +19,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.cross_entropy import reference as cross_entropy_reference
 from fuseline.ops.op import Case, Op, register
 
@@ -88,6 +90,24 @@ def linear_cross_entropy(
     Raises ValueError, TypeError or IndexError for shapes, dtypes, options and (on a CPU) targets that do not
     fit.
     """
+    if not is_dynamo_compiling():
+        rows = chunk_rows(weight.shape[0], hidden.dtype) if chunk_size is None else chunk_size
+        loss = direct.linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            class_weight,
+            ignore_index,
+            label_smoothing,
+            reduction,
+            soft_cap,
+            z_loss,
+            vocab_size,
+            rows,
+        )
+        if loss is not None:
+            return loss
     device = hidden.device.type
     options: dict[str, Any] = {
         "class_weight": class_weight,

@@ -74,19 +74,25 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
     check(hidden, weight, target, bias, o);
     const WithoutAutocast off;
     const Head head(hidden, weight, target, bias, class_weight, o);
+    const Tensor fused = loss_without_logits(head, o);
+    if (fused.defined()) return o.none() ? fused.view(target.sizes()) : fused;
+    if (head.rows > 0 && head.chunks == 1) {
+        const Tensor loss = chunk_loss(head.logits(head.hidden), head.target, class_weight, o, o.reduction);
+        return o.none() ? loss.view(target.sizes()) : loss;
+    }
     const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
     if (o.none()) {
         Tensor loss = at::empty({head.rows}, options);
         head.each_chunk([&](int64_t begin, int64_t length) {
             loss.narrow(0, begin, length).copy_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)),
-                                                           head.target.narrow(0, begin, length), class_weight, o));
+                                                           head.target.narrow(0, begin, length), class_weight, o, "none"));
         });
         return loss.reshape(target.sizes());
     }
     Tensor loss = at::zeros({}, options);
     head.each_chunk([&](int64_t begin, int64_t length) {
         loss.add_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)), head.target.narrow(0, begin, length),
-                             class_weight, o));
+                             class_weight, o, "sum"));
     });
     return o.mean() ? loss.div_(divisor(head, o, options)) : loss;
 }

@@ -40,13 +40,14 @@ struct Options : losses::Options {
 
 // ---- the ops that a chunk goes through ----
 
-// The loss of the rows of a chunk of logits: summed, or of each.
-inline Tensor chunk_loss(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight, const Options& o) {
+// The loss of the rows of a chunk of logits: summed, of each, or of all rows their mean.
+inline Tensor chunk_loss(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight, const Options& o,
+                         c10::string_view reduction) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy", "").typed<
         Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
                std::optional<double>, double, OptionalSize, bool)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, o.none() ? "none" : "sum",
-                   o.soft_cap, o.z_loss, o.vocab_size, false);
+    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap,
+                   o.z_loss, o.vocab_size, false);
 }
 
 // The same loss, summed, and its gradient over the logits.
@@ -129,6 +130,10 @@ struct Head {
         for (int64_t begin = 0; begin < rows; begin += each) work(begin, std::min(each, rows - begin));
     }
 };
+
+// The loss, of each row in one dimension, where kernels take it without logits in memory; undefined elsewhere. They round
+// no logits.
+Tensor loss_without_logits(const Head& head, const Options& o);
 
 // The gradients of hidden, weight and bias, chunk after chunk. With several chunks, or where a sum over all rows may
 // leave fp16's range, those of weight and bias are added up in fp32.
