@@ -36,11 +36,10 @@ inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Devi
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
 // against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_be_light, int most, const Device& device) {
+                                bool may_be_light, int most, int most_warps, const Device& device) {
   FetchedPlan plan;
-  constexpr int kMostWarps = kMostThreads / kWarp;
   plan.cluster = choice.cluster * tensors;
-  plan.warps = std::min(choice.block / kWarp, kMostWarps);
+  plan.warps = std::min(choice.block / kWarp, most_warps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
   const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
@@ -48,13 +47,13 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
-  if (rows * plan.cluster <= device.processors) plan.warps = kMostWarps;
+  if (rows * plan.cluster <= device.processors) plan.warps = most_warps;
   const auto part = [&] { return divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8; };
   // Of a few rows a multiprocessor that are not long, as few warps as hold them: 512 x 16,384 elements of 16 bits in 15.3 us,
   // 16.2 by four a block. At 32,768 the eight of the table take 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
   if (!given && tensors == 1 && few) plan.warps = 2;
-  while (plan.warps * 2 <= kMostWarps && part() > kPartSlots) plan.warps *= 2;
+  while (plan.warps * 2 <= most_warps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
@@ -67,8 +66,9 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
-  const FetchedPlan plan =
-      plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, most, device);
+  constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
+  const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, most,
+                                        kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {

@@ -24,10 +24,12 @@ struct FetchedBarriers {
   uint64_t met;
 };
 
+constexpr int kMaskedThreads = 256;  // of a block that makes masks, too: registers leave room for three of them
+
 // kLight: of weights of rows' dtype and no more warps a row than one has lanes, with registers for more blocks a
 // multiprocessor.
 template <class T, bool kAdded, bool kLight = false, bool kMasked = false>
-__global__ void __launch_bounds__(kLight ? 256 : kMostThreads, kLight ? 4 : 1)
+__global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMostThreads, kLight ? 4 : kMasked ? 3 : 1)
     norm_forward_fetched(const FetchedNorm given) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 slots[];
