@@ -31,7 +31,7 @@ struct TilesShape {
   static constexpr int kSumBytes = kBlockTiles * kTileRows * kRows * 4;
   static constexpr bool kScalesSums = Weights::kGrouped && !kAnyGroups && kRows == 32;
   // Steps of weights under way: in shared memory, with their scales, or in registers, 1 KB (int4) or 2 each for a warp's tile.
-  static constexpr int kRing = !kRings ? 0 : kBlocks == 2 ? 3 : 4;
+  static constexpr int kRing = kRings ? 3 : 0;
   static constexpr int kSlotBytes = kTileStepBytes + (Weights::kGrouped ? kWarp * 4 : 0);
   static constexpr int kAhead = kRings || (kRows == 128 && (kAnyGroups || !Weights::kGrouped)) ? 1 : 2;
   static constexpr int kShared = kXBytes + kRing * (kMultipliers / kWarp) * kSlotBytes;
