@@ -8,6 +8,7 @@
 
 #include "device/embedding.cuh"
 
+#include <cstdlib>
 #include <limits>
 
 namespace fuseline {
@@ -27,7 +28,6 @@ struct EmbeddingForward {
   bool streams;                // y is more than the L2 keeps for its reader: leave the room to the table
 };
 
-constexpr int kForwardRows = 4;
 constexpr int64_t kResident = 16 << 20;  // bytes that stay in the L2 beside what passes through: measured on an H100
 
 // The 16 bytes (or one element) of a table's row from column `first`; NaN if there is no such row.
@@ -48,8 +48,8 @@ __device__ __forceinline__ Raw<T, kWide> gather(const void* table, int64_t row, 
   }
 }
 
-template <class T, int kWide, bool kPositions>
-__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : 6) embedding_forward(const EmbeddingForward a) {
+template <class T, int kWide, bool kPositions, int kForwardRows>
+__global__ void __launch_bounds__(kElementwiseBlock, kForwardRows > 4 ? (kPositions ? 2 : 4) : kPositions ? 4 : kForwardRows < 4 ? 8 : 6) embedding_forward(const EmbeddingForward a) {
   let_next_start();
   wait_for_earlier();
   const uint32_t thread = blockIdx.x * uint32_t(kElementwiseBlock) + threadIdx.x;
@@ -136,19 +136,35 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
   a.streams = items * n * (dtype == FUSELINE_FLOAT32 ? 4 : 2) > kResident;
   a.period = Divisor(uint32_t(std::max<int64_t>(1, std::min(period, items))));
   a.dropout = dropout_of(seed, p);
+  const char* given = std::getenv("FUSELINE_EF_ROWS");
+  const int rows_given = given ? std::atoi(given) : 4;
+  const char* streams = std::getenv("FUSELINE_EF_STREAMS");
+  if (streams) a.streams = std::atoi(streams) != 0;
+  const char* slice_given = std::getenv("FUSELINE_EF_SLICE");
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     return with_width<T>(n, {table, position_table, y}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
-      const Walk walk = plan_walk(items * n, n, kWide, kForwardRows, device);
-      a.items = items, a.row_factor = walk.row_factor, a.row_step = walk.row_step;
-      const int64_t accesses = n / kWide, slice = std::min(accesses, accesses_of_slice(rows, kWide * sizeof(T)));
-      a.slice = Divisor(uint32_t(slice));
-      const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)), unsigned(divide_up(accesses, slice)));
-      const auto kernel = position_table ? embedding_forward<T, kWide, true> : embedding_forward<T, kWide, false>;
-      if (device.clusters) return launch_overlapping(kernel, a, grid, kElementwiseBlock, 0, 1, stream);
-      kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
-      return int(cudaGetLastError());
+      const auto go = [&](auto rows_a_thread) {
+        constexpr int kRows = decltype(rows_a_thread)::value;
+        const Walk walk = plan_walk(items * n, n, kWide, kRows, device);
+        a.items = items, a.row_factor = walk.row_factor, a.row_step = walk.row_step;
+        const int64_t accesses = n / kWide;
+        int64_t slice = std::min(accesses, accesses_of_slice(rows, kWide * sizeof(T)));
+        if (slice_given) slice = std::min<int64_t>(accesses, std::atoi(slice_given));
+        a.slice = Divisor(uint32_t(slice));
+        const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)), unsigned(divide_up(accesses, slice)));
+        const auto kernel = position_table ? embedding_forward<T, kWide, true, kRows> : embedding_forward<T, kWide, false, kRows>;
+        if (device.clusters) return launch_overlapping(kernel, a, grid, kElementwiseBlock, 0, 1, stream);
+        kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
+        return int(cudaGetLastError());
+      };
+      if constexpr (sizeof(T) == 2 && kWide > 1) {
+        if (rows_given == 1) return go(std::integral_constant<int, 1>{});
+        if (rows_given == 2) return go(std::integral_constant<int, 2>{});
+        if (rows_given == 8) return go(std::integral_constant<int, 8>{});
+      }
+      return go(std::integral_constant<int, 4>{});
     });
   });
 }

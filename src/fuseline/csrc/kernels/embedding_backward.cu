@@ -10,7 +10,10 @@
 // position.
 
 #include "device/embedding.cuh"
+#include "device/embedding_sums.cuh"
 #include "device/radix_sort.cuh"
+
+#include <cstdlib>
 
 namespace fuseline {
 namespace {
@@ -35,31 +38,6 @@ struct TableGradient {
 };
 
 constexpr uint32_t kNoKey = 0xffffffffu;
-
-template <int kWide>
-__device__ __forceinline__ void store_sums(float* at, const float (&sums)[kWide]) {
-  if constexpr (kWide == 1) {
-    *at = sums[0];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWide; i += 4) {
-      *reinterpret_cast<float4*>(at + i) = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-    }
-  }
-}
-
-template <int kWide>
-__device__ __forceinline__ void add_sums(const float* at, float (&sums)[kWide]) {
-  if constexpr (kWide == 1) {
-    sums[0] += *at;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWide; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(at + i);
-      sums[i] += four.x, sums[i + 1] += four.y, sums[i + 2] += four.z, sums[i + 3] += four.w;
-    }
-  }
-}
 
 template <class T, int kWide>
 __global__ void __launch_bounds__(kElementwiseBlock, 3) embedding_window_sums(const TableGradient a) {
@@ -223,20 +201,16 @@ int64_t window_of(int64_t items, int64_t n) { return items * n >= kManyElements 
 
 unsigned blocks_for(int64_t threads) { return unsigned(divide_up(threads, kElementwiseBlock)); }
 
-}  // namespace
-}  // namespace fuseline
 
-size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
-  using namespace fuseline;
+size_t old_workspace(int64_t items, int64_t n) {
   if (items <= 0 || n <= 0) return 0;
   const int64_t partials = 2 * divide_up(items, window_of(items, n)) * n;
   return size_t(sort_words(items) + partials) * 4;
 }
 
-int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
+int sum_sorted(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
                                 void* grad_table, void* workspace, int64_t items, int64_t n, int64_t rows,
                                 const int64_t* seed, double p, int dtype, void* stream) {
-  using namespace fuseline;
   if (items < 0 || n < 0 || rows < 0 || period < 0) return FUSELINE_BAD_SIZE;
   if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
   if (too_many(items, n) || rows >= 0xffffffffll) return int(cudaErrorInvalidConfiguration);
@@ -270,6 +244,155 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
   });
 }
 
+int64_t trial(const char* name, int64_t otherwise) {
+  const char* value = std::getenv(name);
+  return value && *value ? std::atoll(value) : otherwise;
+}
+
+constexpr int64_t kFewItems = 2048;      // so many ids a block looks through itself
+int64_t listed() { return trial("FUSELINE_E_LIST", 3072); }  // items of a block's list, of many
+constexpr int64_t kMostSlice = 128;      // accesses
+constexpr int64_t kBlocksAtOnce = 4;     // of a multiprocessor
+
+bool few_items(int64_t items) { return items <= trial("FUSELINE_E_FEW", kFewItems); }
+
+// Accesses of a slice of a row: so many that nearly all threads of a block have one.
+int64_t slice_of(int64_t accesses) {
+  if (const int64_t given = trial("FUSELINE_E_SLICE", 0)) return std::min(given, accesses);
+  int64_t best = 1, most_used = 0;
+  for (int64_t slices = divide_up(accesses, kMostSlice); slices <= accesses; ++slices) {
+    const int64_t slice = divide_up(accesses, slices);
+    if (slice < 16 && most_used > 0) break;
+    const int64_t used = (kSumBlock / slice * slice) * 1024 / kSumBlock * accesses / (slices * slice);
+    if (used > most_used) best = slice, most_used = used;
+    if (used >= 900) break;
+  }
+  return best;
+}
+
+struct BinPlan {
+  int64_t tile, tiles, bins, bin_rows, further;
+};
+
+BinPlan plan_bins(int64_t items, int64_t rows, int64_t slices) {
+  BinPlan plan{};
+  plan.tile = trial("FUSELINE_E_TILE", std::min<int64_t>(kMostTile, divide_up(divide_up(items, 128), kBinBlock) * kBinBlock));
+  plan.tiles = divide_up(items, plan.tile);
+  const int64_t wanted = trial("FUSELINE_E_BINS", std::max(divide_up(items, 2048), divide_up(1056, slices)));
+  plan.bin_rows = std::min<int64_t>(kMostBinRows, divide_up(rows, std::min<int64_t>(wanted, kMostBins)));
+  plan.bins = divide_up(rows, plan.bin_rows);
+  plan.further = items / listed();
+  return plan;
+}
+
+bool can_bin(int64_t rows) { return rows <= int64_t(kMostBins) * kMostBinRows && !trial("FUSELINE_E_OLD", 0); }
+
+// Parts of the workspace of binned items, in bytes.
+struct BinSpace {
+  size_t totals, arrived, partials, starts, entries, end;
+};
+
+BinSpace bin_space(const BinPlan& plan, int64_t slices, int64_t n) {
+  BinSpace at{};
+  at.arrived = size_t(plan.bins) * 4;
+  at.partials = divide_up(at.arrived + size_t(plan.bins * slices) * 4, 16) * 16;
+  at.starts = at.partials + size_t(2 * plan.further * plan.bin_rows * n) * 4;
+  at.entries = at.starts + divide_up((plan.bins + 1) * plan.tiles * 2, 16) * 16;
+  at.end = at.entries + size_t(plan.tiles * plan.tile) * 4;
+  return at;
+}
+
+template <class T, int kWide>
+int run_few(RowSums& a, const Device& device, void* stream) {
+  const int64_t accesses = a.n / kWide, slice = slice_of(accesses), slices = divide_up(accesses, slice);
+  a.slice = Divisor(uint32_t(slice)), a.slices = Divisor(uint32_t(slices));
+  SummedTable& table = a.table;
+  const int64_t bins = std::max<int64_t>(1, device.processors * kBlocksAtOnce / slices);
+  const int64_t least = std::max<int64_t>(divide_up(table.rows, bins), divide_up(kSumBlock / 2, slice));
+  table.bin_rows = uint32_t(std::min<int64_t>({trial("FUSELINE_E_ROWS", least), kMostBinRows, int64_t(table.rows)}));
+  table.bins = uint32_t(divide_up(table.rows, table.bin_rows));
+  a.capacity = uint32_t(divide_up(a.items, kWarp) * kWarp);
+  a.zeros_first = int(trial("FUSELINE_E_ZF", 0));
+  const size_t shared = sum_shared<kWide>(false, a.capacity, table.bin_rows);
+  const auto kernel = embedding_row_sums<T, kWide, false>;
+  int resident = 0;
+  const cudaError_t error = resident_clusters(kernel, device, kSumBlock, shared, 1, resident);
+  if (error != cudaSuccess) return int(error);
+  return launch(kernel, a, table.bins * slices, dim3(kSumBlock), shared, 1, stream, device.clusters);
+}
+
+template <class T, int kWide>
+int run_many(RowSums& a, void* workspace, const Device& device, void* stream) {
+  const int64_t accesses = a.n / kWide, slice = slice_of(accesses), slices = divide_up(accesses, slice);
+  SummedTable& table = a.table;
+  const BinPlan plan = plan_bins(a.items, table.rows, slices);
+  const BinSpace at = bin_space(plan, slices, a.n);
+  char* const space = static_cast<char*>(workspace);
+  cudaError_t error = cudaMemsetAsync(space, 0, at.partials, static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) return int(error);
+  Bins b{};
+  b.ids = table.ids, b.period = table.period, b.skipped = table.skipped;
+  b.entries = reinterpret_cast<uint32_t*>(space + at.entries), b.starts = reinterpret_cast<uint16_t*>(space + at.starts);
+  b.totals = reinterpret_cast<uint32_t*>(space);
+  b.items = a.items, b.rows = table.rows, b.tile = uint32_t(plan.tile), b.tiles = uint32_t(plan.tiles);
+  b.bins = uint32_t(plan.bins), b.bin_rows = Divisor(uint32_t(plan.bin_rows));
+  int resident = 0;
+  const size_t bins_shared = bin_shared(b.tile, b.bins);
+  error = resident_clusters(embedding_bin_ids, device, kBinBlock, bins_shared, 1, resident);
+  if (error != cudaSuccess) return int(error);
+  const int code = launch(embedding_bin_ids, b, plan.tiles, dim3(kBinBlock), bins_shared, 1, stream);
+  if (code || trial("FUSELINE_E_ONLYBINS", 0)) return code;
+  table.bins = b.bins, table.bin_rows = uint32_t(plan.bin_rows);
+  a.entries = b.entries, a.starts = b.starts, a.totals = b.totals;
+  a.arrived = reinterpret_cast<uint32_t*>(space + at.arrived), a.partials = reinterpret_cast<float*>(space + at.partials);
+  a.tile = b.tile, a.tiles = b.tiles, a.further = uint32_t(plan.further), a.capacity = uint32_t(listed());
+  a.slice = Divisor(uint32_t(slice)), a.slices = Divisor(uint32_t(slices));
+  const size_t shared = sum_shared<kWide>(true, a.capacity, table.bin_rows);
+  const auto kernel = embedding_row_sums<T, kWide, true>;
+  error = resident_clusters(kernel, device, kSumBlock, shared, 1, resident);
+  if (error != cudaSuccess) return int(error);
+  return launch(kernel, a, (plan.bins + plan.further) * slices, dim3(kSumBlock), shared, 1, stream, device.clusters);
+}
+
+}  // namespace
+}  // namespace fuseline
+
+size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
+  using namespace fuseline;
+  if (items <= 0 || n <= 0) return 0;
+  // Of any table: the most bins, and the most rows of one.
+  BinPlan most = plan_bins(items, int64_t(kMostBins) * kMostBinRows, 1);
+  most.bins = kMostBins, most.bin_rows = kMostBinRows;
+  return std::max(old_workspace(items, n), bin_space(most, divide_up(n, 16), n).end);
+}
+
+int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
+                                void* grad_table, void* workspace, int64_t items, int64_t n, int64_t rows,
+                                const int64_t* seed, double p, int dtype, void* stream) {
+  using namespace fuseline;
+  if (items < 0 || n < 0 || rows < 0 || period < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
+  if (too_many(items, n) || rows >= 0xffffffffll) return int(cudaErrorInvalidConfiguration);
+  if (n == 0 || rows == 0) return 0;
+  if (items == 0 || period == 0) return zero(grad_table, rows * n, dtype, stream);
+  if (!can_bin(rows)) {
+    return sum_sorted(grad_out, ids, period, skipped, grad_table, workspace, items, n, rows, seed, p, dtype, stream);
+  }
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  RowSums a{};
+  a.grad_out = grad_out, a.items = uint32_t(items), a.n = n, a.dropout = dropout_of(seed, p);
+  a.table = {ids, period, skipped, grad_table, uint32_t(rows), 0, 0};
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
+      constexpr int kWide = decltype(wide)::value;
+      return few_items(items) ? run_few<T, kWide>(a, device, stream) : run_many<T, kWide>(a, workspace, device, stream);
+    });
+  });
+}
+
 int fuseline_embedding_position_backward(const void* grad_out, void* grad_table, int64_t items, int64_t n, int64_t rows,
                                          int64_t period, const int64_t* seed, double p, int dtype, void* stream) {
   using namespace fuseline;
@@ -291,9 +414,8 @@ int fuseline_embedding_position_backward(const void* grad_out, void* grad_table,
     return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
       a.columns = Divisor(uint32_t(n / kWide));
-      embedding_position_sums<T, kWide><<<blocks_for(period * a.columns.value), kElementwiseBlock, 0,
-                                          static_cast<cudaStream_t>(stream)>>>(a);
-      return int(cudaGetLastError());
+return launch(embedding_position_sums<T, kWide>, a, blocks_for(period * a.columns.value), dim3(kElementwiseBlock), 0, 1,
+                    stream);
     });
   });
 }
