@@ -12,6 +12,7 @@
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
+#include "device/packed_rows.cuh"
 #include "device/softmax_few.cuh"
 #include "device/tiled.cuh"
 
@@ -29,6 +30,16 @@ struct SoftmaxBackward {
   int cluster;
   int part;             // slots of a warp's part of a row that waits, or rows of a tile
   int together;         // rows that wait in a block
+  int way;              // trial
+};
+
+struct FewBackward {
+  const uint4* grad_out;
+  const uint4* y;
+  uint4* grad_x;
+  int64_t rows;
+  int vectors, cluster;
+  float scale;
 };
 
 // sum(grad_out * y), and sum(y) for 16-bit rows.
@@ -93,10 +104,22 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   const int head = kAligned ? 0 : elements_into_vector(grad_out);
   int start = (group.rank * kHeld * group.threads + group.lane) * kSize - head;
   uint4 grad_raw[kHeld], y_raw[kHeld];
+  if (!kAligned) {
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    grad_raw[k] = load_vector<T, kAligned>(grad_out, start + k * step, inside, true);
-    y_raw[k] = load_vector<T, kAligned>(y, start + k * step, inside, a.y_vectors);
+    for (int k = 0; k < kHeld; ++k) {
+      grad_raw[k] = load_vector<T, kAligned>(grad_out, start + k * step, inside, true);
+      y_raw[k] = load_vector<T, kAligned>(y, start + k * step, inside, a.y_vectors);
+    }
+  } else {
+    const uint64_t policy = leave_first();
+    by_way(a.way, [&](auto way) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        const bool in = start + k * step < inside;
+        grad_raw[k] = in ? load_as<way.value>(grad_out + start + k * step, policy) : make_uint4(0, 0, 0, 0);
+        y_raw[k] = in ? load_as<way.value>(y + start + k * step, policy) : make_uint4(0, 0, 0, 0);
+      }
+    });
   }
   Sums<T> sums{};
 #pragma unroll
@@ -213,8 +236,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
   uint4* const slots = ring + seat.warp * 2 * a.part;
   uint4* const y_slots = slots + a.part;
   if (seat.lane == 0) {
-    grad_part.fetch(slots, room.arrived[seat.warp]);
-    y_part.fetch(y_slots, room.arrived[seat.warp]);
+    grad_part.fetch(slots, room.arrived[seat.warp], a.way > 1);
+    y_part.fetch(y_slots, room.arrived[seat.warp], a.way > 1);
   }
   Sums<T> mine{};
 #pragma unroll 1
@@ -286,7 +309,103 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
   }
 }
 
+// Rows so few that all their threads run at once (softmax_few.cuh).
+template <class T, int kHeld, Meet kHow>
+__global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_few(const FewBackward a) {
+  __shared__ FewRoom<Sums<T>, kHow> room;
+  let_next_start();
+  FewSeat<Sums<T>, kHow> seat(room, a.cluster);
+  const int slot = seat.slot(kHeld), step = seat.threads;
+  const int64_t at = seat.row * a.vectors + slot;
+  const uint4* const grad_out = a.grad_out + at;
+  const uint4* const y = a.y + at;
+  uint4* const grad_x = a.grad_x + at;
+  const int inside = seat.row < a.rows ? a.vectors - slot : 0;  // vectors of the row from the thread's first on
+  const float scale = a.scale;
+  known_by_now(number(grad_out) + number(y) + number(grad_x) + uint64_t(inside));
+  wait_for_earlier();
+  uint4 grad_raw[kHeld], y_raw[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    grad_raw[k] = y_raw[k] = make_uint4(0, 0, 0, 0);
+    if (k * step < inside) grad_raw[k] = load_now(grad_out + k * step), y_raw[k] = load_now(y + k * step);
+  }
+  Sums<T> sums{};
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
+  sums = sum_of_lanes(sums, seat.width);
+  if constexpr (kHow != Meet::kOne) {
+    seat.meet(sums);
+    const Sums<T>* const of_warps = room.states;
+    if constexpr (kHow == Meet::kFour) {
+      Sums<T> four[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        four[w] = of_warps[w];
+        if (w >= seat.warps()) four[w] = Sums<T>{};
+      }
+      sums = plus(plus(four[0], four[1]), plus(four[2], four[3]));
+    } else {
+      constexpr int kReaders = kHow == Meet::kBlock ? kMostThreads / kWarp : kWarp;
+      sums = Sums<T>{};
+#pragma unroll 1
+      for (int i = seat.lane % kReaders; i < seat.count(); i += kReaders) sums = plus(sums, of_warps[i]);
+      sums = sum_of_lanes(sums, kReaders);
+    }
+  }
+  const float mean = mean_of(sums);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (k * step >= inside) continue;
+    float result[kVector<T>];
+    if (kHeld > 2) forget(grad_raw[k]), forget(y_raw[k]);
+    gradient<T>(grad_raw[k], y_raw[k], mean, scale, result);
+    store_now(grad_x + k * step, pack<T>(result));
+  }
+}
+
 // ---- launcher ----
+
+template <class T, Meet kHow>
+auto few_kernel(int held) -> void (*)(FewBackward) {
+  if (held == 1) return softmax_backward_few<T, 1, kHow>;
+  if (held == 2) return softmax_backward_few<T, 2, kHow>;
+  if constexpr (kHow == Meet::kOne) {
+    if (held == 3) return softmax_backward_few<T, 3, kHow>;
+    if (held == 4) return softmax_backward_few<T, 4, kHow>;
+  }
+  return nullptr;
+}
+
+template <class T>
+auto few_kernel(const FewPlan& plan) -> void (*)(FewBackward) {
+  switch (meeting_of(plan)) {
+    case Meet::kOne:
+      return few_kernel<T, Meet::kOne>(plan.held);
+    case Meet::kFour:
+      return few_kernel<T, Meet::kFour>(plan.held);
+    case Meet::kBlock:
+      return few_kernel<T, Meet::kBlock>(plan.held);
+    default:
+      return few_kernel<T, Meet::kCluster>(plan.held);
+  }
+}
+
+// False for rows that it does not take.
+template <class T>
+bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
+  if (!trial("SM_FEW", 1)) return false;
+  const int vectors = int(a.n / kVector<T>);
+  const FewPlan plan = plan_few_rows(a.rows, vectors, device);
+  if (plan.held == 0) return false;
+  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x), a.rows,
+                        vectors, plan.cluster, a.scale};
+  const auto kernel = few_kernel<T>(plan);
+  if (!kernel) return false;
+  error = launch(kernel, few, divide_up(a.rows, plan.beside) * plan.cluster, dim3(unsigned(plan.threads), unsigned(plan.beside)), 0,
+                 plan.cluster, stream, device.clusters);
+  return true;
+}
 
 template <class T>
 auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
@@ -325,17 +444,19 @@ constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not 
 // Long rows; false if the row fits no cluster.
 template <class T>
 bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
-  if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
+  const int64_t long_row = sizeof(T) == 4 ? trial("SM_LONG", kLongRow) : kLongRow;
+  if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? long_row : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 2, device);
   const bool together = !aligned && plan.threads > 0;
   if (!together) {
     plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
   }
+  if (!together && aligned) try_waiting(plan, a.n / kVector<T>, 2);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   const auto kernel = together ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, trial("SM_EARLY", 1));
   return fits || error;
 }
 
@@ -347,6 +468,9 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
+  a.way = trial("SM_LOAD", 0);
+  int failed = 0;
+  if (aligned && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kVector<T>, kMostHeld, device);
   const bool few = aligned && !measuring && plan.fits;
   if (!few && !measuring) {

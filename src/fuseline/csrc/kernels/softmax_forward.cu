@@ -13,7 +13,7 @@
 #include "device/overlap.cuh"
 #include "device/powers.cuh"
 #include "device/softmax.cuh"
-#include "device/softmax_few.cuh"
+#include "device/softmax_forward_few.cuh"
 #include "device/softmax_packed.cuh"
 #include "device/tiled.cuh"
 
@@ -68,7 +68,18 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   int start = (group.rank * kHeld * group.threads + group.lane) * kSize - head;
   uint4 raw[kHeld];
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
+  for (int k = 0; k < kHeld; ++k) {
+    if (!kPlain) raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
+  }
+  if (kPlain) {
+    const uint64_t policy = leave_first();
+    by_way(a.way, [&](auto way) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        raw[k] = start + k * step < visible ? load_as<way.value>(x + start + k * step, policy) : make_uint4(0, 0, 0, 0);
+      }
+    });
+  }
   float score[kHeld][kSize];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) score_vector<T, kPlain>(a, at, raw[k], start + k * step, visible, score[k]);
@@ -181,7 +192,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
   wait_for_earlier();
   const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part);
   uint4* const slots = ring + seat.warp * a.part;
-  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
+  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp], a.way > 1);
   const float unit = unit_of<T>(a.scale);
   Powers<T> mine;
 #pragma unroll 1
@@ -332,11 +343,12 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
     const int64_t most = aligned ? kBlockBytes<T> : kOddBlockBytes;
     plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
+  if (!together && aligned) try_waiting(plan, a.n / kVector<T>, 1);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   const auto kernel = together ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, trial("SM_EARLY", 1));
   return fits || error;
 }
 
@@ -351,6 +363,9 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
+  a.way = trial("SM_LOAD", 0);
+  int failed = 0;
+  if (plain && !masked && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);
   const bool few = plain && !measuring && plan.fits;
   if (!masked && !few && !measuring) {

@@ -42,7 +42,7 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   plan.warps = std::min(choice.block / kWarp, most_warps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
+  const int light = may_be_light && !given && trial("NF_LIGHT", 1) ? light_cluster(rows, vectors, centred, device) : 0;
   if (light) plan.light = true, plan.cluster = light, plan.warps = kLightWarps;
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
@@ -53,9 +53,11 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   // 16.2 by four a block. At 32,768 the eight of the table take 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
   if (!given && tensors == 1 && few) plan.warps = 2;
+  plan.cluster = std::min(trial("NF_CLUSTER", plan.cluster), most), plan.warps = trial("NF_WARPS", plan.warps);
   while (plan.warps * 2 <= most_warps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
+  plan.bytes = std::max(plan.bytes, size_t(trial("NF_PAD", 0)));
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
   if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
   return plan;
@@ -88,8 +90,8 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
   a.cluster = plan.cluster;
-  error = launch(kernel, FetchedNorm{a, plan.part}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
-                 plan.cluster, stream, true);
+  error = launch(kernel, FetchedNorm{a, plan.part, trial("NF_LEAVE", 0)}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
+                 plan.cluster, stream, trial("NF_EARLY", 1));
   return true;
 }
 

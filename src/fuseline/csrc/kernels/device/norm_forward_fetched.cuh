@@ -17,6 +17,7 @@ namespace fuseline {
 struct FetchedNorm {
   NormForward norm;
   int part;  // vectors of a warp's part
+  int leaves;
 };
 
 struct FetchedBarriers {
@@ -63,11 +64,11 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   }
   wait_for_earlier();
   if (lane == 0) {
-    part.fetch(mine, arrived);
+    part.fetch(mine, arrived, given.leaves);
     if constexpr (kAdded) {
       Part<T> other = part;
       other.at = static_cast<const T*>(a.x) + row * a.n;
-      other.fetch(branch, arrived);
+      other.fetch(branch, arrived, given.leaves);
     }
   }
   // The weights of a piece, of rows' dtype; those of the first are on their way with the row. To ask for the next ones while

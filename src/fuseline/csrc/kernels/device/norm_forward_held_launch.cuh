@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "choice.h"
+#include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
 
@@ -198,6 +199,14 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
     if (plan.packed) {
       const PackedNorm packed{a, float(1.0 / double(a.n))};
       error = launch(norm_forward_packed<T>, packed, a.rows, dim3(unsigned(plan.threads)), 0, 1, stream, device.clusters);
+      return true;
+    }
+  }
+  if constexpr (sizeof(T) == 2 && !kMasked) {
+    const bool own_weights = !(a.fp32_weights && (a.weight || a.bias));
+    const bool few = plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
+    if (few && own_weights && trial("NF_FEW", 1)) {
+      error = run_few<T, kAdded>(a, plan.threads, device, stream);
       return true;
     }
   }

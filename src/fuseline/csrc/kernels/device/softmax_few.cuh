@@ -1,7 +1,10 @@
-// How softmax lays out rows so few that all their threads run at once.
+// How softmax lays out rows so few that all their threads run at once, and how these meet.
 #pragma once
 
 #include "launch.cuh"
+#include "overlap.cuh"
+#include "trial.cuh"
+#include "waiting.cuh"
 
 namespace fuseline {
 
@@ -12,5 +15,123 @@ inline RowPlan plan_few_softmax(int64_t rows, int64_t vectors, int held_by_warp,
   if (few_warps && rows <= device.processors) return plan_spread(rows, vectors, 1, 1, 1, device);
   return plan_few(rows, vectors, held_by_warp, device);
 }
+
+struct FewPlan {
+  int held = 0;     // vectors of a thread; 0: rows are too many, or too long
+  int threads = 0;  // of a block that share a row
+  int beside = 1;   // rows of a block
+  int cluster = 1;  // blocks of a row
+};
+
+// A vector a thread while all threads that run at once are enough for that, two of rows twice as many. Rows of more than a
+// warp are no more than multiprocessors.
+inline FewPlan plan_few_rows(int64_t rows, int64_t vectors, const Device& device) {
+  FewPlan plan;
+  const int64_t at_once = int64_t(device.processors) * 1024, most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;
+  const int held = trial("SM_HELD", rows * vectors > at_once || vectors > most ? 2 : 1);
+  if (rows * vectors > 2 * at_once || vectors > most * held || (rows > device.processors && vectors > kWarp)) return plan;
+  if (vectors > kWarp * held) {
+    const int64_t block = trial("SM_THREADS", rows * 4 <= device.processors ? 128 : kMostThreads);
+    while (device.clusters && plan.cluster < kMaxCluster && vectors > plan.cluster * block * held) plan.cluster *= 2;
+    plan.threads = int(divide_up(divide_up(vectors, held * plan.cluster), kWarp)) * kWarp;
+  } else {
+    plan.threads = power_of_two_from(divide_up(vectors, held));
+    const int a_warp = kWarp / plan.threads;
+    const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
+    plan.beside = int(std::min<int64_t>(kShortRowBlock / plan.threads, spread));
+  }
+  plan.held = plan.threads > kMostThreads ? 0 : held;
+  return plan;
+}
+
+inline void try_waiting(Waiting& plan, int64_t vectors, int tensors) {
+  const int cluster = trial("SM_CLUSTER", 0), warps = trial("SM_WARPS", 0), most = trial("SM_PAD", 0);
+  if (cluster) plan.cluster = cluster;
+  if (warps) plan.threads = warps * kWarp;
+  if (cluster || warps) {
+    plan.part = int(divide_up(divide_up(vectors, plan.cluster * (plan.threads / kWarp)), 8) * 8);
+    plan.bytes = size_t(plan.part * (plan.threads / kWarp) * tensors * 16);
+    if (plan.part > kPartSlots) plan.threads = 0;
+  }
+  plan.bytes = std::max(plan.bytes, size_t(most));
+}
+
+// How a row's warps meet: kOne has it, kFour read each other's states, kBlock a lane each, kCluster across blocks.
+enum class Meet { kOne, kFour, kBlock, kCluster };
+
+inline Meet meeting_of(const FewPlan& plan) {
+  if (plan.cluster > 1) return Meet::kCluster;
+  const int warps = plan.threads / kWarp;
+  return warps <= 1 ? Meet::kOne : warps <= 4 ? Meet::kFour : Meet::kBlock;
+}
+
+constexpr int most_states(Meet how) {
+  return how == Meet::kOne ? 1 : how == Meet::kFour ? 4 : kMostThreads / kWarp * (how == Meet::kCluster ? kMaxCluster : 1);
+}
+
+template <class State, Meet kHow>
+struct FewRoom {
+  alignas(16) State states[most_states(kHow)];
+  uint64_t met;
+};
+
+// The compilers would rather compute what is used after a wait there. A branch on it they cannot put off: it is never taken,
+// for no sum of addresses is 1.
+__device__ __forceinline__ void known_by_now(uint64_t sum) {
+  if (__any_sync(kAllLanes, sum == 1)) __trap();  // together, or the branch would take uniform registers from what follows
+}
+__device__ __forceinline__ uint64_t number(const void* at) { return reinterpret_cast<uint64_t>(at); }
+
+__device__ __forceinline__ void store_now(uint4* at, const uint4& raw) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w) : "memory");
+}
+
+// A thread's place in its row.
+template <class State, Meet kHow>
+struct FewSeat {
+  static constexpr bool kClusters = kHow == Meet::kCluster;
+  FewRoom<State, kHow>& room;
+  int blocks, rank;   // of the row, and of these
+  int threads, lane;  // of the row in this block
+  int width;          // lanes of a warp that share the row
+  int64_t row;
+
+  __device__ __forceinline__ FewSeat(FewRoom<State, kHow>& in, int cluster)
+      : room(in),
+        blocks(kClusters ? cluster : 1),
+        rank(kClusters ? int(blockIdx.x) & (cluster - 1) : 0),
+        threads(int(blockDim.x)),
+        lane(int(threadIdx.x)),
+        width(kHow == Meet::kOne ? min(int(blockDim.x), kWarp) : kWarp),
+        row(kClusters                ? int64_t(int(blockIdx.x) / cluster)
+            : kHow == Meet::kOne ? int64_t(blockIdx.x) * blockDim.y + threadIdx.y
+                                     : int64_t(blockIdx.x)) {
+    if constexpr (kClusters) {
+      if (threadIdx.x == 0) barrier_init(&room.met, 1);
+      publish_barriers();
+      cluster_arrive_relaxed();
+      __syncwarp();
+    }
+  }
+
+  // The first of the vectors that the thread has of a row, `threads` apart.
+  __device__ __forceinline__ int slot(int held) const { return rank * held * threads + lane; }
+  __device__ __forceinline__ int warps() const { return threads / kWarp; }
+  __device__ __forceinline__ int count() const { return blocks * warps(); }
+
+  // Shows the state of each warp to all of the row.
+  __device__ __forceinline__ void meet(const State& mine) {
+    const int warp = lane / kWarp, in_warp = lane % kWarp;
+    if constexpr (kClusters) {
+      cluster_wait();  // the others' barriers are there
+      if (lane == 0) barrier_expect(&room.met, count() * int(sizeof(State)));
+      if (in_warp < blocks) send_in_cluster(&room.states[rank * warps() + warp], &room.met, in_warp, mine);
+      barrier_wait(&room.met, 0);
+    } else {
+      if (in_warp == 0) room.states[warp] = mine;
+      __syncthreads();
+    }
+  }
+};
 
 }  // namespace fuseline

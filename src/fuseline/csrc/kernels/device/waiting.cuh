@@ -28,6 +28,19 @@ __device__ __forceinline__ void copy_in(void* shared, const void* global, int by
 #endif
 }
 
+// The same, of what leaves the L2 before all else.
+__device__ __forceinline__ void copy_in_leaving(void* shared, const void* global, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+#endif
+}
+
 __device__ __forceinline__ void copy_out(void* global, const void* shared, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
@@ -163,7 +176,7 @@ struct Part {
 
   // Sends for its pieces; one lane calls. Of the vectors at the ends of the row the elements of its neighbours come
   // along, but nothing from outside the tensor.
-  __device__ __forceinline__ void fetch(uint4* slots, uint64_t* arrived) const {
+  __device__ __forceinline__ void fetch(uint4* slots, uint64_t* arrived, bool leaves = false) const {
     if (opens) slots[0] = load_vector<T, false>(at, element(0), n, false);
     if (ends) slots[count - 1] = load_vector<T, false>(at, element(count - 1), n, false);
 #pragma unroll 1
@@ -172,7 +185,8 @@ struct Part {
       const int to = min((piece + 1) * kPieceSlots, count - int(ends));
       const int bytes = max(to - from, 0) * 16;
       barrier_expect(&arrived[piece], bytes);
-      if (bytes > 0) copy_in(slots + from, at + element(from), bytes, &arrived[piece]);
+      if (bytes > 0 && leaves) copy_in_leaving(slots + from, at + element(from), bytes, &arrived[piece]);
+      if (bytes > 0 && !leaves) copy_in(slots + from, at + element(from), bytes, &arrived[piece]);
     }
   }
 
