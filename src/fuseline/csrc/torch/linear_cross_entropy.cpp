@@ -9,7 +9,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <array>
@@ -108,27 +111,34 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
     const auto type = saved_type(hidden, weight);
     Gradients gradients(head, wanted, type);
-    Tensor loss = at::zeros({}, options);
+    // The gradient of one chunk's mean is divided as it is written; that of fp16 would leave its range.
+    const bool divided = o.mean() && head.rows > 0 && head.chunks == 1 && hidden.scalar_type() != at::kHalf;
+    Tensor loss;
     head.each_chunk([&](int64_t begin, int64_t length) {
         const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
-        loss.add_(chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o));
+        const Tensor part = chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o,
+                                                    divided ? "mean" : "sum");
+        loss = loss.defined() ? loss.add_(part) : part;
         gradients.add(logits, begin);
     });
+    if (!loss.defined()) loss = at::zeros({}, options);
     Tensor total = at::empty({0}, options);
-    if (o.mean()) {
-        total = divisor(head, o, options);
-        loss.div_(total);
-    }
+    if (o.mean()) total = divided ? at::ones({}, options) : divisor(head, o, options);
+    if (o.mean() && !divided) loss.div_(total);
     const auto given = [&](const Tensor& gradient) { return gradient.defined() ? gradient : at::empty({0}, options); };
     const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
     return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
+}
+
+Tensor factor_of(const Tensor& grad_out, const Tensor& total) {
+    return total.numel() > 0 ? grad_out.div(total.reshape({})) : grad_out;
 }
 
 Three linear_cross_entropy_backward(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
                                     const Tensor& grad_weight, const Tensor& grad_bias, at::ScalarType weight_dtype,
                                     std::array<bool, 3> wanted) {
     const WithoutAutocast off;
-    const Tensor factor = total.numel() > 0 ? grad_out.div(total.reshape({})) : grad_out;
+    const Tensor factor = factor_of(grad_out, total);
     const auto scaled = [&](bool want, const Tensor& gradient, at::ScalarType type) {
         return want ? gradient.mul(factor).to(type) : Tensor();
     };
@@ -147,7 +157,7 @@ Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& h
     const Tensor given = grad_out.reshape({-1}).to(accumulator_type(hidden.scalar_type()));
     head.each_chunk([&](int64_t begin, int64_t length) {
         const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
-        chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o);
+        chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o, "sum");
         scale_rows_op(logits, given.narrow(0, begin, length));
         gradients.add(logits, begin);
     });
@@ -202,6 +212,15 @@ Three linear_cross_entropy_rows_backward_meta(const Tensor&, const Tensor& hidde
 
 // ---- autograd ----
 
+// Whether a saved gradient can be scaled where it is: no other backward pass will ask for it, and nobody records this one.
+bool spent_here(const Tensor& gradient, at::ScalarType type) {
+    constexpr c10::DispatchKeySet recorded{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
+    return gradient.scalar_type() == type && !gradient.key_set().has_any(recorded) &&
+           !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled() &&
+           !torch::autograd::get_current_graph_task_keep_graph();
+}
+
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     static constexpr bool is_traceable = true;
 
@@ -253,8 +272,21 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
             result = rows_backward_op(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), o,
                                       wanted);
         } else {
-            result = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3],
-                                 ctx->saved_data["weight_dtype"].toInt(), wanted);
+            const auto type = static_cast<at::ScalarType>(ctx->saved_data["weight_dtype"].toInt());
+            const std::array<at::ScalarType, 3> types = {saved[1].scalar_type(), type, type};
+            bool in_place = true;
+            for (size_t i = 0; i < 3; ++i) in_place = in_place && (!wanted[i] || spent_here(saved[1 + i], types[i]));
+            if (in_place) {  // which costs nothing where they are multiplied by 1
+                const at::AutoDispatchBelowADInplaceOrView guard;
+                const Tensor factor = factor_of(grads[0], saved[0]);
+                std::array<Tensor, 3> scaled;
+                for (size_t i = 0; i < 3; ++i) {
+                    if (wanted[i]) scale_rows_op(scaled[i] = saved[1 + i], factor);
+                }
+                result = {scaled[0], scaled[1], scaled[2]};
+            } else {
+                result = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], static_cast<int64_t>(type), wanted);
+            }
         }
         auto [grad_hidden, grad_weight, grad_bias] = result;
         variable_list all(12);

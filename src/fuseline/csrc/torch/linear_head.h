@@ -50,13 +50,13 @@ inline Tensor chunk_loss(const Tensor& logits, const Tensor& target, const Optio
                    o.z_loss, o.vocab_size, false);
 }
 
-// The same loss, summed, and its gradient over the logits.
+// The same loss, summed or their mean, and its gradient over the logits.
 inline Tensor chunk_loss_and_gradient(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight,
-                               const Options& o) {
+                                      const Options& o, c10::string_view reduction) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward_", "").typed<
         Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
                std::optional<double>, double, OptionalSize)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, "sum", o.soft_cap, o.z_loss,
+    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap, o.z_loss,
                    o.vocab_size);
 }
 
