@@ -4,10 +4,10 @@
 // Floor: 2 n k bytes over the copy bandwidth. A multiprocessor has to have 18 KB under way to reach it; 64 to 96 KB are.
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
 //
-// Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies; where n is small half of one), whose 16-byte
-// vectors go from memory to registers. Each register is asked for anew as soon as it is used, across the ends of rows,
-// so that nothing waits but for data: no barrier, no copy through shared memory. x is in shared memory, normed there by
-// every block anew. The first vectors are on their way before the launch before this has ended.
+// Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies), or where these would not fill all places a
+// team of warps has one. 16-byte vectors go from memory to registers, each asked for anew as soon as it is used, across the
+// ends of rows, so that nothing waits but for data: no barrier but a team's, no copy through shared memory. x is in shared
+// memory, normed there by every block anew. The first vectors are on their way before the launch before this has ended.
 
 #include "device/linear_call.cuh"
 
@@ -79,36 +79,46 @@ __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to
   __syncthreads();
 }
 
-// The two warps of a team; a barrier's number in a register would take all sixteen.
+// The warps of a team; a barrier's number in a register would take all sixteen.
+template <int kTeamWarps>
 __device__ __forceinline__ void meet_team(int team) {
-  static_assert(kLinearWarps == 8);
+  constexpr int kThreads = kTeamWarps * kWarp;
+  static_assert(4 * kThreads >= kLinearThreads);
   if (team == 0) {
-    asm volatile("bar.sync 1, 64;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
   } else if (team == 1) {
-    asm volatile("bar.sync 2, 64;" ::: "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
   } else if (team == 2) {
-    asm volatile("bar.sync 3, 64;" ::: "memory");
+    asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
   } else {
-    asm volatile("bar.sync 4, 64;" ::: "memory");
+    asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory");
   }
 }
 
-// R rows of W to a warp, kAhead vectors of each under way; one row is shared by two warps, so that rows divide more evenly.
-template <class T, int M, int R>
+// One output: what stands around the product.
+template <class T>
+__device__ __forceinline__ void write_output(const LinearArguments& a, float sum, float other, int m, int row, int halves) {
+  const T* const bias = reinterpret_cast<const T*>(a.bias);
+  if (bias) sum += to_float(bias[row]);
+  sum = activated<T>(a, sum, bias && halves ? other + to_float(bias[row + halves]) : other);
+  const int64_t to = int64_t(m) * (halves ? halves : a.n) + row;
+  if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
+  reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
+}
+
+// Two rows of W to a warp, kAhead vectors of each under way.
+template <class T, int M>
 __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(const __grid_constant__ LinearArguments a) {
-  constexpr int kAhead = 8 / R, kStep = kAhead * kWarp, kShare = R == 1 ? 2 : 1;
+  constexpr int R = 2, kAhead = 8 / R, kStep = kAhead * kWarp;
   extern __shared__ __align__(16) char shared[];
   __shared__ float room[kLinearWarps];
-  __shared__ float of_others[2][kLinearWarps / kShare][M];  // sums of the second warps, of one row and the next
   const uint4* const x = reinterpret_cast<const uint4*>(shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int vectors = a.k / 8, team = warp / kShare, begin = (vectors + kShare - 1) / kShare * (warp % kShare);
-  const int end = min(vectors, begin + (vectors + kShare - 1) / kShare);
-  const int chunks = ((vectors + kShare - 1) / kShare + kStep - 1) / kStep;
+  const int vectors = a.k / 8, chunks = (vectors + kStep - 1) / kStep;
   const int halves = a.halves ? a.n / 2 : 0;
   const int units = halves ? halves : (a.n + R - 1) / R;
   // The last round, which not all warps have, is spread over all blocks.
-  const int first = team * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * (kLinearWarps / kShare);
+  const int first = warp * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kLinearWarps;
   const auto row_of = [&](int unit, int r) { return halves ? unit + r * halves : unit * R + r; };
 
   const uint4* from[R];
@@ -122,11 +132,11 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   };
   uint4 raw[R][kAhead];
   const auto load = [&](int u) {
-    const int at = begin + ahead_chunk * kStep + u * kWarp + lane;
+    const int at = ahead_chunk * kStep + u * kWarp + lane;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       raw[r][u] = make_uint4(0, 0, 0, 0);
-      if (ahead_unit < units && at < end) raw[r][u] = load_once(from[r] + at);
+      if (ahead_unit < units && at < vectors) raw[r][u] = load_once(from[r] + at);
     }
   };
   const auto go_on = [&] {
@@ -139,9 +149,9 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   prefetch_norm<kLinearThreads>(a);
   if (first < units) point();
   if (!a.overlap) {
-    if (lane < R && first < units && begin < end) {  // towards the L2 at least, while the launch before may still be at work
+    if (lane < R && first < units) {  // towards the L2 at least, while the launch before may still be at work
       const int row = min(row_of(first, lane), a.n - 1);
-      prefetch_to_l2(a.weight + row * a.weight_stride + begin * 16, min(2 * kStep, end - begin) * 16);
+      prefetch_to_l2(a.weight + row * a.weight_stride, min(2 * kStep, vectors) * 16);
     }
     wait_for_earlier();
   }
@@ -152,13 +162,12 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   let_next_start();
   fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
 
-  [[maybe_unused]] int turn = 0;
   for (int unit = first; unit < units; unit += step) {
     float sums[R][M] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        const int at = min(begin + chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
+        const int at = min(chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
         float w[R][8];
 #pragma unroll
         for (int r = 0; r < R; ++r) unpack<T>(raw[r][u], w[r]);
@@ -186,18 +195,6 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
         }
       }
     }
-    if constexpr (kShare == 2) {
-      float(&those)[M] = of_others[turn][team];
-      if (warp % 2 == 1 && lane == 0) {
-#pragma unroll
-        for (int m = 0; m < M; ++m) those[m] = sums[0][m];
-      }
-      meet_team(team);
-      turn ^= 1;
-      if (warp % 2 == 1) continue;
-#pragma unroll
-      for (int m = 0; m < M; ++m) sums[0][m] += those[m];
-    }
     // Lane R m + r writes the output of its row of x and of W.
     const int m_of = lane / R, r_of = lane % R, row = row_of(unit, r_of);
     if (m_of >= a.m || m_of >= M || row >= a.n || (halves && r_of)) continue;
@@ -210,33 +207,108 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
         if (m == m_of && r == R - 1) other = sums[r][m];
       }
     }
-    const T* const bias = reinterpret_cast<const T*>(a.bias);
-    if (bias) sum += to_float(bias[row]);
-    if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
-      sum = Silu<T>::value(sum) * (bias ? other + to_float(bias[row + halves]) : other);
-    } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
-      sum = GeluErf<T>::value(sum);
-    } else if (a.activation == FUSELINE_ACTIVATION_GELU_TANH) {
-      sum = GeluTanh<T>::value(sum);
-    }
-    const int64_t to = int64_t(m_of) * (halves ? halves : a.n) + row;
-    if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
-    reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
+    write_output<T>(a, sum, other, m_of, row, halves);
   }
 }
 
-template <class T, int M, int R>
+// A row of W to a team, of which each warp has every kTeamWarps-th 512 bytes; kAhead of these under way, across the ends of
+// rows. All blocks are there from the start: they have as many rows but for one.
+template <class T, int M, int kTeamWarps>
+__global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kernel(const __grid_constant__ LinearArguments a) {
+  constexpr int kAhead = 7, kTeams = kLinearWarps / kTeamWarps, kStep = kTeamWarps * kWarp;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ float room[kLinearWarps];
+  __shared__ float parts[2][kTeams][kTeamWarps][M];  // of one row and the next
+  const uint4* const x = reinterpret_cast<const uint4*>(shared);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, team = warp / kTeamWarps, rank = warp % kTeamWarps;
+  const int vectors = a.k / 8, steps = (vectors + kStep - 1) / kStep, begin = rank * kWarp + lane;
+  const int first = team * int(gridDim.x) + int(blockIdx.x), stride = int(gridDim.x) * kTeams;
+
+  int row_ahead = first, at_ahead = begin;
+  const uint4* from = nullptr;
+  const auto point = [&] { from = reinterpret_cast<const uint4*>(a.weight + row_ahead * a.weight_stride); };
+  uint4 raw[kAhead];
+  const auto load = [&](int u) {
+    raw[u] = make_uint4(0, 0, 0, 0);
+    if (row_ahead >= a.n) return;
+    if (at_ahead < vectors) raw[u] = load_once(from + at_ahead);
+    at_ahead += kStep;
+    if (at_ahead >= steps * kStep) {
+      at_ahead = begin, row_ahead += stride;
+      if (row_ahead < a.n) point();
+    }
+  };
+
+  prefetch_norm<kLinearThreads>(a);
+  if (first < a.n) point();
+  if (!a.overlap) {
+    if (rank == 0 && lane == 0 && first < a.n) {  // towards the L2 at least, while the launch before may still be at work
+      prefetch_to_l2(a.weight + first * a.weight_stride, min(kAhead * kStep, vectors) * 16);
+    }
+    wait_for_earlier();
+  }
+#pragma unroll
+  for (int u = 0; u < kAhead; ++u) load(u);
+  if (a.overlap) wait_for_earlier();
+  let_next_start();
+  fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
+
+  float sums[M] = {};
+  int turn = 0, at = begin;
+  for (int row = first; row < a.n;) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (row >= a.n) break;
+      float w[8];
+      unpack<T>(raw[u], w);
+      load(u);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        float values[8];
+        unpack<T>(x[m * vectors + min(at, vectors - 1)], values);  // past the end weights are zero
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[m] = fmaf(w[e], values[e], sums[m]);
+      }
+      at += kStep;
+      if (at < steps * kStep) continue;
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2) sums[m] += __shfl_xor_sync(~0u, sums[m], offset);
+        if (lane == 0) parts[turn][team][rank][m] = sums[m];
+        sums[m] = 0.f;
+      }
+      meet_team<kTeamWarps>(team);
+      if (rank == 0 && lane < min(M, a.m)) {  // lane m writes the output of row m of x
+        float sum = 0.f;
+#pragma unroll
+        for (int r = 0; r < kTeamWarps; ++r) sum += parts[turn][team][r][lane];
+        write_output<T>(a, sum, 0.f, lane, row, 0);
+      }
+      turn ^= 1, at = begin, row += stride;
+    }
+  }
+}
+
+// How many warps share a row of W; 0: a warp has two rows. Those blocks have to fill nearly all places: of 256 that begin as
+// the launch before ends a multiprocessor gets three where another gets one.
+int team_warps(const LinearArguments& a, const Device& device) {
+  const int most_rows = (a.m == 1 ? 44 : 24) * device.processors;
+  return a.halves || a.n >= most_rows ? 0 : a.k < 2048 ? 2 : 4;
+}
+
+template <class T, int M>
 int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  const auto kernel = gemv_kernel<T, M, R>;
+  const int team = team_warps(a, device);
+  const auto kernel = team == 4 ? gemv_team_kernel<T, M, 4> : team == 2 ? gemv_team_kernel<T, M, 2> : gemv_kernel<T, M>;
   const int shared = M * a.k * 2;
   int resident = 0;
   const cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
   if (error != cudaSuccess) return int(error);
-  const int64_t units = a.halves ? a.n / 2 : divide_up(a.n, R);
+  const int64_t at_once = team ? kLinearWarps / team : 2 * kLinearWarps;  // rows of a block
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
-  constexpr int kTeams = R == 1 ? kLinearWarps / 2 : kLinearWarps;
-  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(units, kTeams), std::max(1, resident))));
+  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(a.n, at_once), std::max(1, resident))));
   config.blockDim = dim3(kLinearThreads);
   config.dynamicSmemBytes = size_t(shared);
   config.stream = static_cast<cudaStream_t>(stream);
@@ -245,13 +317,6 @@ int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
-}
-
-template <class T, int M>
-int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  // Few rows of W: two warps to one.
-  const bool alone = !a.halves && a.n < 24 * device.processors;
-  return alone ? launch_gemv<T, M, 1>(a, device, stream) : launch_gemv<T, M, 2>(a, device, stream);
 }
 
 template <class T>
