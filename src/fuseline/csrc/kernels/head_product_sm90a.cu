@@ -6,7 +6,7 @@
 namespace fuseline {
 namespace {
 
-template <class T, bool kTurnA>
+template <class T, bool kTurnA, bool kTurnB>
 int run_product(const void* left, const void* right, void* out, int64_t m, int64_t n, int64_t k, int dtype, int group, void* stream) {
   using Shape = ProductShape;
   Device device;
@@ -17,9 +17,9 @@ int run_product(const void* left, const void* right, void* out, int64_t m, int64
   a.row_blocks = int(divide_up(m, 256)), a.group = std::min(a.row_blocks, std::max(1, group)), a.items = a.tiles * a.row_blocks;
   const int64_t rows = kTurnA ? k : m, length = kTurnA ? m : k;
   int error = make_tensor_map(a.a, {left, length, rows, 1, 2 * length, 2 * length * rows, kTurnA ? 64 : kHeadRows, dtype});
-  if (error == 0) error = make_tensor_map(a.b, {right, n, k, 1, 2 * n, 2 * n * k, 32, dtype});
+  if (error == 0) error = make_tensor_map(a.b, kTurnB ? BoxedTensor{right, n, k, 1, 2 * n, 2 * n * k, 32, dtype} : BoxedTensor{right, k, n, 1, 2 * k, 2 * n * k, 96, dtype});
   if (error != 0) return error;
-  const auto kernel = head_product_kernel<T, kTurnA>;
+  const auto kernel = head_product_kernel<T, kTurnA, kTurnB>;
   int resident = 0;
   const cudaError_t asked = resident_clusters(kernel, device, kHeadThreads, size_t(Shape::kShared), 2, resident);
   if (asked != cudaSuccess) return int(asked);
@@ -32,9 +32,12 @@ int run_product(const void* left, const void* right, void* out, int64_t m, int64
 
 using namespace fuseline;
 
-// out[m, n] = left right; left is [m, k], or turned [k, m]; right [k, n]. All of bf16 (k >= 768, n a multiple of 8).
+// out[m, n] = left right, of bf16 (k >= 768, n a multiple of 8). kind 0: left [m, k], right [k, n]; 1: left [k, m], right
+// [k, n]; 2: left [m, k], right [n, k].
 extern "C" FUSELINE_API int fuseline_head_product(const void* left, const void* right, void* out, int64_t m, int64_t n, int64_t k,
-                                                  int turned, int group, void* stream) {
-  return turned ? run_product<__nv_bfloat16, true>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream)
-                : run_product<__nv_bfloat16, false>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream);
+                                                  int kind, int group, void* stream) {
+  using T = __nv_bfloat16;
+  return kind == 1   ? run_product<T, true, true>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream)
+         : kind == 0 ? run_product<T, false, true>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream)
+                     : run_product<T, false, false>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream);
 }

@@ -16,12 +16,12 @@ struct HeadProduct {
   asm volatile( \
       "{\n .reg .pred add;\n setp.ne.b32 add, %98, 0;\n" \
       " wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FUSELINE_SUMS_192 "}, %96, %97" \
-      ", add, 1, 1, %99, 1;\n}\n" \
+      ", add, 1, 1, %99, %100;\n}\n" \
       : FUSELINE_TILES_192 \
-      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTurnA)))
+      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTurnA)), "n"(int(kTurnB)))
 #endif
 
-template <class T, bool kTurnA>
+template <class T, bool kTurnA, bool kTurnB>
 __device__ __forceinline__ void wgmma_turned(float (&d)[24][4], uint64_t a, uint64_t b, bool add) {
 #if FUSELINE_HAS_WGMMA
   if constexpr (std::is_same_v<T, __half>) FUSELINE_TURNED("f16");
@@ -38,21 +38,23 @@ struct ProductTile {
   __device__ __forceinline__ void at(const HeadProduct& a, int item, int rank) {
     const HeadPlace place = head_place(item, a.row_blocks, a.tiles, a.group);
     row = (place.block * 2 + rank) * kHeadRows + int(threadIdx.x) / kWarp * 16 + int(threadIdx.x) % kWarp / 4;
-    column = place.tile * 192 + int(threadIdx.x) % 4 * 2;
+    column = place.tile * 192;
     there = true;
   }
   template <int p>
   __device__ __forceinline__ void piece(const HeadProduct& a, const float (&sums)[24][4]) const {
+    // Lanes beside each other exchange halves of two tiles of 8 columns: 8 bytes each, a quad 32.
+    const int quad = int(threadIdx.x) % 4;
+    const bool odd = quad % 2;
+    const int c = column + 8 * (2 * p + odd) + (quad & 2) * 2;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      constexpr int kFirst = 2 * p;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int c = column + 8 * (kFirst + j), r = row + 8 * h;
-        if (there && r < a.m && c < a.n) {
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(a.out) + int64_t(r) * a.n + c) =
-              pack_pair<T>(sums[kFirst + j][2 * h], sums[kFirst + j][2 * h + 1]);
-        }
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t left = pack_pair<T>(sums[2 * p][2 * h], sums[2 * p][2 * h + 1]);
+      const uint32_t right = pack_pair<T>(sums[2 * p + 1][2 * h], sums[2 * p + 1][2 * h + 1]);
+      const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? left : right, 1);
+      const int r = row + 8 * h;
+      if (there && r < a.m && c < a.n) {
+        *reinterpret_cast<uint2*>(static_cast<T*>(a.out) + int64_t(r) * a.n + c) = odd ? make_uint2(got, right) : make_uint2(left, got);
       }
     }
   }
@@ -63,7 +65,7 @@ struct ProductTile {
   }
 };
 
-template <class T, bool kTurnA>
+template <class T, bool kTurnA, bool kTurnB>
 struct ProductRun {
   using Shape = ProductShape;
   uint32_t base;
@@ -79,17 +81,21 @@ struct ProductRun {
   __device__ __forceinline__ void step(float (&sums)[24][4], bool first) {
     barrier_wait(&full[at.slot], at.parity);
     const uint32_t stage = base + at.slot * Shape::kStageBytes;
-    const Panels<192, 64> b{stage + Shape::kXBytes};
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      uint64_t a;
+      uint64_t a, b;
+      if constexpr (kTurnB) {
+        b = Panels<192, 64>{stage + Shape::kXBytes}.columns(0, k);
+      } else {
+        b = Panels<64, 192>{stage + Shape::kXBytes}.rows(0, k);
+      }
       if constexpr (kTurnA) {
         a = Panels<128, 64>{stage}.columns(warpgroup, k);
       } else {
         a = Panels<64, kHeadRows>{stage}.rows(64 * warpgroup, k);
       }
-      wgmma_turned<T, kTurnA>(sums, a, b.columns(0, k), !first || k > 0);
+      wgmma_turned<T, kTurnA, kTurnB>(sums, a, b, !first || k > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -118,7 +124,7 @@ struct ProductRun {
   }
 };
 
-template <class T, bool kTurnA>
+template <class T, bool kTurnA, bool kTurnB>
 __global__ void __launch_bounds__(kHeadThreads, 1) head_product_kernel(const __grid_constant__ HeadProduct a) {
 #if FUSELINE_HAS_WGMMA
   using Shape = ProductShape;
@@ -155,10 +161,14 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_product_kernel(const __g
           } else {
             copy_box(stage, &a.a, &full[at.slot], s * 64, row, 0);
           }
-          const uint32_t to = stage + Shape::kXBytes + rank * 4096;
+          const uint32_t to = stage + Shape::kXBytes;
+          if constexpr (kTurnB) {
 #pragma unroll
-          for (int i = 0; i < 3; ++i) {
-            copy_box(to + i * 8192, &a.b, &full[at.slot], column + 64 * i, s * 64 + rank * 32, 0, 3u);
+            for (int i = 0; i < 3; ++i) {
+              copy_box(to + rank * 4096 + i * 8192, &a.b, &full[at.slot], column + 64 * i, s * 64 + rank * 32, 0, 3u);
+            }
+          } else {
+            copy_box(to + rank * 96 * 128, &a.b, &full[at.slot], s * 64, column + rank * 96, 0, 3u);
           }
           at.advance();
         }
@@ -166,7 +176,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_product_kernel(const __g
     }
   } else {
     take_registers<240>();
-    ProductRun<T, kTurnA> products{base, warpgroup, full, empty};
+    ProductRun<T, kTurnA, kTurnB> products{base, warpgroup, full, empty};
     ProductTile<T> tile{0, 0, false};
     float even[24][4], odd[24][4];
 #pragma unroll
