@@ -24,7 +24,8 @@ bool run(NormBackward a, int sums, const Device& device, void* stream, int& erro
   using T = typename Kind::T;
   const Trial trial;
   if (trial.shortest == 0 || a.n < trial.shortest || !in_vectors<Kind::kSize>(a)) return false;
-  PiecesNorm given{a, 0, 0, false};
+  PiecesNorm given{a};
+  bool kept = false;
   int cluster = 1;
   while (cluster < kMostBlocks && a.n > int64_t(cluster) * kPiecesThreads * kPieceColumns) cluster *= 2;
   const int warps = int(divide_up(divide_up(a.n, kPieceColumns * kWarp), cluster));
@@ -35,9 +36,9 @@ bool run(NormBackward a, int sums, const Device& device, void* stream, int& erro
   const int64_t weights = columns * ((a.weight && a.fp32_weights) || sizeof(T) == 4 ? 4 : 2);
   const int64_t beside = int64_t(2) * cluster * warps * 8 + (Kind::kXBias == 2 ? columns * 4 : 0);
   const int64_t piece = int64_t(warps) * kPieceBytes;  // of a tensor, of all warps
-  const auto left = [&] { return room - beside - (given.keeps ? weights : 0) - piece * (2 * given.pieces + given.past); };
+  const auto left = [&] { return room - beside - (kept ? weights : 0) - piece * (2 * given.pieces + given.past); };
   const auto fits = [&](bool keeps) {
-    given.keeps = keeps, given.pieces = Kind::kSlots, given.past = a.grad_sum ? 1 : 0;
+    kept = keeps, given.pieces = Kind::kSlots, given.past = a.grad_sum ? 1 : 0;
     if (left() < 0) return false;
     while (a.grad_sum && given.past < Kind::kSlots && given.past < trial.past && left() >= piece) ++given.past;
     while (given.pieces < trial.pieces && left() >= 2 * piece) ++given.pieces;
@@ -46,6 +47,9 @@ bool run(NormBackward a, int sums, const Device& device, void* stream, int& erro
   };
   if (!(trial.keeps != 0 && fits(true)) && !fits(false)) return false;
   const size_t bytes = size_t(room - left());
+  given.past_at = int(2 * given.pieces * piece), given.states_at = int(given.past_at + given.past * piece);
+  const int behind = given.states_at + 2 * cluster * warps * int(sizeof(float2));
+  given.weights_at = kept ? behind : 0, given.x_bias_at = behind + (kept ? int(weights) : 0);
   const auto kernel = norm_backward_pieces<Kind>;
   if (cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   int count = 0;
@@ -56,7 +60,7 @@ bool run(NormBackward a, int sums, const Device& device, void* stream, int& erro
   }
   const int blocks = int(std::min<int64_t>({a.rows, count, divide_up(device.processors, cluster)}));
   if (std::getenv("FUSELINE_B_SAY")) {
-    std::fprintf(stderr, "pieces %d past %d keeps %d bytes %zu clusters %d of %d\n", given.pieces, given.past, given.keeps,
+    std::fprintf(stderr, "pieces %d past %d keeps %d bytes %zu clusters %d of %d\n", given.pieces, given.past, kept,
                  bytes, blocks, cluster);
   }
   error = launch(kernel, given, int64_t(blocks) * cluster, dim3(warps * kWarp), bytes, cluster, stream, true);

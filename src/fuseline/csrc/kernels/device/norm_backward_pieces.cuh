@@ -22,7 +22,8 @@ constexpr int kPieceColumns = 32;         // of a thread
 struct PiecesNorm {
   NormBackward norm;
   int pieces, past;  // of a warp's rings
-  bool keeps;        // weights, in shared memory
+  // Places in shared memory behind the rings, in bytes; of weights 0 where these are read again each time.
+  int past_at, states_at, weights_at, x_bias_at;
 };
 
 // kSumsOfXBias, with which grad_dropped is written: 0 for none, 1 in registers, 2 in shared memory.
@@ -38,6 +39,7 @@ struct PiecesKind {
 
 struct PiecesStatics {
   uint64_t arrived[kMostPiecesAhead][kPiecesWarps], past_arrived[kMostPastAhead][kPiecesWarps], met[2];
+  uint64_t seed;
 };
 
 template <class Kind>
@@ -53,20 +55,23 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   const NormBackward& a = given.norm;
   const int n = int(a.n), rows = int(a.rows), cluster = a.cluster, pieces = given.pieces, past_pieces = given.past;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
-  const int rank = int(blockIdx.x) & (cluster - 1), count = cluster * warps;  // warps of a row
+  const int rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
   const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane * kSize;
   const bool wants_rows = a.wants_rows(), past = past_pieces > 0;
 
   // Places in the ring, in bytes.
-  const int mine = warp * pieces * (2 * kPieceBytes), behind = warps * pieces * (2 * kPieceBytes);
-  const int past_mine = behind + warp * past_pieces * kPieceBytes;
-  float2* const states = reinterpret_cast<float2*>(ring + behind + warps * past_pieces * kPieceBytes);
-  uint4* const behind_states = reinterpret_cast<uint4*>(states + 2 * count);
+  const auto place = [&](int stage) { return (warp * pieces + stage) * (2 * kPieceBytes); };
+  const auto past_place = [&](int stage) {
+    return given.past_at + (warp * past_pieces + stage) * kPieceBytes;
+  };
   const bool wide_weights = (a.weight && a.fp32_weights) || sizeof(T) == 4;
-  const RingWeights<Kind> weights{behind_states + threadIdx.x, wide_weights};
-  const int weight_vectors = given.keeps ? int(blockDim.x) * kSlots * (wide_weights ? kSize / 4 : 1) : 0;
-  float4* const x_bias_sums = reinterpret_cast<float4*>(behind_states + weight_vectors) + threadIdx.x;
+  const auto weights = [&] {
+    return RingWeights<Kind>{reinterpret_cast<uint4*>(ring + given.weights_at) + threadIdx.x, wide_weights};
+  };
+  const auto x_bias_sums = [&](int i) -> float4& {
+    return reinterpret_cast<float4*>(ring + given.x_bias_at)[i * int(blockDim.x) + int(threadIdx.x)];
+  };
 
   // One lane sends for slot number `slot` of `row`, or of rows after it.
   const auto fetch = [&](int row, int slot, int stage) {
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     if (row >= rows) return;
     const int column = from + slot * kStep, bytes = max(0, min(kStep, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.arrived[stage][warp];
-    unsigned char* const to = ring + (mine + stage * (2 * kPieceBytes));
+    unsigned char* const to = ring + place(stage);
     barrier_expect(barrier, 2 * bytes);
     if (bytes == 0) return;
     const int64_t at = row * a.n + column;
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     uint64_t* const barrier = &barriers.past_arrived[stage][warp];
     barrier_expect(barrier, bytes);
     const T* const at = static_cast<const T*>(a.grad_sum) + (row * a.n + column);
-    if (bytes > 0) copy_in(ring + (past_mine + stage * kPieceBytes), at, bytes, barrier);
+    if (bytes > 0) copy_in(ring + past_place(stage), at, bytes, barrier);
   };
 
   let_next_start();
@@ -109,33 +114,30 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   if (cluster > 1) cluster_arrive_relaxed();
   __syncwarp();
   wait_for_earlier();
+  if (Kind::kXBias > 0 && a.dropout.seed && threadIdx.x == 0) barriers.seed = uint64_t(*a.dropout.seed);
   if (lane == 0) {
 #pragma unroll 1
     for (int stage = 0; stage < pieces; ++stage) fetch(block, stage, stage);
 #pragma unroll 1
     for (int stage = 0; stage < past_pieces; ++stage) fetch_past(block, stage, stage);
   }
-  if (given.keeps) {
+  if (given.weights_at) {
 #pragma unroll
-    for (int k = 0; k < kSlots; ++k) weights.keep(a, k, start + k * kStep);
+    for (int k = 0; k < kSlots; ++k) weights().keep(a, k, start + k * kStep);
   }
   if constexpr (Kind::kXBias == 2) {
-    for (int i = 0; i < kPieceColumns / 4; ++i) x_bias_sums[i * int(blockDim.x)] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kPieceColumns / 4; ++i) x_bias_sums(i) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (cluster > 1) {
-    cluster_wait();  // the others' barriers are there; weights are each thread's own
-  } else {
-    __syncthreads();
-  }
+  if (cluster > 1) cluster_wait();  // the others' barriers are there
+  __syncthreads();                  // and the seed; weights are each thread's own
   const auto take_weights = [&](int k, int column, float (&weight)[kSize]) {
-    if (given.keeps) {
-      weights.take(k, weight);
+    if (given.weights_at) {
+      weights().take(k, weight);
     } else {
       weights_of_columns<T, false>(a, column, weight);
     }
   };
 
-  [[maybe_unused]] const uint64_t seed = Kind::kXBias > 0 && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kSize, kSums> columns[kSlots] = {};
   float x_bias_columns[Kind::kXBias == 1 ? kSlots : 1][kSize] = {};
   int first_stage = 0, first_parity = 0, past_stage = 0, past_parity = 0;
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     int stage = first_stage, parity = first_parity;
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      const unsigned char* const part = ring + mine + stage * (2 * kPieceBytes);
+      const unsigned char* const part = ring + place(stage);
       int column = start;
       make_ready(column);
       column += k * kStep;
@@ -165,7 +167,10 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     }
     if (wants_rows) {
       float2 sums = sum_over_warp(make_float2(sum, product_sum));
-      float2* const here = states + (turn & 1) * count;
+      int count = warps;  // of the row
+      make_ready(count);
+      count *= cluster;
+      float2* const here = reinterpret_cast<float2*>(ring + given.states_at) + (turn & 1) * count;
       uint64_t* const met = &barriers.met[turn & 1];
       if (threadIdx.x == 0) barrier_expect(met, count * int(sizeof(float2)));
       if (lane < cluster) send_in_cluster(here + rank * warps + warp, met, lane, sums);
@@ -181,29 +186,31 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     stage = first_stage;
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      const unsigned char* const part = ring + mine + stage * (2 * kPieceBytes);
+      const unsigned char* const part = ring + place(stage);
       if (past) barrier_wait(&barriers.past_arrived[past_stage][warp], past_parity);
       int column = start;
       make_ready(column);
       column += k * kStep;
       if (wants_rows && column < n) {
+        [[maybe_unused]] uint32_t kept = 0;
+        if constexpr (Kind::kXBias > 0) {
+          if (a.dropout.seed) kept = kept_of_slots<kSize, 1>(a.dropout, barriers.seed, base + column, 0);
+        }
         float values[kSize], grad[kSize], weight[kSize];
         take_weights(k, column, weight);
         take_slot<T, kSize, false>(part, lane).values(0, values);
         take_slot<T, kSize, false>(part + kPieceBytes, lane).values(0, grad);
         second_pass<kSize, kCentred>(values, weight, terms, grad);
         if (past) {
-          take_slot<T, kSize, false>(ring + past_mine + past_stage * kPieceBytes, lane).values(0, values);
+          take_slot<T, kSize, false>(ring + past_place(past_stage), lane).values(0, values);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
         if (a.grad_x) store_slot<T, kSize, false>(static_cast<T*>(a.grad_x) + base, column, n, kWarp, grad);
         if constexpr (Kind::kXBias > 0) {
           if (a.dropout.seed) {
-            float multipliers[kSize];
-            dropout_row<kSize, false>(a.dropout, seed, base + column, multipliers);
-  #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
           if (a.grad_dropped) {
             store_slot<T, kSize, false>(static_cast<T*>(a.grad_dropped) + base, column, n, kWarp, grad);
@@ -216,7 +223,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
         if constexpr (Kind::kXBias == 2) {
 #pragma unroll
           for (int i = 0; i < kSize; i += 4) {
-            float4& sums = x_bias_sums[(k * kSize + i) / 4 * int(blockDim.x)];
+            float4& sums = x_bias_sums((k * kSize + i) / 4);
             sums = make_float4(sums.x + grad[i], sums.y + grad[i + 1], sums.z + grad[i + 2], sums.w + grad[i + 3]);
           }
         }
@@ -242,7 +249,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   if constexpr (Kind::kXBias == 1) write(2, [&](int k, int i) { return x_bias_columns[k][i]; });
   if constexpr (Kind::kXBias == 2) {
     write(2, [&](int k, int i) {
-      const float4& four = x_bias_sums[(k * kSize + i) / 4 * int(blockDim.x)];
+      const float4& four = x_bias_sums((k * kSize + i) / 4);
       return i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
     });
   }
