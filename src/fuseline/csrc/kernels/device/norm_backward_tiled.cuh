@@ -29,7 +29,7 @@ struct TileKind {
   static constexpr bool kVectors = kVectorsOfRow;  // rows are whole ones
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kThreads = kAdded ? 384 : 512;
-  static constexpr bool kAhead = kMaskAhead && kVectors && kAdded;  // a tile's mask is there before the tile
+  static constexpr bool kAhead = kMaskAhead && kAdded;  // a tile's mask is there before the tile
 
   // Bytes of a tile of one tensor.
   template <class T>
@@ -164,10 +164,16 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     Y* const grad_tile = reinterpret_cast<Y*>(parts + grad_y_at);
     const X* const sum_tile = reinterpret_cast<const X*>(parts + grad_sum_at);
     const int count = count_of(tile);
+    // Of this thread's elements, or where rows keep to no steps of its 32 of the tile, whatever their rows.
     [[maybe_unused]] uint32_t kept = 0;
     if constexpr (Kind::kAhead) {
-      const int64_t at = tile * rows_of_tile * n + aside * n + first;
-      if (a.dropout.seed) kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, at, beside * n);
+      static_assert(kWarp * kSize * kTileTurns <= kWarp * 32);
+      const int64_t base = tile * rows_of_tile * n;
+      if (a.dropout.seed && kVectors) {
+        kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, base + aside * n + first, beside * n);
+      } else if (a.dropout.seed) {
+        kept = kept_of_slots<32, 1>(a.dropout, seed, base + (aside * threads + int(threadIdx.x)) * 32, 0);
+      }
     }
     barrier_wait(&arrived[stage][warp], parity);
     constexpr int kRows = 2;  // at a time
@@ -204,10 +210,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
           if (a.dropout.seed) {
             float multipliers[kSize];
             if constexpr (Kind::kAhead) {
-#pragma unroll
-              for (int i = 0; i < kSize; ++i) {
-                multipliers[i] = kept >> ((pair + r) * kSize + i) & 1 ? a.dropout.scale : 0.f;
+              uint32_t bits = kept >> ((pair + r) * kSize);
+              if constexpr (!kVectors) {
+                const uint32_t low = __shfl_sync(kAllLanes, kept, at >> 5), high = __shfl_sync(kAllLanes, kept, (at >> 5) + 1);
+                bits = uint32_t((uint64_t(high) << 32 | low) >> (at & 31));
               }
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) multipliers[i] = bits >> i & 1 ? a.dropout.scale : 0.f;
             } else {
               dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
             }
@@ -287,8 +296,8 @@ struct TileFamily {
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
     auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
     if constexpr (kSums == kSumsOfAddedNorm && sizeof(X) == sizeof(Y)) {
-      if (std::getenv("FUSELINE_B_AHEAD") && a.n % Kind<true>::kSize == 0 && a.dropout.seed) {
-        kernel = norm_backward_tiled<Kind<true, true>>;  // trial
+      if (std::getenv("FUSELINE_B_AHEAD") && a.dropout.seed) {  // trial
+        kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true, true>> : norm_backward_tiled<Kind<false, true>>;
       }
     }
     int count = 0;
