@@ -12,8 +12,7 @@
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
-#include "device/packed_rows.cuh"
-#include "device/softmax_few.cuh"
+#include "device/softmax_backward_few.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -32,54 +31,6 @@ struct SoftmaxBackward {
   int together;         // rows that wait in a block
   int way;              // trial
 };
-
-struct FewBackward {
-  const uint4* grad_out;
-  const uint4* y;
-  uint4* grad_x;
-  int64_t rows;
-  int vectors, cluster;
-  float scale;
-};
-
-// sum(grad_out * y), and sum(y) for 16-bit rows.
-template <class T>
-using Sums = std::conditional_t<sizeof(T) == 4, double, float2>;
-
-template <class T>
-__device__ __forceinline__ void add_to(Sums<T>& sums, float grad, float y) {
-  if constexpr (sizeof(T) == 4) {
-    sums += double(grad) * double(y);
-  } else {
-    sums.x += grad * y;
-    sums.y += y;
-  }
-}
-
-template <class T>
-__device__ __forceinline__ Sums<T> sums_of(const uint4& grad_raw, const uint4& y_raw) {
-  float grad[kVector<T>], y[kVector<T>];
-  unpack<T>(grad_raw, grad);
-  unpack<T>(y_raw, y);
-  Sums<T> sums{};
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) add_to<T>(sums, grad[i], y[i]);
-  return sums;
-}
-
-// What is taken off grad_out. A row of zeros has no sum, and no gradient either.
-__device__ __forceinline__ float mean_of(double sum) { return float(sum); }
-__device__ __forceinline__ float mean_of(float2 sums) { return sums.y == 0.f ? 0.f : sums.x / sums.y; }
-
-template <class T>
-__device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_raw, float mean, float scale,
-                                         float (&result)[kVector<T>]) {
-  float grad[kVector<T>], y[kVector<T>];
-  unpack<T>(grad_raw, grad);
-  unpack<T>(y_raw, y);
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - mean);
-}
 
 // Four vectors of each row are 32 registers.
 constexpr int kMostHeld = 4;
@@ -309,103 +260,7 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
   }
 }
 
-// Rows so few that all their threads run at once (softmax_few.cuh).
-template <class T, int kHeld, Meet kHow>
-__global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_few(const FewBackward a) {
-  __shared__ FewRoom<Sums<T>, kHow> room;
-  let_next_start();
-  FewSeat<Sums<T>, kHow> seat(room, a.cluster);
-  const int slot = seat.slot(kHeld), step = seat.threads;
-  const int64_t at = seat.row * a.vectors + slot;
-  const uint4* const grad_out = a.grad_out + at;
-  const uint4* const y = a.y + at;
-  uint4* const grad_x = a.grad_x + at;
-  const int inside = seat.row < a.rows ? a.vectors - slot : 0;  // vectors of the row from the thread's first on
-  const float scale = a.scale;
-  known_by_now(number(grad_out) + number(y) + number(grad_x) + uint64_t(inside));
-  wait_for_earlier();
-  uint4 grad_raw[kHeld], y_raw[kHeld];
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    grad_raw[k] = y_raw[k] = make_uint4(0, 0, 0, 0);
-    if (k * step < inside) grad_raw[k] = load_now(grad_out + k * step), y_raw[k] = load_now(y + k * step);
-  }
-  Sums<T> sums{};
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) sums = plus(sums, sums_of<T>(grad_raw[k], y_raw[k]));
-  sums = sum_of_lanes(sums, seat.width);
-  if constexpr (kHow != Meet::kOne) {
-    seat.meet(sums);
-    const Sums<T>* const of_warps = room.states;
-    if constexpr (kHow == Meet::kFour) {
-      Sums<T> four[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        four[w] = of_warps[w];
-        if (w >= seat.warps()) four[w] = Sums<T>{};
-      }
-      sums = plus(plus(four[0], four[1]), plus(four[2], four[3]));
-    } else {
-      constexpr int kReaders = kHow == Meet::kBlock ? kMostThreads / kWarp : kWarp;
-      sums = Sums<T>{};
-#pragma unroll 1
-      for (int i = seat.lane % kReaders; i < seat.count(); i += kReaders) sums = plus(sums, of_warps[i]);
-      sums = sum_of_lanes(sums, kReaders);
-    }
-  }
-  const float mean = mean_of(sums);
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    if (k * step >= inside) continue;
-    float result[kVector<T>];
-    if (kHeld > 2) forget(grad_raw[k]), forget(y_raw[k]);
-    gradient<T>(grad_raw[k], y_raw[k], mean, scale, result);
-    store_now(grad_x + k * step, pack<T>(result));
-  }
-}
-
 // ---- launcher ----
-
-template <class T, Meet kHow>
-auto few_kernel(int held) -> void (*)(FewBackward) {
-  if (held == 1) return softmax_backward_few<T, 1, kHow>;
-  if (held == 2) return softmax_backward_few<T, 2, kHow>;
-  if constexpr (kHow == Meet::kOne) {
-    if (held == 3) return softmax_backward_few<T, 3, kHow>;
-    if (held == 4) return softmax_backward_few<T, 4, kHow>;
-  }
-  return nullptr;
-}
-
-template <class T>
-auto few_kernel(const FewPlan& plan) -> void (*)(FewBackward) {
-  switch (meeting_of(plan)) {
-    case Meet::kOne:
-      return few_kernel<T, Meet::kOne>(plan.held);
-    case Meet::kFour:
-      return few_kernel<T, Meet::kFour>(plan.held);
-    case Meet::kBlock:
-      return few_kernel<T, Meet::kBlock>(plan.held);
-    default:
-      return few_kernel<T, Meet::kCluster>(plan.held);
-  }
-}
-
-// False for rows that it does not take.
-template <class T>
-bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
-  if (!trial("SM_FEW", 1)) return false;
-  const int vectors = int(a.n / kVector<T>);
-  const FewPlan plan = plan_few_rows(a.rows, vectors, device);
-  if (plan.held == 0) return false;
-  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x), a.rows,
-                        vectors, plan.cluster, a.scale};
-  const auto kernel = few_kernel<T>(plan);
-  if (!kernel) return false;
-  error = launch(kernel, few, divide_up(a.rows, plan.beside) * plan.cluster, dim3(unsigned(plan.threads), unsigned(plan.beside)), 0,
-                 plan.cluster, stream, device.clusters);
-  return true;
-}
 
 template <class T>
 auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
@@ -420,6 +275,22 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
   return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
+}
+
+// False for rows that it does not take.
+template <class T>
+bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
+  if (!trial("SM_FEW", 1)) return false;
+  const int vectors = int(a.n / kVector<T>);
+  const FewRows plan = plan_few_rows(a.rows, vectors, device);
+  if (plan.held == 0) return false;
+  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x), a.rows,
+                        vectors, plan.cluster, a.scale};
+  const auto kernel = few_backward_kernel<T>(plan);
+  if (!kernel) return false;
+  error = launch(kernel, few, divide_up(a.rows, plan.beside) * plan.cluster, dim3(unsigned(plan.threads), unsigned(plan.beside)), 0,
+                 plan.cluster, stream, device.clusters);
+  return true;
 }
 
 // Short rows at odd addresses, or of odd lines; false for others.

@@ -5,9 +5,9 @@
 // the sums of a warp, those of all. Addresses are there before the kernel ahead has ended, and no step has a branch.
 #pragma once
 
+#include "few_rows.cuh"
+#include "launch.cuh"
 #include "norm_states.cuh"
-#include "packed_rows.cuh"
-#include "softmax_few.cuh"
 
 namespace fuseline {
 

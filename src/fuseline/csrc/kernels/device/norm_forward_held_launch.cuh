@@ -7,6 +7,7 @@
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
+#include "trial.cuh"
 
 namespace fuseline {
 
@@ -53,6 +54,12 @@ inline void share_warps(HeldPlan& plan, int64_t rows, int block, bool few, const
 // 1.84.
 inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
   const int64_t threads = int64_t(device.processors) * 1024;
+  if (const int more = trial("NF_MORE", 0)) {
+    if (more == 9) return false;
+    plan.held = more == 3 ? 2 : 4, plan.early = more == 1;
+    share_blocks(plan, vectors, device.clusters, more == 3 ? kMostThreads : kMostThreads / 2);
+    return plan.held > 0 && plan.cluster > 1;
+  }
   if (rows * vectors > 2 * threads) return false;
   const int64_t most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;  // threads of a row
   plan.held = rows * vectors > threads || vectors > most ? 2 : 1;
@@ -151,6 +158,10 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
     return norm_forward_held<T, decltype(layout), kAdded, kMasked>;
   };
   if (plan.cluster > 1) {
+    if constexpr (!kAdded) {
+      if (plan.held == 4 && plan.early) return of(Holding<4, 1, false, true, 256, 3, true>{});
+      if (plan.held == 4) return of(Holding<4, 1, false, false, 256, 4, true>{});
+    }
     if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2, true>{});
     return of(Holding<2, 1, false, kEarly, kLong, 2, true>{});
   }

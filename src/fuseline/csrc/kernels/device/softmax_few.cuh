@@ -1,6 +1,7 @@
 // How softmax lays out rows so few that all their threads run at once, and how these meet.
 #pragma once
 
+#include "few_rows.cuh"
 #include "launch.cuh"
 #include "overlap.cuh"
 #include "trial.cuh"
@@ -16,7 +17,7 @@ inline RowPlan plan_few_softmax(int64_t rows, int64_t vectors, int held_by_warp,
   return plan_few(rows, vectors, held_by_warp, device);
 }
 
-struct FewPlan {
+struct FewRows {
   int held = 0;     // vectors of a thread; 0: rows are too many, or too long
   int threads = 0;  // of a block that share a row
   int beside = 1;   // rows of a block
@@ -25,11 +26,11 @@ struct FewPlan {
 
 // A vector a thread while all threads that run at once are enough for that, two of rows twice as many. Rows of more than a
 // warp are no more than multiprocessors.
-inline FewPlan plan_few_rows(int64_t rows, int64_t vectors, const Device& device) {
-  FewPlan plan;
+inline FewRows plan_few_rows(int64_t rows, int64_t vectors, const Device& device) {
+  FewRows plan;
   const int64_t at_once = int64_t(device.processors) * 1024, most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;
   const int held = trial("SM_HELD", rows * vectors > at_once || vectors > most ? 2 : 1);
-  if (rows * vectors > 2 * at_once || vectors > most * held || (rows > device.processors && vectors > kWarp)) return plan;
+  if ((rows * vectors > 2 * at_once && !trial("SM_MORE", 0)) || vectors > most * held || (rows > device.processors && vectors > kWarp)) return plan;
   if (vectors > kWarp * held) {
     const int64_t block = trial("SM_THREADS", rows * 4 <= device.processors ? 128 : kMostThreads);
     while (device.clusters && plan.cluster < kMaxCluster && vectors > plan.cluster * block * held) plan.cluster *= 2;
@@ -59,7 +60,7 @@ inline void try_waiting(Waiting& plan, int64_t vectors, int tensors) {
 // How a row's warps meet: kOne has it, kFour read each other's states, kBlock a lane each, kCluster across blocks.
 enum class Meet { kOne, kFour, kBlock, kCluster };
 
-inline Meet meeting_of(const FewPlan& plan) {
+inline Meet meeting_of(const FewRows& plan) {
   if (plan.cluster > 1) return Meet::kCluster;
   const int warps = plan.threads / kWarp;
   return warps <= 1 ? Meet::kOne : warps <= 4 ? Meet::kFour : Meet::kBlock;
@@ -74,17 +75,6 @@ struct FewRoom {
   alignas(16) State states[most_states(kHow)];
   uint64_t met;
 };
-
-// The compilers would rather compute what is used after a wait there. A branch on it they cannot put off: it is never taken,
-// for no sum of addresses is 1.
-__device__ __forceinline__ void known_by_now(uint64_t sum) {
-  if (__any_sync(kAllLanes, sum == 1)) __trap();  // together, or the branch would take uniform registers from what follows
-}
-__device__ __forceinline__ uint64_t number(const void* at) { return reinterpret_cast<uint64_t>(at); }
-
-__device__ __forceinline__ void store_now(uint4* at, const uint4& raw) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w) : "memory");
-}
 
 // A thread's place in its row.
 template <class State, Meet kHow>

@@ -127,11 +127,14 @@ auto few_forward_kernel(int held) -> void (*)(FewForward) {
     if (held == 3) return softmax_forward_few<T, 3, kHow>;
     if (held == 4) return softmax_forward_few<T, 4, kHow>;
   }
+  if constexpr (kHow == Meet::kCluster) {
+    if (held == 4) return softmax_forward_few<T, 4, kHow>;
+  }
   return nullptr;
 }
 
 template <class T>
-auto few_forward_kernel(const FewPlan& plan) -> void (*)(FewForward) {
+auto few_forward_kernel(const FewRows& plan) -> void (*)(FewForward) {
   switch (meeting_of(plan)) {
     case Meet::kOne:
       return few_forward_kernel<T, Meet::kOne>(plan.held);
@@ -149,7 +152,7 @@ template <class T>
 bool run_few(const SoftmaxForward& a, const Device& device, void* stream, int& error) {
   if constexpr (sizeof(T) == 2) {
     if (!(a.scale > 0) || !trial("SM_FEW", 1)) return false;
-    const FewPlan plan = plan_few_rows(a.rows, a.n / kVector<T>, device);
+    const FewRows plan = plan_few_rows(a.rows, a.n / kVector<T>, device);
     if (plan.held == 0) return false;
     const FewForward few{static_cast<const uint4*>(a.x), static_cast<uint4*>(a.y), a.rows, int(a.n / kVector<T>), plan.cluster,
                          a.scale * 1.4426950408889634f};
