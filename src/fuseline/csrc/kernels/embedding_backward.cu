@@ -10,6 +10,7 @@
 // position.
 
 #include "device/embedding.cuh"
+#include "device/embedding_few.cuh"
 #include "device/embedding_sums.cuh"
 #include "device/radix_sort.cuh"
 
@@ -322,6 +323,26 @@ int run_few(RowSums& a, const Device& device, void* stream) {
 }
 
 template <class T, int kWide>
+int run_warps(const RowSums& given, const Device& device, void* stream) {
+  FewSums a{};
+  const SummedTable& table = given.table;
+  a.grad_out = given.grad_out, a.ids = table.ids, a.period = table.period, a.skipped = table.skipped;
+  a.result = table.result, a.items = given.items, a.rows = table.rows, a.n = given.n, a.dropout = given.dropout;
+  const int64_t accesses = a.n / kWide, at_once = int64_t(device.processors) * 3 * kFewWarps;
+  // Slices as long as leave every warp one, between 1 and 8 accesses a lane.
+  int64_t slice = 8 * kWarp;
+  while (slice > kWarp && table.rows * divide_up(accesses, slice) < at_once) slice /= 2;
+  slice = trial("FUSELINE_E_SLICE", slice);
+  const int64_t slices = divide_up(accesses, slice), tasks = slices * table.rows;
+  if (tasks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
+  a.accesses = uint32_t(accesses), a.slice = uint32_t(slice), a.slices = Divisor(uint32_t(slices));
+  a.tasks = uint32_t(tasks);
+  const int64_t waves = trial("FUSELINE_E_WAVES", 1);
+  const int64_t blocks = std::min(divide_up(tasks, kFewWarps), divide_up(at_once * waves, kFewWarps));
+  return launch(embedding_few_sums<T, kWide>, a, blocks, dim3(kFewBlock), 0, 1, stream, device.clusters);
+}
+
+template <class T, int kWide>
 int run_many(RowSums& a, void* workspace, const Device& device, void* stream) {
   const int64_t accesses = a.n / kWide, slice = slice_of(accesses), slices = divide_up(accesses, slice);
   SummedTable& table = a.table;
@@ -348,7 +369,10 @@ int run_many(RowSums& a, void* workspace, const Device& device, void* stream) {
   a.tile = b.tile, a.tiles = b.tiles, a.further = uint32_t(plan.further), a.capacity = uint32_t(listed());
   a.slice = Divisor(uint32_t(slice)), a.slices = Divisor(uint32_t(slices));
   const size_t shared = sum_shared<kWide>(true, a.capacity, table.bin_rows);
-  const auto kernel = embedding_row_sums<T, kWide, true>;
+  auto kernel = embedding_row_sums<T, kWide, true>;
+  if constexpr (sizeof(T) == 2 && kWide > 1) {
+    if (trial("FUSELINE_E_AHEAD", 4) == 8) kernel = embedding_row_sums<T, kWide, true, 8>;
+  }
   error = resident_clusters(kernel, device, kSumBlock, shared, 1, resident);
   if (error != cudaSuccess) return int(error);
   return launch(kernel, a, (plan.bins + plan.further) * slices, dim3(kSumBlock), shared, 1, stream, device.clusters);
@@ -388,6 +412,7 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
     using T = decltype(type);
     return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
+      if (items <= kMostFewIds && trial("FUSELINE_E_WARP", 0)) return run_warps<T, kWide>(a, device, stream);
       return few_items(items) ? run_few<T, kWide>(a, device, stream) : run_many<T, kWide>(a, workspace, device, stream);
     });
   });

@@ -14,7 +14,6 @@ namespace fuseline {
 
 constexpr int kSumBlock = 256;
 constexpr int kSumWarps = kSumBlock / kWarp;
-constexpr int kAheadOf = 4;  // items loaded before the first is added
 constexpr uint32_t kNoRow = 0xffffu;
 
 struct SummedTable {
@@ -114,8 +113,8 @@ __device__ __forceinline__ void find_share(const RowSums& a, bool of_bin, uint32
   __syncthreads();
 }
 
-template <class T, int kWide, bool kBinned>
-__global__ void __launch_bounds__(kSumBlock, 4) embedding_row_sums(const RowSums a) {
+template <class T, int kWide, bool kBinned, int kAheadOf = 4>
+__global__ void __launch_bounds__(kSumBlock, kAheadOf > 4 ? 3 : 4) embedding_row_sums(const RowSums a) {
   let_next_start();
   wait_for_earlier();
   extern __shared__ uint4 sums_shared[];
