@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   constexpr int kSize = Kind::kSize, kSlots = Kind::kSlots, kSums = Kind::kSums;
   constexpr bool kCentred = Kind::kCentred;
   constexpr int kStep = kWarp * kSize;  // columns of a piece
+  // Weights that are not kept are read once a row: grad_y * weight takes the place of grad_y, if that loses no bits.
+  constexpr bool kOnce = sizeof(T) == 4;
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ PiecesStatics barriers;
 
@@ -162,6 +164,11 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
         take_slot<T, kSize, false>(part, lane).values(0, values);
         take_slot<T, kSize, false>(part + kPieceBytes, lane).values(0, grad);
         first_pass<kSize, kSums, kCentred>(values, grad, weight, terms.mean, terms.rstd, columns[k], sum, product_sum);
+        if (kOnce && !given.weights_at) {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) grad[i] *= weight[i];
+          reinterpret_cast<uint4*>(ring + place(stage) + kPieceBytes)[lane] = pack<T>(grad);
+        }
       }
       if (++stage == pieces) stage = 0, parity ^= 1;
     }
@@ -197,7 +204,12 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
           if (a.dropout.seed) kept = kept_of_slots<kSize, 1>(a.dropout, barriers.seed, base + column, 0);
         }
         float values[kSize], grad[kSize], weight[kSize];
-        take_weights(k, column, weight);
+        if (kOnce && !given.weights_at) {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) weight[i] = 1.f;
+        } else {
+          take_weights(k, column, weight);
+        }
         take_slot<T, kSize, false>(part, lane).values(0, values);
         take_slot<T, kSize, false>(part + kPieceBytes, lane).values(0, grad);
         second_pass<kSize, kCentred>(values, weight, terms, grad);
@@ -228,6 +240,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
           }
         }
       }
+      if (kOnce && !given.weights_at) show_to_copies();
       __syncwarp();
       if (lane == 0) {
         fetch(row, k + pieces, stage);
