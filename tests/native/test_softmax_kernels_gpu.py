@@ -233,3 +233,18 @@ def test_few_rows(kernels: Kernels, dtype: torch.dtype) -> None:
                 for wide in (torch.float32, torch.float64)
             )
             assert_as_good(grad_x, eager.to(dtype), exact, f"gradient, {rows} x {n}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", [0.0, -300.0], ids=["around 0", "far below"])
+def test_few_rows_of_which_a_warp_sees_nothing(kernels: Kernels, dtype: torch.dtype, level: float) -> None:
+    """Its maximum is -inf, and takes no part in the sum of the row."""
+    for rows in (1, 4, 33, 128):
+        for n in (128, 768, 1024, 4096, 16384):
+            x = place(rows, n, dtype, fill=randn(rows, n, torch.float32) + level)
+            x[0, : n - 64] = -torch.inf
+            x[1:, 64:] = -torch.inf
+            y = place(rows, n, dtype)
+            kernels.softmax_forward(x, y)
+            eager, exact = (torch.softmax(x.to(wide), -1) for wide in (torch.float32, torch.float64))
+            assert_as_good(y, eager.to(dtype), exact, f"{rows} x {n}")
