@@ -26,6 +26,7 @@ import torch
 BYTES_A_PROCESS = 2**30  # a context and its libraries
 # Nothing compiled for so long, the processes' own imports included, and they are not waited for any more.
 QUIET_SECONDS = 90.0
+LATE_SECONDS = 20.0  # and no longer than so for what still runs when time is over
 MOST_JOBS = 16
 MOST_COMPILING = 0.5  # of what is left of a budget: where compiling is slow, something is measured too
 
@@ -66,7 +67,7 @@ class Compilers:
     ) -> None:
         """All of `tasks`, in order. What fails here fails again where it is measured, and is told there.
         After `within` seconds no more are begun: the measuring process compiles the rest, and everything
-        from then on if the processes stop answering."""
+        from then on if the processes do not answer."""
         if not self._jobs or len(tasks) < 2:
             return
         waiting = deque(tasks)
@@ -94,7 +95,8 @@ class Compilers:
                         done += 1  # more than there is: left to the measuring process
                     waiting.popleft()
                 if running:
-                    finished, _ = wait(running, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
+                    left = max(0.0, deadline - time.monotonic()) + LATE_SECONDS
+                    finished, _ = wait(running, timeout=min(QUIET_SECONDS, left), return_when=FIRST_COMPLETED)
                     if not finished:
                         self._give_up()
                         return
