@@ -5,9 +5,10 @@
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
 //
 // Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies), or where these would not fill all places a
-// team of warps has one. 16-byte vectors go from memory to registers, each asked for anew as soon as it is used, across the
-// ends of rows, so that nothing waits but for data: no barrier but a team's, no copy through shared memory. x is in shared
-// memory, normed there by every block anew. The first vectors are on their way before the launch before this has ended.
+// team of warps has one; see `choose`. 16-byte vectors go from memory to registers, each asked for anew as soon as it is
+// used, across the ends of rows, so that nothing waits but for data: no barrier but a team's, no copy through shared memory.
+// x is in shared memory, normed there by every block anew. The first vectors are on their way before the launch before this
+// has ended.
 
 #include "device/linear_call.cuh"
 
@@ -15,6 +16,7 @@ namespace fuseline {
 namespace {
 
 constexpr int kMostShared = 96 * 1024;  // of x, so that two blocks fit
+constexpr int kOfTwo = 86 * 1024;       // of a block's, so that two fit a multiprocessor and no third
 
 // x of all rows to shared memory, [m][k], normed over k if the call says so.
 template <class T, int M>
@@ -46,7 +48,9 @@ __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to
       }
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        if (begin + u * kLinearThreads < vectors) mine[begin + u * kLinearThreads] = raw[u];
+        const int i = begin + u * kLinearThreads;
+        if (i < vectors) mine[i] = raw[u];
+        if (i >= vectors || a.norm == FUSELINE_NORM_NONE) continue;  // sums take longer than the copy
         float values[8];
         unpack<T>(raw[u], values);
 #pragma unroll
@@ -84,7 +88,9 @@ template <int kTeamWarps>
 __device__ __forceinline__ void meet_team(int team) {
   constexpr int kThreads = kTeamWarps * kWarp;
   static_assert(4 * kThreads >= kLinearThreads);
-  if (team == 0) {
+  if constexpr (kThreads == kLinearThreads) {
+    __syncthreads();
+  } else if (team == 0) {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
   } else if (team == 1) {
     asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
@@ -106,19 +112,23 @@ __device__ __forceinline__ void write_output(const LinearArguments& a, float sum
   reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
 }
 
-// Two rows of W to a warp, kAhead vectors of each under way.
-template <class T, int M>
+// R rows of W to a warp, kAhead vectors of each under way; one row is shared by two warps, half of it each, so that rows
+// divide more evenly.
+template <class T, int M, int R>
 __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(const __grid_constant__ LinearArguments a) {
-  constexpr int R = 2, kAhead = 8 / R, kStep = kAhead * kWarp;
+  constexpr int kAhead = 8 / R, kStep = kAhead * kWarp, kShare = R == 1 ? 2 : 1;
   extern __shared__ __align__(16) char shared[];
   __shared__ float room[kLinearWarps];
+  __shared__ float of_others[2][kLinearWarps / kShare][M];  // sums of the second warps, of one row and the next
   const uint4* const x = reinterpret_cast<const uint4*>(shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int vectors = a.k / 8, chunks = (vectors + kStep - 1) / kStep;
+  const int vectors = a.k / 8, team = warp / kShare, begin = (vectors + kShare - 1) / kShare * (warp % kShare);
+  const int end = min(vectors, begin + (vectors + kShare - 1) / kShare);
+  const int chunks = ((vectors + kShare - 1) / kShare + kStep - 1) / kStep;
   const int halves = a.halves ? a.n / 2 : 0;
   const int units = halves ? halves : (a.n + R - 1) / R;
   // The last round, which not all warps have, is spread over all blocks.
-  const int first = warp * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kLinearWarps;
+  const int first = team * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * (kLinearWarps / kShare);
   const auto row_of = [&](int unit, int r) { return halves ? unit + r * halves : unit * R + r; };
 
   const uint4* from[R];
@@ -132,11 +142,11 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   };
   uint4 raw[R][kAhead];
   const auto load = [&](int u) {
-    const int at = ahead_chunk * kStep + u * kWarp + lane;
+    const int at = begin + ahead_chunk * kStep + u * kWarp + lane;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       raw[r][u] = make_uint4(0, 0, 0, 0);
-      if (ahead_unit < units && at < vectors) raw[r][u] = load_once(from[r] + at);
+      if (ahead_unit < units && at < end) raw[r][u] = load_once(from[r] + at);
     }
   };
   const auto go_on = [&] {
@@ -149,9 +159,9 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   prefetch_norm<kLinearThreads>(a);
   if (first < units) point();
   if (!a.overlap) {
-    if (lane < R && first < units) {  // towards the L2 at least, while the launch before may still be at work
+    if (lane < R && first < units && begin < end) {  // towards the L2 at least, while the launch before may still be at work
       const int row = min(row_of(first, lane), a.n - 1);
-      prefetch_to_l2(a.weight + row * a.weight_stride, min(2 * kStep, vectors) * 16);
+      prefetch_to_l2(a.weight + row * a.weight_stride + begin * 16, min(2 * kStep, end - begin) * 16);
     }
     wait_for_earlier();
   }
@@ -162,12 +172,13 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   let_next_start();
   fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
 
+  [[maybe_unused]] int turn = 0;
   for (int unit = first; unit < units; unit += step) {
     float sums[R][M] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        const int at = min(chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
+        const int at = min(begin + chunk * kStep + u * kWarp + lane, vectors - 1);  // past the end weights are zero
         float w[R][8];
 #pragma unroll
         for (int r = 0; r < R; ++r) unpack<T>(raw[r][u], w[r]);
@@ -194,6 +205,18 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
           sums[r][m] += __shfl_xor_sync(~0u, sums[r][m], offset);
         }
       }
+    }
+    if constexpr (kShare == 2) {
+      float(&those)[M] = of_others[turn][team];
+      if (warp % 2 == 1 && lane == 0) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) those[m] = sums[0][m];
+      }
+      meet_team<kShare>(team);
+      turn ^= 1;
+      if (warp % 2 == 1) continue;
+#pragma unroll
+      for (int m = 0; m < M; ++m) sums[0][m] += those[m];
     }
     // Lane R m + r writes the output of its row of x and of W.
     const int m_of = lane / R, r_of = lane % R, row = row_of(unit, r_of);
@@ -290,22 +313,41 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kern
   }
 }
 
-// How many warps share a row of W; 0: a warp has two rows. Those blocks have to fill nearly all places: of 256 that begin as
-// the launch before ends a multiprocessor gets three where another gets one.
-int team_warps(const LinearArguments& a, const Device& device) {
-  const int most_rows = (a.m == 1 ? 44 : 24) * device.processors;
-  return a.halves || a.n >= most_rows ? 0 : a.k < 2048 ? 2 : 4;
+struct Choice {
+  int team;  // warps that share a row of W
+  int rows;  // of W that a warp has, where none does; one is shared by two
+  bool two;  // blocks a multiprocessor
+};
+
+// Two rows a warp fill a GPU's places from 44 rows a multiprocessor on. With less, some multiprocessors get three of the
+// blocks that begin as the launch before ends, and others one: 4096 x 4096 takes 12.2 us in two blocks a multiprocessor for
+// 14.1 in three; beyond as many rows teams of four even out what is left. Long rows go to whole blocks, of any number: 31.2
+// for 37.1 us of 11008 x 4096, 33.9 for 35.9 of 7000 x 7000. Of few rows short ones are better dealt among two warps 512
+// bytes in turn (1000 x 1000: 2.1 for 2.8), longer ones in halves (3000 x 3000: 7.0 for 7.4).
+Choice choose(const LinearArguments& a, const Device& device) {
+  const int few = 24 * device.processors, of_two = 32 * device.processors, enough = 44 * device.processors;
+  if (a.halves) return {0, 2, false};
+  if (a.n < few) return {a.k < 2048 ? 2 : 0, 1, false};
+  if (a.m > 1) return {0, 2, false};
+  if (a.k > 6144) return {8, 1, false};
+  if (a.n <= of_two) return {0, 2, device.clusters};
+  return {a.n < enough ? 4 : 0, 2, false};
 }
 
 template <class T, int M>
 int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  const int team = team_warps(a, device);
-  const auto kernel = team == 4 ? gemv_team_kernel<T, M, 4> : team == 2 ? gemv_team_kernel<T, M, 2> : gemv_kernel<T, M>;
-  const int shared = M * a.k * 2;
+  const Choice choice = choose(a, device);
+  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 2> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
+  if constexpr (M == 1) {
+    if (choice.team > 2) kernel = choice.team == 8 ? gemv_team_kernel<T, M, 8> : gemv_team_kernel<T, M, 4>;
+  }
+  const int shared = choice.two ? std::max(M * a.k * 2, kOfTwo) : M * a.k * 2;
   int resident = 0;
   const cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
   if (error != cudaSuccess) return int(error);
-  const int64_t at_once = team ? kLinearWarps / team : 2 * kLinearWarps;  // rows of a block
+  const int64_t at_once = choice.team ? kLinearWarps / choice.team  // rows of a block
+                          : choice.rows == 1 ? kLinearWarps / 2
+                                             : 2 * kLinearWarps;
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(a.n, at_once), std::max(1, resident))));
