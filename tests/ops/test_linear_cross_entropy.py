@@ -120,6 +120,29 @@ def test_many_rows_of_a_large_head(
                 assert torch.equal(found, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows, classes, embed_dim", [(2800, 16800, 1144), (1200, 8264, 768)])
+def test_gradients_of_many_rows_of_a_large_head(
+    rows: int, classes: int, embed_dim: int, dtype: torch.dtype
+) -> None:
+    """All products the op's own, with tiles that are not whole, and where some are the library's."""
+    hidden, weight, target = draw("cuda", rows, classes, embed_dim, dtype)
+    hidden = (hidden.detach() / 8).requires_grad_()
+    target[3] = -100
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    again = torch.autograd.grad(ops.linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    exact = (hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_())
+    wanted = F.cross_entropy(F.linear(*exact), target)
+    torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=1e-2)
+    for ours, same, gradient in zip(found, again, torch.autograd.grad(wanted, exact), strict=True):
+        assert torch.equal(ours, same)
+        for dim in (0, 1):
+            error = (ours.float() - gradient).norm(dim=dim)
+            assert (error <= 0.02 * gradient.norm(dim=dim) + 1e-3 * gradient.norm(dim=dim).mean()).all()
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

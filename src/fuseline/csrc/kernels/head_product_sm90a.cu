@@ -1,30 +1,31 @@
-// Trial.
+// The products of a linear head: its logits, and the gradients of what they are made of. See device/head_product.cuh.
+
+#include "fuseline_linear_head.h"
+
 #include "device/head_product.cuh"
-#include "device/launch.cuh"
-#include "device/tensor_map.h"
 
 namespace fuseline {
 namespace {
 
-template <class T, bool kTurnA, bool kTurnB>
-int run_product(const void* left, const void* right, void* out, int64_t m, int64_t n, int64_t k, int dtype, int group, void* stream) {
-  using Shape = ProductShape;
-  Device device;
-  const cudaError_t found = current_device(device);
-  if (found != cudaSuccess) return int(found);
+constexpr double kFull = 0.92;  // of the time of the blocks that run at once: below it other divisions of the work are faster
+
+// out [m, n] = left right, over k.
+template <class T, bool kTurnLeft, bool kTurnRight>
+int run_product(const fuseline_head_product& call, int64_t m, int64_t n, int64_t k, void* stream) {
   HeadProduct a{};
-  a.out = out, a.m = int(m), a.n = int(n), a.tiles = int(divide_up(n, 192)), a.steps = int(divide_up(k, 64));
-  a.row_blocks = int(divide_up(m, 256)), a.group = std::min(a.row_blocks, std::max(1, group)), a.items = a.tiles * a.row_blocks;
-  const int64_t rows = kTurnA ? k : m, length = kTurnA ? m : k;
-  int error = make_tensor_map(a.a, {left, length, rows, 1, 2 * length, 2 * length * rows, kTurnA ? 64 : kHeadRows, dtype});
-  if (error == 0) error = make_tensor_map(a.b, kTurnB ? BoxedTensor{right, n, k, 1, 2 * n, 2 * n * k, 32, dtype} : BoxedTensor{right, k, n, 1, 2 * k, 2 * n * k, 96, dtype});
-  if (error != 0) return error;
-  const auto kernel = head_product_kernel<T, kTurnA, kTurnB>;
-  int resident = 0;
-  const cudaError_t asked = resident_clusters(kernel, device, kHeadThreads, size_t(Shape::kShared), 2, resident);
-  if (asked != cudaSuccess) return int(asked);
-  const int64_t clusters = std::min(resident, a.items);
-  return launch(kernel, a, clusters * 2, dim3(kHeadThreads), size_t(Shape::kShared), 2, stream);
+  a.out = call.out, a.m = int(m), a.n = int(n);
+  if (k < kHeadPieces * kHeadStep) return FUSELINE_UNSUPPORTED;
+  return run_head<T, HeadProductTile<T, kTurnLeft, kTurnRight>>(a, call.left, call.right, m, n, k, call.dtype, kFull, stream);
+}
+
+template <class T>
+int run_product_of(const fuseline_head_product& call, void* stream) {
+  switch (call.product) {
+    case FUSELINE_HEAD_LOGITS: return run_product<T, false, false>(call, call.rows, call.words, call.width, stream);
+    case FUSELINE_HEAD_GRAD_HIDDEN: return run_product<T, false, true>(call, call.rows, call.width, call.words, stream);
+    case FUSELINE_HEAD_GRAD_WEIGHT: return run_product<T, true, true>(call, call.words, call.width, call.rows, stream);
+    default: return FUSELINE_UNSUPPORTED;
+  }
 }
 
 }  // namespace
@@ -32,12 +33,18 @@ int run_product(const void* left, const void* right, void* out, int64_t m, int64
 
 using namespace fuseline;
 
-// out[m, n] = left right, of bf16 (k >= 768, n a multiple of 8). kind 0: left [m, k], right [k, n]; 1: left [k, m], right
-// [k, n]; 2: left [m, k], right [n, k].
-extern "C" FUSELINE_API int fuseline_head_product(const void* left, const void* right, void* out, int64_t m, int64_t n, int64_t k,
-                                                  int kind, int group, void* stream) {
-  using T = __nv_bfloat16;
-  return kind == 1   ? run_product<T, true, true>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream)
-         : kind == 0 ? run_product<T, false, true>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream)
-                     : run_product<T, false, false>(left, right, out, m, n, k, FUSELINE_BFLOAT16, group, stream);
+int fuseline_head_product_forward(const fuseline_head_product* given, void* stream) {
+  const fuseline_head_product& call = *given;
+  constexpr int64_t kMost = 0x3fffffff;
+  const auto aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  if (call.rows > kMost || call.words > kMost || call.width > kMost) return FUSELINE_UNSUPPORTED;
+  if (call.words % 8 != 0 || call.width % 8 != 0) return FUSELINE_UNSUPPORTED;
+  if (!aligned(call.left) || !aligned(call.right) || !aligned(call.out)) return FUSELINE_UNSUPPORTED;
+  Device device;
+  const cudaError_t found = current_device(device);
+  if (found != cudaSuccess) return int(found);
+  if (!device.warpgroups) return FUSELINE_UNSUPPORTED;
+  return call.dtype == FUSELINE_FLOAT16    ? run_product_of<__half>(call, stream)
+         : call.dtype == FUSELINE_BFLOAT16 ? run_product_of<__nv_bfloat16>(call, stream)
+                                           : FUSELINE_UNSUPPORTED;
 }

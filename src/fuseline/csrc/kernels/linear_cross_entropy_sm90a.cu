@@ -1,10 +1,8 @@
 // The loss of each row of a linear head, whose logits are never in memory. See device/head_loss.cuh.
 
-#include "fuseline_head_loss.h"
+#include "fuseline_linear_head.h"
 
 #include "device/head_loss.cuh"
-#include "device/launch.cuh"
-#include "device/tensor_map.h"
 
 namespace fuseline {
 namespace {
@@ -58,63 +56,24 @@ __global__ void __launch_bounds__(kCombineRows* kCombineParts) combine_kernel(co
   a.loss[row] = loss;
 }
 
-// ---- launchers ----
+// ---- launcher ----
 
 constexpr int64_t kLeastRows = 1024, kLeastWords = 8192;
-constexpr int64_t kGroupBytes = 16 << 20;  // of x, that stay in the L2 beside the words at work
-
-template <class T, class Shape>
-int run_head(HeadLoss a, const fuseline_head_loss& call, const Device& device, void* stream) {
-  a.tiles = int(divide_up(call.n, Shape::kWide)), a.row_blocks = int(divide_up(call.rows, Shape::kCluster * kHeadRows));
-  a.group = int(std::min<int64_t>(a.row_blocks, std::max<int64_t>(1, kGroupBytes / (2 * call.k * Shape::kCluster * kHeadRows))));
-  if (call.group > 0) a.group = std::min(a.row_blocks, call.group);
-  if (int64_t(a.tiles) * a.row_blocks > 0x3fffffff) return FUSELINE_UNSUPPORTED;
-  a.items = a.tiles * a.row_blocks;
-  const int64_t bytes = 2 * call.k;
-  int error = make_tensor_map(a.x, {call.hidden, call.k, call.rows, 1, bytes, bytes * call.rows, kHeadRows, call.dtype});
-  if (error == 0) {
-    error = make_tensor_map(a.w, {call.weight, call.k, call.width, 1, bytes, bytes * call.width,
-                                  Shape::kWide / Shape::kCluster, call.dtype});
-  }
-  if (error != 0) return error;
-  const auto kernel = head_loss_kernel<T, Shape>;
-  int resident = 0;
-  const cudaError_t asked = resident_clusters(kernel, device, kHeadThreads, size_t(Shape::kShared), Shape::kCluster, resident);
-  if (asked != cudaSuccess) return int(asked);
-  if (resident == 0) return FUSELINE_UNSUPPORTED;
-  const int64_t clusters = std::min(resident, a.items);
-  return launch(kernel, a, clusters * Shape::kCluster, dim3(kHeadThreads), size_t(Shape::kShared), Shape::kCluster, stream);
-}
-
-template <class T>
-int run_variant(const HeadLoss& a, const fuseline_head_loss& call, const Device& device, void* stream) {
-  switch (call.variant) {
-    case 0: return run_head<T, HeadShape<192, 2, 2, 5, 0>>(a, call, device, stream);
-#ifndef HEAD_ONE
-    case 1: return run_head<T, HeadShape<256, 1, 2, 4, 0>>(a, call, device, stream);
-    case 2: return run_head<T, HeadShape<256, 1, 2, 4, 3>>(a, call, device, stream);
-    case 3: return run_head<T, HeadShape<192, 2, 1, 5, 0>>(a, call, device, stream);
-    case 4: return run_head<T, HeadShape<192, 1, 2, 5, 3>>(a, call, device, stream);
-    case 5: return run_head<T, HeadShape<128, 2, 2, 7, 0>>(a, call, device, stream);
-#endif
-    default: return FUSELINE_UNSUPPORTED;
-  }
-}
 
 }  // namespace
 }  // namespace fuseline
 
 using namespace fuseline;
 
-size_t fuseline_head_loss_workspace(int64_t rows, int64_t width) {
-  return size_t(divide_up(width, 128) * rows) * sizeof(float2) + size_t(rows) * sizeof(float);
+size_t fuseline_head_loss_workspace(int64_t rows, int64_t n) {
+  return size_t(divide_up(n, kHeadWide) * rows) * sizeof(float2) + size_t(rows) * sizeof(float);
 }
 
 int fuseline_head_loss_takes(const fuseline_head_loss* given) {
   const fuseline_head_loss& call = *given;
   const auto aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   if (call.dtype != FUSELINE_BFLOAT16 && call.dtype != FUSELINE_FLOAT16) return false;
-  if (call.rows < kLeastRows || call.rows > 0x3fffffff || call.width > 0x3fffffff || call.n < kLeastWords) return false;
+  if (call.rows < kLeastRows || call.rows > 0x3fffffff || call.n > 0x3fffffff || call.n < kLeastWords) return false;
   if (call.k % 8 != 0 || call.k < kHeadPieces * kHeadStep || !aligned(call.hidden) || !aligned(call.weight)) return false;
   Device device;
   return current_device(device) == cudaSuccess && device.warpgroups;
@@ -123,21 +82,19 @@ int fuseline_head_loss_takes(const fuseline_head_loss* given) {
 int fuseline_head_loss_forward(const fuseline_head_loss* given, void* stream) {
   const fuseline_head_loss& call = *given;
   if (!fuseline_head_loss_takes(given)) return FUSELINE_UNSUPPORTED;
-  Device device;
-  const cudaError_t found = current_device(device);
-  if (found != cudaSuccess) return int(found);
   HeadLoss a{};
   a.target = call.target, a.int32_targets = call.target_bytes == 4;
   a.parts = static_cast<float2*>(call.workspace);
-  a.scores = reinterpret_cast<float*>(a.parts + divide_up(call.width, 128) * call.rows);
-  a.rows = int(call.rows), a.n = int(call.n), a.steps = int(divide_up(call.k, kHeadStep));
-  const int error = call.dtype == FUSELINE_FLOAT16 ? run_variant<__half>(a, call, device, stream)
-                                                   : run_variant<__nv_bfloat16>(a, call, device, stream);
+  a.scores = reinterpret_cast<float*>(a.parts + divide_up(call.n, kHeadWide) * call.rows);
+  a.rows = int(call.rows), a.n = int(call.n);
+  const auto run = [&](auto zero) {
+    return run_head<decltype(zero), HeadLossTile>(a, call.hidden, call.weight, call.rows, call.n, call.k, call.dtype, 0.0, stream);
+  };
+  const int error = call.dtype == FUSELINE_FLOAT16 ? run(__half{}) : run(__nv_bfloat16{});
   if (error != 0) return error;
-  const int wide[] = {192, 256, 256, 192, 192, 128};
   HeadCombine c{};
   c.parts = a.parts, c.scores = a.scores, c.target = call.target, c.weight = call.class_weight, c.loss = call.loss;
   c.ignore_index = call.ignore_index, c.rows = a.rows, c.n = a.n, c.z_loss = float(call.z_loss);
-  c.tiles = int(divide_up(call.n, wide[call.variant])), c.int32_targets = a.int32_targets;
+  c.tiles = a.tiles, c.int32_targets = a.int32_targets;
   return launch(combine_kernel, c, divide_up(call.rows, kCombineRows), dim3(kCombineRows * kCombineParts), 0, 1, stream);
 }

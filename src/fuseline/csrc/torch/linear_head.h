@@ -100,6 +100,11 @@ struct WithoutAutocast {
     c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
+// The products of a head where a kernel of ours is faster than the matrix library's, into `out`; false elsewhere.
+bool multiply_logits(const Tensor& hidden, const Tensor& weight, const Tensor& out);
+bool multiply_grad_hidden(const Tensor& grad_logits, const Tensor& weight, const Tensor& out);
+bool multiply_grad_weight(const Tensor& grad_logits, const Tensor& hidden, const Tensor& out);
+
 // The head as matrices of one dtype, and the rows in chunks of about equal size.
 struct Head {
     Tensor hidden, weight, target;
@@ -121,7 +126,10 @@ struct Head {
     }
 
     Tensor logits(const Tensor& part) const {
-        return bias.has_value() ? at::addmm(*bias, part, weight.t()) : at::mm(part, weight.t());
+        if (bias.has_value()) return at::addmm(*bias, part, weight.t());
+        Tensor out = at::empty({part.size(0), weight.size(0)}, part.options());
+        if (!multiply_logits(part, weight, out)) at::mm_out(out, part, weight.t());
+        return out;
     }
 
     // Calls work(begin, length) for each chunk.
@@ -154,6 +162,7 @@ struct Gradients {
 
     // The weight's gradient of a chunk, added to those before it.
     void add_weight(const Tensor& grad_logits, const Tensor& part, bool first) {
+        if (first && multiply_grad_weight(grad_logits, part, weight)) return;
         const Tensor across = grad_logits.t();
         if (weight.scalar_type() != part.scalar_type() && !part.is_cuda()) {
             const Tensor product = at::mm(across.to(weight.scalar_type()), part.to(weight.scalar_type()));
@@ -170,7 +179,7 @@ struct Gradients {
         const Tensor part = head.hidden.narrow(0, begin, grad_logits.size(0));
         if (wanted[0]) {
             Tensor to = hidden.narrow(0, begin, grad_logits.size(0));
-            at::mm_out(to, grad_logits, head.weight);
+            if (!multiply_grad_hidden(grad_logits, head.weight, to)) at::mm_out(to, grad_logits, head.weight);
         }
         if (wanted[1]) add_weight(grad_logits, part, begin == 0);
         if (wanted[2]) bias.add_(grad_logits.sum(at::IntArrayRef{0}, false, bias.scalar_type()));

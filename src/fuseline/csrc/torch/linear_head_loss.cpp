@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "fuseline_head_loss.h"
+#include "fuseline_linear_head.h"
 #include "linear_head.h"
 
 namespace fuseline::linear_head {
@@ -27,8 +27,8 @@ Tensor loss_without_logits(const Head& head, const Options& o) {
     static const auto launch = FUSELINE_KERNEL(fuseline_head_loss_forward);
     static const auto takes = FUSELINE_KERNEL(fuseline_head_loss_takes);
     fuseline_head_loss call{};
-    call.rows = head.rows, call.n = counted, call.width = words;
-    call.k = head.weight.size(1), call.dtype = kernel_dtype(head.hidden, kName);
+    call.rows = head.rows, call.n = counted, call.k = head.weight.size(1);
+    call.dtype = kernel_dtype(head.hidden, kName);
     call.hidden = head.hidden.const_data_ptr(), call.weight = head.weight.const_data_ptr();
     const c10::DeviceGuard guard(head.hidden.device());
     if (!takes(&call)) return {};
@@ -37,7 +37,7 @@ Tensor loss_without_logits(const Head& head, const Options& o) {
     const OptionalTensor weight =
         head.class_weight.has_value() ? OptionalTensor(head.class_weight->to(at::kFloat).contiguous()) : std::nullopt;
     const Tensor workspace =
-        at::empty({static_cast<int64_t>(bytes(call.rows, call.width))}, options.dtype(at::kByte));
+        at::empty({static_cast<int64_t>(bytes(call.rows, call.n))}, options.dtype(at::kByte));
     const Tensor rows = at::empty({head.rows}, options.dtype(at::kFloat));
     call.target = target.const_data_ptr(), call.target_bytes = static_cast<int>(target.element_size());
     call.class_weight = weight.has_value() ? weight->const_data_ptr<float>() : nullptr;

@@ -1,4 +1,4 @@
-// Products of a warpgroup (wgmma.cuh) 192 and 256 wide, both operands in shared memory as panels (wgmma_panels.cuh).
+// Products of a warpgroup (wgmma.cuh) 192 wide, both operands in shared memory as panels (wgmma_panels.cuh), turned or not.
 #pragma once
 
 #include "wgmma_panels.cuh"
@@ -10,26 +10,22 @@ namespace fuseline {
   FUSELINE_SUMS_128 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
   "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define FUSELINE_SUMS_256 \
-  FUSELINE_SUMS_192 \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
-  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FUSELINE_TILES_4(i) FUSELINE_TILE(i), FUSELINE_TILE(i + 1), FUSELINE_TILE(i + 2), FUSELINE_TILE(i + 3)
-#define FUSELINE_TILES_192 FUSELINE_TILES_128, FUSELINE_TILES_4(16), FUSELINE_TILES_4(20)
-#define FUSELINE_TILES_256 FUSELINE_TILES_192, FUSELINE_TILES_4(24), FUSELINE_TILES_4(28)
+#define FUSELINE_PRODUCT_192(type) \
+  asm volatile( \
+      "{\n .reg .pred add;\n setp.ne.b32 add, %98, 0;\n" \
+      " wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" FUSELINE_SUMS_192 "}, %96, %97" \
+      ", add, 1, 1, %99, %100;\n}\n" \
+      : FUSELINE_TILES_128, FUSELINE_TILES_4(16), FUSELINE_TILES_4(20) \
+      : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTurnA)), "n"(int(kTurnB)))
 #endif
 
-// d[64, N] (+)= A * B, neither turned; `add` false sets d.
-template <class T, int N>
-__device__ __forceinline__ void wgmma_wide(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {
+// d[64, 192] (+)= A * B; `add` false sets d. A turned lies [16, 64], B turned [16, 192], else [64, 16] and [192, 16].
+template <class T, bool kTurnA, bool kTurnB>
+__device__ __forceinline__ void wgmma_192(float (&d)[24][4], uint64_t a, uint64_t b, bool add) {
 #if FUSELINE_HAS_WGMMA
-  constexpr bool kHalf = std::is_same_v<T, __half>, kTurned = false;
-  static_assert(N == 128 || N == 192 || N == 256);
-  if constexpr (N == 128) wgmma_shared<T, N, kTurned>(d, a, b, add);
-  if constexpr (N == 192 && kHalf) FUSELINE_BOTH_SHARED(192, "f16", FUSELINE_SUMS_192, FUSELINE_TILES_192, 96, 97, 98, 99, 100);
-  if constexpr (N == 192 && !kHalf) FUSELINE_BOTH_SHARED(192, "bf16", FUSELINE_SUMS_192, FUSELINE_TILES_192, 96, 97, 98, 99, 100);
-  if constexpr (N == 256 && kHalf) FUSELINE_BOTH_SHARED(256, "f16", FUSELINE_SUMS_256, FUSELINE_TILES_256, 128, 129, 130, 131, 132);
-  if constexpr (N == 256 && !kHalf) FUSELINE_BOTH_SHARED(256, "bf16", FUSELINE_SUMS_256, FUSELINE_TILES_256, 128, 129, 130, 131, 132);
+  if constexpr (std::is_same_v<T, __half>) FUSELINE_PRODUCT_192("f16");
+  if constexpr (!std::is_same_v<T, __half>) FUSELINE_PRODUCT_192("bf16");
 #endif
 }
 
