@@ -1,22 +1,27 @@
 // The forward of a norm of residual + dropout(x + x_bias): registers (add_norm_forward_held.cu, and with a mask or a bias of x
-// add_norm_forward_masked.cu), bulk copies (add_norm_forward_copied.cu) where nothing is dropped or added besides, else the
-// kernel of add_norm_forward_ring.cu, and for rows that none takes those of device/norm_forward_rows.cuh and
-// norm_forward_long.cuh with a sum.
-#include <cstdlib>
-
+// add_norm_forward_masked.cu), bulk copies (add_norm_forward_copied.cu), else the kernel of add_norm_forward_ring.cu, and for
+// rows that none takes those of device/norm_forward_rows.cuh and norm_forward_long.cuh with a sum.
 #include "device/norm_forward_launch.cuh"
 
 namespace fuseline {
+namespace {
+
+constexpr int64_t kShortestCopied = 12288;  // elements: rows with a mask of which clusters' registers read less
+constexpr int64_t kFewRows = 8;             // a multiprocessor, for which registers were measured
+
+bool copies_come_first(const NormForward& a, int dtype, const Device& device) {
+  return a.dropout.seed && dtype != FUSELINE_FLOAT32 && a.n >= kShortestCopied && a.rows > kFewRows * device.processors;
+}
+
+}  // namespace
 
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream) {
   int error = 0;
-  const bool same = dtype == y_dtype;
+  const bool same = dtype == y_dtype, copied_first = same && copies_come_first(a, dtype, device);
   if (same && add_norm_forward_held(a, dtype, device, stream, error)) return error;
-  const char* const trial = std::getenv("FUSELINE_B_FW");  // trial: rows from this length on come in bulk copies
-  const bool copied_first = trial && a.n >= std::atoll(trial);
-  if (same && copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
+  if (copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
   if (same && add_norm_forward_masked(a, dtype, device, stream, error)) return error;
-  if (same && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
+  if (same && !copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
   if (add_norm_forward_ring(a, dtype, y_dtype, device, stream, error)) return error;
   return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
     return run_forward<decltype(x), decltype(y), true>(a, device, stream);

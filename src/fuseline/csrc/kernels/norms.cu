@@ -1,6 +1,4 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
-#include <cstdlib>
-
 #include "device/norm.cuh"
 
 namespace fuseline {
@@ -86,9 +84,10 @@ size_t workspace_bytes(const fuseline_norm& norm) {
                               : centred ? layer_norm_backward_ring_blocks
                                         : rms_norm_backward_ring_blocks;
   const int64_t few_blocks = norm.rows <= kMostFewRows ? kMostFewClusters : 0;
+  const int64_t longest_blocks = norm_backward_pieces_blocks(norm.rows, norm.n, device);
   const int64_t blocks = std::max({blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
-                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks});
-  if (std::getenv("FUSELINE_B_PIECES")) return size_t(sums * 140 * columns_of_partials(norm.n)) * sizeof(float);  // trial
+                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
+                                   longest_blocks});
   return size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
 }
 

@@ -114,6 +114,7 @@ int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_
 
 // That of all families for the longest rows; false for rows that it does not take.
 bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
 // That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
 constexpr int64_t kMostFewRows = 512;

@@ -21,7 +21,7 @@ constexpr int kMostRingGroups = 16;
 constexpr int kLine = 128;  // bytes
 
 template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows, bool kShiftedRows,
-          bool kPastRing = false, bool kLinedRows = false, bool kMaskAhead = kLinedRows>
+          bool kPastRing = false, bool kLinedRows = false>
 struct RingKind {
   using X = XType;
   using Y = YType;
@@ -32,7 +32,7 @@ struct RingKind {
   // A part of a row has the place in a line of 128 bytes that it has in memory: else copies of rows that keep to no line
   // are slower, 0.895 in place of 0.962 of the copy bandwidth in sums of 1,000 elements of 16 bits.
   static constexpr bool kLined = kLinedRows;
-  static constexpr bool kAhead = kMaskAhead && kAdded && kSlots == 2;  // a row's mask is there before the row
+  static constexpr bool kAhead = kLined && kAdded && kSlots == 2;  // a row's mask is there before the row
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr bool kMore = kWide || kShifted;  // registers

@@ -1,8 +1,6 @@
 // The host's half of norm_backward_ring.cuh: how many threads of how many blocks share a long row, and the launch.
 #pragma once
 
-#include <cstdlib>
-
 #include "choice.h"
 #include "norm_backward_ring.cuh"
 #include "norm_backward_tiled.cuh"
@@ -24,8 +22,8 @@ struct RingFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr int kSize = kVector<Y>;
-  template <int kSlots, bool kShifted, bool kLined = false, bool kMaskAhead = kLined>
-  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast, kLined, kMaskAhead>;
+  template <int kSlots, bool kShifted, bool kLined = false>
+  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast, kLined>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
   static constexpr bool kShort = sizeof(X) == 2 && !kPast;
   static constexpr bool kOneWarp = kAdded && kShort;              // of a row has three slots
@@ -128,12 +126,7 @@ struct RingFamily {
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
-    auto kernel = kernel_for(plan.slots, aligned, plan.lined);
-    if constexpr (kAdded && sizeof(X) == sizeof(Y)) {
-      if (std::getenv("FUSELINE_B_AHEAD") && plan.slots == 2 && aligned && !plan.lined && a.dropout.seed) {
-        kernel = norm_backward_ring<Kind<2, false, false, true>>;  // trial
-      }
-    }
+    const auto kernel = kernel_for(plan.slots, aligned, plan.lined);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     const cudaError_t found = resident_clusters(kernel, device, plan.threads * plan.groups, plan.shared, plan.cluster, count);

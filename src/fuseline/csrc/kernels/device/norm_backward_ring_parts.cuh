@@ -58,12 +58,15 @@ __device__ __forceinline__ HeldSlot<T, kSize, kShifted> take_slot(const unsigned
   return held;
 }
 
-// The weights of this thread's slots, kept in shared memory as they are stored; ones where there are none.
-template <class Kind>
+// The weights of this thread's slots, kept in shared memory as they are stored; ones where there are none. kThreads: between
+// which they stand, or 0 for a block's.
+template <class Kind, int kThreads = 0>
 struct RingWeights {
   static constexpr int kSize = Kind::kSize;
   uint4* at;  // of this thread
   bool fp32;
+
+  __device__ __forceinline__ static int step() { return kThreads ? kThreads : int(blockDim.x); }
 
   __device__ __forceinline__ void keep(const NormBackward& a, int slot, int first) const {
     float weight[kSize];
@@ -72,10 +75,10 @@ struct RingWeights {
 #pragma unroll
       for (int v = 0; v < kSize / 4; ++v) {
         const float part[4] = {weight[4 * v], weight[4 * v + 1], weight[4 * v + 2], weight[4 * v + 3]};
-        at[(slot * (kSize / 4) + v) * blockDim.x] = pack<float>(part);
+        at[(slot * (kSize / 4) + v) * step()] = pack<float>(part);
       }
     } else if constexpr (kSize == 8) {
-      at[slot * blockDim.x] = pack<typename Kind::Y>(weight);
+      at[slot * step()] = pack<typename Kind::Y>(weight);
     }
   }
 
@@ -84,12 +87,12 @@ struct RingWeights {
 #pragma unroll
       for (int v = 0; v < kSize / 4; ++v) {
         float part[4];
-        unpack<float>(at[(slot * (kSize / 4) + v) * blockDim.x], part);
+        unpack<float>(at[(slot * (kSize / 4) + v) * step()], part);
 #pragma unroll
         for (int i = 0; i < 4; ++i) weight[4 * v + i] = part[i];
       }
     } else if constexpr (kSize == 8) {
-      unpack<typename Kind::Y>(at[slot * blockDim.x], weight);
+      unpack<typename Kind::Y>(at[slot * step()], weight);
     }
   }
 };

@@ -8,9 +8,6 @@
 // warp has a ring of tiles of its own: some are on their way while one is computed in place and the one before leaves.
 #pragma once
 
-#include <cstdlib>
-
-#include "kept.cuh"
 #include "norm_backward_rows.cuh"
 #include "norm_sums.cuh"
 #include "waiting.cuh"
@@ -21,7 +18,7 @@ constexpr int kTileTurns = 4;
 constexpr int kMostTileStages = 4, kLeastTileStages = 3;
 constexpr int kLongestOddRow = 16;  // in threads: eight rows and more are a tile
 
-template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, bool kVectorsOfRow, bool kMaskAhead = false>
+template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, bool kVectorsOfRow>
 struct TileKind {
   using X = XType;
   using Y = YType;
@@ -29,7 +26,6 @@ struct TileKind {
   static constexpr bool kVectors = kVectorsOfRow;  // rows are whole ones
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kThreads = kAdded ? 384 : 512;
-  static constexpr bool kAhead = kMaskAhead && kAdded;  // a tile's mask is there before the tile
 
   // Bytes of a tile of one tensor.
   template <class T>
@@ -164,17 +160,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     Y* const grad_tile = reinterpret_cast<Y*>(parts + grad_y_at);
     const X* const sum_tile = reinterpret_cast<const X*>(parts + grad_sum_at);
     const int count = count_of(tile);
-    // Of this thread's elements, or where rows keep to no steps of its 32 of the tile, whatever their rows.
-    [[maybe_unused]] uint32_t kept = 0;
-    if constexpr (Kind::kAhead) {
-      static_assert(kWarp * kSize * kTileTurns <= kWarp * 32);
-      const int64_t base = tile * rows_of_tile * n;
-      if (a.dropout.seed && kVectors) {
-        kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, base + aside * n + first, beside * n);
-      } else if (a.dropout.seed) {
-        kept = kept_of_slots<32, 1>(a.dropout, seed, base + (aside * threads + int(threadIdx.x)) * 32, 0);
-      }
-    }
     barrier_wait(&arrived[stage][warp], parity);
     constexpr int kRows = 2;  // at a time
 #pragma unroll
@@ -209,17 +194,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
         if constexpr (kAdded) {
           if (a.dropout.seed) {
             float multipliers[kSize];
-            if constexpr (Kind::kAhead) {
-              uint32_t bits = kept >> ((pair + r) * kSize);
-              if constexpr (!kVectors) {
-                const uint32_t low = __shfl_sync(kAllLanes, kept, at >> 5), high = __shfl_sync(kAllLanes, kept, (at >> 5) + 1);
-                bits = uint32_t((uint64_t(high) << 32 | low) >> (at & 31));
-              }
-#pragma unroll
-              for (int i = 0; i < kSize; ++i) multipliers[i] = bits >> i & 1 ? a.dropout.scale : 0.f;
-            } else {
-              dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
-            }
+            dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[r][i] *= multipliers[i];
           }
@@ -263,8 +238,8 @@ struct TilePlan {
 
 template <class X, class Y, int kSums, bool kCentred>
 struct TileFamily {
-  template <bool kVectors, bool kMaskAhead = false>
-  using Kind = TileKind<X, Y, kSums, kCentred, kVectors, kMaskAhead>;
+  template <bool kVectors>
+  using Kind = TileKind<X, Y, kSums, kCentred, kVectors>;
 
   static TilePlan plan(int64_t rows, int64_t n, const Device& device) {
     constexpr int kSize = Kind<true>::kSize, kMostWarps = Kind<true>::kThreads / kWarp;
@@ -294,12 +269,7 @@ struct TileFamily {
     }
     a.stages = plan.stages;
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
-    auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
-    if constexpr (kSums == kSumsOfAddedNorm && sizeof(X) == sizeof(Y)) {
-      if (std::getenv("FUSELINE_B_AHEAD") && a.dropout.seed) {  // trial
-        kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true, true>> : norm_backward_tiled<Kind<false, true>>;
-      }
-    }
+    const auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
     int count = 0;
     const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
     error = int(found);

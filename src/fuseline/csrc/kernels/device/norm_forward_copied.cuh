@@ -32,6 +32,21 @@ inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Devi
   return vectors <= 4096 ? 4 : 8;
 }
 
+// Of rows of 16 bits with a mask, as lines of the table are for x alone: a warp has two pieces of a row, or one. Shares of the
+// copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers 0.934), at 16,384 0.979 (0.967 by half of
+// them; 0.945), 32,768 0.960 (0.936 by twice the blocks, 0.935 the warps; 0.930), 65,536 0.948 (0.912 by twice the warps; 0.898),
+// 131,072 0.923 (0.911 by half the blocks of twice the warps), 262,144 0.864 (0.587 by half the warps).
+constexpr RowChoice kMaskedForward2[] = {{15360, 8, 128, 1, 1},  {16384, 8, 256, 1, 1},  {32768, 8, 128, 2, 1},
+                                         {65536, 16, 128, 4, 1}, {131072, 16, 128, 8, 1}, {262144, 16, 256, 8, 1}};
+
+inline const RowChoice* masked_choice(int64_t n) {
+  if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given) return &row_overrides[FUSELINE_LAYER_NORM_FORWARD].choice;
+  for (const RowChoice& choice : kMaskedForward2) {
+    if (n <= choice.longest) return &choice;
+  }
+  return nullptr;
+}
+
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
 // against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype.
@@ -65,7 +80,8 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
 
 template <class T, bool kAdded, bool kMasked>
 bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
-  const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
+  const RowChoice* const choice =
+      kMasked && sizeof(T) == 2 ? masked_choice(a.n) : choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;

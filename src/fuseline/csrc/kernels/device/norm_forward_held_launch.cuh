@@ -1,8 +1,6 @@
 // The host's half of the norms' forward of rows that threads hold in registers: how many vectors each has of which rows.
 #pragma once
 
-#include <cstdlib>
-
 #include "choice.h"
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
@@ -119,11 +117,19 @@ HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, bool may_pack, c
   return plan;
 }
 
+// Rows whose mask idle lanes would make for nothing: three vectors a lane read 0.975 of the copy bandwidth at 768 elements of 16
+// bits, 0.853 two in two warps and 0.931 one in three; of layer norms at 384 0.972, 0.913 and 0.722. RMS norms of 384 read 0.990
+// with two.
+inline bool in_thirds(const NormForward& a, int64_t vectors) {
+  if (!a.dropout.seed) return false;
+  return vectors == 3 * kWarp || (a.centred && vectors == 3 * kWarp / 2);
+}
+
 // Of a sum: two vectors of each tensor a thread read 0.972, 0.979 and 0.980 of the copy bandwidth at 1,024, 4,096 and 8,192
 // elements of 16 bits, one 0.973, 0.889 and less, four 0.975 (of a warp's rows), 0.976 and 0.972. A row of up to 8,192 is a
 // block's. Clusters of blocks of 256 threads have longer ones, 0.982 at 16,384 and 0.976 at 32,768, where rows that wait in
 // shared memory read 0.971 and 0.964; at 65,536 these read 0.962, blocks of 512 threads 0.953.
-inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, const Device& device) {
+inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, bool in_thirds, const Device& device) {
   constexpr int kMostOfSum = 2, kFewer = kMostThreads / 2;  // vectors, and threads
   // Masked rows have nothing that waits in shared memory as well.
   const int most = masked && vectors > int64_t(kFewer) * kMostOfSum * kMaxCluster ? kMostThreads : kFewer;
@@ -132,11 +138,8 @@ inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, const 
   plan = {};
   if (vectors > int64_t(most) * kMostOfSum * kMaxCluster) return plan;
   plan.held = vectors <= 8 ? 1 : kMostOfSum;
-  const char* const trial = masked ? std::getenv("FUSELINE_B_HELD") : nullptr;  // trial: vectors of a thread
-  if (trial && std::atoi(trial) == 1 && vectors > kWarp && vectors <= kMostThreads) plan.held = 1;
-  if (trial && std::atoi(trial) == 3 && vectors % 3 == 0 && vectors > kWarp && vectors <= kWarp * 3) plan.held = 3;
-  if (plan.held == 3) {
-    plan.threads = int(vectors / 3);
+  if (in_thirds) {
+    plan.held = 3, plan.threads = int(vectors / 3);
     share_warps(plan, rows, kShortRowBlock, false, device);
     return plan;
   }
@@ -203,7 +206,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
-  const HeldPlan plan = kAdded ? plan_held_sum(a.rows, vectors, kMasked, device)
+  const HeldPlan plan = kAdded ? plan_held_sum(a.rows, vectors, kMasked, in_thirds(a, vectors), device)
                                : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);
   if (plan.held == 0) return false;
   if constexpr (sizeof(T) == 2 && !kAdded) {
