@@ -47,6 +47,9 @@ BEYOND: dict[str, tuple[Case, ...]] = {
         Case("tiles of rows of 31", (21, 31)),
         Case("tiles of rows of 1023", (9, 1023)),
     ),
+    "embedding": (
+        Case("bins, most of one row", (9, 600, 8), {"vocabulary": 3000, "alike": 0.8, "padding_idx": 7}),
+    ),
     "cross_entropy": (
         Case("rows that wait", (3, 20000), {**SUM, "grad_in_forward": True}),
         Case("rows that wait in odd clusters", (2, 70001), {**SUM, "grad_in_forward": True}),

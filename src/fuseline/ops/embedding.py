@@ -8,8 +8,8 @@ float16, bfloat16 or float64 (on a GPU float64 runs the reference). The mask of 
 seed, drawn from torch's generator, and the place of the element (ops/philox.py): it is not stored, and
 kernel, reference and backward compute the same.
 
-The gradients are sums over the tokens in order, in float32, and the same bits every time: ids are sorted,
-what belongs to one row is added up, and no float is added atomically. The row `padding_idx` gets none.
+The gradients are sums over the tokens in order, in float32, and the same bits every time: the tokens of a row
+are listed in order and added up, and no float is added atomically. The row `padding_idx` gets none.
 Ids outside a table give rows of NaN on a GPU and IndexError on a CPU. Not twice differentiable.
 """
 
@@ -156,6 +156,7 @@ EMBEDDING = register(
             Case("few rows, long sums", (2, 700, 24), {"vocabulary": 3}),
             Case("one token alone", (1500, 16), {"vocabulary": 1}),
             Case("as in text", (4, 700, 48), {"vocabulary": 2000, "alike": 0.3}),
+            Case("one token in most places", (5, 1000, 24), {"vocabulary": 700, "alike": 0.8}),
             Case("a large vocabulary", (2, 20, 8), {"vocabulary": 70000}),
             Case("odd rows", (31, 31), {"vocabulary": 40}),
             Case("one element a row", (9, 1), {"vocabulary": 5}),

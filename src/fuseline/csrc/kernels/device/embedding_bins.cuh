@@ -13,12 +13,14 @@ constexpr int kBinWarps = kBinBlock / kWarp;
 constexpr int kOfThread = 16;  // ids of a thread, in registers
 constexpr int kMostTile = kBinBlock * kOfThread;
 constexpr int kMostBins = 2 * kBinBlock;
-constexpr int kTileBits = 14, kMostBinRows = 256;
-static_assert(kMostTile == 1 << kTileBits && kMostBins == 1 << 11);
+constexpr int kTileBits = 14;
+constexpr int kMostBinRows = 80;  // 2,048 bins reach 163,840 rows, and a list has room for a bin like that
+static_assert(kMostTile == 1 << kTileBits && kMostBins == 1 << 11 && kMostBinRows <= 256);
 
 struct Bins {
-  const int64_t* ids;  // item i's is ids[i % period]; those outside 0 .. rows, and `skipped`, are in no bin
-  int64_t period, skipped;
+  // Item i's is ids[i % period]; those outside the `rows` from first_row on, and `skipped`, are in no bin.
+  const int64_t* ids;
+  int64_t period, skipped, first_row;
   uint32_t* entries;   // [tiles, tile]: row within the bin << kTileBits | item within the tile
   uint16_t* starts;    // [bins + 1, tiles]: where each bin begins in a tile
   uint32_t* totals;    // [bins]: items of each; zero before
@@ -41,13 +43,14 @@ __global__ void __launch_bounds__(kBinBlock) embedding_bin_ids(const Bins a) {
   uint32_t* const base = sorted + a.tile;                          // of each bin in the tile
   uint32_t* const counted = base + 2 * pairs;                      // [kBinWarps, pairs], two bins in a word
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t begin = blockIdx.x * a.tile, stretch = a.tile / kBinWarps;
+  const uint32_t begin = blockIdx.x * a.tile, left = a.items - begin, stretch = a.tile / kBinWarps;
   int64_t ids[kOfThread];
 #pragma unroll
   for (int u = 0; u < kOfThread; ++u) {
-    const uint32_t item = begin + warp * stretch + u * kWarp + lane;
+    const uint32_t within = warp * stretch + u * kWarp + lane, item = begin + within;
     ids[u] = -1;
-    if (u * kWarp < stretch && item < a.items) ids[u] = __ldg(a.ids + (a.period >= a.items ? item : item % uint32_t(a.period)));
+    if (u * kWarp >= stretch || within >= left) continue;
+    ids[u] = __ldg(a.ids + (a.period >= a.items ? item : item % uint32_t(a.period)));
   }
   for (uint32_t i = threadIdx.x; i < kBinWarps * pairs; i += kBinBlock) counted[i] = 0;
   __syncthreads();
@@ -59,8 +62,8 @@ __global__ void __launch_bounds__(kBinBlock) embedding_bin_ids(const Bins a) {
   for (int u = 0; u < kOfThread; ++u) {
     places[u] = 0xffffffffu;
     if (u * kWarp >= stretch) continue;
-    const bool has = ids[u] >= 0 && ids[u] < int64_t(a.rows) && ids[u] != a.skipped;
-    const uint32_t row = uint32_t(ids[u]), bin = has ? a.bin_rows.divide(row) : 0xffffffffu;
+    const bool has = ids[u] >= a.first_row && ids[u] - a.first_row < int64_t(a.rows) && ids[u] != a.skipped;
+    const uint32_t row = uint32_t(ids[u] - a.first_row), bin = has ? a.bin_rows.divide(row) : 0xffffffffu;
     const uint32_t same = __match_any_sync(kAllLanes, bin);
     const uint32_t rank = __popc(same & ((1u << lane) - 1));
     const uint32_t before = has ? mine[bin] : 0;
@@ -109,7 +112,8 @@ __global__ void __launch_bounds__(kBinBlock) embedding_bin_ids(const Bins a) {
   for (int u = 0; u < kOfThread; ++u) {
     if (places[u] == 0xffffffffu) continue;
     const uint32_t of = places[u] >> 8 & (kMostBins - 1);
-    sorted[base[of] + mine[of] + (places[u] >> 19)] = (places[u] & 255) << kTileBits | (warp * stretch + u * kWarp + lane);
+    const uint32_t within = warp * stretch + u * kWarp + lane;
+    sorted[base[of] + mine[of] + (places[u] >> 19)] = (places[u] & 255) << kTileBits | within;
   }
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < in_tile; i += kBinBlock) a.entries[size_t(begin) + i] = sorted[i];
