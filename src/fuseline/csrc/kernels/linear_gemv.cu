@@ -87,8 +87,10 @@ __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to
 template <int kTeamWarps>
 __device__ __forceinline__ void meet_team(int team) {
   constexpr int kThreads = kTeamWarps * kWarp;
-  static_assert(4 * kThreads >= kLinearThreads);
-  if constexpr (kThreads == kLinearThreads) {
+  static_assert(kTeamWarps == 1 || 4 * kThreads >= kLinearThreads);
+  if constexpr (kTeamWarps == 1) {
+    __syncwarp();
+  } else if constexpr (kThreads == kLinearThreads) {
     __syncthreads();
   } else if (team == 0) {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
@@ -323,10 +325,13 @@ struct Choice {
 // blocks that begin as the launch before ends, and others one: 4096 x 4096 takes 12.2 us in two blocks a multiprocessor for
 // 14.1 in three; beyond as many rows teams of four even out what is left. Long rows go to whole blocks, of any number: 31.2
 // for 37.1 us of 11008 x 4096, 33.9 for 35.9 of 7000 x 7000. Of few rows short ones are better dealt among two warps 512
-// bytes in turn (1000 x 1000: 2.1 for 2.8), longer ones in halves (3000 x 3000: 7.0 for 7.4).
+// bytes in turn (1000 x 1000: 2.1 for 2.8), longer ones in halves (3000 x 3000: 7.0 for 7.4), and where every warp of two
+// blocks a multiprocessor has one row, nothing is shared (2000 x 2000: 4.0 for 5.4).
 Choice choose(const LinearArguments& a, const Device& device) {
   const int few = 24 * device.processors, of_two = 32 * device.processors, enough = 44 * device.processors;
   if (a.halves) return {0, 2, false};
+  const bool one_each = a.m == 1 && a.n > 12 * device.processors && a.n <= 16 * device.processors;
+  if (one_each && device.clusters && a.k > 1536 && a.k <= 2048) return {1, 1, true};
   if (a.n < few) return {a.k < 2048 ? 2 : 0, 1, false};
   if (a.m > 1) return {0, 2, false};
   if (a.k > 6144) return {8, 1, false};
@@ -339,7 +344,9 @@ int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const Choice choice = choose(a, device);
   auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 2> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
   if constexpr (M == 1) {
-    if (choice.team > 2) kernel = choice.team == 8 ? gemv_team_kernel<T, M, 8> : gemv_team_kernel<T, M, 4>;
+    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1>;
+    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 4>;
+    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 8>;
   }
   const int shared = choice.two ? std::max(M * a.k * 2, kOfTwo) : M * a.k * 2;
   int resident = 0;
