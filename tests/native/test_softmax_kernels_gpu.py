@@ -53,10 +53,13 @@ def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [32768, 50257, 65536])
-def test_softmax_of_more_rows_than_the_device_holds(kernels: Kernels, dtype: torch.dtype, n: int) -> None:
-    """Blocks that stay take row after row through their ring."""
-    rows = 700
+@pytest.mark.parametrize(
+    ("rows", "n"), [(1061, 8200), (1061, 16384), (700, 32768), (700, 50257), (700, 65536), (140, 262144)]
+)
+def test_softmax_of_more_rows_than_the_device_holds(
+    kernels: Kernels, dtype: torch.dtype, rows: int, n: int
+) -> None:
+    """Long ones in shared memory, of fp32 shorter ones of the gradient too, and in a cluster's blocks."""
     x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
     y = place(rows, n, dtype)
     kernels.softmax_forward(x, y)
@@ -220,8 +223,8 @@ def test_short_rows_at_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> No
 def test_few_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     """Spread over more threads and blocks than many rows are; each kernel reads what the one before wrote."""
     normalize = dtype != torch.float32
-    for rows in (1, 4, 33, 300):
-        for n in (8, 128, 256, 768, 2048, 4096, 8192, 16384, 32768, 65536):
+    for rows in (1, 4, 33, 128, 300):
+        for n in (8, 128, 256, 768, 2048, 4096, 8192, 16384, 32768, 40000, 65536, 131072):
             x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
             y, grad_x = place(rows, n, dtype), place(rows, n, dtype)
             kernels.softmax_forward(x, y)

@@ -7,8 +7,9 @@
 // Moves: grad_out and y read once, grad_x written once. Does: 5 operations an element. Limit: HBM bandwidth.
 //
 // Threads: as in softmax_forward.cu, but both rows stay in registers as they came from memory (two arrays of fp32
-// would not leave room for enough threads) and are widened twice. Long rows wait in shared memory until they have met
-// (waiting.cuh), and short ones at odd addresses pass through it (tiled.cuh). What fits neither is read twice.
+// would not leave room for enough threads) and are widened twice. Few rows have kernels of their own
+// (softmax_backward_few.cuh). Long rows wait in shared memory until they have met (waiting.cuh), and short ones at
+// odd addresses pass through it (tiled.cuh). What fits neither is read twice.
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
@@ -29,7 +30,6 @@ struct SoftmaxBackward {
   int cluster;
   int part;             // slots of a warp's part of a row that waits, or rows of a tile
   int together;         // rows that wait in a block
-  int way;              // trial
 };
 
 // Four vectors of each row are 32 registers.
@@ -55,22 +55,16 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   const int head = kAligned ? 0 : elements_into_vector(grad_out);
   int start = (group.rank * kHeld * group.threads + group.lane) * kSize - head;
   uint4 grad_raw[kHeld], y_raw[kHeld];
-  if (!kAligned) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kHeld; ++k) {
+    if constexpr (kAligned) {
+      const bool in = start + k * step < inside;
+      grad_raw[k] = in ? load_lines_now(grad_out + start + k * step) : make_uint4(0, 0, 0, 0);
+      y_raw[k] = in ? load_lines_now(y + start + k * step) : make_uint4(0, 0, 0, 0);
+    } else {
       grad_raw[k] = load_vector<T, kAligned>(grad_out, start + k * step, inside, true);
       y_raw[k] = load_vector<T, kAligned>(y, start + k * step, inside, a.y_vectors);
     }
-  } else {
-    const uint64_t policy = leave_first();
-    by_way(a.way, [&](auto way) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const bool in = start + k * step < inside;
-        grad_raw[k] = in ? load_as<way.value>(grad_out + start + k * step, policy) : make_uint4(0, 0, 0, 0);
-        y_raw[k] = in ? load_as<way.value>(y + start + k * step, policy) : make_uint4(0, 0, 0, 0);
-      }
-    });
   }
   Sums<T> sums{};
 #pragma unroll
@@ -187,8 +181,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
   uint4* const slots = ring + seat.warp * 2 * a.part;
   uint4* const y_slots = slots + a.part;
   if (seat.lane == 0) {
-    grad_part.fetch(slots, room.arrived[seat.warp], a.way > 1);
-    y_part.fetch(y_slots, room.arrived[seat.warp], a.way > 1);
+    grad_part.fetch(slots, room.arrived[seat.warp]);
+    y_part.fetch(y_slots, room.arrived[seat.warp]);
   }
   Sums<T> mine{};
 #pragma unroll 1
@@ -280,16 +274,13 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
 // False for rows that it does not take.
 template <class T>
 bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
-  if (!trial("SM_FEW", 1)) return false;
   const int vectors = int(a.n / kVector<T>);
-  const FewRows plan = plan_few_rows(a.rows, vectors, device);
+  const FewRows plan = plan_few_rows(a.rows, vectors, false, device);
   if (plan.held == 0) return false;
-  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x), a.rows,
-                        vectors, plan.cluster, a.scale};
-  const auto kernel = few_backward_kernel<T>(plan);
-  if (!kernel) return false;
-  error = launch(kernel, few, divide_up(a.rows, plan.beside) * plan.cluster, dim3(unsigned(plan.threads), unsigned(plan.beside)), 0,
-                 plan.cluster, stream, device.clusters);
+  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x),
+                        a.rows, vectors, plan.cluster, a.scale};
+  error = launch(few_backward_kernel<T>(plan), few, divide_up(a.rows, plan.beside) * plan.cluster,
+                 dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
   return true;
 }
 
@@ -310,24 +301,26 @@ bool run_tiled(SoftmaxBackward a, const Device& device, void* stream, int& error
   return true;
 }
 
-constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
+// Beyond which a block's registers do not hold a row. Many rows of fp32 wait earlier: at 16,384 in 271.2 us, in registers in
+// 293.7.
+constexpr int64_t kLongRow = 16384, kLongRowOfMany = 8192;
+constexpr int64_t kManyRows = 8;  // are more than these a multiprocessor
 
 // Long rows; false if the row fits no cluster.
 template <class T>
 bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
-  const int64_t long_row = sizeof(T) == 4 ? trial("SM_LONG", kLongRow) : kLongRow;
+  const int64_t long_row = sizeof(T) == 4 && a.rows > kManyRows * device.processors ? kLongRowOfMany : kLongRow;
   if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? long_row : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 2, device);
   const bool together = !aligned && plan.threads > 0;
   if (!together) {
     plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
   }
-  if (!together && aligned) try_waiting(plan, a.n / kVector<T>, 2);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   const auto kernel = together ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, trial("SM_EARLY", 1));
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 
@@ -339,7 +332,6 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool alike = a.y_vectors && a.grad_x_vectors;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
-  a.way = trial("SM_LOAD", 0);
   int failed = 0;
   if (aligned && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kVector<T>, kMostHeld, device);

@@ -6,9 +6,9 @@
 // Threads: a row belongs to a group (group.cuh) of 1 to 32 threads, of a block, or of a cluster, and stays in
 // registers as fp32: kHeld 16-byte vectors a thread, those of neighbouring threads side by side. Each warp takes its
 // own maximum and its sum of exponentials against that; the warps then meet once, and each scales its exponentials
-// to the maximum of the row. Many rows of 16 bits stay as they came (softmax_packed.cuh), long ones wait in shared
-// memory until they have met (waiting.cuh), and short ones at odd addresses pass through it (tiled.cuh). What fits
-// neither is read twice (the second time from L2 if it has it).
+// to the maximum of the row. Few rows of 16 bits have kernels of their own (softmax_forward_few.cuh), many of them stay as
+// they came (softmax_packed.cuh), long ones wait in shared memory until they have met (waiting.cuh), and short ones at odd
+// addresses pass through it (tiled.cuh). What fits neither is read twice (the second time from L2 if it has it).
 
 #include "device/overlap.cuh"
 #include "device/powers.cuh"
@@ -69,16 +69,11 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), least_blocks(kOneWarp,
   uint4 raw[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    if (!kPlain) raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
-  }
-  if (kPlain) {
-    const uint64_t policy = leave_first();
-    by_way(a.way, [&](auto way) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        raw[k] = start + k * step < visible ? load_as<way.value>(x + start + k * step, policy) : make_uint4(0, 0, 0, 0);
-      }
-    });
+    if constexpr (kPlain) {
+      raw[k] = start + k * step < visible ? load_lines_now(x + start + k * step) : make_uint4(0, 0, 0, 0);
+    } else {
+      raw[k] = load_vector<T, kPlain>(x, start + k * step, visible, true);
+    }
   }
   float score[kHeld][kSize];
 #pragma unroll
@@ -192,7 +187,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
   wait_for_earlier();
   const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part);
   uint4* const slots = ring + seat.warp * a.part;
-  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp], a.way > 1);
+  if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
   const float unit = unit_of<T>(a.scale);
   Powers<T> mine;
 #pragma unroll 1
@@ -333,6 +328,10 @@ template <class T>
 constexpr int64_t kBlockBytes = sizeof(T) == 4 ? 32768 : 16384;
 constexpr int64_t kOddBlockBytes = 32768;
 
+// Of a block of rows of fp32 that have more than kMaxCluster, as of 262,144 elements: 191.6 us, and by the 10 warps that a
+// multiprocessor has registers for, whose last pieces are not full, 204.9; by 16 225.8, in clusters of 8 224.9.
+constexpr int kLongWarps = 8;
+
 // Long rows; false if the row fits no cluster.
 template <class T>
 bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* stream, int& error) {
@@ -343,12 +342,17 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
     const int64_t most = aligned ? kBlockBytes<T> : kOddBlockBytes;
     plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
-  if (!together && aligned) try_waiting(plan, a.n / kVector<T>, 1);
   if (plan.threads == 0) return false;
+  const int64_t long_part = a.n / kVector<T> / (int64_t(plan.cluster) * kLongWarps);
+  if (sizeof(T) == 4 && aligned && plan.cluster > kMaxCluster && plan.threads > kLongWarps * kWarp && long_part <= kPartSlots / 2) {
+    plan.threads = kLongWarps * kWarp;
+    plan.part = int(divide_up(divide_up(a.n / kVector<T>, plan.cluster * kLongWarps), 8) * 8);
+    plan.bytes = size_t(plan.part * kLongWarps * 16);
+  }
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   const auto kernel = together ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, trial("SM_EARLY", 1));
+  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
   return fits || error;
 }
 
@@ -363,7 +367,6 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
                    offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
-  a.way = trial("SM_LOAD", 0);
   int failed = 0;
   if (plain && !masked && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);

@@ -13,12 +13,14 @@ constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which block
 constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
 constexpr int64_t kFewLight = 4;       // rows a multiprocessor, for which light blocks were not measured
 constexpr int kLightWarps = 4;         // of such a block
+constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bits, between which sums have blocks of their own
 
 struct FetchedPlan {
   int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
   int part = 0;                // vectors of a warp's part of each tensor
   size_t bytes = 0;
   bool light = false;          // threads have fewer registers
+  bool leaves = false;         // x leaves the L2 first
 };
 
 // Blocks of kLightWarps light warps that share one of many rows of 16 bits; 0 where other blocks have them. Shares of the copy
@@ -49,15 +51,17 @@ inline const RowChoice* masked_choice(int64_t n) {
 
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
-// against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype.
+// against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
+// kLongSum, not masked, which at 262,144 take 383.2 us of RMS norms in 8 blocks of 16 warps and 405.5 of layer norms in 16 of 8,
+// by the table 413.7 and 423.8; in 16 of 8 RMS norms 388.4, in 16 of 16 477.2 and layer norms 509.2.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_be_light, int most, int most_warps, const Device& device) {
+                                bool may_be_light, bool long_sums, int most, int most_warps, const Device& device) {
   FetchedPlan plan;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, most_warps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  const int light = may_be_light && !given && trial("NF_LIGHT", 1) ? light_cluster(rows, vectors, centred, device) : 0;
+  const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
   if (light) plan.light = true, plan.cluster = light, plan.warps = kLightWarps;
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
@@ -65,14 +69,16 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   if (rows * plan.cluster <= device.processors) plan.warps = most_warps;
   const auto part = [&] { return divide_up(divide_up(vectors, plan.cluster * plan.warps), 8) * 8; };
   // Of a few rows a multiprocessor that are not long, as few warps as hold them: 512 x 16,384 elements of 16 bits in 15.3 us,
-  // 16.2 by four a block. At 32,768 the eight of the table take 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
+  // 16.2 by four a block; RMS norms in 14.7 if x leaves the L2 before what is written. At 32,768 the eight of the table take
+  // 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
-  if (!given && tensors == 1 && few) plan.warps = 2;
-  plan.cluster = std::min(trial("NF_CLUSTER", plan.cluster), most), plan.warps = trial("NF_WARPS", plan.warps);
+  if (!given && tensors == 1 && few) plan.warps = 2, plan.leaves = !centred && may_be_light;
+  if (!given && long_sums && rows > device.processors) {
+    plan.cluster = centred ? most : kMaxCluster, plan.warps = centred ? 8 : 16;
+  }
   while (plan.warps * 2 <= most_warps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
   plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
-  plan.bytes = std::max(plan.bytes, size_t(trial("NF_PAD", 0)));
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
   if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
   return plan;
@@ -85,8 +91,9 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   if (!choice || choice->stages == 0) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
-  const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, most,
-                                        kMostWarps, device);
+  const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
+  const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, long_sums,
+                                        most, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
@@ -106,8 +113,8 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
   a.cluster = plan.cluster;
-  error = launch(kernel, FetchedNorm{a, plan.part, trial("NF_LEAVE", 0)}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
-                 plan.cluster, stream, trial("NF_EARLY", 1));
+  error = launch(kernel, FetchedNorm{a, plan.part, plan.leaves}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
+                 plan.cluster, stream, true);
   return true;
 }
 

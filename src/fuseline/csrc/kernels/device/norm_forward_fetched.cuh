@@ -17,7 +17,7 @@ namespace fuseline {
 struct FetchedNorm {
   NormForward norm;
   int part;  // vectors of a warp's part
-  int leaves;
+  bool leaves;  // the L2 before what is written
 };
 
 struct FetchedBarriers {

@@ -5,7 +5,6 @@
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
-#include "trial.cuh"
 
 namespace fuseline {
 
@@ -52,12 +51,6 @@ inline void share_warps(HeldPlan& plan, int64_t rows, int block, bool few, const
 // 1.84.
 inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
   const int64_t threads = int64_t(device.processors) * 1024;
-  if (const int more = trial("NF_MORE", 0)) {
-    if (more == 9) return false;
-    plan.held = more == 3 ? 2 : 4, plan.early = more == 1;
-    share_blocks(plan, vectors, device.clusters, more == 3 ? kMostThreads : kMostThreads / 2);
-    return plan.held > 0 && plan.cluster > 1;
-  }
   if (rows * vectors > 2 * threads) return false;
   const int64_t most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;  // threads of a row
   plan.held = rows * vectors > threads || vectors > most ? 2 : 1;
@@ -67,6 +60,22 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
   }
   plan.threads = int(divide_up(vectors, plan.held));
   share_warps(plan, rows, kShortRowBlock, true, device);
+  return true;
+}
+
+// Numbers of fp16 take registers more than there are.
+template <class T>
+constexpr bool kTakesLong = std::is_same_v<T, __nv_bfloat16>;
+
+// RMS norms of few of the longest rows have four vectors a thread, in clusters of blocks of 256. In us, of 16 bits, 32 x 65,536:
+// 5.96, without the weights on their way 6.37, two vectors in blocks of 512 7.55, in shared memory 7.34 (in clusters of 8 blocks
+// of 8 warps 6.49); 128 x 65,536 17.06, 17.37, 21.08 and 17.22.
+inline bool plan_few_long(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
+  const bool takes = device.clusters && rows <= device.processors && rows * vectors > int64_t(device.processors) * 1024;
+  constexpr int64_t kLeast = int64_t(kMaxCluster) * kMostThreads, kMost = kLeast / 2 * kMostHeld;
+  if (!takes || vectors <= kLeast || vectors > kMost) return false;
+  plan.held = kMostHeld, plan.early = true;
+  share_blocks(plan, vectors, true, kMostThreads / 2);
   return true;
 }
 
@@ -80,6 +89,8 @@ HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, bool may_pack, c
   HeldPlan plan;
   const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
+  if (kTakesLong<T> && !given && may_pack && !centred && plan_few_long(plan, rows, vectors, device)) return plan;
+  plan = {};
   if (!given && !warps && plan_few_held(plan, rows, vectors, device)) {
     // Rows of four warps each, of which a multiprocessor has three or four, are one block's: 512 x 1,024 RMS norms take
     // 2.62 us in place of 2.77, layer norms 2.73 in place of 2.95; two a block 2.80 and 2.97.
@@ -161,9 +172,8 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
     return norm_forward_held<T, decltype(layout), kAdded, kMasked>;
   };
   if (plan.cluster > 1) {
-    if constexpr (!kAdded) {
-      if (plan.held == 4 && plan.early) return of(Holding<4, 1, false, true, 256, 3, true>{});
-      if (plan.held == 4) return of(Holding<4, 1, false, false, 256, 4, true>{});
+    if constexpr (!kAdded && kTakesLong<T>) {
+      if (plan.held == kMostHeld) return of(Holding<kMostHeld, 1, false, true, kMostThreads / 2, 3, true>{});
     }
     if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2, true>{});
     return of(Holding<2, 1, false, kEarly, kLong, 2, true>{});
@@ -219,7 +229,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   if constexpr (sizeof(T) == 2 && !kMasked) {
     const bool own_weights = !(a.fp32_weights && (a.weight || a.bias));
     const bool few = plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
-    if (few && own_weights && trial("NF_FEW", 1)) {
+    if (few && own_weights) {
       error = run_few<T, kAdded>(a, plan.threads, device, stream);
       return true;
     }

@@ -22,7 +22,6 @@ struct SoftmaxForward {
   int cluster;
   int part;           // slots of a warp's part of a row that waits, or rows of a tile
   int together;       // rows that wait in a block
-  int way;            // trial
 };
 
 // Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
@@ -115,7 +114,7 @@ __device__ __forceinline__ void share_out(Group<MaxSum<T>, kOneWarp>& group, flo
   }
   warp.sum = group.warp_sum(warp.sum);
   const MaxSum<T> whole = meet<T, false>(warp, group);
-  const Share share = divide(exponential<T>(taken_out - finite(whole.max)), whole.sum);
+  const Share share = divide(exponential<T>(warp.max - finite(whole.max)), whole.sum);  // 0 of a warp that sees nothing
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
 #pragma unroll

@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_few(const Fe
   for (int k = 0; k < kHeld; ++k) {
     if (k * step >= inside) continue;
     float result[kVector<T>];
-    if (kHeld > 2) forget(grad_raw[k]), forget(y_raw[k]);
     gradient<T>(grad_raw[k], y_raw[k], mean, scale, result);
     store_now(grad_x + k * step, pack<T>(result));
   }
@@ -76,13 +75,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_few(const Fe
 
 template <class T, Meet kHow>
 auto few_backward_kernel(int held) -> void (*)(FewBackward) {
-  if (held == 1) return softmax_backward_few<T, 1, kHow>;
-  if (held == 2) return softmax_backward_few<T, 2, kHow>;
-  if constexpr (kHow == Meet::kOne) {
-    if (held == 3) return softmax_backward_few<T, 3, kHow>;
-    if (held == 4) return softmax_backward_few<T, 4, kHow>;
-  }
-  return nullptr;
+  return held == 1 ? softmax_backward_few<T, 1, kHow> : softmax_backward_few<T, 2, kHow>;
 }
 
 template <class T>

@@ -123,10 +123,6 @@ template <class T, Meet kHow>
 auto few_forward_kernel(int held) -> void (*)(FewForward) {
   if (held == 1) return softmax_forward_few<T, 1, kHow>;
   if (held == 2) return softmax_forward_few<T, 2, kHow>;
-  if constexpr (kHow == Meet::kOne) {
-    if (held == 3) return softmax_forward_few<T, 3, kHow>;
-    if (held == 4) return softmax_forward_few<T, 4, kHow>;
-  }
   if constexpr (kHow == Meet::kCluster) {
     if (held == 4) return softmax_forward_few<T, 4, kHow>;
   }
@@ -151,15 +147,13 @@ auto few_forward_kernel(const FewRows& plan) -> void (*)(FewForward) {
 template <class T>
 bool run_few(const SoftmaxForward& a, const Device& device, void* stream, int& error) {
   if constexpr (sizeof(T) == 2) {
-    if (!(a.scale > 0) || !trial("SM_FEW", 1)) return false;
-    const FewRows plan = plan_few_rows(a.rows, a.n / kVector<T>, device);
+    if (!(a.scale > 0)) return false;
+    const FewRows plan = plan_few_rows(a.rows, a.n / kVector<T>, true, device);
     if (plan.held == 0) return false;
     const FewForward few{static_cast<const uint4*>(a.x), static_cast<uint4*>(a.y), a.rows, int(a.n / kVector<T>), plan.cluster,
                          a.scale * 1.4426950408889634f};
-    const auto kernel = few_forward_kernel<T>(plan);
-    if (!kernel) return false;
-    error = launch(kernel, few, divide_up(a.rows, plan.beside) * plan.cluster, dim3(unsigned(plan.threads), unsigned(plan.beside)), 0,
-                   plan.cluster, stream, device.clusters);
+    error = launch(few_forward_kernel<T>(plan), few, divide_up(a.rows, plan.beside) * plan.cluster,
+                   dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
     return true;
   }
   return false;

@@ -10,7 +10,6 @@
 #include "packed_rows.cuh"
 #include "powers.cuh"
 #include "softmax.cuh"
-#include "trial.cuh"
 
 namespace fuseline {
 
@@ -25,11 +24,8 @@ __global__ void __launch_bounds__(kMostThreads, packed_blocks(kBlocks)) softmax_
   const uint4* const x = static_cast<const uint4*>(a.x) + int64_t(blockIdx.x) * slots.vectors;
   wait_for_earlier();
   uint4 raw[kHeld];
-  const uint64_t policy = leave_first();
-  by_way(a.way == 0 ? 1 : a.way, [&](auto way) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) raw[k] = load_as<way.value>(x + slots.of(k), policy);
-  });
+  for (int k = 0; k < kHeld; ++k) raw[k] = load_now(x + slots.of(k));
   if (!slots.has_last) raw[kHeld - 1] = make_uint4(kNothing<T>, kNothing<T>, kNothing<T>, kNothing<T>);
   Powers<T> whole;
   whole.take(raw, unit);

@@ -2,7 +2,6 @@
 // them to shared memory in one bulk copy and sends them from there (sm_90). In between a thread takes single elements.
 #pragma once
 
-#include "trial.cuh"
 #include "waiting.cuh"
 
 namespace fuseline {
@@ -46,9 +45,9 @@ Tiling plan_vector_tiles(int64_t rows, int64_t n, int most_held, int tensors, co
   Tiling plan;
   constexpr int kLine = 128, kWideRow = 1920, kFewRows = 128;
   const int64_t bytes = n * int64_t(sizeof(T)), vectors = bytes / 16;
-  if (!device.clusters || (bytes % kLine == 0 && !trial("SM_TILES", 0)) || vectors <= kWarp || vectors > most_held * kWarp) return plan;
+  if (!device.clusters || bytes % kLine == 0 || vectors <= kWarp || vectors > most_held * kWarp) return plan;
   if (rows < int64_t(kFewRows) * device.processors) return plan;
-  plan.threads = kWarp, plan.rows = trial("SM_TILES", 0) ? trial("SM_TILES", 0) : bytes < kWideRow ? 16 : 8;
+  plan.threads = kWarp, plan.rows = bytes < kWideRow ? 16 : 8;
   plan.bytes = size_t(plan.rows * bytes * tensors);
   plan.grid = divide_up(rows, plan.rows);
   return plan;
