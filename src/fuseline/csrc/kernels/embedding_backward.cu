@@ -62,8 +62,7 @@ constexpr int64_t kSumBlocks = 528;      // that few ids are spread over, and ma
 constexpr int64_t kItemsOfBin = 2048;    // of many; at 64 columns twice as many are 12% slower, half as many 3%
 constexpr int64_t kListed = 3072;        // items of a block's list, at least; 2,048 and 4,096 are up to 4% slower
 constexpr int64_t kMostSlice = 128;      // accesses of a row that a block takes
-
-constexpr int64_t kMostRows = int64_t(kMostBins) * kMostBinRows;  // of the table, that bins reach in one pass
+constexpr int64_t kSureTile = 4096;      // ids that a block sorts at once on any device, of which fewer bins leave room
 
 int zero(void* at, int64_t elements, int dtype, void* stream) {
   const size_t bytes = size_t(elements) * (dtype == FUSELINE_FLOAT32 ? 4 : 2);
@@ -100,17 +99,25 @@ struct BinPlan {
   int64_t tile, tiles, bins, bin_rows, capacity, further;
 };
 
+// Shared memory of a block, beside what a kernel declares.
+int64_t room_of(const Device& device) { return int64_t(device.shared_a_block) - 1024; }
+
+int64_t most_bins(int64_t room) {
+  return std::min<int64_t>(kMostBins, (room - 4 * kSureTile) / int64_t(bin_shared(0, 2)) * 2);
+}
+
 // What bins with more items than a block lists leave in memory is n / 8 + 16 bytes an item at most, a sixteenth of a bf16
 // grad_out: rows of a bin and items of a list keep to that.
-BinPlan plan_bins(int64_t items, int64_t n, int64_t rows, int64_t slices) {
+BinPlan plan_bins(int64_t items, int64_t n, int64_t rows, int64_t slices, int64_t room) {
   BinPlan plan{};
-  plan.tile = std::min<int64_t>(kMostTile, divide_up(divide_up(items, 128), kBinBlock) * kBinBlock);
-  plan.tiles = divide_up(items, plan.tile);
   const int64_t fitting_rows = kListed * (n + 128) / (64 * n);
   const int64_t wanted =
       std::max({divide_up(items, kItemsOfBin), divide_up(kSumBlocks, slices), divide_up(rows, fitting_rows)});
-  plan.bin_rows = std::min<int64_t>(kMostBinRows, divide_up(rows, std::min<int64_t>(wanted, kMostBins)));
+  plan.bin_rows = std::min<int64_t>(kMostBinRows, divide_up(rows, std::min(wanted, most_bins(room))));
   plan.bins = divide_up(rows, plan.bin_rows);
+  const int64_t most = (room - int64_t(bin_shared(0, uint32_t(plan.bins)))) / 4 / kBinBlock * kBinBlock;
+  plan.tile = std::min({divide_up(divide_up(items, 128), kBinBlock) * kBinBlock, most, int64_t(kMostTile)});
+  plan.tiles = divide_up(items, plan.tile);
   plan.capacity = std::max(kListed, divide_up(divide_up(64 * plan.bin_rows * n, n + 128), kWarp) * kWarp);
   plan.further = items / plan.capacity;
   return plan;
@@ -121,14 +128,14 @@ struct BinSpace {
   size_t totals, arrived, partials, starts, entries, end;
 };
 
-BinSpace bin_space(int64_t tile, int64_t tiles, int64_t bins, int64_t arrivals, int64_t partial_bytes) {
+BinSpace bin_space(int64_t items, int64_t tiles, int64_t bins, int64_t arrivals, int64_t partial_bytes) {
   const auto after = [](size_t at, int64_t bytes) { return at + size_t(divide_up(bytes, 16) * 16); };
   BinSpace at{};
   at.arrived = after(at.totals, bins * 4);
   at.partials = after(at.arrived, arrivals * 4);
   at.starts = after(at.partials, partial_bytes);
   at.entries = after(at.starts, (bins + 1) * tiles * 2);
-  at.end = after(at.entries, tiles * tile * 4);
+  at.end = after(at.entries, items * 4);
   return at;
 }
 
@@ -148,14 +155,14 @@ int run_few(RowSums& a, const Device& device, void* stream) {
   return launch(kernel, a, table.bins * slices, dim3(kSumBlock), shared, 1, stream, device.clusters);
 }
 
-// The table.rows <= kMostRows rows from `first_row` on.
+// The gradients of the table.rows rows from `first_row` on, which bins reach in one pass.
 template <class T, int kWide>
 int run_binned(RowSums a, int64_t first_row, void* workspace, const Device& device, void* stream) {
   const int64_t accesses = a.n / kWide, slice = slice_of(accesses), slices = divide_up(accesses, slice);
   SummedTable& table = a.table;
-  const BinPlan plan = plan_bins(a.items, a.n, table.rows, slices);
+  const BinPlan plan = plan_bins(a.items, a.n, table.rows, slices, room_of(device));
   const int64_t partials = 2 * plan.further * plan.bin_rows * a.n * 4;
-  const BinSpace at = bin_space(plan.tile, plan.tiles, plan.bins, plan.further * slices, partials);
+  const BinSpace at = bin_space(a.items, plan.tiles, plan.bins, plan.further * slices, partials);
   char* const space = static_cast<char*>(workspace);
   cudaError_t error = cudaMemsetAsync(space, 0, at.partials, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return int(error);
@@ -190,11 +197,11 @@ int run_binned(RowSums a, int64_t first_row, void* workspace, const Device& devi
 size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
   using namespace fuseline;
   if (items <= kFewItems || n <= 0) return 0;
-  // Of any table, in any access.
-  const BinPlan plan = plan_bins(items, n, 1, 1);
+  // Of any table, in any access, on any device.
+  const int64_t tiles = std::max(divide_up(items, kSureTile), std::min<int64_t>(128, divide_up(items, kBinBlock)));
   const int64_t lists = items / kListed, partials = lists > 0 ? divide_up(items * (n + 128), 8) : 0;
   const int64_t slices = std::max({slices_of(n), slices_of(divide_up(n, 4)), slices_of(divide_up(n, 8))});
-  return bin_space(plan.tile, plan.tiles, kMostBins, lists * slices, partials).end;
+  return bin_space(items, tiles, kMostBins, lists * slices, partials).end;
 }
 
 int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
@@ -218,7 +225,7 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
       constexpr int kWide = decltype(wide)::value;
       if (items <= kFewItems) return run_few<T, kWide>(a, device, stream);
       // A larger table in equal parts, with the ids put into bins anew for each.
-      const int64_t part = divide_up(rows, divide_up(rows, kMostRows));
+      const int64_t part = divide_up(rows, divide_up(rows, most_bins(room_of(device)) * kMostBinRows));
       int code = 0;
       for (int64_t first = 0; first < rows && code == 0; first += part) {
         a.table.rows = uint32_t(std::min(part, rows - first));
