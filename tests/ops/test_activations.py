@@ -13,6 +13,8 @@ from fuseline import ops
 
 X = torch.randn(2, 3, 4)
 TOKENS = torch.randint(5, (2, 3))
+SUMMED_ROWS = [(70_003, 31), (4_099, 1_000), (515, 4_096), (640, 50_257), (17, 131_072)]
+SUMMED_ROWS += [(3, 72), (512, 128), (32, 4_096), (512, 16_392)]  # few: each block has all
 
 
 def every_finite(dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +106,23 @@ def test_an_id_outside_its_table_shows_as_nan_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "base"), [(5, 10_000.0), (3_000, 500_000.0), (40, 0.5), (40, 1.0)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_turned_by_the_same_angles_in_every_layout(
+    tokens: int, base: float, *, interleaved: bool
+) -> None:
+    """The same bits from addresses that hold no vectors, and with positions given; a base under 1."""
+    x = torch.randn(2, 3, tokens, 64, device="cuda")
+    y = ops.rope(x, base=base, interleaved=interleaved)
+    expected = ops.rope(x.double().cpu(), base=base, interleaved=interleaved)
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    moved = torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
+    assert torch.equal(ops.rope(moved, base=base, interleaved=interleaved), y)
+    positions = torch.arange(tokens, device="cuda")
+    assert torch.equal(ops.rope(x, positions=positions, base=base, interleaved=interleaved), y)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("items", "n"), [(70_001, 24), (70_001, 192), (350_003, 192)])
 def test_sums_over_many_tokens_are_those_of_float64(items: int, n: int) -> None:
     """More ids than a tile of the sort, a vocabulary of three digits' width, one id very often; a gradient of
@@ -125,9 +144,10 @@ def test_sums_over_many_tokens_are_those_of_float64(items: int, n: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(70_003, 31), (4_099, 1_000), (515, 4_096), (640, 50_257), (17, 131_072)])
-def test_a_bias_gets_the_sums_of_many_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Rows joined to whole accesses, shared by blocks side by side, and too wide for one wave of blocks."""
+@pytest.mark.parametrize("shape", SUMMED_ROWS)
+def test_a_bias_gets_the_sums_of_all_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows joined to whole accesses, shared by blocks side by side, and too wide for one wave of blocks; and
+    few rows, of which each block has all."""
     generator = torch.Generator("cuda").manual_seed(0)
     x, grad_out = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(2))
     bias = torch.randn(shape[1], device="cuda", generator=generator).to(dtype)

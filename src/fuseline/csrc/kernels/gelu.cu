@@ -8,10 +8,11 @@
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
 // has up to 256 neighbouring positions, and its threads every so-manieth row of them, the next ones on their way while
 // these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up what the
-// blocks found, in a fixed order.
+// blocks found, in a fixed order. Few rows: device/gelu_few.cuh.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
+#include "device/gelu_few.cuh"
 #include "device/partials.cuh"
 
 #include <limits>
@@ -49,17 +50,6 @@ struct BiasGradients {
   bool fp32_bias;
   bool bias_vectors;
   bool fold;          // a row is one block's: add its repetitions up at once
-};
-
-struct FewBiasGradients {
-  const void* grad_out;
-  const void* x;
-  const void* bias;
-  void* grad_x;     // null if not wanted
-  void* grad_bias;
-  int64_t rows, n;
-  int across;       // accesses of a block along a row, a power of two in a warp
-  bool fp32_bias, bias_vectors;
 };
 
 // Of 4,096, 768 and 1,000 columns in bf16, share of the copy bandwidth: two rows ahead and two blocks 0.928, 0.932, 0.907;
@@ -162,87 +152,6 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
   }
 }
 
-// Few rows: blocks have columns and all rows of them, so that nobody waits for another's sums. A block has `across`
-// accesses side by side, and its threads every so-manieth row.
-constexpr int kFewThreads = 512;
-constexpr int kFewRows = 2;  // of a thread in flight
-
-template <class Activation, class T, int kRows>
-__global__ void __launch_bounds__(kFewThreads, kRows > 2 ? 1 : 2) gelu_bias_gradients_few(const FewBiasGradients a) {
-  constexpr int kSize = kVector<T>;
-  __shared__ __align__(16) float parts[kFewThreads / kWarp][kWarp * kSize];
-  let_next_start();
-  const int across = a.across, down = int(blockDim.x) / across;
-  const int vector = int(threadIdx.x) % across, aside = int(threadIdx.x) / across;
-  const int n = int(a.n), rows = int(a.rows), column = (int(blockIdx.x) * across + vector) * kSize;
-  const bool mine = column < n;
-  int64_t at = int64_t(aside) * a.n + column;
-  const int64_t step = int64_t(down) * a.n;
-  make_ready(at);
-  wait_for_earlier();
-  const T* grad_out = static_cast<const T*>(a.grad_out);
-  const T* x = static_cast<const T*>(a.x);
-  T* grad_x = static_cast<T*>(a.grad_x);
-
-  Raw<T, kSize> raw[kRows][2];
-  const auto load = [&](int row) {
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      if (!mine || row + u * down >= rows) continue;
-      raw[u][0] = load_wide<T, kSize>(grad_out + at + u * step);
-      raw[u][1] = load_wide<T, kSize>(x + at + u * step);
-    }
-  };
-  load(aside);
-  float bias[kSize], sums[kSize] = {};
-  load_repeated<T, kSize>(a.bias, a.fp32_bias, a.bias_vectors, mine ? column : 0, a.n, bias);
-#pragma unroll 1
-  for (int row = aside; row < rows; row += down * kRows) {
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      if (!mine || row + u * down >= rows) continue;
-      float grad[kSize], value[kSize];
-      widen<T, kSize>(raw[u][0], grad);
-      widen<T, kSize>(raw[u][1], value);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        grad[i] *= Activation::both(value[i] + bias[i]).y;
-        sums[i] += grad[i];
-      }
-      if (a.grad_x) store_wide<T, kSize>(grad_x + at + u * step, grad);
-    }
-    at += kRows * step;
-    load(row + down * kRows);
-  }
-
-  // Rows of a warp are added up in it, then those of the warps.
-  const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp, warps = int(blockDim.x) / kWarp;
-  for (int by = across; by < kWarp; by *= 2) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) sums[i] += __shfl_xor_sync(kAllLanes, sums[i], by);
-  }
-  if (lane < across) {
-#pragma unroll
-    for (int i = 0; i < kSize; i += 4) {
-      *reinterpret_cast<float4*>(&parts[warp][lane * kSize + i]) =
-          make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-    }
-  }
-  __syncthreads();
-  const int width = across * kSize;
-  for (int c = int(threadIdx.x); c < width; c += int(blockDim.x)) {
-    const int of_row = int(blockIdx.x) * width + c;
-    if (of_row >= n) return;
-    float sum = 0.f;
-    for (int w = 0; w < warps; ++w) sum += parts[w][c];
-    if (a.fp32_bias) {
-      static_cast<float*>(a.grad_bias)[of_row] = sum;
-    } else {
-      static_cast<T*>(a.grad_bias)[of_row] = from_float<T>(sum);
-    }
-  }
-}
-
 // ---- launchers ----
 
 // How rows of n are taken together into rows of whole accesses, about a warp's at least; if a few of them end with a
@@ -279,7 +188,7 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   plan.rows = divide_up(rows * n, plan.row_elements);
   // The widest blocks that leave few threads without a position: they read the longest runs of memory.
   const int64_t positions = divide_up(plan.row_elements, wide);
-  const int64_t widest = trial("R_WIDEST", plan.row_elements == n ? kBiasThreads : kAcrossJoined);
+  const int64_t widest = plan.row_elements == n ? kBiasThreads : kAcrossJoined;
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (int64_t across = widest; across >= kWarp; across /= 2) {
     const int64_t laid = divide_up(positions, across) * across;
@@ -298,30 +207,7 @@ BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   for (int64_t more = plan.shares + 1; more <= kMostWaves; ++more) {
     if (filled(more) > filled(plan.shares) + 0.05) plan.shares = more;
   }
-  plan.shares = trial("R_SHARES", int(plan.shares));
   plan.shares = std::min(plan.shares, divide_up(plan.rows, turn));
-  return plan;
-}
-
-// Rows so few that blocks of columns have all of them: threads of a block and accesses side by side.
-struct FewPlan {
-  int across = 0, threads = 0;  // 0: other blocks for other rows
-  int64_t blocks = 0;
-};
-
-inline constexpr int64_t kMostFewRows = 512;
-
-FewPlan plan_few_bias(int64_t rows, int64_t n, int wide, const Device& device) {
-  FewPlan plan;
-  if (rows > trial("R_ROWS", kMostFewRows) || n % wide != 0 || n > (int64_t(1) << 24)) return plan;
-  const int64_t vectors = n / wide;
-  // As many side by side as leave a block for each multiprocessor; at least a sector, and two warps in all.
-  const int64_t fill = device.processors * trial("R_FILL", 100) / 100;
-  plan.across = trial("R_ACROSS", 2);
-  while (plan.across < kWarp && (vectors >= 2 * plan.across * fill || plan.across * rows < 2 * kWarp)) plan.across *= 2;
-  const int64_t down = std::min<int64_t>(trial("R_THREADS", kFewThreads) / plan.across, power_of_two_from(rows));
-  plan.threads = int(std::max<int64_t>(kWarp, plan.across * down));
-  plan.blocks = divide_up(vectors, plan.across);
   return plan;
 }
 
@@ -358,18 +244,12 @@ int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Dev
   const bool vectors =
       offset_in_vector(a.grad_out) == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.grad_x) == 0;
   const int wide = vectors ? kSize : 1;
-  const FewPlan few = vectors ? plan_few_bias(rows, a.n, kSize, device) : FewPlan{};
+  const FewBiasPlan few = vectors ? plan_few_bias(rows, a.n, kSize, device) : FewBiasPlan{};
   if (few.threads > 0) {
     const FewBiasGradients of_few{a.grad_out,  a.x, a.bias,     a.grad_x,    grad_bias,
                                   rows,        a.n, few.across, a.fp32_bias, whole_vectors(a.bias, a.fp32_bias, a.n, wide)};
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      if (trial("R_FLIGHT", 2) == 4) {
-        return launch(gelu_bias_gradients_few<Activation, T, 4>, of_few, few.blocks, dim3(unsigned(few.threads)), 0, 1,
-                      stream, device.clusters);
-      }
-    }
-    return launch(gelu_bias_gradients_few<Activation, T, kFewRows>, of_few, few.blocks, dim3(unsigned(few.threads)), 0, 1,
-                  stream, device.clusters);
+    return launch(gelu_bias_gradients_few<Activation, T>, of_few, few.blocks, dim3(unsigned(few.threads)), 0, 1, stream,
+                  device.clusters);
   }
   const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
   a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
