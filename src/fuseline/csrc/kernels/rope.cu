@@ -12,7 +12,9 @@
 // copied.
 //
 // An angle is position times the turns that one position makes, in 64-bit fixed point: whole turns overflow, and what is
-// left is exact, for any position. fp32 has lost the angle's last digits at position 1,000 already.
+// left is exact, for any position. fp32 has lost the angle's last digits at position 1,000 already. The turns of a
+// vector's pairs are products of two short lists' numbers: a list of all of them lies in so many places of the constant
+// cache that a warp waits for each.
 
 #include "device/elementwise.cuh"
 
@@ -22,6 +24,7 @@ namespace fuseline {
 namespace {
 
 constexpr int kMostPairs = 256;
+constexpr int kSplit = 8;  // pairs; no vector has more
 
 struct Rope {
   const void* x;
@@ -38,40 +41,30 @@ struct Rope {
   bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
   Divisor units, inner, middle;        // units are accesses in a head
   float sign;                          // -1 turns back
-  bool angles_first;
+  bool angles_first;                   // they hang on nothing that an earlier kernel writes
 };
-struct alignas(16) RopeTable : Rope {
-  alignas(16) uint64_t turns[kMostPairs];          // of a pair for one position, times 2^64
+struct RopeElements : Rope {
+  uint64_t turns[kMostPairs];  // of a pair for one position, times 2^64
 };
-struct RopeWindow : RopeTable {};
-struct RopeSplit : Rope {
-  uint64_t coarse[kMostPairs / 8];  // of pair 8 k for one position, times 2^65
-  uint64_t fine[8];                 // the factor from there to pair 8 k + i, times 2^63
+struct Split {
+  uint64_t coarse[kMostPairs / kSplit];  // of pair kSplit k for one position, times 2^65
+  uint64_t fine[kSplit];                 // the factor from there to pair kSplit k + i, times 2^63
 };
+struct RopeVectors : Rope {
+  Split split;
+};
+template <int kWide>
+using Arguments = std::conditional_t<(kWide > 1), RopeVectors, RopeElements>;
 
-template <int kCount>
-__device__ __forceinline__ void turns_of_pairs(const RopeTable& a, uint32_t pair, uint64_t (&turns)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) turns[i] = a.turns[pair + i];
+__device__ __forceinline__ void turns_of_pairs(const RopeElements& a, uint32_t pair, uint64_t (&turns)[1]) {
+  turns[0] = a.turns[pair];
 }
 template <int kCount>
-__device__ __forceinline__ void turns_of_pairs(const RopeWindow& a, uint32_t pair, uint64_t (&turns)[kCount]) {
-  const uint64_t* at = a.turns + pair;
-  if constexpr (kCount == 1) {
-    asm volatile("ld.u64 %0, [%1];" : "=l"(turns[0]) : "l"(at));
-  } else {
+__device__ __forceinline__ void turns_of_pairs(const RopeVectors& a, uint32_t pair, uint64_t (&turns)[kCount]) {
+  const uint64_t coarse = a.split.coarse[pair / kSplit];
+  const uint32_t from = kCount == kSplit ? 0 : pair % kSplit;
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      asm volatile("ld.v2.u64 {%0, %1}, [%2];" : "=l"(turns[i]), "=l"(turns[i + 1]) : "l"(at + i));
-    }
-  }
-}
-template <int kCount>
-__device__ __forceinline__ void turns_of_pairs(const RopeSplit& a, uint32_t pair, uint64_t (&turns)[kCount]) {
-  const uint64_t coarse = a.coarse[pair / 8];
-  const uint32_t from = kCount == 8 ? 0 : pair % 8;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) turns[i] = __umul64hi(coarse, a.fine[from + i]);
+  for (int i = 0; i < kCount; ++i) turns[i] = __umul64hi(coarse, a.split.fine[from + i]);
 }
 
 constexpr int kHeads = 4;
@@ -97,8 +90,8 @@ template <int kWide, bool kInterleaved>
 constexpr int kAngles = kInterleaved && kWide > 1 ? kWide / 2 : kWide;
 
 // The angles of pairs `pair`, + 1, ..
-template <int kCount, class Arguments>
-__device__ __forceinline__ void computed_angles(const Arguments& a, int64_t position, uint32_t pair,
+template <int kCount, class Given>
+__device__ __forceinline__ void computed_angles(const Given& a, int64_t position, uint32_t pair,
                                                 float (&cosine)[kCount], float (&sine)[kCount]) {
   uint64_t turns[kCount];
   turns_of_pairs(a, pair, turns);
@@ -139,8 +132,8 @@ __device__ __forceinline__ Raw<T, kWide> load_shared(const T* at) {
   }
 }
 
-template <class T, int kWide, bool kInterleaved, class Arguments>
-__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Arguments a) {
+template <class T, int kWide, bool kInterleaved>
+__global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Arguments<kWide> a) {
   constexpr bool kInside = kInterleaved && kWide > 1;  // partners are in the same vector
   let_next_start();
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -223,56 +216,61 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
 
 // ---- launcher ----
 
-// The turns of each pair for one position, times 2^64, of the last base and size asked for: a model has one of each, and
-// they take longer than the launch.
-const uint64_t* turns_of(double base, int64_t rotary) {
-  static thread_local double kept_base = 0;
-  static thread_local int64_t kept_rotary = 0;
-  static thread_local uint64_t kept[kMostPairs];
-  if (base == kept_base && rotary == kept_rotary) return kept;
-  for (int64_t i = 0; i < rotary / 2; ++i) {
-    constexpr long double kTurn = 6.283185307179586476925286766559L;
-    const long double turns = std::pow(static_cast<long double>(base), -2.0L * i / rotary) / kTurn;
-    kept[i] = uint64_t(std::ldexp(turns - std::floor(turns), 64));
+// The turns of the last base and size asked for: a model has one of each, and they take longer than the launch.
+struct Turns {
+  double base = 0;
+  int64_t rotary = 0;
+  Split split{};
+  uint64_t turns[kMostPairs];
+};
+
+// A base under 1 has pairs of more than a turn, which are not products of what is left of two.
+bool as_products(double base) { return base >= 1; }
+
+uint64_t upper_half(uint64_t a, uint64_t b) {
+  const uint64_t a_high = a >> 32, a_low = uint32_t(a), b_high = b >> 32, b_low = uint32_t(b);
+  const uint64_t middle = a_high * b_low + (a_low * b_low >> 32);
+  return a_high * b_high + (middle >> 32) + ((a_low * b_high + uint32_t(middle)) >> 32);
+}
+
+const Turns& turns_of(double base, int64_t rotary) {
+  static thread_local Turns kept;
+  if (base == kept.base && rotary == kept.rotary) return kept;
+  constexpr long double kTurn = 6.283185307179586476925286766559L;
+  const auto power = [&](int64_t pair) { return std::pow(static_cast<long double>(base), -2.0L * pair / rotary); };
+  const int64_t pairs = rotary / 2;
+  if (as_products(base)) {
+    for (int64_t i = 0; i < pairs; i += kSplit) {
+      kept.split.coarse[i / kSplit] = uint64_t(std::ldexp(power(i) / kTurn, 65));
+    }
+    for (int64_t i = 0; i < std::min<int64_t>(kSplit, pairs); ++i) {
+      kept.split.fine[i] = uint64_t(std::ldexp(power(i), 63));
+    }
+    for (int64_t i = 0; i < pairs; ++i) {
+      kept.turns[i] = upper_half(kept.split.coarse[i / kSplit], kept.split.fine[i % kSplit]);
+    }
+  } else {
+    for (int64_t i = 0; i < pairs; ++i) {
+      const long double turns = power(i) / kTurn;
+      kept.turns[i] = uint64_t(std::ldexp(turns - std::floor(turns), 64));
+    }
   }
-  kept_base = base, kept_rotary = rotary;
+  kept.base = base, kept.rotary = rotary;
   return kept;
 }
 
-void fill(RopeTable& a, double base, int64_t rotary) { std::copy_n(turns_of(base, rotary), rotary / 2, a.turns); }
+void take(RopeElements& a, const Turns& turns) { std::copy(turns.turns, turns.turns + a.pairs, a.turns); }
+void take(RopeVectors& a, const Turns& turns) { a.split = turns.split; }
 
-void fill(RopeSplit& a, double base, int64_t rotary) {
-  static thread_local double kept_base = 0;
-  static thread_local int64_t kept_rotary = 0;
-  static thread_local uint64_t coarse[kMostPairs / 8], fine[8];
-  if (base != kept_base || rotary != kept_rotary) {
-    constexpr long double kTurn = 6.283185307179586476925286766559L;
-    const auto power = [&](int64_t pair) { return std::pow(static_cast<long double>(base), -2.0L * pair / rotary); };
-    for (int64_t i = 0; i < kMostPairs / 8; ++i) coarse[i] = uint64_t(std::ldexp(power(8 * i) / kTurn, 65));
-    for (int64_t i = 0; i < 8; ++i) fine[i] = uint64_t(std::ldexp(power(i), 63));
-    kept_base = base, kept_rotary = rotary;
-  }
-  std::copy_n(coarse, kMostPairs / 8, a.coarse);
-  std::copy_n(fine, 8, a.fine);
-}
-
-template <class T, int kWide, class Arguments>
-int run_with(const Rope& given, double base, int64_t rotary, int64_t threads, bool interleaved, const Device& device,
-             void* stream) {
-  Arguments a{};
-  static_cast<Rope&>(a) = given;
-  if (!a.cos) fill(a, base, rotary);
-  const int block = block_for(threads, device);
-  // Angles that hang on no earlier kernel are ready before it has ended, where all threads run at once.
-  const int first = trial("R_FIRST", -1);
-  a.angles_first = !a.cos && !a.positions && (first < 0 ? threads <= int64_t(device.processors) * 768 : first > 0);
-  void (*const kernel)(Arguments) =
-      interleaved ? rope<T, kWide, true, Arguments> : rope<T, kWide, false, Arguments>;
-  return launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
-}
+// Threads of a multiprocessor that run at once. Where that is all of them, angles that hang on no earlier kernel are ready
+// before it has ended.
+constexpr int64_t kAtOnce = 3 * kElementwiseBlock;
 
 template <class T, int kWide>
-int run_wide(Rope& a, double base, int64_t B, int64_t T_, int64_t D, int64_t rotary, bool interleaved, void* stream) {
+int run_wide(const Rope& given, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
+  Arguments<kWide> a{};
+  static_cast<Rope&>(a) = given;
+  if (!a.cos) take(a, turns_of(base, 2 * int64_t(a.pairs)));
   a.units = Divisor(uint32_t(D / kWide));
   a.head_step = uint32_t(divide_up(a.heads, kHeads));
   // Tokens of a head lie side by side where their stride is the smaller one.
@@ -285,24 +283,21 @@ int run_wide(Rope& a, double base, int64_t B, int64_t T_, int64_t D, int64_t rot
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  if constexpr (kWide > 1 && std::is_same_v<T, __nv_bfloat16>) {
-    switch (trial("R_TURNS", 2)) {
-      case 0: return run_with<T, kWide, RopeTable>(a, base, rotary, threads, interleaved, device, stream);
-      case 1: return run_with<T, kWide, RopeWindow>(a, base, rotary, threads, interleaved, device, stream);
-      default: break;
-    }
-  }
-  return run_with<T, kWide, RopeSplit>(a, base, rotary, threads, interleaved, device, stream);
+  a.angles_first = !a.cos && !a.positions && threads <= device.processors * kAtOnce;
+  const int block = block_for(threads, device);
+  void (*const kernel)(Arguments<kWide>) = interleaved ? rope<T, kWide, true> : rope<T, kWide, false>;
+  return launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
 }
 
 template <class T>
-int run(Rope& a, double base, int64_t B, int64_t T_, int64_t D, int64_t rotary, bool interleaved, void* stream) {
+int run(const Rope& a, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
   constexpr int kSize = kVector<T>;
-  bool vectors = a.pairs % kSize == 0 && D % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0 &&
+  bool vectors = (a.cos || as_products(base)) && a.pairs % kSize == 0 && D % kSize == 0 &&
+                 offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0 &&
                  offset_in_vector(a.cos) == 0 && offset_in_vector(a.sin) == 0;
   for (int i = 0; i < 3; ++i) vectors = vectors && a.x_strides[i] % kSize == 0 && a.y_strides[i] % kSize == 0;
-  if (vectors) return run_wide<T, kSize>(a, base, B, T_, D, rotary, interleaved, stream);
-  return run_wide<T, 1>(a, base, B, T_, D, rotary, interleaved, stream);
+  if (vectors) return run_wide<T, kSize>(a, base, B, T_, D, interleaved, stream);
+  return run_wide<T, 1>(a, base, B, T_, D, interleaved, stream);
 }
 
 }  // namespace
@@ -322,7 +317,5 @@ int fuseline_rope(const void* x, void* y, const int64_t x_strides[3], const int6
   std::copy_n(y_strides, 3, a.y_strides);
   a.positions = positions, a.positions_stride = positions_stride;
   a.heads = uint32_t(H), a.pairs = uint32_t(rotary / 2), a.sign = backward ? -1.f : 1.f;
-  return with_dtype(dtype, [&](auto type) {
-    return run<decltype(type)>(a, base, B, T, D, rotary, interleaved != 0, stream);
-  });
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, base, B, T, D, interleaved != 0, stream); });
 }
