@@ -11,17 +11,10 @@
 #include "overlap.cuh"
 #include "weights.cuh"
 
-#include <cstdlib>
-
 namespace fuseline {
 
 constexpr int kElementwiseBlock = 256;
 constexpr int kLeastBlock = 64;
-
-inline int trial(const char* name, int otherwise) {
-  const char* given = std::getenv(name);
-  return given && *given ? std::atoi(given) : otherwise;
-}
 
 // Division by a constant of the launch: one multiplication (Granlund and Montgomery 1994, figure 4.1, N = 32).
 struct Divisor {
@@ -66,9 +59,8 @@ inline Walk plan_walk(int64_t elements, int64_t row_elements, int wide, int rows
 
 // Threads of a block: fewer where so many multiprocessors would otherwise be without one.
 inline int block_for(int64_t threads, const Device& device) {
-  int block = trial("R_BLOCK", kElementwiseBlock);
-  const int least = trial("R_LEAST", kLeastBlock);
-  while (block > least && 2 * divide_up(threads, block) <= device.processors) block /= 2;
+  int block = kElementwiseBlock;
+  while (block > kLeastBlock && 2 * divide_up(threads, block) <= device.processors) block /= 2;
   return block;
 }
 
@@ -149,26 +141,9 @@ struct Streams {
 template <class F, int kWide>
 constexpr int kRowsOf = kWide > 1 ? F::kRows : 8;
 
-template <int kHint>
-__device__ __forceinline__ uint4 load_hinted(const void* at) {
-  uint4 raw;
-  if constexpr (kHint == 1) {
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w) : "l"(at));
-  } else {
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w) : "l"(at));
-  }
-  return raw;
-}
-
-template <class F, int kCount>
-struct WithRows : F {
-  static constexpr int kRows = kCount;
-};
-
 // F::apply(in, bias, out) of every element. F has kIn, kOut and kRows.
-template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4, int kThreads = kElementwiseBlock>
-__global__ void __launch_bounds__(kThreads, kBlocks) elementwise(const Streams<F::kIn, F::kOut> a) {
+template <class F, class T, int kWide>
+__global__ void __launch_bounds__(kElementwiseBlock, 4) elementwise(const Streams<F::kIn, F::kOut> a) {
   constexpr int kRows = kRowsOf<F, kWide>;
   let_next_start();
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -186,11 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) elementwise(const Streams<F
 #pragma unroll
     for (int s = 0; s < F::kIn; ++s) {
       const T* in = static_cast<const T*>(a.in[s]) + row * a.in_stride[s] + first;
-      if constexpr (kHint == 0 || kHint == 2) {
-        raw[u][s] = load_wide<T, kWide>(in + u * a.in_step[s]);
-      } else {
-        raw[u][s] = load_hinted<kHint>(in + u * a.in_step[s]);
-      }
+      raw[u][s] = load_wide<T, kWide>(in + u * a.in_step[s]);
     }
   }
   float bias[kWide];
@@ -213,11 +184,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) elementwise(const Streams<F
 #pragma unroll
     for (int s = 0; s < F::kOut; ++s) {
       T* const to = static_cast<T*>(a.out[s]) + row * a.out_stride[s] + first;
-      if constexpr (kHint == 2) {
-        if (a.out[s]) __stcs(reinterpret_cast<uint4*>(to + u * a.out_step[s]), pack<T>(out[s]));
-      } else {
-        if (a.out[s]) store_wide<T, kWide>(to + u * a.out_step[s], out[s]);
-      }
+      if (a.out[s]) store_wide<T, kWide>(to + u * a.out_step[s], out[s]);
     }
   }
 
@@ -238,45 +205,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) elementwise(const Streams<F
   }
 }
 
-template <int kIn, int kOut>
-struct FlatWords {
-  const uint2* in[kIn];
-  uint2* out[kOut];
-  int64_t count;
-  FlatWords(const Streams<kIn, kOut>& a, int64_t elements) : count(elements / 4) {
-    for (int s = 0; s < kIn; ++s) in[s] = static_cast<const uint2*>(a.in[s]);
-    for (int s = 0; s < kOut; ++s) out[s] = static_cast<uint2*>(a.out[s]);
-  }
-};
-
-template <class F, class T>
-__global__ void __launch_bounds__(kElementwiseBlock, 8) flat_words(const FlatWords<F::kIn, F::kOut> a) {
-  let_next_start();
-  wait_for_earlier();
-  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= a.count) return;
-  uint2 raw[F::kIn];
-#pragma unroll
-  for (int s = 0; s < F::kIn; ++s) raw[s] = a.in[s][at];
-  float out[F::kOut][4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float in[F::kIn], result[F::kOut];
-#pragma unroll
-    for (int s = 0; s < F::kIn; ++s) {
-      const float2 pair = unpack_pair<T>(i < 2 ? raw[s].x : raw[s].y);
-      in[s] = i % 2 ? pair.y : pair.x;
-    }
-    F::apply(in, 0.f, result);
-#pragma unroll
-    for (int s = 0; s < F::kOut; ++s) out[s][i] = result[s];
-  }
-#pragma unroll
-  for (int s = 0; s < F::kOut; ++s) {
-    if (a.out[s]) a.out[s][at] = make_uint2(pack_pair<T>(out[s][0], out[s][1]), pack_pair<T>(out[s][2], out[s][3]));
-  }
-}
-
 // Whether every pointer that is there stands at a multiple of 16 bytes, and every row too.
 template <class T, int kIn, int kOut>
 bool in_vectors(const Streams<kIn, kOut>& a) {
@@ -289,47 +217,16 @@ bool in_vectors(const Streams<kIn, kOut>& a) {
   return all;
 }
 
-template <class F, class T, int kWide, int kHint = 0, int kBlocks = 4, int kThreads = kElementwiseBlock>
-int run_one(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device, void* stream) {
+template <class F, class T, int kWide>
+int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device,
+                    void* stream) {
   a.walk = plan_walk(elements, row_elements, kWide, kRowsOf<F, kWide>, device);
   for (int s = 0; s < F::kIn; ++s) a.in_step[s] = a.in_stride[s] * a.walk.row_step;
   for (int s = 0; s < F::kOut; ++s) a.out_step[s] = a.out_stride[s] * a.walk.row_step;
   const int64_t threads = a.walk.groups * a.walk.positions.value;
-  const int block = kThreads > kElementwiseBlock ? kThreads : block_for(threads, device);
-  return launch(elementwise<F, T, kWide, kHint, kBlocks, kThreads>, a, divide_up(threads, block), dim3(unsigned(block)),
-                size_t(trial("R_SHARED", 0)), 1, stream, device.clusters);
-}
-
-template <class F, class T, int kWide>
-int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device,
-                    void* stream) {
-  if constexpr (kWide > 1 && std::is_same_v<T, __nv_bfloat16>) {
-    switch (trial("R_WALK", 0)) {  // rows, hint, blocks
-      case 104: return run_one<WithRows<F, 1>, T, kWide, 0, 4>(a, elements, row_elements, device, stream);
-      case 106: return run_one<WithRows<F, 1>, T, kWide, 0, 6>(a, elements, row_elements, device, stream);
-      case 114: return run_one<WithRows<F, 1>, T, kWide, 1, 4>(a, elements, row_elements, device, stream);
-      case 124: return run_one<WithRows<F, 1>, T, kWide, 2, 4>(a, elements, row_elements, device, stream);
-      case 134: return run_one<WithRows<F, 1>, T, kWide, 3, 4>(a, elements, row_elements, device, stream);
-      case 204: return run_one<WithRows<F, 2>, T, kWide, 0, 4>(a, elements, row_elements, device, stream);
-      case 214: return run_one<WithRows<F, 2>, T, kWide, 1, 4>(a, elements, row_elements, device, stream);
-      case 224: return run_one<WithRows<F, 2>, T, kWide, 2, 4>(a, elements, row_elements, device, stream);
-      case 234: return run_one<WithRows<F, 2>, T, kWide, 3, 4>(a, elements, row_elements, device, stream);
-      case 403: return run_one<WithRows<F, 4>, T, kWide, 0, 3>(a, elements, row_elements, device, stream);
-      case 423: return run_one<WithRows<F, 4>, T, kWide, 2, 3>(a, elements, row_elements, device, stream);
-      case 5102: return run_one<WithRows<F, 1>, T, kWide, 0, 2, 512>(a, elements, row_elements, device, stream);
-      case 5112: return run_one<WithRows<F, 1>, T, kWide, 1, 2, 512>(a, elements, row_elements, device, stream);
-      case 5202: return run_one<WithRows<F, 2>, T, kWide, 0, 2, 512>(a, elements, row_elements, device, stream);
-      case 5212: return run_one<WithRows<F, 2>, T, kWide, 1, 2, 512>(a, elements, row_elements, device, stream);
-      case 800:
-        if (!a.bias && elements % 4 == 0 && row_elements == kFlatRow<kWide>) {
-          return launch(flat_words<F, T>, FlatWords<F::kIn, F::kOut>(a, elements), divide_up(elements / 4, block_for(elements / 4, device)),
-                        dim3(unsigned(block_for(elements / 4, device))), 0, 1, stream, device.clusters);
-        }
-        break;
-      default: break;
-    }
-  }
-  return run_one<F, T, kWide>(a, elements, row_elements, device, stream);
+  const int block = block_for(threads, device);
+  return launch(elementwise<F, T, kWide>, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream,
+                device.clusters);
 }
 
 }  // namespace fuseline
