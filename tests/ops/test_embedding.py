@@ -57,6 +57,8 @@ def test_gradient_of_few_and_many_ids(items: int, alike: float, device: str) -> 
         (500, 1024, 1001),  # no 16-byte accesses
         (4096, 50304, 64),
         (5000, 1, 40),  # further blocks for the one bin
+        (512, 2, 1024),  # as of segments: few rows, all of them shared out
+        (4096, 2, 768),
         (9000, 50304, 768),
         (30_000, 128_256, 100),  # the most rows of a bin
         (40_000, 163_841, 16),  # two passes over the ids

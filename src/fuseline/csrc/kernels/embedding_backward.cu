@@ -60,7 +60,9 @@ __global__ void __launch_bounds__(kElementwiseBlock) embedding_position_sums(con
 constexpr int64_t kFewItems = 4096;      // at 768 columns faster than bins (1,024: 35 us and 45; 4,096: 42 and 45)
 constexpr int64_t kSumBlocks = 528;      // that few ids are spread over, and many at least: four a multiprocessor
 constexpr int64_t kItemsOfBin = 2048;    // of many; at 64 columns twice as many are 12% slower, half as many 3%
-constexpr int64_t kListed = 3072;        // items of a block's list, at least; 2,048 and 4,096 are up to 4% slower
+constexpr int64_t kListed = 3072;        // items of a block's list; 2,048 and 4,096 are up to 4% slower
+constexpr int64_t kLeastListed = 128;    // where a few rows have all the ids, so that more blocks add them up
+constexpr int64_t kItemsOfRow = 128;     // so many a row, and bins share their rows out better
 constexpr int64_t kMostSlice = 128;      // accesses of a row that a block takes
 constexpr int64_t kSureTile = 4096;      // ids that a block sorts at once on any device, of which fewer bins leave room
 
@@ -118,7 +120,8 @@ BinPlan plan_bins(int64_t items, int64_t n, int64_t rows, int64_t slices, int64_
   const int64_t most = (room - int64_t(bin_shared(0, uint32_t(plan.bins)))) / 4 / kBinBlock * kBinBlock;
   plan.tile = std::min({divide_up(divide_up(items, 128), kBinBlock) * kBinBlock, most, int64_t(kMostTile)});
   plan.tiles = divide_up(items, plan.tile);
-  plan.capacity = std::max(kListed, divide_up(divide_up(64 * plan.bin_rows * n, n + 128), kWarp) * kWarp);
+  const int64_t evenly = std::clamp(divide_up(2 * items * slices, kSumBlocks), kLeastListed, kListed);
+  plan.capacity = divide_up(std::max(evenly, divide_up(64 * plan.bin_rows * n, n + 128)), kWarp) * kWarp;
   plan.further = items / plan.capacity;
   return plan;
 }
@@ -196,12 +199,13 @@ int run_binned(RowSums a, int64_t first_row, void* workspace, const Device& devi
 
 size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) {
   using namespace fuseline;
-  if (items <= kFewItems || n <= 0) return 0;
+  if (items <= kItemsOfRow || n <= 0) return 0;
   // Of any table, in any access, on any device.
   const int64_t tiles = std::max(divide_up(items, kSureTile), std::min<int64_t>(128, divide_up(items, kBinBlock)));
-  const int64_t lists = items / kListed, partials = lists > 0 ? divide_up(items * (n + 128), 8) : 0;
   const int64_t slices = std::max({slices_of(n), slices_of(divide_up(n, 4)), slices_of(divide_up(n, 8))});
-  return bin_space(items, tiles, kMostBins, lists * slices, partials).end;
+  const int64_t arrivals = std::max(items / kListed * slices, kSumBlocks / 2);  // of lists as short as `evenly`, the latter
+  const int64_t partials = divide_up(items * (n + 128), 8);
+  return bin_space(items, tiles, kMostBins, arrivals, partials).end;
 }
 
 int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
@@ -223,7 +227,7 @@ int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_
     using T = decltype(type);
     return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
-      if (items <= kFewItems) return run_few<T, kWide>(a, device, stream);
+      if (items <= kFewItems && items <= rows * kItemsOfRow) return run_few<T, kWide>(a, device, stream);
       // A larger table in equal parts, with the ids put into bins anew for each.
       const int64_t part = divide_up(rows, divide_up(rows, most_bins(room_of(device)) * kMostBinRows));
       int code = 0;
