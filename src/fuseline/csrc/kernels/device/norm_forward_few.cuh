@@ -11,7 +11,8 @@
 
 namespace fuseline {
 
-struct FewNorm {
+// A name of its own in all of the library, whose linker keeps one `launch` a name: norm_backward_few.cuh has FewNorm.
+struct FewNormForward {
   const uint4 *x, *residual, *weight, *bias;
   uint4 *y, *sum;
   float *mean, *rstd;
@@ -21,7 +22,7 @@ struct FewNorm {
 
 // kWarps: of a row at most, 4 or those of a block. kCentred: a layer norm.
 template <class T, bool kAdded, bool kCentred, int kWarps>
-__global__ void __launch_bounds__(kMostThreads, 2) norm_forward_few(const FewNorm a) {
+__global__ void __launch_bounds__(kMostThreads, 2) norm_forward_few(const FewNormForward a) {
   constexpr int kSize = kVector<T>;
   using State = std::conditional_t<kCentred, Moments, float>;
   __shared__ __align__(16) State states[kWarps];
@@ -125,8 +126,18 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_few(const FewNor
 template <class T, bool kAdded>
 int run_few(const NormForward& a, int threads, const Device& device, void* stream) {
   const auto vectors = [](const void* at) { return static_cast<const uint4*>(at); };
-  const FewNorm few{vectors(a.x), vectors(a.residual), vectors(a.weight), vectors(a.bias), static_cast<uint4*>(a.y),
-                    static_cast<uint4*>(a.sum), a.mean, a.rstd, int(a.n / kVector<T>), float(a.n), float(1.0 / double(a.n)), a.eps};
+  const FewNormForward few{vectors(a.x),
+                           vectors(a.residual),
+                           vectors(a.weight),
+                           vectors(a.bias),
+                           static_cast<uint4*>(a.y),
+                           static_cast<uint4*>(a.sum),
+                           a.mean,
+                           a.rstd,
+                           int(a.n / kVector<T>),
+                           float(a.n),
+                           float(1.0 / double(a.n)),
+                           a.eps};
   constexpr int kBlock = kMostThreads / kWarp;
   const bool four = threads <= 4 * kWarp;
   const auto kernel = a.centred ? (four ? norm_forward_few<T, kAdded, true, 4> : norm_forward_few<T, kAdded, true, kBlock>)
