@@ -122,25 +122,33 @@ def test_many_rows_of_a_large_head(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows, classes, embed_dim", [(2800, 16800, 1144), (1200, 8264, 768)])
+@pytest.mark.parametrize(
+    "rows, classes, embed_dim", [(3300, 16800, 944), (2800, 16800, 1144), (1200, 8264, 768)]
+)
 def test_gradients_of_many_rows_of_a_large_head(
     rows: int, classes: int, embed_dim: int, dtype: torch.dtype
 ) -> None:
-    """All products the op's own, with tiles that are not whole, and where some are the library's."""
+    """In bf16, in turn: all products the op's own, tiles not whole; those of the loss; that of the weight."""
     hidden, weight, target = draw("cuda", rows, classes, embed_dim, dtype)
     hidden = (hidden.detach() / 8).requires_grad_()
     target[3] = -100
-    loss = ops.linear_cross_entropy(hidden, weight, target)
-    found = torch.autograd.grad(loss, (hidden, weight))
-    again = torch.autograd.grad(ops.linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    # The mean's gradients of words that are no target are some 3e-7: of fp16, five steps of its last bit.
+    factor = torch.tensor(2048.0, device="cuda")
+    share = 0.02 if dtype is torch.bfloat16 else 0.004
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        loss = ops.linear_cross_entropy(hidden, weight, target)
+        torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=1e-2)
+        return torch.autograd.grad(loss, (hidden, weight), factor)
+
     exact = (hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_())
     wanted = F.cross_entropy(F.linear(*exact), target)
-    torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=1e-2)
-    for ours, same, gradient in zip(found, again, torch.autograd.grad(wanted, exact), strict=True):
+    found, again, right = gradients(), gradients(), torch.autograd.grad(wanted, exact, factor)
+    for ours, same, gradient in zip(found, again, right, strict=True):
         assert torch.equal(ours, same)
         for dim in (0, 1):
             error = (ours.float() - gradient).norm(dim=dim)
-            assert (error <= 0.02 * gradient.norm(dim=dim) + 1e-3 * gradient.norm(dim=dim).mean()).all()
+            assert (error <= share * gradient.norm(dim=dim) + 1e-3 * gradient.norm(dim=dim).mean()).all()
 
 
 @pytest.mark.parametrize(
