@@ -57,6 +57,24 @@ def test_there_are_kernels() -> None:
     assert {"layer_norm_forward.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.glob("*.cu")}
 
 
+def test_arguments_of_kernels_have_names_of_their_own() -> None:
+    """The linker keeps one `launch` for all types of one name, and would pass one of another size."""
+    namespace = re.compile(r"^namespace ([\w:]+) \{", re.MULTILINE)
+    defined: dict[tuple[str, str], list[str]] = {}
+    arguments: set[tuple[str, str]] = set()
+    for path in sorted(KERNELS.rglob("*.cuh")):
+        text = path.read_text()
+        inside = match[1] if (match := namespace.search(text)) else ""
+        for name in re.findall(r"^struct (?:\w+\([^)\n]*\) )?(\w+)[^;\n]*\{", text, re.MULTILINE):
+            defined.setdefault((inside, name), []).append(path.name)
+        kernels = re.findall(
+            r"__global__[^{;]*?\((?:const |__grid_constant__ )*(\w+)(?:<[^>]*>)? \w+[,)]", text
+        )
+        arguments.update((inside, name) for name in kernels)
+    assert len(arguments & defined.keys()) > 20
+    assert not {name: files for name, files in defined.items() if name in arguments and len(files) > 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", sorted(KERNELS.rglob("*.cu")), ids=lambda path: path.stem)
 def test_compiles_without_spills(source: Path, tmp_path: Path) -> None:
