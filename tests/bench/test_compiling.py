@@ -115,3 +115,17 @@ def test_a_task_fails_in_silence() -> None:
         reached.append(1)
         raise RuntimeError("told where it is measured")
     assert reached == [1]
+
+
+def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    theirs = CachingAutotuner.bench
+    monkeypatch.setattr(CachingAutotuner, "bench", module._untimed)
+    monkeypatch.setitem(module._kept, "bench", theirs)
+    with module.timed_briefly():
+        assert CachingAutotuner.bench is theirs
+        assert benchmarker.benchmark is benchmarker.benchmark_gpu is module._brief
+    assert CachingAutotuner.bench is module._untimed
+    assert benchmarker.benchmark is not module._brief

@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 
@@ -28,6 +29,7 @@ BYTES_A_PROCESS = 2**30  # a context and its libraries
 QUIET_SECONDS = 90.0
 LATE_SECONDS = 20.0  # and no longer than so for what still runs when time is over
 MOST_JOBS = 16
+BRIEF_RUNS = 5
 MOST_COMPILING = 0.5  # of what is left of a budget: where compiling is slow, something is measured too
 
 
@@ -150,8 +152,41 @@ def begin() -> None:
     torch._inductor.config.compile_threads = 1
     # All of a kernel's configurations are compiled, none is timed: on a GPU that all of the processes share
     # that would be most of what they do, and it is not kept.
+    _kept["bench"] = CachingAutotuner.bench
     CachingAutotuner.bench = _untimed  # type: ignore[method-assign]
+
+
+_kept: dict[str, Any] = {}
 
 
 def _untimed(*_: object, **__: object) -> float:
     return 0.0
+
+
+@contextlib.contextmanager
+def timed_briefly() -> Iterator[None]:
+    """Within, configurations are timed, a few runs each. Coordinate descent goes from one to the best beside
+    it: where it ends is near where the measuring process will, and there are the eighty it asks for last."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with contextlib.ExitStack() as stack:
+        if "bench" in _kept:
+            stack.enter_context(mock.patch.object(CachingAutotuner, "bench", _kept["bench"]))
+        for name in ("benchmark", "benchmark_gpu"):
+            stack.enter_context(mock.patch.object(benchmarker, name, _brief))
+        yield
+
+
+def _brief(fn: Callable[[], object], *_: object, **__: object) -> float:
+    """Milliseconds: the best of a few runs is least disturbed by other processes."""
+    fn()
+    times = []
+    for _run in range(BRIEF_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _end in range(2))
+        begin.record()
+        fn()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)

@@ -11,7 +11,7 @@ import torch
 from fuseline import report
 from fuseline.bench.compiling import Compilers, Task
 from fuseline.bench.linear import LinearBench, contenders, run
-from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls
+from fuseline.bench.linear.contenders import PEERS, TUNING, CannotError, make_calls
 from fuseline.bench.linear.problems import Problem, chart, layers
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
@@ -156,3 +156,15 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["records"][0]["suite"] == "linear"
     assert command(common) == 0
     assert "1 x 64 x 64" in capsys.readouterr().out
+
+
+def test_all_who_compile_are_tuned_alike() -> None:
+    """And the copies of a layer are compiled once."""
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(1, 64).bfloat16()
+    with torch.no_grad():
+        for call in make_calls("inductor", Problem("chart", "int8", 1, 64, 48), x, 3):
+            call()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert TUNING["coordinate_descent_tuning"]
+    assert not torch._inductor.config.coordinate_descent_tuning
