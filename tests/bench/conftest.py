@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fuseline.bench import compiling
 from fuseline.training.config import preset
 from fuseline.training.train import train
 
@@ -33,3 +36,32 @@ def train_tiny() -> Callable[..., Path]:
         return folder / "run"
 
     return trained
+
+
+class Pool:
+    """Takes tasks as a pool of processes does, and notes them; one in which 32 stands fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.tasks: list[tuple[Any, ...]] = []
+
+    def submit(self, function: object, *task: Any) -> Future[None]:
+        self.tasks.append(task)
+        future: Future[None] = Future()
+        future.set_exception(RuntimeError("cannot")) if 32 in task else future.set_result(None)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
+    """The pools that `fuseline.bench.compiling` makes, none of which starts a process."""
+    made: list[Pool] = []
+
+    def make(*arguments: object, **options: object) -> Pool:
+        made.append(Pool(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", make)
+    return made

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from fuseline.bench import compiling
 from fuseline.bench.ops import warmup as module
 from fuseline.bench.ops.plan import Place
 from fuseline.bench.ops.warmup import Warmup
@@ -19,35 +17,7 @@ CPU = torch.device("cpu")
 PLACES = [Place(get("softmax"), torch.float32, 4, n) for n in (16, 32, 64)]
 
 
-class Pool:
-    """Runs what is submitted at once, and notes it; a task of length 32 fails."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.tasks: list[tuple[Any, ...]] = []
-
-    def submit(self, function: object, *task: Any) -> Future[None]:
-        self.tasks.append(task)
-        future: Future[None] = Future()
-        future.set_exception(RuntimeError("cannot")) if task[3] == 32 else future.set_result(None)
-        return future
-
-    def shutdown(self, **_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
-    made: list[Pool] = []
-
-    def make(*arguments: object, **options: object) -> Pool:
-        made.append(Pool(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", make)
-    return made
-
-
-def test_every_case_is_compiled_for_every_peer_that_compiles_even_after_a_failure(pools: list[Pool]) -> None:
+def test_every_case_is_compiled_for_every_peer_that_compiles_even_after_a_failure(pools: list[Any]) -> None:
     told: list[tuple[int, int]] = []
     peers = [PEERS[name] for name in ("fuseline", "eager", "inductor", "liger")]
     with Warmup(CPU, jobs=2, seed=7) as warmup:
@@ -60,14 +30,14 @@ def test_every_case_is_compiled_for_every_peer_that_compiles_even_after_a_failur
     assert told == [(i, 6) for i in range(1, 7)]
 
 
-def test_few_rows_come_first(pools: list[Pool]) -> None:
+def test_few_rows_come_first(pools: list[Any]) -> None:
     places = [Place(get("softmax"), torch.bfloat16, 2**12 // n, n) for n in (16, 32, 64)]
     with Warmup(CPU, jobs=2, seed=0) as warmup:
         warmup.compile(places, [PEERS["inductor"]], lambda *_: None)
     assert [task[3] for task in pools[0].tasks] == [64, 32, 16]
 
 
-def test_nothing_is_started_where_nothing_compiles(pools: list[Pool]) -> None:
+def test_nothing_is_started_where_nothing_compiles(pools: list[Any]) -> None:
     with Warmup(CPU, jobs=2, seed=0) as warmup:
         warmup.compile(PLACES, [PEERS["fuseline"], PEERS["eager"]], lambda *_: None)
     assert pools == []
