@@ -274,11 +274,11 @@ auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) 
 // False for rows that it does not take.
 template <class T>
 bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
-  const int vectors = int(a.n / kVector<T>);
+  const int64_t vectors = a.n / kVector<T>;
   const FewRows plan = plan_few_rows(a.rows, vectors, false, device);
   if (plan.held == 0) return false;
   const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x),
-                        a.rows, vectors, plan.cluster, a.scale};
+                        a.rows, int(vectors), plan.cluster, a.scale};
   error = launch(few_backward_kernel<T>(plan), few, divide_up(a.rows, plan.beside) * plan.cluster,
                  dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
   return true;
