@@ -47,6 +47,18 @@ def test_serves_two_backward_passes(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_serves_several_gradients_of_the_loss_at_once(device: str) -> None:
+    hidden, weight, target = draw(device)
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    factors = torch.tensor([1.0, 2.0], device=device)
+    found = torch.autograd.grad(loss, (hidden, weight), factors, is_grads_batched=True)
+    for both in found:
+        torch.testing.assert_close(2 * both[0], both[1])
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close([both[0] for both in found], list(torch.autograd.grad(loss, (hidden, weight))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_fp16_sums_beyond_its_range(device: str) -> None:
     """The gradient of the sum over all rows is past 65504; that of the mean is not."""
     rows = 9000

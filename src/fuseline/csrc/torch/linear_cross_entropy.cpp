@@ -212,11 +212,16 @@ Three linear_cross_entropy_rows_backward_meta(const Tensor&, const Tensor& hidde
 
 // ---- autograd ----
 
+// Whether somebody records what is done with a tensor, or does it with several at once.
+bool recorded(const Tensor& x) {
+    constexpr c10::DispatchKeySet keys{c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
+                                       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
+    return x.key_set().has_any(keys);
+}
+
 // Whether a saved gradient can be scaled where it is: no other backward pass will ask for it, and nobody records this one.
 bool spent_here(const Tensor& gradient, at::ScalarType type) {
-    constexpr c10::DispatchKeySet recorded{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
-    return gradient.scalar_type() == type && !gradient.key_set().has_any(recorded) &&
+    return gradient.scalar_type() == type && gradient.is_contiguous() && !recorded(gradient) &&
            !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled() &&
            !torch::autograd::get_current_graph_task_keep_graph();
 }
@@ -274,7 +279,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         } else {
             const auto type = static_cast<at::ScalarType>(ctx->saved_data["weight_dtype"].toInt());
             const std::array<at::ScalarType, 3> types = {saved[1].scalar_type(), type, type};
-            bool in_place = true;
+            bool in_place = !recorded(grads[0]);
             for (size_t i = 0; i < 3; ++i) in_place = in_place && (!wanted[i] || spent_here(saved[1 + i], types[i]));
             if (in_place) {  // which costs nothing where they are multiplied by 1
                 const at::AutoDispatchBelowADInplaceOrView guard;
