@@ -1,4 +1,5 @@
-// What norm_backward_ring.cuh has of a row and of its columns: parts of rows in shared memory, weights, masks, sums.
+// What norm_backward_ring.cuh and norm_backward_pieces.cuh have of a row and of its columns: parts of rows in shared
+// memory, weights, masks, sums.
 #pragma once
 
 #include "kept.cuh"

@@ -142,7 +142,7 @@ inline bool in_thirds(const NormForward& a, int64_t vectors) {
 // shared memory read 0.971 and 0.964; at 65,536 these read 0.962, blocks of 512 threads 0.953.
 inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, bool in_thirds, const Device& device) {
   constexpr int kMostOfSum = 2, kFewer = kMostThreads / 2;  // vectors, and threads
-  // Masked rows have nothing that waits in shared memory as well.
+  // Few masked rows have no ring of copies that reads more.
   const int most = masked && vectors > int64_t(kFewer) * kMostOfSum * kMaxCluster ? kMostThreads : kFewer;
   HeldPlan plan;
   if (plan_few_held(plan, rows, vectors, device)) return plan;
