@@ -35,7 +35,8 @@ FUSELINE_API int fuseline_head_loss_forward(const fuseline_head_loss* call, void
  *   FUSELINE_HEAD_GRAD_WEIGHT  gradient of weight = that of the logits, transposed, times hidden
  *
  * bf16 or fp16, contiguous. FUSELINE_UNSUPPORTED where it is not faster than cuBLAS (gradients in fp16, or of a width over
- * 1,024), or cannot be taken: on other devices, where words or width are no multiples of 8, where the sums are over fewer than 768, where the tiles leave many
+ * 1,024), or cannot be taken: on other devices, where words or width are no multiples of 8, where the sums are over
+ * fewer than 768, where the tiles leave many
  * multiprocessors without work, or where something is not 16-byte aligned. */
 enum { FUSELINE_HEAD_LOGITS, FUSELINE_HEAD_GRAD_HIDDEN, FUSELINE_HEAD_GRAD_WEIGHT };
 typedef struct {
