@@ -14,7 +14,7 @@ from fuseline.cli.publishing import publish
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fuseline.cli.ladder import Options
+    from fuseline.cli.ladder_options import Options
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-ladder-generate")
