@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -79,6 +81,23 @@ def test_nothing_is_started_for_less_than_two_tasks_or_without_jobs(pools: list[
 def test_jobs_are_the_cores_but_one_of_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "cpu_count", lambda: 6)
     assert (default_jobs(torch.device("cuda")), default_jobs(CPU)) == (5, 0)
+
+
+def test_giving_up_ends_the_processes_of_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATE_SECONDS", 0.1)
+    spawn = multiprocessing.get_context("spawn")
+    bystander = spawn.Process(target=time.sleep, args=(60,), daemon=True)
+    bystander.start()
+    try:
+        compilers = Compilers(CPU, jobs=1)
+        compilers.run([Task(time.sleep, (60,), 0)] * 2, lambda *_: None, within=0.1)
+        until = time.monotonic() + 20
+        while multiprocessing.active_children() != [bystander] and time.monotonic() < until:
+            time.sleep(0.02)
+        assert multiprocessing.active_children() == [bystander]
+    finally:
+        bystander.kill()
+        bystander.join()
 
 
 def test_a_task_fails_in_silence() -> None:

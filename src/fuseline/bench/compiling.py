@@ -54,6 +54,7 @@ class Compilers:
         self.device = device
         self._jobs = jobs
         self._pool: ProcessPoolExecutor | None = None
+        self._others: set[multiprocessing.process.BaseProcess] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +113,7 @@ class Compilers:
     def _give_up(self) -> None:
         """End processes that may never end by themselves; nothing is compiled beforehand any more."""
         self._jobs, pool, self._pool = 0, self._pool, None
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - self._others:
             process.kill()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -120,6 +121,7 @@ class Compilers:
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")
+            self._others = set(multiprocessing.active_children())  # the pool's own begin with its first task
             self._pool = ProcessPoolExecutor(self._jobs, mp_context=spawn, initializer=begin)
         return self._pool
 
