@@ -13,8 +13,6 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <array>
@@ -23,6 +21,7 @@
 #include <vector>
 
 #include "linear_head.h"
+#include "spent_gradient.h"
 
 namespace fuseline {
 namespace {
@@ -213,20 +212,6 @@ Three linear_cross_entropy_rows_backward_meta(const Tensor&, const Tensor& hidde
 }
 
 // ---- autograd ----
-
-// Whether somebody records what is done with a tensor, or does it with several at once.
-bool recorded(const Tensor& x) {
-    constexpr c10::DispatchKeySet keys{c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
-                                       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
-    return x.key_set().has_any(keys);
-}
-
-// Whether a saved gradient can be scaled where it is: no other backward pass will ask for it, and nobody records this one.
-bool spent_here(const Tensor& gradient, at::ScalarType type) {
-    return gradient.scalar_type() == type && gradient.is_contiguous() && !recorded(gradient) &&
-           !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled() &&
-           !torch::autograd::get_current_graph_task_keep_graph();
-}
 
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     static constexpr bool is_traceable = true;
