@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from fuseline.errors import InputError
-from fuseline.records import Environment, Record, append, describe, read, results_path
+from fuseline.records import Environment, Record, append, describe, read, read_same, results_path
 
 ENVIRONMENT = Environment("Test GPU", "1980/2619 MHz", 350.0, "2.11.0", "13.0", "0.1.0", "abc")
 
@@ -62,6 +63,18 @@ def test_a_foreign_line_is_named_by_file_and_line(tmp_path, line):
 def test_a_missing_file_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="nowhere"):
         read(tmp_path / "nowhere.jsonl")
+
+
+def test_what_a_run_goes_on_from_is_of_the_same_device_torch_and_commit(tmp_path):
+    path = tmp_path / "ops.jsonl"
+    assert read_same(path, ENVIRONMENT) == []
+    others = [replace(record(), **{name: "another"}) for name in ("device", "torch", "commit")]
+    later = replace(record(), clocks="1755/2619 MHz")
+    append(path, [*others, record(value=2.5), later])
+    assert [(one.value, one.clocks) for one in read_same(path, ENVIRONMENT)] == [
+        (2.5, ENVIRONMENT.clocks),
+        (1.5, later.clocks),
+    ]
 
 
 def test_the_environment_of_a_cpu(monkeypatch):

@@ -2,6 +2,6 @@
 
 from fuseline.records.environment import Environment, describe
 from fuseline.records.record import Record
-from fuseline.records.store import append, read, results_path
+from fuseline.records.store import append, read, read_same, results_path
 
-__all__ = ["Environment", "Record", "append", "describe", "read", "results_path"]
+__all__ = ["Environment", "Record", "append", "describe", "read", "read_same", "results_path"]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fuseline.errors import InputError
+from fuseline.records.environment import Environment
 from fuseline.records.record import Record
 
 
@@ -41,6 +42,14 @@ def read(*paths: Path | str) -> list[Record]:
                 except InputError as error:
                     raise InputError(f"{path}:{number}: {error}") from error
     return records
+
+
+def read_same(path: Path, environment: Environment) -> list[Record]:
+    """The file's records of the same device, torch and commit, which a run that resumes goes on from; none
+    if there is no file."""
+    here = environment.device, environment.torch, environment.commit
+    records = read(path) if path.exists() else []
+    return [record for record in records if (record.device, record.torch, record.commit) == here]
 
 
 def results_path(folder: Path | str, suite: str, device: str) -> Path:

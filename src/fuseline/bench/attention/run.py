@@ -28,7 +28,7 @@ from fuseline.ops.attention.choice import decide
 from fuseline.ops.attention.measure import Times, clock, prepare
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.turn import ALONE, Turn
-from fuseline.records import Environment, Record, append, describe, read
+from fuseline.records import Environment, Record, append, describe, read_same
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 Observer = Callable[[str, int, int], None]
@@ -212,12 +212,7 @@ def _keep(records: list[Record], file: Path, outcome: Outcome) -> None:
 
 def _done(file: Path, environment: Environment) -> set[str]:
     """The cases that an earlier run on the same GPU, torch and commit timed."""
-    here = (environment.device, environment.torch, environment.commit)
-    return {
-        _key(record.case)
-        for record in (read(file) if file.exists() else ())
-        if record.metric == "time_us" and (record.device, record.torch, record.commit) == here
-    }
+    return {_key(record.case) for record in read_same(file, environment) if record.metric == "time_us"}
 
 
 def _key(case: object) -> str:

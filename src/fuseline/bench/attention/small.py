@@ -23,7 +23,7 @@ from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.captured import Captured
 from fuseline.errors import unknown_name
-from fuseline.records import Environment, Record, append, describe, read
+from fuseline.records import Environment, Record, append, describe, read_same
 from fuseline.records.record import Scalar
 from fuseline.timing import (
     Ratio,
@@ -253,11 +253,10 @@ def _in_turns(
 
 def _done(file: Path, environment: Environment) -> set[str]:
     """The cases that an earlier run on the same GPU, torch and commit measured."""
-    here = (environment.device, environment.torch, environment.commit)
     return {
         _key({name: record.case[name] for name in record.case if name in _NAMES_OF_A_CASE})
-        for record in (read(file) if file.exists() else ())
-        if record.case.get("section") == SECTION and (record.device, record.torch, record.commit) == here
+        for record in read_same(file, environment)
+        if record.case.get("section") == SECTION
     }
 
 

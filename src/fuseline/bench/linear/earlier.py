@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fuseline.records import Environment, read
+from fuseline.records import Environment, read_same
 from fuseline.records.record import Scalar
 
 Done = tuple[str, frozenset[tuple[str, Scalar]]]
@@ -14,11 +14,10 @@ Done = tuple[str, frozenset[tuple[str, Scalar]]]
 
 def measured(file: Path, environment: Environment) -> set[Done]:
     """By runs with the same GPU, torch and commit."""
-    same = environment.device, environment.torch, environment.commit
     return {
         of(record.peer, record.case)
-        for record in (read(file) if file.exists() else ())
-        if record.metric in ("time_us", "skipped") and (record.device, record.torch, record.commit) == same
+        for record in read_same(file, environment)
+        if record.metric in ("time_us", "skipped")
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fuseline.bench.ops.plan import Place
 from fuseline.bench.peers import Peer
-from fuseline.records import Environment, Record, read
+from fuseline.records import Environment, Record, read_same
 from fuseline.records.record import Scalar
 
 Key = tuple[tuple[str, str], ...]
@@ -24,10 +24,8 @@ class Earlier:
     @classmethod
     def read(cls, file: Path, environment: Environment) -> Earlier:
         earlier = cls()
-        for record in read(file) if file.exists() else ():
-            same = (record.device, record.torch, record.commit)
-            if same == (environment.device, environment.torch, environment.commit):
-                earlier._add(record)
+        for record in read_same(file, environment):
+            earlier._add(record)
         return earlier
 
     def wanted(self, place: Place, peers: Sequence[Peer], captured: bool) -> list[Peer]:
