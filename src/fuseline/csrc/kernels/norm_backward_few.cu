@@ -40,7 +40,7 @@ FewPlan plan_few(int64_t rows, int64_t n, bool added, int most, int most_cluster
     const int beside = std::max(1, kWarp / plan.across);  // rows of a warp
     const int down = int(std::min<int64_t>(kFewThreads / plan.across, divide_up(plan.rows, beside) * beside));
     plan.threads = down * plan.across;
-    plan.bytes = size_t(FewRoom<X, Y>(plan.rows, plan.threads, plan.across, plan.cluster, added).bytes);
+    plan.bytes = size_t(FewNormRoom<X, Y>(plan.rows, plan.threads, plan.across, plan.cluster, added).bytes);
     return plan.bytes + 1024 <= size_t(device.shared_a_block);
   };
   // One cluster if it holds them; else as many as there can be, since a second kernel is there anyway.

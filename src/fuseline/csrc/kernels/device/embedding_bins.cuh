@@ -5,6 +5,7 @@
 #pragma once
 
 #include "elementwise.cuh"
+#include "prefix.cuh"
 
 namespace fuseline {
 
@@ -83,20 +84,9 @@ __global__ void __launch_bounds__(kBinBlock) embedding_bin_ids(const Bins a) {
     }
   }
   const uint32_t low = both & 0xffff, high = both >> 16;
-  uint32_t sum = low + high;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == kWarp - 1) of_warp[warp] = sum;
-  __syncthreads();
-  uint32_t in_tile = 0;
-  for (uint32_t w = 0; w < kBinWarps; ++w) {
-    if (w == warp) sum += in_tile;
-    in_tile += of_warp[w];
-  }
-  const uint32_t bin = 2 * threadIdx.x, first = sum - low - high;
+  uint32_t in_tile;
+  const uint32_t first = sum_before(low + high, of_warp, in_tile);
+  const uint32_t bin = 2 * threadIdx.x;
   if (bin < a.bins) {
     base[bin] = first, base[bin + 1] = first + low;
     a.starts[size_t(bin) * a.tiles + blockIdx.x] = uint16_t(first);

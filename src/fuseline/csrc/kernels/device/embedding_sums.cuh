@@ -71,26 +71,6 @@ __device__ __forceinline__ void add_sums(const float* at, float (&sums)[kWide]) 
   }
 }
 
-// The sum of the values of the threads before this, and of all. `of_warp` is free again after the next barrier.
-__device__ __forceinline__ uint32_t sum_before(uint32_t value, uint32_t (&of_warp)[kSumWarps], uint32_t& all) {
-  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  uint32_t sum = value;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == kWarp - 1) of_warp[warp] = sum;
-  __syncthreads();
-  all = 0;
-#pragma unroll
-  for (uint32_t w = 0; w < kSumWarps; ++w) {
-    if (w == warp) sum += all;
-    all += of_warp[w];
-  }
-  return sum - value;
-}
-
 // Which bin a further block helps with, and which of all further blocks is the bin's first; or that of a bin.
 struct Share {
   uint32_t bin, first, found;

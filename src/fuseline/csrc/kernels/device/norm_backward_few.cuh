@@ -28,12 +28,12 @@ struct FewNorm {
 
 // What a block has in shared memory, and where.
 template <class X, class Y>
-struct FewRoom {
+struct FewNormRoom {
   static constexpr int kSize = kVector<Y>, kXVectors = kSize / kVector<X>;
   int turns, parts, warps;  // rows of a thread, vectors it holds of each, warps side by side in a row
   int terms, columns, states, sums, statistics, bytes;
 
-  __host__ __device__ FewRoom(int rows, int threads, int across, int cluster, bool added)
+  __host__ __device__ FewNormRoom(int rows, int threads, int across, int cluster, bool added)
       : turns((rows + threads / across - 1) / (threads / across)),
         parts(kXVectors * (added ? 2 : 1) + 1),
         warps(across > kWarp ? across / kWarp : 1),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void take_held(const uint4* at, int step, float (&val
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kFewThreads, 1) norm_backward_few(const FewNorm given) {
-  using Room = FewRoom<X, Y>;
+  using Room = FewNormRoom<X, Y>;
   constexpr int kSize = Room::kSize, kXVectors = Room::kXVectors, kTogether = 4;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint64_t met;

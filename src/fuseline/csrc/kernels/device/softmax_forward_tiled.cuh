@@ -1,7 +1,6 @@
 // Softmax of rows without a mask that pass through shared memory with their neighbours (tiled.cuh).
 #pragma once
 
-#include "overlap.cuh"
 #include "softmax.cuh"
 #include "tiled.cuh"
 
@@ -17,13 +16,7 @@ __global__ void __launch_bounds__(kTileBlock, kEach == kFewTiled ? 6 : 3) softma
   const int64_t first = int64_t(blockIdx.x) * a.part;
   const int rows = int(min(a.rows - first, int64_t(a.part)));
   const Tile<T> tile(ring, rows, n);
-  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
-  __syncwarp();
-  let_next_start();
-  wait_for_earlier();
-  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
-  __syncthreads();
-  barrier_wait(&arrived, 0);
+  tile.bring(static_cast<const T*>(a.x) + first * n, &arrived);
 #pragma unroll 1
   for (int at = threadIdx.y; at < a.part; at += blockDim.y) {
     T* const row = tile.shared + at * n;
@@ -66,13 +59,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) softmax_forward_tiled_vectors(c
   const int64_t first = int64_t(blockIdx.x) * a.part;
   const int rows = int(min(a.rows - first, int64_t(a.part)));
   const Tile<T> tile(ring, rows, n);
-  if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, 1), publish_barriers();
-  __syncwarp();
-  let_next_start();
-  wait_for_earlier();
-  tile.fetch(static_cast<const T*>(a.x) + first * n, &arrived);
-  __syncthreads();
-  barrier_wait(&arrived, 0);
+  tile.bring(static_cast<const T*>(a.x) + first * n, &arrived);
 #pragma unroll 1
   for (int at = threadIdx.y; at < rows; at += blockDim.y) {
     uint4* const row = ring + at * vectors;

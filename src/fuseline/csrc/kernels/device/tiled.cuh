@@ -2,6 +2,7 @@
 // them to shared memory in one bulk copy and sends them from there (sm_90). In between a thread takes single elements.
 #pragma once
 
+#include "overlap.cuh"
 #include "waiting.cuh"
 
 namespace fuseline {
@@ -83,6 +84,17 @@ struct Tile {
     }
     const int at = whole + int(threadIdx.y * blockDim.x + threadIdx.x);
     if (at < elements) shared[at] = from[at];
+  }
+
+  // All rows of a kernel that takes one tensor, before it does anything else. `arrived` is used for nothing besides.
+  __device__ __forceinline__ void bring(const T* from, uint64_t* arrived) const {
+    if (threadIdx.x + threadIdx.y == 0) barrier_init(arrived, 1), publish_barriers();
+    __syncwarp();
+    let_next_start();
+    wait_for_earlier();
+    fetch(from, arrived);
+    __syncthreads();
+    barrier_wait(arrived, 0);
   }
 
   // After a barrier of threads that have shown their stores to the copies.
