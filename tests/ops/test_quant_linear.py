@@ -214,6 +214,51 @@ def test_few_rows_of_16_bits_are_right_whoever_shares_a_row(dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_16_bits_may_begin_anywhere(dtype: torch.dtype) -> None:
+    """Odd lengths; weights, x and bias at odd addresses with NaN around them; a long x in passes."""
+    sizes = ((1, 1), (1, 9), (7, 3), (9, 100), (65, 16), (777, 513), (1001, 4000), (5001, 1201), (13003, 77))
+    for k, n in (*sizes, (2056, 250)):
+        for rows in (1, 2, 3, 8):
+            arguments = draw(rows, k, n, FORMATS["plain"], dtype)
+            wanted = exact(arguments)
+            for start in (0, 1, 6):
+                for name in ("weight", "bias", "x"):
+                    arguments[name] = among_nan(arguments[name], start)
+                y = quant_linear(**arguments)
+                assert_exact(y, wanted, f"{rows} x {k} x {n} from {start}")
+                assert torch.equal(quant_linear(**arguments), y)
+
+
+def among_nan(values: torch.Tensor, start: int) -> torch.Tensor:
+    around = values.new_full((start + values.numel() + 16,), float("nan"))
+    return around[start : start + values.numel()].view(values.shape).copy_(values)
+
+
+@pytest.mark.gpu
+def test_a_row_of_odd_length_keeps_its_infinities() -> None:
+    """Vectors of memory hold the end of one row and the beginning of the next."""
+    arguments = draw(2, 1003, 300, FORMATS["plain"], torch.bfloat16)
+    arguments["weight"][7::16] = float("inf")
+    y = quant_linear(**arguments)
+    infinite = torch.arange(300, device="cuda") % 16 == 7
+    assert not y[:, infinite].isfinite().any()
+    assert y[:, ~infinite].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_row_of_few_int8_weights_is_right(dtype: torch.dtype) -> None:
+    """Halves and quarters of tiles to a block, one step of a warp to six; and too many for either."""
+    few = ((64, 16), (40, 33), (1000, 1000), (2000, 500), (3000, 3000), (1000, 4000), (4096, 4096))
+    for k, n in (*few, (4096, 4300)):
+        arguments = draw(1, k, n, FORMATS["int8"], dtype)
+        y = quant_linear(**arguments)
+        assert_exact(y, exact(arguments), f"{k} x {n}")
+        assert torch.equal(quant_linear(**arguments), y)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_take_unit_after_unit(name: str) -> None:
     """More rows of W than all blocks hold at once: with x resident, in passes, over several blocks of x."""

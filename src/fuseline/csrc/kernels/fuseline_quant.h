@@ -29,7 +29,7 @@ typedef enum {
   FUSELINE_LINEAR_ANY = 0,
   FUSELINE_LINEAR_STREAM = 1, /* up to 32 rows of x */
   FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; nothing around them but a bias */
-  FUSELINE_LINEAR_GEMV = 3    /* up to 4 rows of x, 16-bit weights */
+  FUSELINE_LINEAR_GEMV = 3    /* 16-bit weights and up to 4 rows of x, or 8; few weights of int8 and one row alone */
 } fuseline_linear_kernel;
 
 typedef enum { FUSELINE_NORM_NONE = 0, FUSELINE_NORM_RMS = 1, FUSELINE_NORM_LAYER = 2 } fuseline_linear_norm;
@@ -45,14 +45,16 @@ typedef struct {
   int format; /* a fuseline_weight_format */
   int dtype;  /* of x, y, bias: fp16 or bf16 */
   const void* x;      /* [m, k], rows x_stride elements apart */
-  const void* weight; /* starts at a multiple of 16 bytes */
+  const void* weight; /* packed: starts at a multiple of 16 bytes */
   const void* scales; /* null for 16 bits */
   const void* zeros;  /* int4 only; may be null */
   const void* bias;   /* [n]; may be null */
   void* y;            /* [m, n] */
   int64_t m, n, k;
   int64_t x_stride;
-  int64_t weight_stride; /* 16 bits: elements between rows, a multiple of 8, and k one too */
+  /* 16 bits: elements between rows. Rows that begin at no multiple of 16 bytes, or are not so many long, are for up to 8 rows
+   * of x, without norm or SwiGLU. */
+  int64_t weight_stride;
   int64_t group_size;    /* int4: 32 or more, a power of two */
   int kernel;            /* for measuring, a fuseline_linear_kernel; 0 takes the plan */
   int splits;            /* likewise: blocks (1 .. 8) that share the columns of a row; of tiles, as many for each */

@@ -10,109 +10,10 @@
 // x is in shared memory, normed there by every block anew. The first vectors are on their way before the launch before this
 // has ended.
 
-#include "device/linear_call.cuh"
+#include "device/linear_gemv_team.cuh"
 
 namespace fuseline {
 namespace {
-
-constexpr int kMostShared = 96 * 1024;  // of x, so that two blocks fit
-constexpr int kOfTwo = 86 * 1024;       // of a block's, so that two fit a multiprocessor and no third
-
-// x of all rows to shared memory, [m][k], normed over k if the call says so.
-template <class T, int M>
-__device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to, float* room) {
-  const int thread = threadIdx.x, vectors = a.k / 8;
-  const auto sum_of_block = [&](float value) {
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
-    __syncthreads();
-    if (thread % kWarp == 0) room[thread / kWarp] = value;
-    __syncthreads();
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kLinearWarps; ++w) sum += room[w];
-    return sum;
-  };
-#pragma unroll 1
-  for (int row = 0; row < M; ++row) {
-    uint4* const mine = to + row * vectors;  // each thread norms what it has fetched
-    float sum = 0.f, squares = 0.f;
-    constexpr int kTogether = 4;
-    for (int begin = thread; begin < vectors; begin += kTogether * kLinearThreads) {
-      uint4 raw[kTogether];
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int i = begin + u * kLinearThreads;
-        raw[u] = make_uint4(0, 0, 0, 0);
-        if (row < a.m && i < vectors) raw[u] = *reinterpret_cast<const uint4*>(a.x + row * a.x_stride + int64_t(i) * 16);
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const int i = begin + u * kLinearThreads;
-        if (i < vectors) mine[i] = raw[u];
-        if (i >= vectors || a.norm == FUSELINE_NORM_NONE) continue;  // sums take longer than the copy
-        float values[8];
-        unpack<T>(raw[u], values);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum += values[e], squares = fmaf(values[e], values[e], squares);
-      }
-    }
-    if (a.norm == FUSELINE_NORM_NONE || row >= a.m) continue;
-    float mean = 0.f;
-    if (a.norm == FUSELINE_NORM_LAYER) {
-      mean = sum_of_block(sum) / a.k;
-      squares = 0.f;
-      for (int i = thread; i < vectors; i += kLinearThreads) {
-        float values[8];
-        unpack<T>(mine[i], values);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) squares = fmaf(values[e] - mean, values[e] - mean, squares);
-      }
-    }
-    const float rstd = rsqrtf(sum_of_block(squares) / a.k + a.eps);
-    for (int i = thread; i < vectors; i += kLinearThreads) {
-      float values[8], weight[8], shift[8] = {};
-      unpack<T>(mine[i], values);
-      unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_weight) + i), weight);
-      if (a.norm_bias) unpack<T>(__ldg(reinterpret_cast<const uint4*>(a.norm_bias) + i), shift);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) values[e] = fmaf((values[e] - mean) * rstd, weight[e], shift[e]);
-      mine[i] = pack<T>(values);
-    }
-  }
-  __syncthreads();
-}
-
-// The warps of a team; a barrier's number in a register would take all sixteen.
-template <int kTeamWarps>
-__device__ __forceinline__ void meet_team(int team) {
-  constexpr int kThreads = kTeamWarps * kWarp;
-  static_assert(kTeamWarps == 1 || 4 * kThreads >= kLinearThreads);
-  if constexpr (kTeamWarps == 1) {
-    __syncwarp();
-  } else if constexpr (kThreads == kLinearThreads) {
-    __syncthreads();
-  } else if (team == 0) {
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-  } else if (team == 1) {
-    asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
-  } else if (team == 2) {
-    asm volatile("bar.sync 3, %0;" ::"n"(kThreads) : "memory");
-  } else {
-    asm volatile("bar.sync 4, %0;" ::"n"(kThreads) : "memory");
-  }
-}
-
-// One output: what stands around the product.
-template <class T>
-__device__ __forceinline__ void write_output(const LinearArguments& a, float sum, float other, int m, int row, int halves) {
-  const T* const bias = reinterpret_cast<const T*>(a.bias);
-  if (bias) sum += to_float(bias[row]);
-  sum = activated<T>(a, sum, bias && halves ? other + to_float(bias[row + halves]) : other);
-  const int64_t to = int64_t(m) * (halves ? halves : a.n) + row;
-  if (a.residual) sum += to_float(reinterpret_cast<const T*>(a.residual)[to]);
-  reinterpret_cast<T*>(a.y)[to] = from_float<T>(sum);
-}
 
 // R rows of W to a warp, kAhead vectors of each under way; one row is shared by two warps, half of it each, so that rows
 // divide more evenly.
@@ -236,85 +137,6 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   }
 }
 
-// A row of W to a team, of which each warp has every kTeamWarps-th 512 bytes; kAhead of these under way, across the ends of
-// rows. All blocks are there from the start: they have as many rows but for one.
-template <class T, int M, int kTeamWarps>
-__global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kernel(const __grid_constant__ LinearArguments a) {
-  constexpr int kAhead = 7, kTeams = kLinearWarps / kTeamWarps, kStep = kTeamWarps * kWarp;
-  extern __shared__ __align__(16) char shared[];
-  __shared__ float room[kLinearWarps];
-  __shared__ float parts[2][kTeams][kTeamWarps][M];  // of one row and the next
-  const uint4* const x = reinterpret_cast<const uint4*>(shared);
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, team = warp / kTeamWarps, rank = warp % kTeamWarps;
-  const int vectors = a.k / 8, steps = (vectors + kStep - 1) / kStep, begin = rank * kWarp + lane;
-  const int first = team * int(gridDim.x) + int(blockIdx.x), stride = int(gridDim.x) * kTeams;
-
-  int row_ahead = first, at_ahead = begin;
-  const uint4* from = nullptr;
-  const auto point = [&] { from = reinterpret_cast<const uint4*>(a.weight + row_ahead * a.weight_stride); };
-  uint4 raw[kAhead];
-  const auto load = [&](int u) {
-    raw[u] = make_uint4(0, 0, 0, 0);
-    if (row_ahead >= a.n) return;
-    if (at_ahead < vectors) raw[u] = load_once(from + at_ahead);
-    at_ahead += kStep;
-    if (at_ahead >= steps * kStep) {
-      at_ahead = begin, row_ahead += stride;
-      if (row_ahead < a.n) point();
-    }
-  };
-
-  prefetch_norm<kLinearThreads>(a);
-  if (first < a.n) point();
-  if (!a.overlap) {
-    if (rank == 0 && lane == 0 && first < a.n) {  // towards the L2 at least, while the launch before may still be at work
-      prefetch_to_l2(a.weight + first * a.weight_stride, min(kAhead * kStep, vectors) * 16);
-    }
-    wait_for_earlier();
-  }
-#pragma unroll
-  for (int u = 0; u < kAhead; ++u) load(u);
-  if (a.overlap) wait_for_earlier();
-  let_next_start();
-  fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
-
-  float sums[M] = {};
-  int turn = 0, at = begin;
-  for (int row = first; row < a.n;) {
-#pragma unroll
-    for (int u = 0; u < kAhead; ++u) {
-      if (row >= a.n) break;
-      float w[8];
-      unpack<T>(raw[u], w);
-      load(u);
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        float values[8];
-        unpack<T>(x[m * vectors + min(at, vectors - 1)], values);  // past the end weights are zero
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sums[m] = fmaf(w[e], values[e], sums[m]);
-      }
-      at += kStep;
-      if (at < steps * kStep) continue;
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int offset = kWarp / 2; offset > 0; offset /= 2) sums[m] += __shfl_xor_sync(~0u, sums[m], offset);
-        if (lane == 0) parts[turn][team][rank][m] = sums[m];
-        sums[m] = 0.f;
-      }
-      meet_team<kTeamWarps>(team);
-      if (rank == 0 && lane < min(M, a.m)) {  // lane m writes the output of row m of x
-        float sum = 0.f;
-#pragma unroll
-        for (int r = 0; r < kTeamWarps; ++r) sum += parts[turn][team][r][lane];
-        write_output<T>(a, sum, 0.f, lane, row, 0);
-      }
-      turn ^= 1, at = begin, row += stride;
-    }
-  }
-}
-
 struct Choice {
   int team;  // warps that share a row of W
   int rows;  // of W that a warp has, where none does; one is shared by two
@@ -342,11 +164,11 @@ Choice choose(const LinearArguments& a, const Device& device) {
 template <class T, int M>
 int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const Choice choice = choose(a, device);
-  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 2> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
+  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 2, false> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
   if constexpr (M == 1) {
-    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1>;
-    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 4>;
-    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 8>;
+    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1, false>;
+    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 4, false>;
+    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 8, false>;
   }
   const int shared = choice.two ? std::max(M * a.k * 2, kOfTwo) : M * a.k * 2;
   int resident = 0;

@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kLinearThreads) order_x_kernel(const LinearArg
   const int column = half * 32 + quad * 8;
   uint4 raw = make_uint4(0, 0, 0, 0);
   if (column < a.k) {
-    const char* const from = a.x + row * a.x_stride + int64_t(column) * 2;
-    raw = a.x_vectors ? *reinterpret_cast<const uint4*>(from) : load_few(from, a.k - column);
+    const char* const from = a.x + row * a.x_stride;
+    raw = a.x_vectors ? *reinterpret_cast<const uint4*>(from + int64_t(column) * 2) : load_eight(from, column, a.k);
   }
   const int64_t chunk = int64_t(row / rows) * (2 * a.steps) + half / 2;
   char* const to = a.workspace + chunk * rows * 128 + (half % 2 * 4 * rows + row % rows) * 16 + quad * 4;

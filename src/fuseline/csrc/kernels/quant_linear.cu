@@ -8,7 +8,9 @@
 
 namespace fuseline {
 
-int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv.cu
+int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream);       // linear_gemv.cu
+int launch_gemv_shifted(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv_shifted.cu
+int launch_gemv_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);     // linear_gemv_int8.cu
 
 namespace {
 
@@ -93,7 +95,7 @@ int read_call(const fuseline_linear& call, LinearArguments& a) {
   if (call.m < 0 || call.n < 0 || call.k < 0) return FUSELINE_BAD_SIZE;
   if (call.m > 0x3fffffff || call.n > 0x3fffffff || call.k > 0x3fffffff) return FUSELINE_UNSUPPORTED;
   if (int4 && (call.group_size < 32 || !power_of_two(call.group_size))) return FUSELINE_UNSUPPORTED;
-  if (offset_in_vector(call.weight)) return FUSELINE_UNSUPPORTED;
+  if (call.format != FUSELINE_WEIGHT_16 && offset_in_vector(call.weight)) return FUSELINE_UNSUPPORTED;
   a.x = static_cast<const char*>(call.x), a.weight = static_cast<const char*>(call.weight);
   a.scales = static_cast<const uint32_t*>(call.scales), a.zeros = static_cast<const uint32_t*>(call.zeros);
   a.bias = static_cast<const char*>(call.bias), a.y = static_cast<char*>(call.y);
@@ -177,18 +179,21 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
     a.next_weight = static_cast<const char*>(call->next_weight);
     a.next_pieces = int(std::min<int64_t>(call->next_bytes / kPieceBytes, 1 << 30));
   }
-  const bool half = call->dtype == FUSELINE_FLOAT16;
+  const bool plain = call->format == FUSELINE_WEIGHT_16, half = call->dtype == FUSELINE_FLOAT16;
+  const bool shifted = plain && (call->k % 8 || call->weight_stride % 8 || offset_in_vector(call->weight));
+  if (call->kernel == FUSELINE_LINEAR_GEMV || (!call->kernel && !call->splits)) {
+    int answer = FUSELINE_UNSUPPORTED;
+    if (plain) answer = shifted ? launch_gemv_shifted(a, *call, stream) : launch_gemv_16(a, *call, stream);
+    if (call->format == FUSELINE_WEIGHT_INT8) answer = launch_gemv_int8(a, *call, stream);
+    if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
+  }
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:
       return half ? run<__half, WeightsInt8>(a, *call, stream) : run<__nv_bfloat16, WeightsInt8>(a, *call, stream);
     case FUSELINE_WEIGHT_INT4:
       return half ? run<__half, WeightsInt4>(a, *call, stream) : run<__nv_bfloat16, WeightsInt4>(a, *call, stream);
     default:
-      if (call->k % 8 || call->weight_stride % 8) return FUSELINE_UNSUPPORTED;
-      if (call->kernel == FUSELINE_LINEAR_GEMV || (!call->kernel && !call->splits)) {
-        const int answer = launch_gemv_16(a, *call, stream);
-        if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
-      }
+      if (shifted) return FUSELINE_UNSUPPORTED;
       return half ? run<__half, Weights16>(a, *call, stream) : run<__nv_bfloat16, Weights16>(a, *call, stream);
   }
 }

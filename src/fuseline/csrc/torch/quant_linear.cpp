@@ -138,7 +138,7 @@ struct WeightOnCuda {
     Tensor weight;
     OptionalTensor scales, zeros;
 
-    explicit WeightOnCuda(const Weight& w) : weight(aligned(w.weight)) {
+    explicit WeightOnCuda(const Weight& w) : weight(w.plain() ? w.weight.contiguous() : aligned(w.weight)) {
         if (!w.plain()) scales = aligned(w.scales->to(w.int4() ? at::kBFloat16 : at::kFloat));
         if (w.zeros.has_value()) zeros = aligned(*w.zeros);
     }
@@ -176,8 +176,9 @@ Tensor dequantize_cuda(const Weight& w, int64_t K, const Tensor& like) {
 // Rows beyond which a kernel wants room to put x in order.
 constexpr int64_t kStreamRows = 8;
 
-// Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster.
-int64_t kernel_rows(const Weight& w) { return w.plain() ? 4 : 256; }
+// Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster. It takes
+// four times as long as the weight's bytes for 8 rows where those of the weight begin at any element.
+int64_t kernel_rows(const Weight& w, int64_t K) { return !w.plain() ? 256 : K % 8 == 0 ? 4 : 8; }
 
 Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                          FUSELINE_FORMAT_PARAMETERS) {
@@ -187,7 +188,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     const c10::DeviceGuard guard(given.device());
     const int64_t K = given.size(-1), M = count_rows(given);
     const bool half = given.scalar_type() == at::kHalf || given.scalar_type() == at::kBFloat16;
-    if (!half || M > kernel_rows(w) || (w.plain() && K % 8 != 0)) {
+    if (!half || M > kernel_rows(w, K)) {
         return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
     }
     Tensor y = at::empty_symint(output_sizes(given, out_features), given.options());

@@ -207,13 +207,11 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
   }
   if (lane == 0) cut_unit[warp] = left > 0 && at > 0 ? unit : -1;
   const int pitch = x_pitch(a.steps_a_split * kChunks);
-  if (!copied) {
+  if (a.norm != FUSELINE_NORM_NONE) {
     const StretchOfRows<kThreads> stretch(x_shared, a.m, slice_begin * kChunks, x_chunks, x_limit);
-    if (a.norm == FUSELINE_NORM_NONE) {
-      load_rows(a, stretch);
-    } else {
-      load_normed_rows<T>(a, planes, stretch);
-    }
+    load_normed_rows<T>(a, planes, stretch);
+  } else if (!copied) {
+    load_rows<kThreads>(a, x_shared, slice_begin * kChunks, x_chunks, x_limit);
   }
   if constexpr (Shape::kStagesScales) wait_for_copies<0>();
   __syncthreads();

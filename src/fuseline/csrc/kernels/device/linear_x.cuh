@@ -11,12 +11,29 @@ namespace fuseline {
 // Bytes from row to row: 64 more than a multiple of 128, so that 16 bytes of each of 8 rows by 4 quads lie in all banks.
 __host__ __device__ constexpr int x_pitch(int chunks) { return chunks * kTileColumns * 2 + 64; }
 
-// Eight elements of 16 bits, of which `there` are, and zeros.
-__device__ __forceinline__ uint4 load_few(const char* at, int there) {
+// Eight elements of 16 bits, `first` and on, of a row of n at any address; zeros for those that it has not. Two vectors of
+// memory hold them, which are loaded whole where the row holds both.
+__device__ __forceinline__ uint4 load_eight(const char* row, int first, int n) {
+  const char* const at = row + int64_t(first) * 2;
+  const int off = int(uintptr_t(at) % 16) / 2;
+  if (first >= off && first - off + 16 <= n) {
+    const uint4* const from = reinterpret_cast<const uint4*>(at - 2 * off);
+    const uint4 low = __ldg(from), high = __ldg(from + 1);
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = off & 4 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = off & 2 ? words[i + 1] : words[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], off % 2 * 16);
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
   uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if (e < there) words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
+    if (first + e >= 0 && first + e < n) {
+      words[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(at)[e]) << (16 * (e % 2));
+    }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -40,24 +57,23 @@ struct StretchOfRows {
   __device__ __forceinline__ uint32_t place(int half) const { return to + half * 64; }
 };
 
+// Rows of x at any addresses, `chunks` of 64 columns from chunk `begin` on, of which those before column `limit` are there.
+// Each warp has neighbouring vectors, which share lines of memory where they begin between two.
 template <int kThreads>
-__device__ __forceinline__ void load_rows(const LinearArguments& a, StretchOfRows<kThreads> of) {
+__device__ __forceinline__ void load_rows(const LinearArguments& a, uint32_t shared, int begin, int chunks, int limit) {
   constexpr int kTogether = 4;
-  const char* const x = a.x + of.row * a.x_stride;
-  for (; of.now < of.count; of.now += kTogether * of.step) {
+  const int vectors = chunks * (kTileColumns / 8), count = a.m * vectors;
+  for (int first = threadIdx.x; first < count; first += kTogether * kThreads) {
     uint4 raw[kTogether];
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      const int half = of.now + u * of.step, column = of.column(half);
-      raw[u] = make_uint4(0, 0, 0, 0);
-      if (half >= of.count || column >= of.limit) continue;
-      const char* const at = x + int64_t(column) * 2;
-      raw[u] = a.x_vectors ? *reinterpret_cast<const uint4*>(at) : load_few(at, of.limit - column);
+      const int i = first + u * kThreads, row = i / vectors;
+      if (i < count) raw[u] = load_eight(a.x + row * a.x_stride, begin * kTileColumns + 8 * (i - row * vectors), limit);
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      const int half = of.now + u * of.step;
-      if (half < of.count) store_shared(of.place(half), raw[u]);
+      const int i = first + u * kThreads, row = i / vectors;
+      if (i < count) store_shared(shared + row * x_pitch(chunks) + 16 * (i - row * vectors), raw[u]);
     }
   }
 }
@@ -94,7 +110,21 @@ __device__ __forceinline__ void load_normed_row(const LinearArguments& a, float*
     copy_async(of.place(half) + beside, a.norm_weight + int64_t(of.column(half)) * 2);
   }
   commit_copies();
-  load_rows(a, of);
+  constexpr int kTogether = 4;
+  for (int now = of.now; now < of.count; now += kTogether * of.step) {
+    uint4 raw[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int half = now + u * of.step;
+      raw[u] = make_uint4(0, 0, 0, 0);
+      if (half < of.count && of.column(half) < of.limit) raw[u] = *reinterpret_cast<const uint4*>(a.x + int64_t(of.column(half)) * 2);
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int half = now + u * of.step;
+      if (half < of.count) store_shared(of.place(half), raw[u]);
+    }
+  }
   const auto sum_of_block = [&](float* to, const auto& term) {
     float sum = 0.f;
     for (int half = of.now; half < of.count && of.column(half) < of.limit; half += of.step) {
