@@ -4,7 +4,7 @@
 // bias's gradient fp32 rows of partial sums, one for each row of blocks. Does: 10 to 40 operations an element, two of
 // them on the special function units. Limit: HBM bandwidth.
 //
-// Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 16-byte steps, are taken several at a
+// Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 8-byte steps, are taken several at a
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
 // has up to 256 neighbouring positions, and its threads every so-manieth row of them, the next ones on their way while
 // these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up what the
@@ -22,7 +22,7 @@ namespace {
 
 template <class Activation>
 struct Forward {
-  static constexpr int kIn = 1, kOut = 1, kRows = 4;
+  static constexpr int kIn = 1, kOut = 1, kRows = 2;
   static __device__ __forceinline__ void apply(const float (&in)[1], float bias, float (&out)[1]) {
     out[0] = Activation::value(in[0] + bias);
   }
@@ -88,13 +88,20 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
   };
 
   Raw<T, kWide> next[kBiasRows][2];
+  const auto fetch = [](const T* at) {
+    if constexpr (kWide > 1) {
+      return load_lines_now(at);
+    } else {
+      return *at;
+    }
+  };
   const auto load = [&](int64_t row) {
     const int64_t at = row * a.row_elements + first;
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
       if (at + u * a.row_elements > last) continue;
-      next[u][0] = load_wide<T, kWide>(grad_out + at + u * a.row_elements);
-      next[u][1] = load_wide<T, kWide>(x + at + u * a.row_elements);
+      next[u][0] = fetch(grad_out + at + u * a.row_elements);
+      next[u][1] = fetch(x + at + u * a.row_elements);
     }
   };
   int64_t row = (int64_t(share) * blockDim.y + threadIdx.y) * kBiasRows;
@@ -217,19 +224,17 @@ bool whole_vectors(const void* bias, bool fp32_bias, int64_t n, int wide) {
 
 template <class F, class T>
 int run_flat(Streams<F::kIn, F::kOut> a, int64_t rows, int64_t n, const Device& device, void* stream) {
-  constexpr int kSize = kVector<T>;
   const auto run = [&](auto wide) {
     constexpr int kWide = decltype(wide)::value;
-    const int64_t row = a.bias ? n * joined<T>(n, kWide) : kFlatRow<kWide>;
-    for (int64_t& stride : a.in_stride) stride = row;
-    for (int64_t& stride : a.out_stride) stride = row;
     a.bias_n = n;
     a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, n, kWide);
+    const int64_t row = a.bias ? n * joined<T>(n, kWide) : kFlatRow<kWide>;
     return run_elementwise<F, T, kWide>(a, rows * n, row, device, stream);
   };
-  for (int64_t& stride : a.in_stride) stride = 0;
-  for (int64_t& stride : a.out_stride) stride = 0;
-  return in_vectors<T>(a) ? run(std::integral_constant<int, kSize>{}) : run(std::integral_constant<int, 1>{});
+  bool vectors = true;
+  for (const void* at : a.in) vectors = vectors && offset_in_vector(at) % 8 == 0;
+  for (const void* at : a.out) vectors = vectors && offset_in_vector(at) % 8 == 0;
+  return vectors ? run(std::integral_constant<int, kHalfVector<T>>{}) : run(std::integral_constant<int, 1>{});
 }
 
 template <class T, class Run>
