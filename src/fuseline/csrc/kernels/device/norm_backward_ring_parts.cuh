@@ -16,6 +16,9 @@ __device__ __forceinline__ void prefetch(const void* global, int bytes) {
 #endif
 }
 
+// What all lanes of a warp have, known to be the same: addresses and branches made of it are the warp's, not each lane's.
+__device__ __forceinline__ int of_warp(int value) { return __shfl_sync(kAllLanes, value, 0); }
+
 // Sends for columns from .. from + kColumns of a row; one lane calls, first to prepare: that reads by elements what shares
 // its vector with memory outside the tensor, and answers how many bytes will come in copies.
 template <class T, int kColumns, bool kShifted>

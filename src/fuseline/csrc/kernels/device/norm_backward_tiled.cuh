@@ -2,15 +2,18 @@
 // to shared memory and leave it in bulk copies. In between a thread takes vectors, or single elements where rows do not
 // keep to 16-byte steps.
 //
-// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth.
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, if instructions are few: 48 an element with a mask, 14 of them the
+// mask's (80 read 0.89 of the copy bandwidth, these 0.925). So a warp's place is known to be that of all its lanes, masks are
+// made while a tile is on its way, and nothing is asked of each element: columns beside a row have weights of zero in its
+// sums, rows beside the last are zeros.
 //
 // Threads: 1 to 32 share a row, a warp has several rows beside each other, and kTileTurns times as many are its tile. Each
 // warp has a ring of tiles of its own: some are on their way while one is computed in place and the one before leaves.
 #pragma once
 
-#include "norm_backward_rows.cuh"
+#include "kept.cuh"
+#include "norm_backward_ring_parts.cuh"
 #include "norm_sums.cuh"
-#include "waiting.cuh"
 
 namespace fuseline {
 
@@ -18,22 +21,23 @@ constexpr int kTileTurns = 4;
 constexpr int kMostTileStages = 4, kLeastTileStages = 3;
 constexpr int kLongestOddRow = 16;  // in threads: eight rows and more are a tile
 
-template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, bool kVectorsOfRow>
+// How rows lie: as whole vectors; or at any place, of a vector's elements and more, or of fewer. Of the second kind a thread
+// that the row's end leaves fewer elements takes those before them, too: it adds nothing of them to sums, and writes what
+// their own thread writes.
+enum class TileRows { kVectors, kOdd, kShort };
+
+template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, TileRows kRowsOfTile>
 struct TileKind {
   using X = XType;
   using Y = YType;
   static constexpr int kSlots = 1, kSums = kSumsOfColumn, kSize = kVector<Y>;
-  static constexpr bool kVectors = kVectorsOfRow;  // rows are whole ones
+  static constexpr TileRows kRows = kRowsOfTile;
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kThreads = kAdded ? 384 : 512;
 
-  // Bytes of a tile of one tensor.
-  template <class T>
-  static __host__ __device__ constexpr int part(int rows, int n) {
-    return (rows * n * int(sizeof(T)) + 15) / 16 * 16;
-  }
-  static __host__ __device__ constexpr int stage(int rows, int n) {
-    return part<X>(rows, n) * (kAdded ? 2 : 1) + part<Y>(rows, n);
+  // Bytes of a tile: whole vectors of each tensor.
+  static __host__ __device__ constexpr int stage(int elements) {
+    return elements * int(sizeof(X) * (kAdded ? 2 : 1) + sizeof(Y));
   }
 };
 
@@ -46,43 +50,47 @@ __device__ __forceinline__ int prepare_tile(T* tile, const T* from, int count) {
   return whole * int(sizeof(T));
 }
 
-// Elements first .. of a row whose `inside` next ones are its own, from and to a tile.
-template <class T, bool kVectors, int kSize>
-__device__ __forceinline__ void take_elements(const T* at, int inside, float fill, float (&values)[kSize]) {
-  if constexpr (kVectors) {
-    using Held = HeldSlot<T, kSize, false>;
-    Held held;
-#pragma unroll
-    for (int v = 0; v < Held::kVectors; ++v) {
-      held.raw[v] = inside > 0 ? reinterpret_cast<const uint4*>(at)[v] : make_uint4(0, 0, 0, 0);
-    }
-    held.values(0, values);
-    if (inside > 0) return;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = fill;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = i < inside ? to_float(at[i]) : fill;
-  }
-}
-
-template <class T, bool kVectors, int kSize>
-__device__ __forceinline__ void put_elements(T* at, int inside, const float (&values)[kSize]) {
-  if constexpr (kVectors) {
-    if (inside > 0) store_slot<T, kSize, false>(at, 0, kSize, kWarp, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (i < inside) at[i] = from_float<T>(values[i]);
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void send_tile(T* to, const T* tile, int count) {
   const int whole = count / kVector<T> * kVector<T>;
   for (int i = whole; i < count; ++i) to[i] = tile[i];
   if (whole > 0) copy_out(to, tile, whole * int(sizeof(T)));
+}
+
+// A thread's elements of a row from a tile, and to it; `inside`: how many of them are the row's.
+template <class T, TileRows kRows, int kSize>
+__device__ __forceinline__ void take_elements(const unsigned char* tile, int at, int inside, float fill,
+                                              float (&values)[kSize]) {
+  const T* const from = reinterpret_cast<const T*>(tile) + at;
+  if constexpr (kRows == TileRows::kVectors) {
+    take_slot<T, kSize, false>(reinterpret_cast<const unsigned char*>(from), 0).values(0, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = kRows == TileRows::kOdd || i < inside ? to_float(from[i]) : fill;
+  }
+}
+
+template <class T, TileRows kRows, int kSize>
+__device__ __forceinline__ void put_elements(unsigned char* tile, int at, int inside, const float (&values)[kSize]) {
+  T* const to = reinterpret_cast<T*>(tile) + at;
+  if constexpr (kRows == TileRows::kVectors) {
+    if (inside > 0) store_slot<T, kSize, false>(to, 0, kSize, kWarp, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (kRows == TileRows::kOdd || i < inside) to[i] = from_float<T>(values[i]);
+    }
+  }
+}
+
+// Moves values down by so many places.
+template <int kSize>
+__device__ __forceinline__ void move_down(float (&values)[kSize], int by) {
+#pragma unroll
+  for (int step = 1; step < kSize; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kSize; ++i) values[i] = by & step ? values[i + step] : values[i];
+  }
 }
 
 template <class Kind>
@@ -91,63 +99,97 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   using X = typename Kind::X;
   using Y = typename Kind::Y;
   constexpr int kSize = Kind::kSize, kSums = Kind::kSums;
-  constexpr bool kAdded = Kind::kAdded, kCentred = Kind::kCentred, kVectors = Kind::kVectors;
+  constexpr bool kAdded = Kind::kAdded, kCentred = Kind::kCentred;
+  constexpr TileRows kRows = Kind::kRows;
+  constexpr bool kVectors = kRows == TileRows::kVectors, kOdd = kRows == TileRows::kOdd;
+  constexpr int kOfLane = kSize * kTileTurns;  // elements of a tile whose mask a lane makes
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostTileStages][Kind::kThreads / kWarp];
 
   const int n = int(a.n), stages = a.stages, threads = blockDim.x, beside = kWarp / threads;
-  const int aside = int(threadIdx.y) % beside, warp = int(threadIdx.y) / beside, warps = int(blockDim.y) / beside;
-  const bool sends_for_all = threadIdx.x == 0 && aside == 0;
-  const int first = int(threadIdx.x) * kSize;  // column
-  const int rows_of_tile = kTileTurns * beside;
-  const int64_t tiles = (a.rows + rows_of_tile - 1) / rows_of_tile;
-  const int64_t step = int64_t(gridDim.x) * warps;
+  const int thread = int(threadIdx.y) * threads + int(threadIdx.x), lane = thread % kWarp;
+  const int warp = of_warp(thread / kWarp), warps = threads * int(blockDim.y) / kWarp;
+  const int aside = lane / threads, first = int(threadIdx.x) * kSize;  // column
+  const int others = kRows == TileRows::kShort ? 0 : first - min(first, n - kSize), inside = n - first;
+  const bool sends = lane == 0;
+  const int rows_of_tile = kTileTurns * beside, turn = beside * n, full = kTileTurns * turn;  // the latter in elements
+  const int at = aside * n + first - others;
+  const int tiles = int((a.rows + rows_of_tile - 1) / rows_of_tile), step = int(gridDim.x) * warps;
   const bool centred = kCentred && (!kAdded || a.mean), wants_rows = a.wants_rows();
-  const int stage_bytes = Kind::stage(rows_of_tile, n);
-  const int grad_y_at = Kind::template part<X>(rows_of_tile, n);
-  const int grad_sum_at = grad_y_at + Kind::template part<Y>(rows_of_tile, n);
+  const bool adds = kAdded && a.grad_sum, masks = kAdded && a.dropout.seed;
+  const int stage_bytes = Kind::stage(full), grad_y_at = full * int(sizeof(X));
+  const int grad_sum_at = grad_y_at + full * int(sizeof(Y));
   const auto stage_at = [&](int stage) { return ring + (stage * warps + warp) * stage_bytes; };
-  const auto count_of = [&](int64_t tile) { return int(min(a.rows - tile * rows_of_tile, int64_t(rows_of_tile))) * n; };
+  const auto count_of = [&](int tile) {
+    return int(min(a.rows - int64_t(tile) * rows_of_tile, int64_t(rows_of_tile))) * n;
+  };
 
-  const auto fetch = [&](int64_t tile, int stage) {
+  const auto fetch = [&](int tile, int stage) {
     if (tile >= tiles) return;
-    const int64_t base = tile * rows_of_tile * n;
+    const int64_t base = int64_t(tile) * full;
     const int count = count_of(tile);
     const X* const x = static_cast<const X*>(a.x) + base;
     const Y* const grad_y = static_cast<const Y*>(a.grad_y) + base;
-    const X* const grad_sum = kAdded && a.grad_sum ? static_cast<const X*>(a.grad_sum) + base : nullptr;
+    const X* const grad_sum = adds ? static_cast<const X*>(a.grad_sum) + base : nullptr;
     unsigned char* const to = stage_at(stage);
     uint64_t* const barrier = &arrived[stage][warp];
-    const int x_bytes = prepare_tile(reinterpret_cast<X*>(to), x, count);
-    const int grad_bytes = prepare_tile(reinterpret_cast<Y*>(to + grad_y_at), grad_y, count);
-    const int sum_bytes = grad_sum ? prepare_tile(reinterpret_cast<X*>(to + grad_sum_at), grad_sum, count) : 0;
-    barrier_expect(barrier, x_bytes + grad_bytes + sum_bytes);
-    if (x_bytes > 0) copy_in(to, x, x_bytes, barrier);
-    if (grad_bytes > 0) copy_in(to + grad_y_at, grad_y, grad_bytes, barrier);
-    if (sum_bytes > 0) copy_in(to + grad_sum_at, grad_sum, sum_bytes, barrier);
+    int x_bytes = count * int(sizeof(X)), grad_bytes = count * int(sizeof(Y));
+    if (!kVectors && count < full) {
+      x_bytes = prepare_tile(reinterpret_cast<X*>(to), x, count);
+      grad_bytes = prepare_tile(reinterpret_cast<Y*>(to + grad_y_at), grad_y, count);
+      if (adds) prepare_tile(reinterpret_cast<X*>(to + grad_sum_at), grad_sum, count);
+    }
+    barrier_expect(barrier, (adds ? 2 : 1) * x_bytes + grad_bytes);
+    if (kVectors || x_bytes > 0) copy_in(to, x, x_bytes, barrier);
+    if (kVectors || grad_bytes > 0) copy_in(to + grad_y_at, grad_y, grad_bytes, barrier);
+    if (adds && (kVectors || x_bytes > 0)) copy_in(to + grad_sum_at, grad_sum, x_bytes, barrier);
+  };
+  const auto send = [&](auto* to, const unsigned char* tile, int count) {
+    const auto* const from = reinterpret_cast<decltype(to)>(const_cast<unsigned char*>(tile));
+    if constexpr (kVectors) {
+      copy_out(to, from, count * int(sizeof(*to)));
+    } else {
+      send_tile(to, from, count);
+    }
   };
 
-  int64_t tile = int64_t(blockIdx.x) * warps + warp;
+  int tile = int(blockIdx.x) * warps + warp;
   let_next_start();
   wait_for_earlier();
-  const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
-  if (sends_for_all) {
+  const uint64_t seed = masks ? uint64_t(*a.dropout.seed) : 0;
+  if (sends) {
+#pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) barrier_init(&arrived[stage][warp], 1);
     publish_barriers();
-    for (int stage = 0; stage < stages; ++stage) fetch(tile + stage * step, stage);
+#pragma unroll 1
+    for (int stage = 0; stage < stages - 1; ++stage) fetch(tile + stage * step, stage);
   }
   __syncthreads();
 
-  float weight[kSize];
-  weights_of_columns<Y, true>(a, first, weight);
+  float weight[kSize], own_weight[kOdd ? kSize : 1];  // of what the thread takes, and of what is its own
+  weights_of_columns<Y, true>(a, first - others, weight);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if constexpr (kOdd) own_weight[i] = i >= others ? weight[i] : 0.f;
+    if (kVectors && inside <= 0) weight[i] = 0.f;
+  }
+  const auto sums_weight = [&]() -> const float (&)[kSize] {
+    if constexpr (kOdd) {
+      return own_weight;
+    } else {
+      return weight;
+    }
+  };
   ColumnSums<kSize, kSums> columns[1] = {};
   float mean[kTileTurns], rstd[kTileTurns], next_mean[kTileTurns], next_rstd[kTileTurns];
-  const auto statistics = [&](int64_t of, float (&means)[kTileTurns], float (&rstds)[kTileTurns]) {
+  const auto statistics = [&](int of, float (&means)[kTileTurns], float (&rstds)[kTileTurns]) {
+    const int64_t row = min(int64_t(of) * rows_of_tile, a.rows - 1);
+    const int last = int(min(a.rows - 1 - row, int64_t(rows_of_tile - 1)));
 #pragma unroll
     for (int r = 0; r < kTileTurns; ++r) {
-      const int64_t row = of * rows_of_tile + r * beside + aside;
-      means[r] = centred && row < a.rows ? a.mean[row] : 0.f;
-      rstds[r] = row < a.rows ? a.rstd[row] : 0.f;
+      const int of_tile = min(r * beside + aside, last);
+      means[r] = centred ? a.mean[row + of_tile] : 0.f;
+      rstds[r] = a.rstd[row + of_tile];
     }
   };
   statistics(tile, mean, rstd);
@@ -156,74 +198,88 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   for (; tile < tiles; tile += step) {
     statistics(tile + step, next_mean, next_rstd);
     unsigned char* const parts = stage_at(stage);
-    X* const x_tile = reinterpret_cast<X*>(parts);
-    Y* const grad_tile = reinterpret_cast<Y*>(parts + grad_y_at);
-    const X* const sum_tile = reinterpret_cast<const X*>(parts + grad_sum_at);
+    const int64_t base = int64_t(tile) * full;
     const int count = count_of(tile);
+    [[maybe_unused]] uint32_t kept = 0;
+    if constexpr (kAdded) {  // while the tile is on its way
+      if (masks && kVectors) kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, base + at, turn);
+      if (masks && !kVectors) kept = kept_of_slots<kOfLane, 1>(a.dropout, seed, base + lane * kOfLane, 0);
+    }
+    if (sends) {  // the tile before has left: its place takes another
+      wait_for_copies_out();
+      fetch(tile + (stages - 1) * step, stage == 0 ? stages - 1 : stage - 1);
+    }
+    __syncwarp();
     barrier_wait(&arrived[stage][warp], parity);
-    constexpr int kRows = 2;  // at a time
+    if (count < full) {
+      for (int i = count + lane; i < full; i += kWarp) {
+        reinterpret_cast<X*>(parts)[i] = from_float<X>(0.f);
+        reinterpret_cast<Y*>(parts + grad_y_at)[i] = from_float<Y>(0.f);
+        if (adds) reinterpret_cast<X*>(parts + grad_sum_at)[i] = from_float<X>(0.f);
+      }
+      __syncwarp();
+    }
+    constexpr int kTogether = 2;  // rows
 #pragma unroll
-    for (int pair = 0; pair < kTileTurns; pair += kRows) {
-      float values[kRows][kSize], grad[kRows][kSize], sums[2 * kRows] = {};
-      const auto place = [&](int r) { return ((pair + r) * beside + aside) * n + first; };
+    for (int pair = 0; pair < kTileTurns; pair += kTogether) {
+      float values[kTogether][kSize], grad[kTogether][kSize], sums[2 * kTogether] = {};
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int at = place(r), inside = at < count ? n - first : 0;
-        take_elements<X, kVectors>(x_tile + at, inside, mean[pair + r], values[r]);
-        take_elements<Y, kVectors>(grad_tile + at, inside, 0.f, grad[r]);
-        first_pass<kSize, kSums, kCentred>(values[r], grad[r], weight, mean[pair + r], rstd[pair + r], columns[0],
+      for (int r = 0; r < kTogether; ++r) {
+        const int place = (pair + r) * turn + at;
+        take_elements<X, kRows>(parts, place, inside, mean[pair + r], values[r]);
+        take_elements<Y, kRows>(parts + grad_y_at, place, inside, 0.f, grad[r]);
+        first_pass<kSize, kSums, kCentred>(values[r], grad[r], sums_weight(), mean[pair + r], rstd[pair + r], columns[0],
                                            sums[2 * r], sums[2 * r + 1]);
       }
       if (!wants_rows) continue;
       sum_in_warp(sums, threads);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kTogether; ++r) {
+        const int place = (pair + r) * turn + at;
         RowTerms terms;
         terms.mean = mean[pair + r], terms.rstd = rstd[pair + r];
         terms.set(a, centred, sums[2 * r], sums[2 * r + 1]);
         second_pass<kSize, kCentred>(values[r], weight, terms, grad[r]);
-        const int at = place(r), inside = at < count ? n - first : 0;
-        if constexpr (kAdded) {
-          if (a.grad_sum) {
-            take_elements<X, kVectors>(sum_tile + at, inside, 0.f, values[r]);
+        if (adds) {
+          take_elements<X, kRows>(parts + grad_sum_at, place, inside, 0.f, values[r]);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[r][i] += values[r][i];
-          }
+          for (int i = 0; i < kSize; ++i) grad[r][i] += values[r][i];
         }
-        put_elements<X, kVectors>(x_tile + at, inside, grad[r]);
+        put_elements<X, kRows>(parts, place, inside, grad[r]);
         if constexpr (kAdded) {
-          if (a.dropout.seed) {
-            float multipliers[kSize];
-            dropout_row<kSize, !kVectors>(a.dropout, seed, tile * rows_of_tile * n + at, multipliers);
+          if (masks) {
+            uint32_t bits = kept >> ((pair + r) * kSize);
+            if constexpr (!kVectors) {
+              const uint32_t low = __shfl_sync(kAllLanes, kept, place / kOfLane);
+              const uint32_t high = __shfl_sync(kAllLanes, kept, place / kOfLane + 1);
+              bits = kOfLane == 32 ? __funnelshift_r(low, high, place) : (low | high << kOfLane % 32) >> place % kOfLane;
+            }
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[r][i] *= multipliers[i];
+            for (int i = 0; i < kSize; ++i) grad[r][i] *= bits >> i & 1 ? a.dropout.scale : 0.f;
           }
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) columns[0].x_bias[i] += i < inside ? grad[r][i] : 0.f;
-          if (a.grad_dropped) put_elements<Y, kVectors>(grad_tile + at, inside, grad[r]);
+          for (int i = 0; i < kSize; ++i) columns[0].x_bias[i] += grad[r][i];
+          if (a.grad_dropped) put_elements<Y, kRows>(parts + grad_y_at, place, inside, grad[r]);
         }
       }
     }
     if (wants_rows) show_to_copies();
     __syncwarp();
-    if (sends_for_all) {
-      const int64_t base = tile * rows_of_tile * n;
-      if (a.grad_x && wants_rows) send_tile(static_cast<X*>(a.grad_x) + base, x_tile, count);
-      if (kAdded && a.grad_dropped) send_tile(static_cast<Y*>(a.grad_dropped) + base, grad_tile, count);
-      // The tile before has left once all but what this one sent is read.
-      if (a.grad_x && kAdded && a.grad_dropped) {
-        asm volatile("cp.async.bulk.wait_group.read 2;" ::: "memory");
-      } else {
-        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-      }
-      if (tile >= step) fetch(tile + (stages - 1) * step, stage == 0 ? stages - 1 : stage - 1);
+    if (sends) {
+      if (a.grad_x && wants_rows) send(static_cast<X*>(a.grad_x) + base, parts, count);
+      if (kAdded && a.grad_dropped) send(static_cast<Y*>(a.grad_dropped) + base, parts + grad_y_at, count);
     }
     if (++stage == stages) stage = 0, parity ^= 1;
 #pragma unroll
     for (int r = 0; r < kTileTurns; ++r) mean[r] = next_mean[r], rstd[r] = next_rstd[r];
   }
-  if (sends_for_all) wait_for_copies_out();
+  if (sends) wait_for_copies_out();
   if (!a.partials) return;
+  if constexpr (kOdd) {
+    move_down(columns[0].weight, others);
+    if constexpr (kSums > 1) move_down(columns[0].bias, others);
+    if constexpr (kSums > 2) move_down(columns[0].x_bias, others);
+  }
   __syncthreads();  // the rings are done with
   write_partials<Kind>(a, columns, reinterpret_cast<float*>(ring), int(blockIdx.x));
 #endif
@@ -238,18 +294,19 @@ struct TilePlan {
 
 template <class X, class Y, int kSums, bool kCentred>
 struct TileFamily {
-  template <bool kVectors>
-  using Kind = TileKind<X, Y, kSums, kCentred, kVectors>;
+  template <TileRows kRows>
+  using Kind = TileKind<X, Y, kSums, kCentred, kRows>;
+  static constexpr int kSize = kVector<Y>;
 
   static TilePlan plan(int64_t rows, int64_t n, const Device& device) {
-    constexpr int kSize = Kind<true>::kSize, kMostWarps = Kind<true>::kThreads / kWarp;
+    constexpr int kMostWarps = Kind<TileRows::kVectors>::kThreads / kWarp;
     TilePlan plan;
     const int64_t vectors = divide_up(n, kSize);
     if (!device.clusters || vectors > (n % kSize == 0 ? kWarp : kLongestOddRow)) return plan;
     plan.threads = power_of_two_from(vectors);
     const int rows_of_tile = kTileTurns * (kWarp / plan.threads);
     const int64_t tiles = divide_up(rows, rows_of_tile);
-    const int stage = Kind<true>::stage(rows_of_tile, int(n));
+    const int stage = Kind<TileRows::kVectors>::stage(rows_of_tile * int(n));
     const int room = device.shared_a_block - 1024;
     plan.blocks = int(std::min<int64_t>(tiles, device.processors));
     plan.warps = int(std::min<int64_t>({kMostWarps, room / stage / kLeastTileStages, divide_up(tiles, plan.blocks)}));
@@ -269,7 +326,9 @@ struct TileFamily {
     }
     a.stages = plan.stages;
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
-    const auto kernel = a.n % Kind<true>::kSize == 0 ? norm_backward_tiled<Kind<true>> : norm_backward_tiled<Kind<false>>;
+    const auto kernel = a.n % kSize == 0 ? norm_backward_tiled<Kind<TileRows::kVectors>>
+                        : a.n > kSize    ? norm_backward_tiled<Kind<TileRows::kOdd>>
+                                         : norm_backward_tiled<Kind<TileRows::kShort>>;
     int count = 0;
     const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
     error = int(found);
