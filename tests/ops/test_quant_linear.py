@@ -218,7 +218,7 @@ def test_few_rows_of_16_bits_are_right_whoever_shares_a_row(dtype: torch.dtype) 
 def test_rows_of_16_bits_may_begin_anywhere(dtype: torch.dtype) -> None:
     """Odd lengths; weights, x and bias at odd addresses with NaN around them; a long x in passes."""
     sizes = ((1, 1), (1, 9), (7, 3), (9, 100), (65, 16), (777, 513), (1001, 4000), (5001, 1201), (13003, 77))
-    for k, n in (*sizes, (2056, 250)):
+    for k, n in (*sizes, (4095, 300), (2056, 250)):
         for rows in (1, 2, 3, 8):
             arguments = draw(rows, k, n, FORMATS["plain"], dtype)
             wanted = exact(arguments)
@@ -268,6 +268,7 @@ def test_blocks_take_unit_after_unit(name: str) -> None:
         (8, 9000, 9000),
         (20, 1024, 40000),
         (50, 640, 40000),
+        (200, 192, 70001),
     ):
         arguments = draw(rows, k, n, FORMATS[name], torch.bfloat16)
         assert_exact(quant_linear(**arguments), exact(arguments), f"{rows} x {k} x {n}")
@@ -278,9 +279,10 @@ def test_blocks_take_unit_after_unit(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_layers_one_after_another_wait_for_each_other(name: str, rows: int) -> None:
+@pytest.mark.parametrize("width", [511, 512])
+def test_layers_one_after_another_wait_for_each_other(name: str, rows: int, width: int) -> None:
     """A kernel begins before the one before has ended, and reads what that wrote all the same."""
-    layers = [draw(rows, 512, 512, FORMATS[name], torch.bfloat16) for _ in range(4)]
+    layers = [draw(rows, width, width, FORMATS[name], torch.bfloat16) for _ in range(4)]
     start = layers[0]["x"]
 
     def chain(synchronize: bool) -> torch.Tensor:

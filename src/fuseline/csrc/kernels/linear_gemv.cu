@@ -164,11 +164,11 @@ Choice choose(const LinearArguments& a, const Device& device) {
 template <class T, int M>
 int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
   const Choice choice = choose(a, device);
-  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 2, false> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
+  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 1, 2, false> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
   if constexpr (M == 1) {
-    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1, false>;
-    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 4, false>;
-    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 8, false>;
+    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1, 1, false>;
+    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 1, 4, false>;
+    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 1, 8, false>;
   }
   const int shared = choice.two ? std::max(M * a.k * 2, kOfTwo) : M * a.k * 2;
   int resident = 0;

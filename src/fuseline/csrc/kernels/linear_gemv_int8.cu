@@ -1,12 +1,12 @@
 // One row of activations times weights of 8 bits, so few that all of them are on their way at once.
 //
 // Floor: the bytes of W over the copy bandwidth, 3 us for 3000 x 3000; or what a launch in a chain cannot do before the one
-// ahead has ended: x comes, is multiplied, the sums meet and leave. That is 1.5 us for 1000 x 1000.
+// ahead has ended: x comes, is multiplied, the sums meet and leave. That is 1.3 us for 1000 x 1000.
 //
 // A block has 1 / kSplit of a tile's rows and all of their columns: a warp takes kSplit half chunks of 32 columns at a time,
 // 512 bytes together, and has asked for all of its weights when it waits for the launch ahead. No two warps of a block want the
 // same of x, so that it comes from the L2 to the lanes that multiply it. Nothing is left to balance: 376 blocks of 3000 x 3000
-// take 4.4 us, where the streams (device/linear_stream.cuh), of 188 tiles two at most to a multiprocessor, take 6.6.
+// take 4.1 us, where the streams (device/linear_stream.cuh), of 188 tiles two at most to a multiprocessor, take 6.4.
 
 #include "device/linear_call.cuh"
 
@@ -89,12 +89,14 @@ int launch_split(const LinearArguments& a, const Device& device, void* stream) {
   return FUSELINE_UNSUPPORTED;
 }
 
-// Halves of tiles where all of them have room at once, three blocks to a multiprocessor, quarters of more. Us by halves, by
-// quarters and by streams: 1000 x 1000 1.50, 1.62, 2.85; 2000 x 2000 2.47, 2.33, 3.35; 3000 x 3000 4.38, 4.86, 6.63; 4000 x
-// 4000 7.40, 6.82, 7.59; 5000 x 5000 9.35, 10.03, 9.38.
+// Halves of tiles where all of them have room at once, three blocks to a multiprocessor or, of fewer registers, four; quarters
+// of more. Us by halves, quarters and streams: 1000 x 1000 1.26, 1.34, 2.80; 2000 x 2000 2.38, 2.17, 3.46; 3000 x 3000 4.13,
+// 4.62, 6.42; 1024 x 4096 2.17, 2.42, 3.54; 2048 x 4096 3.80, 4.20, 4.09; 4096 x 4096 -, 6.58, 7.49; 5000 x 5000 9.35, 10.03,
+// 9.38.
 template <class T>
 int launch_int8(const LinearArguments& a, const Device& device, void* stream) {
-  if (2 * a.tiles <= 3 * device.processors && a.chunks <= 48) return launch_split<T, 2>(a, device, stream);
+  const int at_once = (a.chunks <= 32 ? 4 : 3) * device.processors;
+  if (2 * a.tiles <= at_once && a.chunks <= 48) return launch_split<T, 2>(a, device, stream);
   return 4 * a.tiles <= 8 * device.processors ? launch_split<T, 4>(a, device, stream) : FUSELINE_UNSUPPORTED;
 }
 

@@ -57,18 +57,6 @@ struct HeadSlot {
   }
 };
 
-// Arrives at the barrier that block `rank` of the cluster has where this one has `barrier`.
-__device__ __forceinline__ void arrive_in_cluster(uint64_t* barrier, int rank) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n .reg .b32 at;\n"
-      " mapa.shared::cluster.u32 at, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-#endif
-}
-
 // The first of a thread's rows of a tile's, whose other one is 8 on.
 __device__ __forceinline__ int head_row(const HeadPlace& place, int rank) {
   return (place.block * kHeadCluster + rank) * kHeadRows + int(threadIdx.x) / kWarp * 16 + int(threadIdx.x) % kWarp / 4;

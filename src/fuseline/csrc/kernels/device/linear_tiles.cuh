@@ -14,6 +14,9 @@
 // 1 MB beside 128 rows of x, 22 us. There the blocks of a cluster share a tile, leave their sums in shared memory, and each
 // adds and writes its part of them.
 //
+// Beside 256 rows each step of a block is 64 KB of x. Of a head's many tiles two blocks of a cluster do the same steps of
+// neighbouring tiles, and each brings half of x to both.
+//
 // The eight columns that a lane of packed weights has are not neighbours in the product: a warpgroup of each block puts x in
 // order on its way to the others, four words of a thread's 16 bytes apart. Beside more than 128 rows that would take the time
 // of all products, and a kernel of its own does so first (linear_tiles_order.cu); one thread then brings x by bulk copies.
@@ -82,7 +85,7 @@ __device__ __forceinline__ uint64_t further(uint64_t operand, int bytes) {
   return (operand >> 32 << 32) | uint32_t(uint32_t(operand) + bytes / 16);
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
+template <class T, class Weights, int kRows, bool kAnyGroups, Sharing kSharing>
 __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* shared,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
@@ -91,8 +94,10 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
   const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
   const int lane = threadIdx.x % kWarp, group = lane / 4;
-  const Run run = own_run<kInCluster>(a);
+  const Run run = own_run<kSharing>(a);
   if (!a.overlap) wait_for_earlier();
+
+  const auto block_of = [&](int tile) { return tile / row_blocks * kSharers<kSharing> + rank_of_block<kSharing>(); };  // of W
 
   // The next step to be asked for.
   int load_tile = run.first / a.steps, load_step = run.first % a.steps, to_load = run.end - run.first;
@@ -100,7 +105,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   const auto point = [&] {
 #pragma unroll
     for (int t = 0; t < kWarpTiles; ++t) {
-      const int tile = min(Shape::tile_of(load_tile / row_blocks, t), a.tiles - 1);
+      const int tile = min(Shape::tile_of(block_of(load_tile), t), a.tiles - 1);
       from[t] = (uint32_t(tile) * a.chunks + load_step * kStepChunks) * kTileVectors + lane;
       scales_from[t] = uint32_t(tile) * a.groups * 8 + group;
     }
@@ -221,7 +226,10 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
       }
     }
     wgmma_wait<0>();  // other warpgroups' products go on
-    if (lane == 0) barrier_arrive(&stages.empty[place.slot]);
+    if (lane == 0) {
+      barrier_arrive(&stages.empty[place.slot]);
+      if constexpr (kSharing == Sharing::kX) arrive_in_cluster(&stages.empty[place.slot], 1 - rank_of_block<kSharing>());
+    }
     place.next();
     if constexpr (kScalesSums) {
 #pragma unroll
@@ -245,7 +253,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         if (u < left) multiply(held[u]);
       }
     }
-    if constexpr (kInCluster) {
+    if constexpr (kSharing == Sharing::kTile) {
       wait_for_earlier();  // who reads y before
       add_in_cluster<T, Weights, Shape, kRows>(a, sums, reinterpret_cast<float4*>(shared), row_blocks);
       return;  // one tile is all
@@ -260,10 +268,10 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         }
       }
       wait_for_earlier();  // the flags, and who reads y or the workspace before
-      if (gather<Shape>(a, sums, begin, end)) {
+      if (gather<Shape, kSharing>(a, sums, begin, end)) {
 #pragma unroll
         for (int t = 0; t < kWarpTiles; ++t) {
-          const AroundSums<T, Weights> around(a, Shape::tile_of(tile / row_blocks, t));
+          const AroundSums<T, Weights> around(a, Shape::tile_of(block_of(tile), t));
 #pragma unroll
           for (int i = 0; i < kSums / 4; ++i) around.write(a, &sums[t][4 * i], tile % row_blocks * kRows + 8 * i);
         }
@@ -272,7 +280,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   }
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster,
+template <class T, class Weights, int kRows, bool kAnyGroups, Sharing kSharing,
           class Shape = TilesShape<Weights, kRows, kAnyGroups>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
@@ -281,21 +289,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
     barrier_init(&stages.full[threadIdx.x], a.ordered ? 1 : 4);
-    barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp);
+    barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp * kSharers<kSharing>);
     publish_barriers();
   }
   const int row_blocks = (a.m + kRows - 1) / kRows;  // of the same rows of W: one after the other
-  __syncthreads();
+  if constexpr (kSharing == Sharing::kX) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (threadIdx.x >= Shape::kMultipliers) {
     give_registers<Shape::kOtherRegisters>();
     wait_for_earlier();
     let_next_start();
     if (Shape::kUnordered > 0 && !a.ordered) {
-      if constexpr (Shape::kUnordered > 0) order_x<Shape, kRows, kInCluster>(a, shared, stages);
+      if constexpr (Shape::kUnordered > 0) order_x<Shape, kRows, kSharing>(a, shared, stages);
     } else if (threadIdx.x == Shape::kMultipliers) {
-      bring_x<Shape, kInCluster>(a, shared, stages, row_blocks);
+      bring_x<Shape, kSharing>(a, shared, stages, row_blocks);
     }
-    if constexpr (kInCluster) {  // as the others do
+    if constexpr (kSharing == Sharing::kTile) {  // as the others do
       __syncwarp();
       for (int i = 0; i < 2; ++i) {
         cluster_arrive();
@@ -304,7 +317,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   } else {
     take_registers<Shape::kRegisters>();
-    multiply_run<T, Weights, kRows, kAnyGroups, kInCluster>(a, shared, stages, row_blocks);
+    multiply_run<T, Weights, kRows, kAnyGroups, kSharing>(a, shared, stages, row_blocks);
+  }
+  if constexpr (kSharing == Sharing::kX) {  // nobody leaves while the other sends here
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
   }
 #endif
 }

@@ -54,13 +54,16 @@ int plan_tiles(const LinearArguments& a, int64_t tiles, int places, const Cluste
   return splits;
 }
 
+constexpr int kManyTiles = 4;  // of a block, from which on two share x
+
 template <class T, class Weights, int kRows, bool kAnyGroups>
 int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& device, void* stream) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
-  const auto alone = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, false>;
-  const auto in_cluster = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, true>;
+  const auto alone = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, Sharing::kNothing>;
+  const auto in_cluster = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, Sharing::kTile>;
   a.steps = int(divide_up(a.chunks, kStepChunks));
-  const int64_t tiles = divide_up(a.tiles, Shape::kBlockTiles) * divide_up(a.m, kRows), units = tiles * a.steps;
+  const int64_t of_w = divide_up(a.tiles, Shape::kBlockTiles), row_blocks = divide_up(a.m, kRows);
+  const int64_t tiles = of_w * row_blocks, units = tiles * a.steps;
   if (units > 0x3fffffff) return FUSELINE_UNSUPPORTED;
   a.y_pairs = a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0;
   const auto clusters_of = [&](int splits) {
@@ -76,19 +79,33 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
   // All blocks are there at once, so that those which wait do not wait long.
   int64_t blocks = std::min<int64_t>(std::min(resident, Shape::kBlocks * device.processors), units);
   a.splits = call.splits ? call.splits : plan_tiles<Shape>(a, tiles, int(blocks), clusters_of);
+  auto kernel = a.splits > 1 ? in_cluster : alone;
+  int cluster = a.splits;
+  if constexpr (kRows == kMostTiledRows && Weights::kFormat == FUSELINE_WEIGHT_INT8) {
+    // 442 us for 480 of 4096 x 128256 in runs so long that power limits the clocks; it is as fast in short ones, with up to
+    // 22016 rows of W, and in int4.
+    int pairs = 0;
+    if (!call.splits && a.splits == 1 && tiles >= kManyTiles * blocks) {
+      const auto of_two = linear_tiles_kernel<T, Weights, kRows, kAnyGroups, Sharing::kX>;
+      const cudaError_t error = resident_clusters(of_two, device, Shape::kThreads, size_t(Shape::kShared), 2, pairs);
+      if (error != cudaSuccess) return int(error);
+      if (2 * pairs >= blocks) kernel = of_two, cluster = 2;
+    }
+  }
   if (a.splits > 1) {
     if (a.splits > std::min(a.steps, kMostSplits) || clusters_of(a.splits) == 0) return FUSELINE_UNSUPPORTED;
     blocks = tiles * a.splits;
   } else {
-    a.base = int(units / blocks), a.extra = int(units % blocks);
+    const int64_t runs = blocks / cluster, steps = divide_up(of_w, cluster) * row_blocks * a.steps;
+    blocks = runs * cluster;
+    a.base = int(steps / runs), a.extra = int(steps % runs);
     a.flags = reinterpret_cast<uint64_t*>(a.workspace + tiled_x_bytes(a.m, a.k));
     a.token = new_token();
     a.partials = reinterpret_cast<char*>(a.flags) + tiled_flag_bytes(device.processors);
   }
-  const bool shares = a.splits > 1;
-  const auto kernel = shares ? in_cluster : alone;
   if constexpr (Shape::kBlocks == 2) {  // which fit together only where nearly all memory of a multiprocessor is shared
     static thread_local int asked[2] = {-1, -1};
+    const bool shares = a.splits > 1;
     if (asked[shares] != device.index) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -105,7 +122,7 @@ int launch_tiles(LinearArguments a, const fuseline_linear& call, const Device& d
     if (error != 0) return error;
     a.overlap = true;  // that launch lets this one start when its weights stand
   }
-  return launch_overlapping(kernel, a, dim3(unsigned(blocks)), Shape::kThreads, size_t(Shape::kShared), a.splits, stream);
+  return launch_overlapping(kernel, a, dim3(unsigned(blocks)), Shape::kThreads, size_t(Shape::kShared), cluster, stream);
 }
 
 template <class T, class Weights, bool kAnyGroups>

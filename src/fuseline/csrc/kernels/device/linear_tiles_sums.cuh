@@ -14,13 +14,14 @@ __device__ __forceinline__ void meet_multipliers() {
 
 // The sums of a tile of other blocks, that begin where this one ends, are added to this block's, or this block's left for
 // who has the tile's beginning. Answers whether the sums are whole.
-template <class Shape, int kTiles, int kSums>
+template <class Shape, Sharing kSharing, int kTiles, int kSums>
 __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[kTiles][kSums], int begin, int end) {
   constexpr int kPlane = kTiles * kSums / 4 * Shape::kMultipliers;  // float4 of a block
-  const int block = place_of_block();
+  const int place = place_of_block<kSharing>();
+  const auto block_at = [](int place) { return place * kSharers<kSharing> + rank_of_block<kSharing>(); };
   float4* const planes = reinterpret_cast<float4*>(a.partials) + threadIdx.x;
   if (begin > 0) {
-    float4* const to = planes + int64_t(block) * kPlane;
+    float4* const to = planes + int64_t(block_at(place)) * kPlane;
 #pragma unroll
     for (int i = 0; i < kTiles * kSums / 4; ++i) {
       const float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];
@@ -29,18 +30,18 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
     __threadfence();
     meet_multipliers<Shape::kMultipliers>();
     if (threadIdx.x == 0) {
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(a.flags + block), "l"(a.token) : "memory");
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(a.flags + block_at(place)), "l"(a.token) : "memory");
     }
     return false;
   }
   if (end == a.steps) return true;
-  int last = block;
+  int last = place;
   while (end < a.steps) {
     const Run run(a, ++last);
     end += run.end - run.first;
   }
-  for (int other = block + 1 + int(threadIdx.x); other <= last; other += Shape::kMultipliers) {  // all at once
-    uint64_t* const flag = a.flags + other;
+  for (int other = place + 1 + int(threadIdx.x); other <= last; other += Shape::kMultipliers) {  // all at once
+    uint64_t* const flag = a.flags + block_at(other);
     uint64_t there = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(there) : "l"(flag) : "memory");
@@ -49,8 +50,8 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
   }
   meet_multipliers<Shape::kMultipliers>();
 #pragma unroll 1
-  for (int other = block + 1; other <= last; ++other) {
-    const float4* const from = planes + int64_t(other) * kPlane;
+  for (int other = place + 1; other <= last; ++other) {
+    const float4* const from = planes + int64_t(block_at(other)) * kPlane;
 #pragma unroll
     for (int i = 0; i < kTiles * kSums / 4; ++i) {
       float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];

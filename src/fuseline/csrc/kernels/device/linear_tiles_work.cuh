@@ -43,9 +43,23 @@ struct TilesShape {
   }
 };
 
+// What the blocks of a cluster share: nothing, where each is alone; a tile, of whose columns each has a part; or x, which comes
+// at once to two blocks that have the same steps of neighbouring tiles of W.
+enum class Sharing { kNothing, kTile, kX };
+
+template <Sharing kSharing>
+constexpr int kSharers = kSharing == Sharing::kX ? 2 : 1;  // blocks that have the same steps
+
 // Blocks begin in the order of their index. The first has the last steps, so that whoever waits does so for one that began
-// before it, whatever else the device has to do.
-__device__ __forceinline__ int place_of_block() { return int(gridDim.x) - 1 - int(blockIdx.x); }
+// before it, whatever else the device has to do. Those that share x have one place.
+template <Sharing kSharing>
+__device__ __forceinline__ int place_of_block() {
+  return (int(gridDim.x) - 1 - int(blockIdx.x)) / kSharers<kSharing>;
+}
+template <Sharing kSharing>
+__device__ __forceinline__ int rank_of_block() {
+  return int(blockIdx.x) % kSharers<kSharing>;
+}
 
 // The steps of the block at place `block`, of all tiles' steps.
 struct Run {
@@ -56,10 +70,10 @@ struct Run {
 };
 
 // Of this block: where clusters share tiles, its part of one tile's.
-template <bool kInCluster>
+template <Sharing kSharing>
 __device__ __forceinline__ Run own_run(const LinearArguments& a) {
-  Run run(a, place_of_block());
-  if constexpr (kInCluster) {
+  Run run(a, place_of_block<kSharing>());
+  if constexpr (kSharing == Sharing::kTile) {
     const int tile = int(blockIdx.x) / a.splits, rank = int(blockIdx.x) - tile * a.splits;
     run.first = tile * a.steps + a.steps * rank / a.splits;
     run.end = tile * a.steps + a.steps * (rank + 1) / a.splits;

@@ -29,6 +29,18 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// Arrives at the barrier that block `rank` of the cluster has where this one has `barrier`.
+__device__ __forceinline__ void arrive_in_cluster(uint64_t* barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n .reg .b32 at;\n"
+      " mapa.shared::cluster.u32 at, %0, %1;\n"
+      " mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+#endif
+}
+
 // Arrives, and lets the phase end only once `bytes` have been sent to it.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
