@@ -6,9 +6,9 @@
 //
 // Threads: as in elementwise.cuh. Rows that are short, or that do not keep to 8-byte steps, are taken several at a
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
-// has up to 256 neighbouring positions, and its threads every so-manieth row of them, the next ones on their way while
-// these are computed. The sums stay in registers, meet in shared memory at the end, and a second kernel adds up what the
-// blocks found, in a fixed order. Few rows: device/gelu_few.cuh.
+// has some neighbouring positions of about 64 rows, its threads every so-manieth of them, four at a turn, and goes: blocks
+// that stay drift apart, and memory serves them 4% slower. The sums meet in shared memory at the end, and a second
+// kernel adds up what the blocks found, in a fixed order. Few rows: device/gelu_few.cuh.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
@@ -42,43 +42,46 @@ struct BiasGradients {
   const void* x;
   const void* bias;
   void* grad_x;       // null if not wanted
-  float* partials;    // [shares, columns], columns being n if `fold`, else row_elements
+  float* partials;    // [groups, columns], columns being n if `fold`, else row_elements
   int64_t elements, row_elements, rows;
   int64_t n;          // columns repeat every n along a row
-  int64_t columns;    // blocks along a row
-  int64_t shares;     // and along the rows
+  int64_t blocks;     // along a row
+  int64_t turns;      // of a block, each kBiasRows rows of a thread
   bool fp32_bias;
   bool bias_vectors;
   bool fold;          // a row is one block's: add its repetitions up at once
 };
 
-// Of 4,096, 768 and 1,000 columns in bf16, share of the copy bandwidth: two rows ahead and two blocks 0.928, 0.932, 0.907;
-// four rows ahead 0.921, 0.919, 0.878; two rows ahead and three blocks 0.911, 0.922, 0.880; two rows not ahead and four
-// blocks 0.905, 0.917, 0.884, where the last 15% of the rows come as room is left 0.916, 0.929, 0.892.
-constexpr int kBiasThreads = 256;
-constexpr int kBiasRows = 2;    // of a thread in flight
-constexpr int kBiasBlocks = 2;  // a multiprocessor holds at once
-constexpr int kMostWaves = 4;   // of blocks, where rows are so wide that one leaves many multiprocessors free
-constexpr int kAcrossJoined = 64;  // threads of a block along joined rows: wider blocks leave more partial sums
+// Of 4,096, 768, 1,000, 16,384 and 262,144 columns in bf16, us: blocks of 64 rows, 8 bytes a thread, 281, 280, 283, 287, 284;
+// of 32 rows 294, 296, 299, 304, 294; of 128 287, 286, 291, 288, 291; 256 threads with 64 rows 290, 291, 296, 297, 293; 16
+// bytes a thread 296 and more; blocks that stay, the next rows on their way, 291, 290, 297, 293, 289.
+constexpr int kBiasThreads = 512;
+constexpr int kBiasBlocks = 2;      // a multiprocessor holds at once
+constexpr int kBiasRows = 4;        // of a thread in flight
+constexpr int kBiasBlockRows = 64;  // of a block, in all turns
+constexpr int kAcross = 64;         // threads of a block along a row,
+constexpr int kAcrossOdd = 256;     // and along rows that do not begin at lines of the cache: the longer, the fewer are shared
 
 // ---- kernels ----
 
 template <class Activation, class T, int kWide>
 __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
-  __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][blockDim.x * kWide]
+  __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][kWide][blockDim.x]
   let_next_start();
-  wait_for_earlier();
+  const int across = int(blockDim.x), down = int(blockDim.y), width = across * kWide;
+  const uint32_t group = blockIdx.x / uint32_t(a.blocks), block = blockIdx.x - group * uint32_t(a.blocks);
+  const int64_t first = (int64_t(block) * across + threadIdx.x) * kWide;
+  const bool mine = first < a.row_elements;
+  const int64_t last = mine ? a.elements - kWide : -1;  // where an access may begin
+  const int64_t step = down * a.row_elements;
+  int64_t at = (int64_t(group) * a.turns * kBiasRows * down + threadIdx.y) * a.row_elements + first;
   const T* grad_out = static_cast<const T*>(a.grad_out);
   const T* x = static_cast<const T*>(a.x);
   T* grad_x = static_cast<T*>(a.grad_x);
-  const uint32_t share = blockIdx.x / uint32_t(a.columns), column_block = blockIdx.x - share * uint32_t(a.columns);
-  const int64_t first = (int64_t(column_block) * blockDim.x + threadIdx.x) * kWide;
-  const bool mine = first < a.row_elements;
-  const int64_t last = mine ? a.elements - kWide : -1;  // where an access may begin
-  const int64_t step = a.shares * blockDim.y * kBiasRows;
-  float bias[kWide], sums[kWide] = {};
-  load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
+  known_by_now(uint64_t(at) + uint64_t(last) + number(grad_out) + number(x) + number(grad_x));
+  wait_for_earlier();
 
+  float bias[kWide], sums[kWide] = {};
   const auto gradient = [&](const float (&grad)[kWide], const float (&value)[kWide], float (&result)[kWide]) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
@@ -86,76 +89,62 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
       sums[i] += result[i];
     }
   };
-
-  Raw<T, kWide> next[kBiasRows][2];
-  const auto fetch = [](const T* at) {
-    if constexpr (kWide > 1) {
-      return load_lines_now(at);
-    } else {
-      return *at;
-    }
-  };
-  const auto load = [&](int64_t row) {
-    const int64_t at = row * a.row_elements + first;
-#pragma unroll
-    for (int u = 0; u < kBiasRows; ++u) {
-      if (at + u * a.row_elements > last) continue;
-      next[u][0] = fetch(grad_out + at + u * a.row_elements);
-      next[u][1] = fetch(x + at + u * a.row_elements);
-    }
-  };
-  int64_t row = (int64_t(share) * blockDim.y + threadIdx.y) * kBiasRows;
-  load(row);
-  for (; row < a.rows; row += step) {
+#pragma unroll 1
+  for (int64_t turn = 0; turn < a.turns; ++turn, at += kBiasRows * step) {
     Raw<T, kWide> raw[kBiasRows][2];
 #pragma unroll
-    for (int u = 0; u < kBiasRows; ++u) raw[u][0] = next[u][0], raw[u][1] = next[u][1];
-    load(row + step);
-    const int64_t at = row * a.row_elements + first;
+    for (int u = 0; u < kBiasRows; ++u) {
+      if (at + u * step > last) continue;
+      raw[u][0] = load_wide<T, kWide>(grad_out + at + u * step);
+      raw[u][1] = load_wide<T, kWide>(x + at + u * step);
+    }
+    if (turn == 0) load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
-      if (at + u * a.row_elements > last) continue;
+      if (at + u * step > last) continue;
       float grad[kWide], value[kWide], result[kWide];
       widen<T, kWide>(raw[u][0], grad);
       widen<T, kWide>(raw[u][1], value);
       gradient(grad, value, result);
-      if (a.grad_x) store_wide<T, kWide>(grad_x + at + u * a.row_elements, result);
+      if (a.grad_x) store_wide<T, kWide>(grad_x + at + u * step, result);
     }
   }
   // The end of the last row, if it does not fill an access.
   if constexpr (kWide > 1) {
-    const int64_t at = (a.rows - 1) * a.row_elements + first;
-    if (mine && share == 0 && threadIdx.y == 0 && at < a.elements && at + kWide > a.elements) {
+    const int64_t end = (a.rows - 1) * a.row_elements + first;
+    if (mine && group == 0 && threadIdx.y == 0 && end < a.elements && end + kWide > a.elements) {
       float grad[kWide], value[kWide], result[kWide];
-      const int64_t left = a.elements - at;
-      widen<T, kWide>(load_vector<T, false, int64_t>(grad_out + at, 0, left, false), grad);
-      widen<T, kWide>(load_vector<T, false, int64_t>(x + at, 0, left, false), value);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        const bool there = end + i < a.elements;
+        grad[i] = there ? to_float(grad_out[end + i]) : 0.f;
+        value[i] = there ? to_float(x[end + i]) : 0.f;
+      }
       gradient(grad, value, result);
-      if (a.grad_x) store_vector<T, false, int64_t>(grad_x + at, 0, left, false, result);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        if (a.grad_x && end + i < a.elements) grad_x[end + i] = from_float<T>(result[i]);
+      }
     }
   }
 
-  const int width = blockDim.x * kWide;
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) shared[threadIdx.y * width + threadIdx.x * kWide + i] = sums[i];
+  for (int i = 0; i < kWide; ++i) shared[threadIdx.y * width + i * across + threadIdx.x] = sums[i];
   __syncthreads();
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  if (a.fold) {
-    for (int64_t c = thread; c < a.n; c += kBiasThreads) {
-      float sum = 0.f;
-      for (int64_t repeat = c; repeat < a.row_elements; repeat += a.n) {
-        for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + repeat];
-      }
-      a.partials[int64_t(share) * a.n + c] = sum;
-    }
-    return;
-  }
-  for (int column = thread; column < width; column += kBiasThreads) {
-    const int64_t of_row = int64_t(column_block) * width + column;
-    if (of_row >= a.row_elements) return;
+  const int thread = int(threadIdx.y) * across + int(threadIdx.x);
+  for (int c = thread; c < width; c += kBiasThreads) {
     float sum = 0.f;
-    for (int y = 0; y < int(blockDim.y); ++y) sum += shared[y * width + column];
-    a.partials[int64_t(share) * a.row_elements + of_row] = sum;
+    for (int y = 0; y < down; ++y) sum += shared[y * width + c];
+    shared[c] = sum;
+  }
+  __syncthreads();
+  const int64_t columns = a.fold ? a.n : min(int64_t(width), a.row_elements - int64_t(block) * width);
+  float* const to = a.partials + group * (a.fold ? a.n : a.row_elements) + int64_t(block) * width;
+  for (int c = thread; c < columns; c += kBiasThreads) {
+    const int64_t repeated = a.fold ? a.row_elements : c + 1;
+    float sum = 0.f;
+    for (int64_t r = c; r < repeated; r += a.n) sum += shared[int(r) % kWide * across + int(r) / kWide];
+    to[c] = sum;
   }
 }
 
@@ -182,39 +171,35 @@ int64_t joined(int64_t n, int wide) {
 struct BiasPlan {
   int64_t row_elements = 0, rows = 0;
   int64_t across = kWarp;  // threads of a block along a row
-  int64_t columns = 0;     // blocks along a row
-  int64_t shares = 0;      // and along the rows
+  int64_t blocks = 0;      // along a row
+  int64_t turns = 0;
+  int64_t groups = 0;      // of rows, each for blocks of its own
   bool fold = false;
-  int64_t partial_rows(int64_t n) const { return shares * (fold ? 1 : row_elements / n); }
+  int64_t partial_rows(int64_t n) const { return groups * (fold ? 1 : row_elements / n); }
 };
 
 template <class T>
 BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
+  constexpr int64_t kLine = 128;
   BiasPlan plan;
   plan.row_elements = n * joined<T>(n, wide);
   plan.rows = divide_up(rows * n, plan.row_elements);
   // The widest blocks that leave few threads without a position: they read the longest runs of memory.
   const int64_t positions = divide_up(plan.row_elements, wide);
-  const int64_t widest = plan.row_elements == n ? kBiasThreads : kAcrossJoined;
+  const int64_t widest = plan.row_elements * int64_t(sizeof(T)) % kLine == 0 ? kAcross : kAcrossOdd;
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (int64_t across = widest; across >= kWarp; across /= 2) {
     const int64_t laid = divide_up(positions, across) * across;
     if (laid + positions / 16 < fewest) fewest = laid, plan.across = across;
   }
-  plan.columns = divide_up(positions, plan.across);
-  plan.fold = plan.columns == 1;
+  plan.blocks = divide_up(positions, plan.across);
+  plan.fold = plan.blocks == 1;
   const int64_t turn = kBiasThreads / plan.across * kBiasRows;  // rows of a block at a time
-  const int64_t room = int64_t(device.processors) * kBiasBlocks;
-  plan.shares = std::max<int64_t>(1, room / plan.columns);
-  // Wide rows may leave a good part of the chip without a block: more shares than run at once then fill it better.
-  const auto filled = [&](int64_t shares) {
-    const int64_t blocks = plan.columns * shares;
-    return double(blocks) / double(divide_up(blocks, room) * room);
-  };
-  for (int64_t more = plan.shares + 1; more <= kMostWaves; ++more) {
-    if (filled(more) > filled(plan.shares) + 0.05) plan.shares = more;
-  }
-  plan.shares = std::min(plan.shares, divide_up(plan.rows, turn));
+  plan.turns = std::max<int64_t>(1, kBiasBlockRows / turn);
+  // Fewer rows a block where there would not be one for each place.
+  const int64_t places = int64_t(device.processors) * kBiasBlocks;
+  while (plan.turns > 1 && plan.blocks * divide_up(plan.rows, plan.turns * turn) < places) plan.turns /= 2;
+  plan.groups = divide_up(plan.rows, plan.turns * turn);
   return plan;
 }
 
@@ -245,23 +230,27 @@ int with_activation(int approximate, Run&& run) {
 
 template <class Activation, class T>
 int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Device& device, void* stream) {
-  constexpr int kSize = kVector<T>;
-  const bool vectors =
-      offset_in_vector(a.grad_out) == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.grad_x) == 0;
-  const int wide = vectors ? kSize : 1;
-  const FewBiasPlan few = vectors ? plan_few_bias(rows, a.n, kSize, device) : FewBiasPlan{};
+  constexpr int kSize = kVector<T>, kHalf = kHalfVector<T>;
+  const auto all_keep_to = [&](int bytes) {
+    return offset_in_vector(a.grad_out) % bytes == 0 && offset_in_vector(a.x) % bytes == 0 &&
+           offset_in_vector(a.grad_x) % bytes == 0;
+  };
+  const FewBiasPlan few = all_keep_to(16) ? plan_few_bias(rows, a.n, kSize, device) : FewBiasPlan{};
   if (few.threads > 0) {
-    const FewBiasGradients of_few{a.grad_out,  a.x, a.bias,     a.grad_x,    grad_bias,
-                                  rows,        a.n, few.across, a.fp32_bias, whole_vectors(a.bias, a.fp32_bias, a.n, wide)};
+    const bool bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, kSize);
+    const FewBiasGradients of_few{a.grad_out, a.x,        a.bias,      a.grad_x,    grad_bias,
+                                  rows,       a.n,        few.across,  a.fp32_bias, bias_vectors};
     return launch(gelu_bias_gradients_few<Activation, T>, of_few, few.blocks, dim3(unsigned(few.threads)), 0, 1, stream,
                   device.clusters);
   }
+  const bool vectors = all_keep_to(8);
+  const int wide = vectors ? kHalf : 1;
   const BiasPlan plan = plan_bias<T>(rows, a.n, wide, device);
   a.elements = rows * a.n, a.row_elements = plan.row_elements, a.rows = plan.rows, a.fold = plan.fold;
-  a.columns = plan.columns, a.shares = plan.shares;
+  a.blocks = plan.blocks, a.turns = plan.turns;
   a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, wide);
-  const auto kernel = vectors ? gelu_bias_gradients<Activation, T, kSize> : gelu_bias_gradients<Activation, T, 1>;
-  const int error = launch(kernel, a, plan.columns * plan.shares,
+  const auto kernel = vectors ? gelu_bias_gradients<Activation, T, kHalf> : gelu_bias_gradients<Activation, T, 1>;
+  const int error = launch(kernel, a, plan.blocks * plan.groups,
                            dim3(unsigned(plan.across), unsigned(kBiasThreads / plan.across)), 0, 1, stream,
                            device.clusters);
   if (error) return error;
@@ -299,7 +288,7 @@ size_t fuseline_gelu_backward_workspace(int64_t rows, int64_t n, int dtype) {
   int64_t most = 0;
   with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    for (const int wide : {1, kVector<T>}) most = std::max(most, plan_bias<T>(rows, n, wide, device).partial_rows(n));
+    for (const int wide : {1, kHalfVector<T>}) most = std::max(most, plan_bias<T>(rows, n, wide, device).partial_rows(n));
     return 0;
   });
   return size_t(most * n) * sizeof(float);
