@@ -14,6 +14,7 @@ from fuseline import ops
 X = torch.randn(2, 3, 4)
 TOKENS = torch.randint(5, (2, 3))
 SUMMED_ROWS = [(70_003, 31), (4_099, 1_000), (515, 4_096), (640, 50_257), (17, 131_072)]
+SUMMED_ROWS += [(300_001, 8), (513, 777)]  # rows of one block each; of no line of the cache
 SUMMED_ROWS += [(3, 72), (512, 128), (32, 4_096), (512, 16_392)]  # few: each block has all
 
 

@@ -54,7 +54,7 @@ struct BiasGradients {
 
 // Of 4,096, 768, 1,000, 16,384 and 262,144 columns in bf16, us: blocks of 64 rows, 8 bytes a thread, 281, 280, 283, 287, 284;
 // of 32 rows 294, 296, 299, 304, 294; of 128 287, 286, 291, 288, 291; 256 threads with 64 rows 290, 291, 296, 297, 293; 16
-// bytes a thread 296 and more; blocks that stay, the next rows on their way, 291, 290, 297, 293, 289.
+// bytes a thread 292 and more; blocks that stay, the next rows on their way, 291, 290, 297, 293, 289.
 constexpr int kBiasThreads = 512;
 constexpr int kBiasBlocks = 2;      // a multiprocessor holds at once
 constexpr int kBiasRows = 4;        // of a thread in flight
