@@ -137,25 +137,31 @@ struct Meeting {
   __device__ __forceinline__ void publish(int turn, const State& mine) {
     int thread = threadIdx.x;
     forget(thread);
-    const int lane = thread % kWarp;
-    const int place = int(threadIdx.y) * count() + rank * warps() + thread / kWarp;
-    State* const slot = &room.states[turn % kMeetings][place];
-    uint64_t* const barrier = &room.barriers[turn % kMeetings][threadIdx.y];
+    publish(turn, mine, int(threadIdx.y), thread / kWarp, thread % kWarp);
+  }
+
+  // The same where the group, the warp's place in it and the lane's in the warp are at hand.
+  __device__ __forceinline__ void publish(int turn, const State& mine, int group, int warp, int lane) {
+    const int meeting = int(uint32_t(turn) % kMeetings);
+    State* const slot = &room.states[meeting][group * count() + rank * warps() + warp];
+    uint64_t* const barrier = &room.barriers[meeting][group];
     if (blocks == 1) {
       if (lane == 0) {
         *slot = mine;
         barrier_arrive(barrier);
       }
     } else {
-      if (thread == 0) barrier_expect(barrier, count() * int(sizeof(State)));
+      if (warp == 0 && lane == 0) barrier_expect(barrier, count() * int(sizeof(State)));
       if (lane < blocks) send_in_cluster(slot, barrier, lane, mine);
     }
   }
 
   // The states of all warps of that row, count() of them, valid until the next row but one is published.
-  __device__ __forceinline__ const State* await(int turn) {
-    barrier_wait(&room.barriers[turn % kMeetings][threadIdx.y], turn / kMeetings & 1);
-    return &room.states[turn % kMeetings][int(threadIdx.y) * count()];
+  __device__ __forceinline__ const State* await(int turn) { return await(turn, int(threadIdx.y)); }
+  __device__ __forceinline__ const State* await(int turn, int group) {
+    const int meeting = int(uint32_t(turn) % kMeetings);
+    barrier_wait(&room.barriers[meeting][group], int(uint32_t(turn) / kMeetings & 1));
+    return &room.states[meeting][group * count()];
   }
 };
 

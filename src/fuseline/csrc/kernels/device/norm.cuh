@@ -48,6 +48,7 @@ struct NormBackward {
   bool fp32_weights;
   int cluster;
   int stages;  // rows in the ring of the kernel for long ones
+  bool beside;  // whether the rows of a block, or of a cluster, stand beside each other
 
   __host__ __device__ bool wants_rows() const { return grad_x || grad_dropped || grad_x_bias; }
 };

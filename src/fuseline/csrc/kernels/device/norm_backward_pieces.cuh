@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
 
   const NormBackward& a = given.norm;
   const int n = int(a.n), rows = int(a.rows), pieces = given.pieces, past_pieces = given.past;
-  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+  const int lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp), warps = int(blockDim.x) / kWarp;
   const int rank = int(blockIdx.x) % kPiecesBlocks;
   const int block = int(blockIdx.x) / kPiecesBlocks, blocks = int(gridDim.x) / kPiecesBlocks;  // a cluster counts once
   const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane * kSize;
@@ -139,7 +139,9 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
 #pragma unroll 1
   for (int turn = 0; row < rows; ++turn, row += blocks) {
     RowTerms terms;
-    terms.mean = kCentred ? a.mean[row] : 0.f, terms.rstd = a.rstd[row];  // while pieces are on their way
+    int at = row;
+    forget(at);  // that all lanes have it: a load known to be the same for all is waited for where it stands
+    terms.mean = kCentred ? a.mean[at] : 0.f, terms.rstd = a.rstd[at];  // while pieces are on their way
     float sum = 0.f, product_sum = 0.f;
     int stage = first_stage, parity = first_parity;
 #pragma unroll

@@ -70,17 +70,22 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   __shared__ uint64_t past_arrived[Kind::kBeside ? Kind::kThreads / kWarp : 1];
 
   const int n = int(a.n), stages = a.stages, cluster = a.cluster;
-  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+  const int lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp), warps = int(blockDim.x) / kWarp;
+  const int group = of_warp(int(threadIdx.y));
   const int rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
-  const int groups = int(gridDim.x) / cluster * int(blockDim.y);  // of all blocks
+  // Rows first_row, first_row + groups, ... of those before `rows` are this group's.
+  const int64_t share = a.beside ? (a.rows + blocks - 1) / blocks : 0;
+  const int groups = a.beside ? int(blockDim.y) : blocks * int(blockDim.y);
+  const int64_t first_row = (a.beside ? block * share : int64_t(block) * blockDim.y) + group;
+  const int64_t rows = a.beside ? min(a.rows, (block + 1) * share) : a.rows;
   const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
   const bool centred = kCentred && (!(kAdded || Kind::kPast) || a.mean);
   const bool wants_rows = Kind::kPast || a.wants_rows();
   const bool alone = !Kind::kPast && cluster * warps == 1;  // a row has one warp
   const int behind = stages > 2 && !alone ? 1 : 0;        // rows between the first pass and the second
 
-  const int place = int(threadIdx.y) * warps + warp;  // of this warp's ring
+  const int place = group * warps + warp;  // of this warp's ring
   const int stage_bytes = int(blockDim.y) * warps * Kind::kStage;
   unsigned char* const mine = ring + place * Kind::kStage;
   const auto stage_at = [&](int stage) { return mine + stage * stage_bytes; };
@@ -92,7 +97,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
     return int((at + (uint32_t(row) * uint32_t(n) + uint32_t(from)) * uint32_t(sizeof(X))) % kLine);
   };
   const auto fetch = [&](int64_t row, int stage) {
-    if (row >= a.rows) return;
+    if (row >= rows) return;
     unsigned char* const to = stage_at(stage) + line_of(row);
     uint64_t* const barrier = &arrived[stage][place];
     const auto parts = [&](bool prepare) {
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   unsigned char* const behind_weights = kept + int(blockDim.x) * kSlots * kSize * (wide_weights ? 4 : 2);
   unsigned char* const past = behind_weights + warp * Kind::template kPart<X>;
   const auto fetch_past = [&](int64_t row) {
-    if (row >= a.rows) return;
+    if (row >= rows) return;
     barrier_expect(&past_arrived[warp], max(0, min(kColumns, n - from)) * int(sizeof(X)));
     fetch_part<X, kColumns, false>(a, a.grad_sum, row, from, past, &past_arrived[warp], false);
   };
@@ -142,16 +147,16 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   wait_for_earlier();
   if (lane == 0) {
     for (int stage = 0; stage < stages; ++stage) {
-      fetch(int64_t(block) * blockDim.y + threadIdx.y + int64_t(stage) * groups, stage);
+      fetch(first_row + int64_t(stage) * groups, stage);
     }
-    if constexpr (Kind::kBeside) fetch_past(int64_t(block));
+    if constexpr (Kind::kBeside) fetch_past(first_row);
   }
   RingRoom room{{reinterpret_cast<float2*>(behind_ring), states_count}, met};
   Meeting<RingRoom, float2> meeting{room, cluster, rank};
   const RingWeights<Kind> weights{reinterpret_cast<uint4*>(kept) + threadIdx.x, wide_weights};
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
-    if (threadIdx.y == 0) weights.keep(a, k, start + k * kStep);
+    if (group == 0) weights.keep(a, k, start + k * kStep);
   }
   if (cluster > 1) {
     cluster_wait();  // the others' barriers are there; weights are each thread's own
@@ -162,14 +167,16 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kSize, kSums> columns[kSlots] = {};
   const auto statistics = [&](int64_t row, float& mean, float& rstd) {
-    mean = centred && row < a.rows ? a.mean[row] : 0.f;
-    rstd = row < a.rows ? a.rstd[row] : 0.f;
+    const bool there = row < rows;
+    forget(row);  // that all lanes have it: a load known to be the same for all is waited for where it stands
+    mean = centred && there ? a.mean[row] : 0.f;
+    rstd = there ? a.rstd[row] : 0.f;
   };
   const auto head_of = [&](const auto* tensor, int64_t row) {
     return kShifted ? elements_into_vector(tensor + row * a.n) : 0;
   };
   int stage = 0, parity = 0, before = 0;
-  int64_t row = int64_t(block) * blockDim.y + threadIdx.y;
+  int64_t row = first_row;
   float2 warp_sums = make_float2(0.f, 0.f);
   RowTerms terms;
   float mean, rstd;
@@ -177,7 +184,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   [[maybe_unused]] uint32_t kept_now = 0, kept_before = 0;  // a bit for each element of the thread
 #pragma unroll 1
   for (int turn = 0;; ++turn, row += groups) {
-    const bool there = row < a.rows;
+    const bool there = row < rows;
     float next_mean, next_rstd;
     statistics(row + groups, next_mean, next_rstd);
     if constexpr (Kind::kAhead) {
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
       }
       if (wants_rows) {
         warp_sums = sum_over_warp(make_float2(sum, product_sum));
-        if (!alone) meeting.publish(turn, warp_sums);
+        if (!alone) meeting.publish(turn, warp_sums, group, warp, lane);
       }
     }
     if (!behind) before = stage, terms.mean = mean, terms.rstd = rstd, kept_before = kept_now;
@@ -216,7 +223,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
       if (wants_rows) {
         float2 sums = warp_sums;
         if (!alone) {
-          const float2* const states = meeting.await(turn - behind);
+          const float2* const states = meeting.await(turn - behind, group);
           sums = make_float2(0.f, 0.f);
 #pragma unroll 1
           for (int i = lane; i < meeting.count(); i += kWarp) sums = plus(sums, states[i]);

@@ -54,12 +54,13 @@ struct RingFamily {
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
-      const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
+      const bool alone = cluster > 1 || (masked && !measuring && kShort && aligned && threads == kAlone);
+      const int groups = alone ? 1 : std::min(kMostRingGroups, all / threads);
       const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
       const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
-      if (kAdded && !measuring && bytes <= kLongestFew) {
-        const int64_t ahead = groups * n * int64_t(2 * sizeof(X) + sizeof(Y));
+      if (kAdded && !measuring && (bytes <= kLongestFew || (masked && cluster <= kMaxCluster))) {
+        const int64_t ahead = divide_up(groups * n, int64_t(cluster)) * int64_t(2 * sizeof(X) + sizeof(Y));
         stages = std::min(stages, std::max(kBehind, int(kMostAhead / ahead)));
       }
       if (stages < 2) return false;
@@ -126,6 +127,7 @@ struct RingFamily {
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
+    a.beside = kAdded && plan.cluster >= kBesideFrom && plan.cluster <= kMaxCluster;
     const auto kernel = kernel_for(plan.slots, aligned, plan.lined);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -144,9 +146,15 @@ struct RingFamily {
 
  private:
   static constexpr int kBehind = 3;
-  // Bytes on their way to a multiprocessor, of sums' rows of so many bytes: with a mask 0.930 and 0.919 of the copy
-  // bandwidth at 512 and 2,048 elements of 16 bits, 0.915 and 0.909 with 192 KB.
+  // Bytes on their way to a multiprocessor, of sums' rows of so many bytes, and of those with a mask where all sm_90 parts
+  // grant the cluster: with a mask 0.930 and 0.919 of the copy bandwidth at 512 and 2,048 elements of 16 bits, 0.915 and
+  // 0.909 with 192 KB; 0.922 and 0.903 at 8,192, 0.908 and 0.895 at 65,536.
   static constexpr int64_t kMostAhead = 160 << 10, kLongestFew = 4096;
+  // A row of so many threads with a mask has a block alone: 0.934 at 4,096 elements, two of them beside each other 0.911.
+  static constexpr int kAlone = 256;
+  // Of sums' rows over so many blocks and more a cluster has neighbours: 0.923 in place of 0.903 at 65,536, with a mask
+  // 0.912 and 0.908, 0.904 and 0.894 at 32,768; of clusters of 2 and 16 and of blocks 0.01 to 0.1 less.
+  static constexpr int kBesideFrom = 4;
   // Of a block whose rows of a sum without a mask are two warps': 0.967 and, with kMostThreads, 0.955 at 1,024 elements.
   // With a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480 in place of
   // 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and 0.918. Three slots of one
