@@ -19,10 +19,11 @@ from fuseline.native import direct
 from fuseline.ops.dropout_add_norm import (
     Pair,
     added,
-    bytes_moved,
     flops,
     is_native,
+    layer_norm_bytes,
     layer_norm_inputs,
+    rms_norm_bytes,
     rms_norm_inputs,
 )
 from fuseline.ops.layer_norm import reference as layer_norm
@@ -125,7 +126,7 @@ ADD_LAYER_NORM = register(
         inputs=layer_norm_inputs,
         differentiable=("x", "residual", "weight", "bias"),
         cases=_CASES,
-        bytes_moved=bytes_moved,
+        bytes_moved=layer_norm_bytes,
         flops=flops,
     )
 )
@@ -138,7 +139,7 @@ ADD_RMS_NORM = register(
         inputs=rms_norm_inputs,
         differentiable=("x", "residual", "weight"),
         cases=_CASES,
-        bytes_moved=bytes_moved,
+        bytes_moved=rms_norm_bytes,
         flops=flops,
     )
 )

@@ -201,14 +201,20 @@ def rms_norm_inputs(
     return draw_added(case, device, dtype, generator, centred=False)
 
 
-def bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """Forward: x, residual, y, sum. Backward: the gradients of y and sum, sum, the gradient of residual.
+def layer_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
+    """Forward: x, residual, y, sum. Backward: the gradients of y and sum, sum, the gradient of residual. Both
+    ways a mean and a deviation a row.
 
     A mask makes the gradient of x another tensor.
     """
+    return rms_norm_bytes(case, itemsize, direction) + math.prod(case.shape[:-1]) * 4
+
+
+def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
+    """As those of LayerNorm, without the mean."""
     tensors = 4 if direction == "fw" or not case.options.get("p") else 5
     rows = math.prod(case.shape[:-1])
-    return (math.prod(case.shape) * tensors + case.shape[-1] * 5) * itemsize + rows * 8
+    return (math.prod(case.shape) * tensors + case.shape[-1] * 5) * itemsize + rows * 4
 
 
 def flops(case: Case, direction: str) -> int:
@@ -248,7 +254,7 @@ DROPOUT_ADD_LAYER_NORM = register(
         inputs=layer_norm_inputs,
         differentiable=("x", "residual", "weight", "bias", "x_bias"),
         cases=_CASES,
-        bytes_moved=bytes_moved,
+        bytes_moved=layer_norm_bytes,
         flops=flops,
         sweep=_sweep,
     )
@@ -262,5 +268,6 @@ DROPOUT_ADD_RMS_NORM = register(
         reference=rms_norm_reference,
         inputs=rms_norm_inputs,
         differentiable=("x", "residual", "weight", "x_bias"),
+        bytes_moved=rms_norm_bytes,
     )
 )
