@@ -61,3 +61,29 @@ def test_norms_of_rows_beside_each_other(rows: int, dtype: torch.dtype) -> None:
         assert error < 2 * torch.finfo(dtype).eps, f"n {n}: error {error:.1e}"
         torch.testing.assert_close(mean.double(), middle, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(rstd.double(), scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["layer_norm", "add_rms_norm"])
+def test_a_row_that_is_not_finite_stays_alone(kind: str, dtype: torch.dtype) -> None:
+    """Short rows of a tile, those with threads beside their last column among them."""
+    native.load()
+    rows, broken = 3000, 1234
+    for n in (5, 8, 17, 24, 31, 40, 96, 100, 200, 250):
+        x, grad_y, grad_sum = (randn(rows, n, dtype) for _ in range(3))
+        added = grad_sum if kind.startswith("add") else None
+        weight = randn(1, n, dtype)[0]
+
+        def gradient(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tensor:
+            mean = x.float().mean(1) if kind == "layer_norm" else None
+            rstd = x.float().square().mean(1).rsqrt()
+            wanted = [True, False, True, False, False]
+            given = x, (x.shape[1],), mean, rstd, weight, None, None, 0.0, None, wanted  # noqa: B023
+            return torch.ops.fuseline.norm_backward(kind, grad_y, added, *given)[0]  # noqa: B023
+
+        clean = gradient(x, grad_y)
+        x[broken], grad_y[broken] = torch.inf, torch.nan
+        found = gradient(x, grad_y)
+        others = torch.arange(rows, device=x.device) != broken
+        assert torch.equal(found[others], clean[others]), n
+        assert not found[broken].isfinite().any(), n

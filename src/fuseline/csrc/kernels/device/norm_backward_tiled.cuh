@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   const int others = kRows == TileRows::kShort ? 0 : first - min(first, n - kSize), inside = n - first;
   const bool sends = lane == 0;
   const int rows_of_tile = kTileTurns * beside, turn = beside * n, full = kTileTurns * turn;  // the latter in elements
-  const int at = aside * n + first - others;
+  const int at = aside * n + (kVectors && inside <= 0 ? 0 : first - others);  // beside a row: of this row, too
   const int tiles = int((a.rows + rows_of_tile - 1) / rows_of_tile), step = int(gridDim.x) * warps;
   const bool centred = kCentred && (!kAdded || a.mean), wants_rows = a.wants_rows();
   const bool adds = kAdded && a.grad_sum, masks = kAdded && a.dropout.seed;
@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
       }
       if (!wants_rows) continue;
       sum_in_warp(sums, threads);
+      __syncwarp();  // all have taken what another's results are put over
 #pragma unroll
       for (int r = 0; r < kTogether; ++r) {
         const int place = (pair + r) * turn + at;
