@@ -245,6 +245,13 @@ def test_a_row_of_odd_length_keeps_its_infinities() -> None:
     assert not y[:, infinite].isfinite().any()
     assert y[:, ~infinite].isfinite().all()
 
+    arguments = draw(2, 1003, 300, FORMATS["plain"], torch.bfloat16)
+    arguments["x"][0, 1002] = float("inf")
+    signs = arguments["weight"][:, 1002].sign()
+    y = quant_linear(**arguments)
+    assert torch.equal(y[0, signs != 0].float(), torch.inf * signs[signs != 0].float())
+    assert y[1].isfinite().all()
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

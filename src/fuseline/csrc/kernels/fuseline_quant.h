@@ -67,7 +67,8 @@ typedef struct {
   int activation;          /* a fuseline_linear_activation */
   const void* residual;    /* of y's shape and dtype */
   void* workspace;         /* fuseline_quant_linear_workspace bytes at a multiple of 16, or null */
-  int overlap;             /* the weight was not written by the launch before this: it may be read while that ends */
+  int overlap;             /* the weight may be read before the launch ahead has ended: a launch without overlap came */
+                           /* after all that wrote it */
   const void* next_weight; /* what the next such launch reads, at a multiple of 16 bytes: the L2 is asked for some of it */
   int64_t next_bytes;      /* at the end of this one; or null */
 } fuseline_linear;

@@ -47,6 +47,8 @@ int launch_shifted(const LinearArguments& a, const Device& device, void* stream)
 
 int launch_gemv_shifted(const LinearArguments& a, const fuseline_linear& call, void* stream) {
   if (a.norm || a.halves || a.m > kMostRows || a.k == 0) return FUSELINE_UNSUPPORTED;
+  // Of shorter rows more than the first and the last have vectors that reach out of the weight.
+  if (a.weight_stride < 2 * (kTurn - 1)) return FUSELINE_UNSUPPORTED;
   int rows = kMostRows;  // at a time, so that they fit
   while (int64_t(rows) * (a.k + 2 * kTurn) * 2 > kMostShared) rows /= 2;
   if (rows == 0) return FUSELINE_UNSUPPORTED;

@@ -78,7 +78,10 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kern
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         float values[8];
-        unpack<T>(x[m * vectors + min(at, vectors - 1)], values);  // past the end weights are zero
+        // Past a row's end weights are zero. So is x of rows that begin anywhere: an infinity of it stays one.
+        uint4 of_x = kShifted ? make_uint4(0, 0, 0, 0) : x[m * vectors + min(at, vectors - 1)];
+        if (kShifted && at < vectors) of_x = x[m * vectors + at];
+        unpack<T>(of_x, values);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
 #pragma unroll
