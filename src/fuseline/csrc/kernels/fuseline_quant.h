@@ -53,7 +53,7 @@ typedef struct {
   int64_t m, n, k;
   int64_t x_stride;
   /* 16 bits: elements between rows. Rows that begin at no multiple of 16 bytes, or are not so many long, are for up to 8 rows
-   * of x, without norm or SwiGLU. */
+   * of x, without norm or SwiGLU, and no shorter than 7. */
   int64_t weight_stride;
   int64_t group_size;    /* int4: 32 or more, a power of two */
   int kernel;            /* for measuring, a fuseline_linear_kernel; 0 takes the plan */

@@ -79,9 +79,7 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kern
       for (int m = 0; m < M; ++m) {
         float values[8];
         // Past a row's end weights are zero. So is x of rows that begin anywhere: an infinity of it stays one.
-        uint4 of_x = kShifted ? make_uint4(0, 0, 0, 0) : x[m * vectors + min(at, vectors - 1)];
-        if (kShifted && at < vectors) of_x = x[m * vectors + at];
-        unpack<T>(of_x, values);
+        unpack<T>(kShifted && at >= vectors ? make_uint4(0, 0, 0, 0) : x[m * vectors + min(at, vectors - 1)], values);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
 #pragma unroll
