@@ -115,8 +115,8 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
     theirs = CachingAutotuner.bench
     monkeypatch.setattr(CachingAutotuner, "bench", module._untimed)
     monkeypatch.setitem(module._kept, "bench", theirs)
-    with module.timed_briefly():
+    with module.timed_briefly(module.briefly_shared):
         assert CachingAutotuner.bench is theirs
-        assert benchmarker.benchmark is benchmarker.benchmark_gpu is module._brief
+        assert benchmarker.benchmark is benchmarker.benchmark_gpu is module.briefly_shared
     assert CachingAutotuner.bench is module._untimed
-    assert benchmarker.benchmark is not module._brief
+    assert benchmarker.benchmark is not module.briefly_shared

@@ -24,12 +24,15 @@ from unittest import mock
 
 import torch
 
+from fuseline.timing import time_calls
+
 BYTES_A_PROCESS = 2**30  # a context and its libraries
 # Nothing compiled for so long, the processes' own imports included, and they are not waited for any more.
 QUIET_SECONDS = 90.0
 LATE_SECONDS = 20.0  # and no longer than so for what still runs when time is over
 MOST_JOBS = 16
 BRIEF_RUNS = 5
+BRIEF_RUNS_ALONE = 10
 MOST_COMPILING = 0.5  # of what is left of a budget: where compiling is slow, something is measured too
 
 
@@ -165,10 +168,30 @@ def _untimed(*_: object, **__: object) -> float:
     return 0.0
 
 
+def briefly_shared(call: Callable[[], object], *_: object, **__: object) -> float:
+    """Milliseconds: the best of a few runs is least disturbed by other processes."""
+    call()
+    times = []
+    for _run in range(BRIEF_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _end in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+def briefly_alone(call: Callable[[], object], *_: object, **__: object) -> float:
+    """Milliseconds: the median of a few runs, each behind an L2 that holds nothing it reads."""
+    return time_calls(call, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=1).median / 1e3
+
+
 @contextlib.contextmanager
-def timed_briefly() -> Iterator[None]:
-    """Within, configurations are timed, a few runs each. Coordinate descent goes from one to the best beside
-    it: where it ends is near where the measuring process will, and there are the eighty it asks for last."""
+def timed_briefly(clock: Callable[..., float]) -> Iterator[None]:
+    """Within, `clock` times configurations. Coordinate descent goes from one to the best beside it: where it
+    ends in processes that share the GPU is near where the measuring process will, and there are the eighty it
+    asks for last. These take 0.1 s each by inductor's own clock, which is most of a measurement."""
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -176,19 +199,5 @@ def timed_briefly() -> Iterator[None]:
         if "bench" in _kept:
             stack.enter_context(mock.patch.object(CachingAutotuner, "bench", _kept["bench"]))
         for name in ("benchmark", "benchmark_gpu"):
-            stack.enter_context(mock.patch.object(benchmarker, name, _brief))
+            stack.enter_context(mock.patch.object(benchmarker, name, clock))
         yield
-
-
-def _brief(fn: Callable[[], object], *_: object, **__: object) -> float:
-    """Milliseconds: the best of a few runs is least disturbed by other processes."""
-    fn()
-    times = []
-    for _run in range(BRIEF_RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _end in range(2))
-        begin.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return min(times)

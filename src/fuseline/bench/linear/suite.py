@@ -7,6 +7,7 @@ Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch._inductor.config
 
 from fuseline import native
-from fuseline.bench.compiling import MOST_COMPILING, Compilers
+from fuseline.bench.compiling import MOST_COMPILING, Compilers, briefly_alone, timed_briefly
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.linear import earlier
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
@@ -103,6 +104,7 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     with (
         Compilers(bench.device, bench.jobs) as compilers,
         torch._inductor.config.patch("autotune_local_cache", False),
+        timed_briefly(briefly_alone) if bench.device.type == "cuda" else nullcontext(),
     ):
         for number, problem in enumerate(missing):
             if budget.left() <= 0:

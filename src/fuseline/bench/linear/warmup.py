@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fuseline.bench.compiling import Compilers, Task, one_task, timed_briefly
+from fuseline.bench.compiling import Compilers, Task, briefly_shared, one_task, timed_briefly
 from fuseline.bench.linear.contenders import make_calls
 from fuseline.bench.linear.problems import Problem
 
@@ -33,7 +33,7 @@ def _room(problem: Problem) -> int:
 
 def _compile(peer: str, problem: Problem, device: str) -> None:
     where = torch.device(device)
-    with one_task(where), timed_briefly(), torch.no_grad():
+    with one_task(where), timed_briefly(briefly_shared), torch.no_grad():
         x = torch.randn((problem.m, problem.k), device=where).bfloat16()
         (call,) = make_calls(peer, problem, x, 1)
         call()
