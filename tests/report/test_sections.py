@@ -98,6 +98,13 @@ def test_the_climb_ends_at_the_last_rung_kept_whatever_the_clocks_did_meanwhile(
     (section,) = ladder.sections(Shelf(drifted))
     (headline,) = blocks(section, Headline)
     assert "412 to 500 ms" in headline.words
+    assert ladder.IN_TURN in headline.source
+
+
+def test_where_the_clocks_held_nothing_is_said_of_them(ladder_records):
+    (section,) = ladder.sections(Shelf(ladder_records))
+    (headline,) = blocks(section, Headline)
+    assert ladder.IN_TURN not in headline.source
 
 
 def test_products_of_many_microseconds_are_told_in_milliseconds(ladder_records, all_records):
