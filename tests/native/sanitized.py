@@ -1,8 +1,8 @@
 """Every op's kernels on its own small cases, aligned and not, forward and backward.
 
 Not a test: the program that `test_sanitizer.py` runs under compute-sanitizer. The arguments are names of ops
-(default: all); --cases also prints each case before it runs. An op that raises says in which case, and the
-others run all the same.
+(default: all); --cases also prints each case before it runs, --racecheck leaves out what racecheck cannot
+run. An op that raises says in which case, and the others run all the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from fuseline.ops.op import outputs
 
 MOST_ELEMENTS = 120_000  # the instrumented kernels are hundreds of times slower
 
-# The 16-bit kernels of cuBLAS make racecheck itself fail, with a hardware exception. What is ours around such
-# products belongs to other ops, and runs there in every dtype.
-DTYPES = {"linear_cross_entropy": (torch.float32,)}
+# The 16-bit kernels of cuBLAS make racecheck itself fail, with a hardware exception. What is ours around a
+# loss's products belongs to other ops, and runs there in every dtype; a quantized layer's gradient is such a
+# product.
+RACECHECKED_DTYPES = {"linear_cross_entropy": (torch.float32,)}
+RACECHECKED_FORWARD = ("quant_linear",)
 
 # What the ops' own cases of that size do not reach: rows that wait in shared memory, alone and in clusters,
 # aligned and not; tiles of short rows at odd addresses; losses in passing.
@@ -69,7 +71,7 @@ def off_by_one(x: torch.Tensor) -> torch.Tensor:
     return room[1:].view(x.shape).copy_(x)
 
 
-def run(op: Op, case: Case, dtype: torch.dtype, shifted: bool) -> None:
+def run(op: Op, case: Case, dtype: torch.dtype, *, shifted: bool, backward: bool) -> None:
     inputs: dict[str, Any] = op.inputs(
         case, torch.device("cuda"), dtype, torch.Generator("cuda").manual_seed(0)
     )
@@ -79,7 +81,8 @@ def run(op: Op, case: Case, dtype: torch.dtype, shifted: bool) -> None:
             value = off_by_one(inputs[name]) if shifted else inputs[name]
             inputs[name] = value.detach().requires_grad_()
             leaves.append(inputs[name])
-    results = [result for result in outputs(op.function(**inputs)) if result.requires_grad]
+    with torch.set_grad_enabled(backward):
+        results = [result for result in outputs(op.function(**inputs)) if result.requires_grad]
     if results:
         torch.autograd.grad(
             results, leaves, [torch.randn_like(result) for result in results], allow_unused=True
@@ -94,16 +97,18 @@ def cases(op: Op) -> Iterator[Case]:
     yield from BEYOND.get(op.name, ())
 
 
-def run_cases(op: Op, *, announce: bool) -> None:
+def run_cases(op: Op, *, announce: bool, racecheck: bool) -> None:
     """Raises what a case raises, with a note of which it is."""
+    dtypes = RACECHECKED_DTYPES.get(op.name, op.dtypes) if racecheck else op.dtypes
+    backward = not (racecheck and op.name in RACECHECKED_FORWARD)
     for case in cases(op):
-        for dtype in DTYPES.get(op.name, op.dtypes):
+        for dtype in dtypes:
             for shifted in (False, True):
                 what = f"{op.name}, {case.label}, {dtype}{', shifted' if shifted else ''}"
                 if announce:
                     print(what, flush=True)
                 try:
-                    run(op, case, dtype, shifted)
+                    run(op, case, dtype, shifted=shifted, backward=backward)
                     torch.cuda.synchronize()  # so that an error comes with its case
                 except Exception as error:
                     error.add_note(f"in {what}")
@@ -112,13 +117,13 @@ def run_cases(op: Op, *, announce: bool) -> None:
 
 def main() -> None:
     assert native.ready("cuda"), native.status()
-    names = [argument for argument in sys.argv[1:] if argument != "--cases"]
+    names = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     failed = []
     for op in registered():
         if names and op.name not in names:
             continue
         try:
-            run_cases(op, announce="--cases" in sys.argv)
+            run_cases(op, announce="--cases" in sys.argv, racecheck="--racecheck" in sys.argv)
             print(f"{op.name} ran", flush=True)
         except Exception:
             traceback.print_exc()
