@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -120,3 +121,11 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
         assert benchmarker.benchmark is benchmarker.benchmark_gpu is module.briefly_shared
     assert CachingAutotuner.bench is module._untimed
     assert benchmarker.benchmark is not module.briefly_shared
+
+
+@pytest.mark.parametrize("clock", [module.briefly_shared, module.briefly_alone])
+def test_a_clock_is_called_as_inductors_own(clock: Any) -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    theirs = inspect.signature(type(benchmarker).benchmark).parameters
+    assert next(iter(inspect.signature(clock).parameters)) == list(theirs)[1]  # after self

@@ -168,23 +168,23 @@ def _untimed(*_: object, **__: object) -> float:
     return 0.0
 
 
-def briefly_shared(call: Callable[[], object], *_: object, **__: object) -> float:
+def briefly_shared(fn: Callable[[], object], *_: object, **__: object) -> float:
     """Milliseconds: the best of a few runs is least disturbed by other processes."""
-    call()
+    fn()
     times = []
     for _run in range(BRIEF_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _end in range(2))
         begin.record()
-        call()
+        fn()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return min(times)
 
 
-def briefly_alone(call: Callable[[], object], *_: object, **__: object) -> float:
+def briefly_alone(fn: Callable[[], object], *_: object, **__: object) -> float:
     """Milliseconds: the median of a few runs, each behind an L2 that holds nothing it reads."""
-    return time_calls(call, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=1).median / 1e3
+    return time_calls(fn, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=1).median / 1e3
 
 
 @contextlib.contextmanager
