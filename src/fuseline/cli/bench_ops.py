@@ -107,11 +107,14 @@ def _bench(options: Options) -> OpsBench:
     elements = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
     if options.elements is not None:
         elements = dict.fromkeys(elements, options.elements)
+    effort = Effort(
+        rounds=6, repeats=10, most_rounds=15 if on_gpu else 6
+    )  # on a processor all rounds disagree
     return OpsBench(
         device=device,
         lengths=options.lengths or ((1024,) if options.quick else many),
         elements=elements,
-        effort=Effort(rounds=2, repeats=5) if options.quick else Effort(rounds=6, repeats=10),
+        effort=Effort(rounds=2, repeats=5) if options.quick else effort,
         ops=split_names(options.ops),
         dtypes=split_names(options.dtypes)[: 1 if options.quick else None],
         peers=split_names(options.peers) or tuple(PEERS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fuseline.bench.ops.bound import Computation, bind_inputs
 from fuseline.bench.ops.measure import CaseResult, Effort, measure_case
 from fuseline.bench.peers import PEERS, Peer, UnsupportedError
 from fuseline.ops import Case, Op, get
+from fuseline.timing import Summary, summarize
 
 CPU = torch.device("cpu")
 EFFORT = Effort(rounds=2, repeats=3)
@@ -135,6 +136,20 @@ def test_a_peer_that_overwrites_gets_copies_of_inputs_and_gradients() -> None:
 def test_long_calls_are_repeated_less() -> None:
     effort = Effort(rounds=6, repeats=10)
     assert [effort.repeats_of(us) for us in (10.0, 1e3, 2e3, 1e6)] == [10, 10, 5, 2]
+
+
+@pytest.mark.parametrize("disturbed, rounds", [((), 6), ((2,), 9), (range(15), 15)])
+def test_rounds_that_disagree_are_followed_by_more(disturbed: Sequence[int], rounds: int) -> None:
+    taken: list[int] = []
+
+    def clock() -> Summary:
+        taken.append(len(taken))
+        return summarize([10.0 + (taken[-1] if taken[-1] in disturbed else 0.0)])
+
+    steady = summarize([5.0])
+    clocks = {"one": clock, "other": lambda: steady}
+    medians = measure_module._take_turns(clocks, Effort(6, 10, most_rounds=15))
+    assert len(medians["one"]) == len(medians["other"]) == rounds
 
 
 @pytest.mark.gpu

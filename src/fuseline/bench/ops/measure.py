@@ -25,6 +25,9 @@ LARGEST_ERROR = 0.3
 SHORT_US = 20.0  # below this the launch is a good part of the time: measured in a CUDA graph too
 LONG_US = 1e3  # fewer repeats of what takes longer: its noise is small beside it
 FEWEST_REPEATS = 2
+WIDEST_INTERVAL = (
+    0.05  # of the median; a round that something else on the machine fell into reads 1.3 to 5 of it
+)
 
 Clock = Callable[[], Summary]
 
@@ -39,10 +42,12 @@ class BrokenDeviceError(Exception):
 
 @dataclass(frozen=True)
 class Effort:
-    """Each of `rounds` times every peer `repeats` times; figures are medians over the rounds."""
+    """Each of `rounds` times every peer `repeats` times; figures are medians over the rounds. Where rounds
+    disagree, by what else the machine does, all peers are given more of them, `most_rounds` in all."""
 
     rounds: int
     repeats: int
+    most_rounds: int = 0
 
     def repeats_of(self, time_us: float) -> int:
         return max(min(FEWEST_REPEATS, self.repeats), int(self.repeats * min(1.0, LONG_US / time_us)))
@@ -178,10 +183,18 @@ def _weigh(bound: BoundCase, results: Mapping[str, CaseResult], device: torch.de
 def _take_turns(clocks: Mapping[str, Clock], effort: Effort) -> dict[str, list[float]]:
     """The median microseconds of each round by name; every other round goes backwards."""
     medians: dict[str, list[float]] = {name: [] for name in clocks}
-    for number in range(effort.rounds):
+    for number in range(max(effort.rounds, effort.most_rounds)):
+        if number >= effort.rounds and all(map(_agree, medians.values())):
+            break
         for name in clocks if number % 2 == 0 else reversed(list(clocks)):
             medians[name].append(clocks[name]().median)
     return medians
+
+
+def _agree(rounds: Sequence[float]) -> bool:
+    """Whether the interval of their median is narrow."""
+    found = summarize(rounds)
+    return found.high - found.low <= WIDEST_INTERVAL * found.median
 
 
 def _add(
