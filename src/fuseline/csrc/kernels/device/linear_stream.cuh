@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     barrier_init(&arrived, 1);
     publish_barriers();
   }
+  __syncwarp();  // the barrier is there for all lanes that have copies arrive at it
   if (left > 0) point();
   // Asks the L2 for steps of this warp, one a lane: what HBM does while the block gets ready is not waited for later.
   const auto prefetch = [&](int first, int last) {
