@@ -121,6 +121,18 @@ def test_captured_and_single_calls_agree_on_a_long_operation():
     assert single == pytest.approx(2 * 2**28 / 3000e3, rel=0.5)
 
 
+@pytest.mark.gpu
+def test_a_slow_host_is_not_timed() -> None:
+    device = torch.device("cuda")
+    x = torch.ones(1024, device=device)
+
+    def slow() -> torch.Tensor:
+        time.sleep(2e-3)
+        return x + 1
+
+    assert time_calls(slow, device, repeats=5, warmup=2).median < 500
+
+
 def test_want_of_memory_is_seen_behind_another_error() -> None:
     full = torch.OutOfMemoryError("full")
     host = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")

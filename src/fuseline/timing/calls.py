@@ -11,6 +11,8 @@ from fuseline.timing.memory import synchronize
 from fuseline.timing.statistics import Summary, summarize
 
 FLUSH_BYTES = 256 * 2**20  # several times any L2 there is
+HEAD_START_CYCLES = 2.5e9  # for each second that the host queues calls: a quarter more, at 2 GHz
+LONGEST_HEAD_START = 0.1  # seconds; a call that compiled or waited tells nothing of the next
 
 
 def time_calls(
@@ -21,15 +23,22 @@ def time_calls(
     warmup: int = 5,
     flush: bool = True,
 ) -> Summary:
-    """Device time of `call` in microseconds, each run after the L2 was overwritten; wall time on a CPU."""
+    """Device time of `call` in microseconds, each run after the L2 was overwritten; wall time on a CPU.
+
+    The device waits until about all runs are queued: a host that falls behind it is not timed.
+    """
+    queued = 0.0  # seconds of the host for one call
     for _ in range(warmup):
+        begin = time.perf_counter()
         call()
+        queued = time.perf_counter() - begin
     synchronize(device)
     if device.type != "cuda":
         return summarize([_wall_us(call) for _ in range(repeats)])
     scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flush else None
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    torch.cuda._sleep(int(HEAD_START_CYCLES * min(queued * repeats, LONGEST_HEAD_START)))
     for start, end in zip(starts, ends, strict=True):
         if scratch is not None:
             scratch.zero_()
