@@ -184,6 +184,8 @@ def test_refuses_what_does_not_fit() -> None:
         attention(q[0], k[0], v[0])
     with pytest.raises(InputError, match=r"k \[2, 3, 20, 8\]"):
         attention(q, k[..., :8], v)
+    with pytest.raises(InputError, match="mask is on meta and q on cpu"):
+        attention(q, k, v, mask=torch.ones(20, 20, device="meta"))
 
 
 @pytest.mark.parametrize(

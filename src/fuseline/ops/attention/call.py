@@ -195,6 +195,15 @@ def make_call(
         raise InputError(f"attention: sinks are one float a head, [{q.shape[1]}], not {_said(sinks)}.")
     if seed is not None and dropout_p > 0 and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise InputError(f"attention: seed is one int64 on q's device, not {_said(seed)}.")
+    for name, given in (
+        ("mask", mask),
+        ("sinks", sinks),
+        ("seed", seed),
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+    ):
+        if given is not None and given.device != q.device:
+            raise InputError(f"attention: {name} is on {given.device} and q on {q.device}. Use one.")
     _check_packing(q, k, cu_seqlens_q, cu_seqlens_k)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
