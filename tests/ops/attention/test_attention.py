@@ -86,6 +86,24 @@ def test_causal_over_longer_keys_lets_the_last_query_see_all(backend: str) -> No
     torch.testing.assert_close(y.double(), exact(q, k, v, True), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T", [3, 67])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_masked_rows_have_the_same_bits_whatever_ran_before(D: int, T: int, dtype: torch.dtype) -> None:
+    """Where a tile of rows is not full, what others left in shared memory stands in place of its mask."""
+    generator = torch.Generator("cuda").manual_seed(D + T)
+    q, k, v = (torch.randn(4, 8, n, D, generator=generator, device="cuda") for n in (T, 300, 300))
+    mask = torch.rand(4, 1, T, 300, generator=generator, device="cuda") < 0.7
+    bias = 50 * torch.randn(4, 1, 131, 300, generator=generator, device="cuda")
+    others = torch.randn(4, 8, 131, D, generator=generator, device="cuda").to(dtype)
+    q, k, v = (3 * q).to(dtype), k.to(dtype), v.to(dtype)
+    first = attention(q, k, v, mask=mask, backend="fuseline")
+    for _ in range(20):
+        attention(others, k, v, mask=bias.to(dtype), backend="fuseline")
+        assert torch.equal(attention(q, k, v, mask=mask, backend="fuseline"), first)
+
+
 @pytest.mark.parametrize("backend", ["naive", "naive_fused", "math", "auto"])
 def test_drops_weights(backend: str) -> None:
     q, k = (torch.zeros(1, 1, 64, 8) for _ in range(2))
