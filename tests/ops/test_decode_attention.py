@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,3 +168,20 @@ def test_the_kernel_reads_caches_of_8_bits(
     assert found.k_scales is not None
     torch.testing.assert_close(found.k_scales, plain.k_scales, rtol=1e-2, atol=1e-6)
     torch.testing.assert_close(found.v_scales, plain.v_scales, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"heads": 3}, "do not fit 3 heads"),
+        ({"count": 65}, "no more than the cache's 64 positions"),
+        ({"k_scales": torch.ones(3, 0, 64)}, r"scales have shape \[3, 0, 64\]"),
+        ({"lengths": torch.ones(2, dtype=torch.int64)}, r"lengths have shape \[2\]"),
+    ],
+)
+def test_says_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    qkv, cache, options = drawn(torch.bfloat16, "cpu", storage=torch.int8)
+    inside = {name: value for name, value in change.items() if hasattr(cache, name)}
+    outside = {name: value for name, value in change.items() if name not in inside}
+    with pytest.raises(ValueError, match=message):
+        decode_attention(qkv, replace(cache, **inside), **{**options, **outside})

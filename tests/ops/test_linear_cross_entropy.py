@@ -173,6 +173,8 @@ def test_gradients_of_many_rows_of_a_large_head(
         ({"target": torch.full((40,), 50)}, IndexError, r"is 50; classes go from 0 to 49"),
         ({"reduction": "average"}, ValueError, r"reduction is 'average'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size is 0"),
+        ({"weight": torch.zeros(0, 16)}, ValueError, "no class to choose from"),
+        ({"target": torch.zeros(40, dtype=torch.long, device="meta")}, ValueError, "target is on meta"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -208,6 +208,37 @@ def test_says_what_does_not_fit(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"num_heads": 5, "num_kv_heads": 5},
+        {"num_kv_heads": 3},
+        {"x": torch.randn(B, S, E + 1, dtype=torch.float64)},
+        {"out_weight": torch.randn(E, E + 1, dtype=torch.float64)},
+        {"out_bias": torch.randn(E + 1, dtype=torch.float64)},
+    ],
+    ids=str,
+)
+def test_the_composition_refuses_what_does_not_fit(change: dict[str, Any]) -> None:
+    tensors, options = layer("own keys")
+    names = ("x", "qkv_weight", "qkv_bias", "out_weight", "out_bias")
+    given = {**dict(zip(names, tensors, strict=True)), **options, "implementation": "composed", **change}
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.self_attention_layer(**given)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("implementation", ["auto", "composed"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_takes_an_empty_batch(heads: str, implementation: str, device: str) -> None:
+    tensors, options = layer(heads, torch.float32)
+    x, *weights = (t.detach().to(device).requires_grad_() for t in tensors)
+    out = ops.self_attention_layer(x[:0], *weights, **options, implementation=implementation)
+    assert out.shape == (0, S, E)
+    for grad in torch.autograd.grad(out.sum(), weights):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize(
     "S, E, H, dtype, capturing, small",
     [
         (10, 64, 4, torch.bfloat16, False, True),

@@ -93,6 +93,17 @@ def test_each_format_is_as_near_as_its_bits(format: Format, bound: float) -> Non
     assert (layer(x) - wanted).norm() <= tolerance * wanted.norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_takes_rows_however_they_lie(device: str) -> None:
+    layer = quantize_linear(nn.Linear(64, 32, device=device), Format("fp8"))[0]
+    x = torch.randn(64, 7, device=device)
+    torch.testing.assert_close(layer(x.T), layer(x.T.contiguous()))
+    torch.testing.assert_close(layer(x.T[:, None].expand(7, 3, 64))[:, 1], layer(x.T.contiguous()))
+    assert layer(x.T[:0]).shape == (0, 32)
+    with pytest.raises(ValueError, match=r"shape \[64, 7\]; it is floating, \[.., 64\]"):
+        layer(x)
+
+
 @pytest.mark.parametrize("format", ALL[:4], ids=lambda f: str(f))
 def test_grids_hold_what_lies_on_them(format: Format) -> None:
     """Rows of zeros and single columns; the extremes are kept; and a second quantization changes nothing."""

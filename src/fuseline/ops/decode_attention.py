@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from fuseline import native
+from fuseline.errors import InputError
 from fuseline.ops.rms_norm import reference as rms_norm
 from fuseline.ops.rope import reference as rope
 
@@ -68,6 +69,7 @@ def reference(
     scale: float | None = None,
 ) -> torch.Tensor:
     """The definition in plain PyTorch, for every device; the cache is written here too."""
+    _check_fit(qkv, cache, heads, count)
     B, K, _, D = cache.k.shape
     q, k, v = qkv.view(B, heads + 2 * K, 1, D).split([heads, K, K], dim=1)
     positions = cache.lengths.unsqueeze(1)
@@ -93,6 +95,28 @@ def reference(
         q, seen[0], seen[1], attn_mask=keep[:, None, None], scale=scale, enable_gqa=heads != K
     )
     return y.flatten(1)
+
+
+def _check_fit(qkv: torch.Tensor, cache: LayerCache, heads: int, count: int) -> None:
+    """Raise what the native op does for sizes that do not fit."""
+    k, v = cache.k, cache.v
+    fits = k.dim() == 4 and k.shape == v.shape and heads >= 1 and heads % max(1, k.shape[1]) == 0
+    fits = fits and qkv.shape == (k.shape[0], (heads + 2 * k.shape[1]) * k.shape[3])
+    if not fits:
+        raise InputError(
+            f"decode_attention: qkv {list(qkv.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit "
+            f"{heads} heads. They are [B, (H + 2 K) D] and [B, K, S, D]."
+        )
+    for scales in (cache.k_scales, cache.v_scales):
+        if scales is not None and scales.shape != k.shape[:3]:
+            raise InputError(
+                f"decode_attention: scales have shape {list(scales.shape)}; it is {list(k.shape[:3])}."
+            )
+    if cache.lengths.shape != k.shape[:1] or not 1 <= count <= k.shape[2]:
+        raise InputError(
+            f"decode_attention: lengths have shape {list(cache.lengths.shape)} and count is {count}; they "
+            f"are one a row, [{k.shape[0]}], and no more than the cache's {k.shape[2]} positions."
+        )
 
 
 def fused(qkv: torch.Tensor, cache: LayerCache) -> bool:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from fuseline.errors import InputError
+
 E4M3_MAX = 448.0
 SMALLEST = 1e-12  # of a row's scale: a row of zeros divides by no zero
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x8, scales): [M, K] as e4m3, and the float32 scale of each row, [M, 1]."""
+    """(x8, scales): [M, K] as e4m3, contiguous, and the float32 scale of each row, [M, 1]."""
     scales = (x.detach().abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
-    return (x / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
+    return (x / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def fp8_linear(
@@ -35,9 +37,11 @@ def fp8_linear(
         scales: [N], float32.
         bias: [N] of x's dtype.
 
-    Returns [.., N] in x's dtype. Its gradient is not computed.
+    Returns [.., N] in x's dtype. Its gradient is not computed. Raises ValueError for what does not fit.
     """
     n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():
+        raise InputError(f"fp8_linear: x is {x.dtype} of shape {list(x.shape)}; it is floating, [.., {k}].")
     rows, scale_x = quantize_rows(x.reshape(-1, k))
     if runs_in_fp8(x.device, k, n):
         y = torch._scaled_mm(

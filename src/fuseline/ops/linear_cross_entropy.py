@@ -39,7 +39,7 @@ def chunk_rows(classes: int, dtype: torch.dtype) -> int:
     op is there to save: a chunk of 4-byte logits has half the rows (their products are slower, so the sums
     cost them no more), and none has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach.
     """
-    rows = min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // (classes * dtype.itemsize))
+    rows = min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // (max(1, classes) * dtype.itemsize))
     return max(128, rows // 128 * 128)
 
 

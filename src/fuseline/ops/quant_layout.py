@@ -55,9 +55,10 @@ def unpack_int4(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
 def pack_groups(values: torch.Tensor) -> torch.Tensor:
     """[N, groups] of scales or zero points as [N / 16, groups, 8, 2], filled up with zeros."""
     n, groups = values.shape
-    filled = values.new_zeros((-(-n // TILE_ROWS) * TILE_ROWS, groups))
+    tiles = -(-n // TILE_ROWS)
+    filled = values.new_zeros((tiles * TILE_ROWS, groups))
     filled[:n] = values
-    return filled.view(-1, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
+    return filled.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
 
 
 def unpack_groups(packed: torch.Tensor, n: int) -> torch.Tensor:
@@ -100,10 +101,10 @@ def _columns(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
 def _tiles(integers: torch.Tensor, fill: int) -> torch.Tensor:
     """[T, R, G, C, 64], filled up with `fill`."""
     n, k = integers.shape
-    rows, columns = -(-n // TILE_ROWS) * TILE_ROWS, -(-k // TILE_COLUMNS) * TILE_COLUMNS
-    filled = integers.new_full((rows, columns), fill)
+    tiles, chunks = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
+    filled = integers.new_full((tiles * TILE_ROWS, chunks * TILE_COLUMNS), fill)
     filled[:n, :k] = integers
-    return filled.view(-1, 2, 8, columns // TILE_COLUMNS, TILE_COLUMNS)
+    return filled.view(tiles, 2, 8, chunks, TILE_COLUMNS)
 
 
 def _check(integers: torch.Tensor, dtype: torch.dtype) -> None:

@@ -222,13 +222,15 @@ def _composed(
     seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """Products by torch's libraries, and attention by the kernel that is known to be fastest."""
+    _check_fit(x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads)
     B, S, E = x.shape
+    D = _head_dim(x, qkv_weight, num_heads, num_kv_heads)
     if qkv_weight.shape[1] != E:
-        packed = F.linear(x.view(B, S, num_heads, -1), qkv_weight, qkv_bias)
+        packed = F.linear(x.view(B, S, num_heads, D), qkv_weight, qkv_bias)
         q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
     else:
         groups = num_heads + 2 * num_kv_heads
-        packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, groups, -1).transpose(1, 2)
+        packed = F.linear(x, qkv_weight, qkv_bias).view(B, S, groups, D).transpose(1, 2)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     attended = attention(
         q,
@@ -240,7 +242,38 @@ def _composed(
         dropout_p=dropout_p,
         seed=seed,
     )
-    return F.linear(attended.transpose(1, 2).reshape(B, S, -1), out_weight, out_bias)
+    return F.linear(attended.transpose(1, 2).reshape(B, S, num_heads * D), out_weight, out_bias)
+
+
+def _check_fit(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Raise what the native op does for sizes that do not fit; dtypes are for the products to refuse."""
+    fits = x.dim() == 3 and qkv_weight.dim() == 2 and out_weight.dim() == 2
+    fits = fits and num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0
+    if fits:
+        rows, inner = qkv_weight.shape
+        if inner != x.shape[2]:
+            fits = num_kv_heads == num_heads and rows == 3 * inner and x.shape[2] == num_heads * inner
+        else:
+            fits = rows % (num_heads + 2 * num_kv_heads) == 0
+        fits = fits and out_weight.shape[1] == num_heads * _head_dim(x, qkv_weight, num_heads, num_kv_heads)
+        for bias, weight in ((qkv_bias, qkv_weight), (out_bias, out_weight)):
+            fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    if not fits:
+        given = (x, qkv_weight, qkv_bias, out_weight, out_bias)
+        shapes = ", ".join("None" if t is None else str(list(t.shape)) for t in given)
+        raise InputError(
+            f"self_attention_layer: x, qkv_weight, qkv_bias, out_weight, out_bias of shapes {shapes} do not "
+            f"fit {num_heads} heads over {num_kv_heads} heads of keys. They are [B, S, E], "
+            "[(H + 2 H_kv) D, E] (or [3 D, D] with E = H D), [(H + 2 H_kv) D], [out, H D] and [out]."
+        )
 
 
 def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:

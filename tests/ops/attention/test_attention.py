@@ -59,12 +59,23 @@ def test_is_right(backend: str, causal: bool, dtype: torch.dtype, device: str) -
         torch.testing.assert_close(ours, other, rtol=tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_takes_a_scale(backend: str) -> None:
-    usable(backend, "cpu", torch.float32)
-    q, k, v = draw("cpu", torch.float32)
-    y = attention(q, k, v, softmax_scale=0.3, backend=backend)
-    torch.testing.assert_close(y.double(), exact(q, k, v, False, 0.3), rtol=1e-5, atol=1e-5)
+def test_takes_a_scale(backend: str, causal: bool, scale: float, device: str) -> None:
+    """Of any sign: kernels that hide keys by -inf before they scale would see them again, or NaN."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    usable(backend, device, dtype)
+    q, k, v = draw(device, dtype)
+    tolerance = 1e-5 if device == "cpu" else 4e-2
+    y = attention(q, k, v, causal=causal, softmax_scale=scale, backend=backend)
+    wanted = exact(q, k, v, causal, scale)
+    torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=tolerance)
+    grad_out = torch.randn_like(y)
+    found = torch.autograd.grad(y, (q, k, v), grad_out)
+    for ours, other in zip(found, torch.autograd.grad(wanted, (q, k, v), grad_out.double()), strict=True):
+        torch.testing.assert_close(ours, other, rtol=tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -73,6 +84,24 @@ def test_causal_over_longer_keys_lets_the_last_query_see_all(backend: str) -> No
     q, k, v = draw("cpu", torch.float32, T=5, S=12)
     y = attention(q, k, v, causal=True, backend=backend)
     torch.testing.assert_close(y.double(), exact(q, k, v, True), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T", [3, 67])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_masked_rows_have_the_same_bits_whatever_ran_before(D: int, T: int, dtype: torch.dtype) -> None:
+    """Where a tile of rows is not full, what others left in shared memory stands in place of its mask."""
+    generator = torch.Generator("cuda").manual_seed(D + T)
+    q, k, v = (torch.randn(4, 8, n, D, generator=generator, device="cuda") for n in (T, 300, 300))
+    mask = torch.rand(4, 1, T, 300, generator=generator, device="cuda") < 0.7
+    bias = 50 * torch.randn(4, 1, 131, 300, generator=generator, device="cuda")
+    others = torch.randn(4, 8, 131, D, generator=generator, device="cuda").to(dtype)
+    q, k, v = (3 * q).to(dtype), k.to(dtype), v.to(dtype)
+    first = attention(q, k, v, mask=mask, backend="fuseline")
+    for _ in range(20):
+        attention(others, k, v, mask=bias.to(dtype), backend="fuseline")
+        assert torch.equal(attention(q, k, v, mask=mask, backend="fuseline"), first)
 
 
 @pytest.mark.parametrize("backend", ["naive", "naive_fused", "math", "auto"])
@@ -173,6 +202,8 @@ def test_refuses_what_does_not_fit() -> None:
         attention(q[0], k[0], v[0])
     with pytest.raises(InputError, match=r"k \[2, 3, 20, 8\]"):
         attention(q, k[..., :8], v)
+    with pytest.raises(InputError, match="mask is on meta and q on cpu"):
+        attention(q, k, v, mask=torch.ones(20, 20, device="meta"))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ Sizes check(const Tensor& qkv, const Tensor& k, const Tensor& v, const Tensor& l
             const OptionalTensor& v_scales, const OptionalTensor& cos, const OptionalTensor& sin,
             const OptionalTensor& q_norm, const OptionalTensor& k_norm, const Tensor& arrivals, int64_t heads,
             int64_t count) {
+    for (const OptionalTensor& given : {OptionalTensor(k), OptionalTensor(v), OptionalTensor(lengths), k_scales, v_scales,
+                                        cos, sin, q_norm, k_norm, OptionalTensor(arrivals)}) {
+        TORCH_CHECK_VALUE(!given.has_value() || given->device() == qkv.device(), kName, ": qkv is on ", qkv.device(),
+                          " and another tensor on ", given->device(), ". Use one.");
+    }
     TORCH_CHECK_VALUE(qkv.dim() == 2 && k.dim() == 4 && k.sizes() == v.sizes() && k.size(0) == qkv.size(0), kName, ": qkv ",
                       qkv.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit. They are [B, (H + 2 K) D] and "
                       "[B, K, S, D].");

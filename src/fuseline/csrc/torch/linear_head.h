@@ -77,6 +77,8 @@ inline void check(const Tensor& hidden, const Tensor& weight, const Tensor& targ
     TORCH_CHECK_VALUE(target.sym_sizes() == hidden.sym_sizes().slice(0, hidden.dim() - 1), kName,
                       ": target has shape ", target.sym_sizes(), " and hidden ", hidden.sym_sizes(),
                       "; target has the shape of hidden without the last dimension.");
+    TORCH_CHECK_VALUE(target.device() == hidden.device(), kName, ": target is on ", target.device(), " and hidden on ",
+                      hidden.device(), ". Move it with target.to(hidden.device).");
     const auto same_place = [&](const Tensor& given, const char* name) {
         TORCH_CHECK_VALUE(given.device() == hidden.device(), kName, ": ", name, " is on ", given.device(),
                           " and hidden on ", hidden.device(), ".");

@@ -102,7 +102,8 @@ void check(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_
     }
     TORCH_CHECK_VALUE(o.dropout_p >= 0 && o.dropout_p <= 1, kName, ": dropout_p=", o.dropout_p,
                       " is not between 0 and 1.");
-    TORCH_CHECK_VALUE(o.dropout_p == 0 || (seed.has_value() && seed->scalar_type() == at::kLong && seed->sym_numel() == 1),
+    TORCH_CHECK_VALUE(o.dropout_p == 0 || (seed.has_value() && seed->scalar_type() == at::kLong && seed->sym_numel() == 1 &&
+                                           seed->device() == x.device()),
                       kName, ": dropout wants a seed, one int64 on x's device.");
 }
 

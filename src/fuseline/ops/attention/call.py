@@ -195,11 +195,24 @@ def make_call(
         raise InputError(f"attention: sinks are one float a head, [{q.shape[1]}], not {_said(sinks)}.")
     if seed is not None and dropout_p > 0 and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise InputError(f"attention: seed is one int64 on q's device, not {_said(seed)}.")
+    for name, given in (
+        ("mask", mask),
+        ("sinks", sinks),
+        ("seed", seed),
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+    ):
+        if given is not None and given.device != q.device:
+            raise InputError(f"attention: {name} is on {given.device} and q on {q.device}. Use one.")
     _check_packing(q, k, cu_seqlens_q, cu_seqlens_k)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(max(q.shape[3], 1))
+    elif softmax_scale <= 0:  # torch's flash kernels hide keys by -inf, and then scale that, too
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0.0, 1.0)
     return Call(
         q=q,
         k=k,
@@ -212,7 +225,7 @@ def make_call(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=q.shape[2] if max_seqlen_q is None else max_seqlen_q,
         max_seqlen_k=k.shape[2] if max_seqlen_k is None else max_seqlen_k,
-        softmax_scale=1.0 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else softmax_scale,
+        softmax_scale=softmax_scale,
         soft_cap=float(soft_cap),
         sinks=None if sinks is None else sinks.float(),
         dropout_p=dropout_p,

@@ -127,6 +127,17 @@ __device__ __forceinline__ void take_powers(float (&scores)[kM][kN][4], float un
     }
 }
 
+// Zeros in both tiles of the mask where rows behind the sequence's last stand, which no copy writes: the rows of a warp move
+// their references together, and what was left there must not tell them when.
+template <int kRows, int kThreads>
+__device__ __forceinline__ void clear_mask_rows(unsigned char* tiles, const MaskTile& tile, int rows) {
+  if (tile.pitch == 0) return;
+  for (int at = rows * tile.pitch + int(threadIdx.x) * 16; at < kRows * tile.pitch; at += kThreads * 16) {
+    *reinterpret_cast<uint4*>(tiles + at) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(tiles + tile.bytes + at) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 template <class T, int kD, bool kPlain>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_forward(const __grid_constant__ Attention a, int tiles) {
@@ -177,6 +188,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   copy_tile<T, Of::kRows, kD, kAttentionThreads>(
       q_tile, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, task.head, first), c.q_strides[2],
       sequence.rows - first, head_dim);
+  if constexpr (!kPlain) clear_mask_rows<Of::kRows, kAttentionThreads>(mask_tiles, a.mask_tile, sequence.rows - first);
   if (keys_from < keys_to) copy_keys(keys_from);
 
   // Scores are kept in units in which `unit` times them is a power of two: dot products if that is all there is to them.

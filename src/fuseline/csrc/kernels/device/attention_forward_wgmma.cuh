@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardPanels<T, kD, kPlain
   const int whole_from = sequence.keys_from(a, first + Of::kRows - 1), whole_to = sequence.keys_to(a, first);
   copy_panels<T, Of::kThreads, InPlace>(q_tile, static_cast<const T*>(c.q) + sequence.row_offset(c.q_strides, task.head, first),
                                         c.q_strides[2], sequence.rows - first, head_dim);
+  if constexpr (!kPlain) clear_mask_rows<Of::kRows, Of::kThreads>(mask_tiles, a.mask_tile, sequence.rows - first);
   if (keys_from < keys_to) copy_keys(keys_from);
 
   // Scores are kept in units in which `unit` times them is a power of two: dot products if that is all there is to them.
