@@ -100,7 +100,7 @@ typedef struct {
 FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
 
 /* Bytes of scratch that fuseline_norm_backward needs on the current device for the same struct; with no gradient of
- * weight, bias or x_bias wanted it needs none, and workspace may be null. */
+ * weight, bias or x_bias wanted workspace may be null, at which few of the longest rows take longer. */
 FUSELINE_API size_t fuseline_norm_backward_workspace(const fuseline_norm* norm);
 
 /* All gradients that are wanted, every tensor read once. workspace: 16-byte aligned, uninitialized. With no rows, the

@@ -67,17 +67,21 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
   const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
   int failed = 0;
+  if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
-size_t workspace_bytes(const fuseline_norm& norm) {
+// `sums`: those over rows are wanted, any of them.
+size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   Device device;
   if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  const size_t across_bytes = norm_backward_across_bytes(norm.rows, norm.n, device);
+  if (!sums) return across_bytes;
   const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
-  const int sums = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
+  const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
   const auto blocks_of =
       added ? add_norm_backward_blocks : centred ? layer_norm_backward_blocks : rms_norm_backward_blocks;
   const auto ring_blocks_of = added     ? add_norm_backward_ring_blocks
@@ -88,7 +92,7 @@ size_t workspace_bytes(const fuseline_norm& norm) {
   const int64_t blocks = std::max({blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
                                    ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
                                    longest_blocks});
-  return size_t(sums * blocks * columns_of_partials(norm.n)) * sizeof(float);
+  return std::max(size_t(kinds * blocks * columns_of_partials(norm.n)) * sizeof(float), across_bytes);
 }
 
 }  // namespace
@@ -96,7 +100,9 @@ size_t workspace_bytes(const fuseline_norm& norm) {
 
 int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
 
-size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) { return fuseline::workspace_bytes(*norm); }
+size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) {
+  return fuseline::workspace_bytes(*norm, norm->grad_weight || norm->grad_bias || norm->grad_x_bias);
+}
 
 int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream) {
   return fuseline::backward(*norm, workspace, stream);
@@ -114,7 +120,7 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
   fuseline_norm norm{};
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = norm.y_dtype = dtype;
-  return fuseline::workspace_bytes(norm);
+  return fuseline::workspace_bytes(norm, true);
 }
 
 int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight, const float* mean,

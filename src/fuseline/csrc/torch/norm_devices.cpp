@@ -208,12 +208,9 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     task.grad_weight = data_or_null(grads.weight);
     task.grad_bias = data_or_null(grads.bias);
     task.grad_x_bias = data_or_null(grads.x_bias);
-    Tensor workspace;
-    if (grads.weight.defined() || grads.bias.defined() || grads.x_bias.defined()) {
-        static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_norm_backward_workspace);
-        const auto bytes = static_cast<int64_t>(workspace_bytes(&task));
-        workspace = at::empty({bytes}, norm.x.options().dtype(at::kByte));
-    }
+    static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_norm_backward_workspace);
+    const auto bytes = static_cast<int64_t>(workspace_bytes(&task));
+    const Tensor workspace = bytes > 0 ? at::empty({bytes}, norm.x.options().dtype(at::kByte)) : Tensor();
     static const auto launch = FUSELINE_KERNEL(fuseline_norm_backward);
     check_launch(launch(&task, data_or_null(workspace), current_stream(norm.x)), "norm_backward");
 }

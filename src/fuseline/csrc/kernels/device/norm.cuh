@@ -117,6 +117,11 @@ int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_
 bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
+// That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
+bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
+                          int& error);
+size_t norm_backward_across_bytes(int64_t rows, int64_t n, const Device& device);
+
 // That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
 constexpr int64_t kMostFewRows = 512;
 constexpr int kMostFewClusters = 8;

@@ -29,7 +29,7 @@ template <class T, class Layout, bool kAdded, bool kMasked>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forward_held(const NormForward a) {
   constexpr int kHeld = Layout::kHeld, kRows = Layout::kRows, kSize = kVector<T>;
   constexpr bool kClusters = Layout::kClusters;
-  __shared__ __align__(16) Moments shared[Layout::kOneWarp ? 1 : Layout::kThreads / kWarp * (kClusters ? kMaxCluster : 1)];
+  __shared__ __align__(16) Moments shared[Layout::kOneWarp ? 1 : Layout::kThreads / kWarp * (kClusters ? kMostBlocks : 1)];
   __shared__ uint64_t met;
   let_next_start();
   const int blocks = kClusters ? a.cluster : 1, rank = kClusters ? int(blockIdx.x) & (blocks - 1) : 0;

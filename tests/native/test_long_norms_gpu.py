@@ -1,0 +1,181 @@
+"""The norms of few of the longest rows against float64: beyond what the kernels for few rows hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuseline import native
+from fuseline.ops.philox import multipliers
+
+from .guarded import DEVICE
+
+pytestmark = pytest.mark.gpu
+
+P = 0.25
+SHAPES = [
+    (1, 65544),
+    (3, 65537),
+    (16, 131072),
+    (7, 131071),
+    (5, 262144),
+    (33, 70000),
+    (64, 98304),
+    (2, 524288),
+]
+KINDS = (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+)
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    native.load()
+
+
+def place(
+    rows: int, n: int, dtype: torch.dtype, offset: int, *, scale: float = 1.0, shift: float = 0.0
+) -> torch.Tensor:
+    """Random rows that begin so many elements behind a multiple of 16 bytes."""
+    room = torch.randn(rows * n + offset, device=DEVICE).mul_(scale).add_(shift).to(dtype)
+    return room[offset:].view(rows, n)
+
+
+def near(found: torch.Tensor, exact: torch.Tensor, limit: float, what: str) -> None:
+    error = float((found.double() - exact).norm() / exact.norm())
+    assert error < limit, f"{what}: error {error:.1e}"
+
+
+def statistics(wide: torch.Tensor, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    middle = wide.mean(-1, keepdim=True) if centred else torch.zeros_like(wide[:, :1])
+    return middle, ((wide - middle).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def check_gradients(
+    kind: str, rows: int, n: int, dtype: torch.dtype, *, wide: torch.dtype | None = None, offset: int = 0,
+    affine: torch.dtype | None = None, sums: bool = True,
+) -> None:  # fmt: skip
+    """`wide`: the dtype of what was normalized; `affine`: of the weights; `sums`: over rows are wanted."""
+    what = f"{kind}, {rows} x {n} of {dtype}, {offset} elements off"
+    centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
+    x, grad_y = place(rows, n, wide or dtype, offset, shift=0.5), place(rows, n, dtype, offset, shift=0.1)
+    grad_sum = place(rows, n, wide or dtype, offset) if added else None
+    weight = place(1, n, affine or dtype, 0, scale=0.25, shift=1.0)[0]
+    bias, x_bias = (torch.zeros_like(weight) if given else None for given in (centred, drops))
+    middle, scale = statistics(x.double(), centred)
+    mean, rstd = middle[:, 0].float() if centred else None, scale[:, 0].float()
+    word = torch.full((1,), 12345, device=DEVICE) if drops else None
+    apart = drops or (added and wide is not None)
+    wanted = [True, apart, sums, sums and centred, sums and drops]
+    given = x, (n,), mean, rstd, weight, bias, x_bias, P if drops else 0.0, word, wanted
+    found, again = (torch.ops.fuseline.norm_backward(kind, grad_y, grad_sum, *given) for _ in range(2))
+
+    x_hat, grad = (x.double() - middle) * scale, grad_y.double()
+    weighted = grad * weight.double()
+    grad_x = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
+    grad_x = scale * (grad_x - weighted.mean(-1, keepdim=True) if centred else grad_x)
+    grad_x = grad_x if grad_sum is None else grad_x + grad_sum.double()
+    dropped = grad_x * multipliers(word, (rows, n), P) if word is not None else grad_x
+    exact = {
+        "x": grad_x,
+        "dropped": dropped,
+        "weight": (grad * x_hat).sum(0),
+        "bias": grad.sum(0),
+        "x_bias": dropped.sum(0),
+    }
+    for name, one, other, is_wanted in zip(exact, found, again, wanted, strict=True):
+        if is_wanted:
+            kept = dtype if name == "x_bias" else one.dtype  # it may be the sum of what was written
+            limit = (16 if kept == torch.float32 else 2) * torch.finfo(kept).eps
+            near(one, exact[name], limit, f"{what}: gradient of {name}")
+            assert torch.equal(one, other), f"{what}: gradient of {name}"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind: str, dtype: torch.dtype) -> None:
+    for rows, n in SHAPES:
+        for offset in (0, 1):
+            check_gradients(kind, rows, n, dtype, offset=offset)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None:
+    check_gradients(kind, 40, 131071, torch.float32)  # odd rows that no cluster holds
+    for rows, n in ((16, 131072), (7, 131071)):
+        check_gradients(kind, rows, n, torch.bfloat16, affine=torch.float32)
+        check_gradients(kind, rows, n, torch.bfloat16, sums=False)
+        if "add" in kind:
+            check_gradients(kind, rows, n, torch.bfloat16, wide=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward(kind: str, dtype: torch.dtype) -> None:
+    centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
+    for rows, n in SHAPES:
+        for offset in (0, 1):
+            what = f"{kind}, {rows} x {n} of {dtype}, {offset} elements off"
+            x = place(rows, n, dtype, offset, shift=0.5)
+            residual = place(rows, n, dtype, offset) if added else None
+            weight = place(1, n, dtype, 0, scale=0.25, shift=1.0)[0]
+            bias = place(1, n, dtype, 0)[0] if centred else None
+            x_bias = place(1, n, dtype, 0)[0] if drops else None
+            word = torch.full((1,), 12345, device=DEVICE) if drops else None
+            given = (n,), weight, bias, 1e-5, x_bias, P if drops else 0.0, word, centred
+            first, again = (torch.ops.fuseline.norm_forward(kind, x, residual, *given) for _ in range(2))
+            y, total, mean, rstd = first
+            eps = torch.finfo(dtype).eps
+            if residual is not None:
+                branch = x.double() if x_bias is None else x.double() + x_bias.double()
+                branch = branch if word is None else branch * multipliers(word, (rows, n), P)
+                near(total, residual.double() + branch, 2 * eps, what)
+            summed = x.double() if residual is None else total.double()
+            middle, scale = statistics(summed, centred)
+            exact = (summed - middle) * scale * weight.double() + (0.0 if bias is None else bias.double())
+            near(y, exact, (16 if dtype == torch.float32 else 2) * eps, what)
+            near(rstd, scale[:, 0], 1e-5, what)
+            if centred:
+                near(mean, middle[:, 0], 1e-5, what)
+            for one, other in zip(first, again, strict=True):
+                assert one is None or torch.equal(one, other), what
+
+
+@pytest.mark.parametrize("n", [131071, 131072, 262144])
+def test_rows_far_from_zero(n: int) -> None:
+    x = place(4, n, torch.float32, 0, shift=1e4)
+    y, _, mean, rstd = torch.ops.fuseline.norm_forward(
+        "layer_norm", x, None, (n,), None, None, 1e-5, None, 0.0, None, True
+    )
+    middle, scale = statistics(x.double(), True)
+    near(y, (x.double() - middle) * scale, 1e-3, "y")
+    near(rstd, scale[:, 0], 1e-5, "rstd")
+    near(mean, middle[:, 0], 1e-6, "mean")
+
+
+def test_gradients_in_a_graph() -> None:
+    """Launches that overlap their neighbours leave the same bits in a graph, one call after the other."""
+    n = 131072
+    calls = []
+    for rows in (3, 16, 40):
+        x, grad_y, grad_sum = (place(rows, n, torch.bfloat16, 0) for _ in range(3))
+        rstd, weight = torch.ones(rows, device=DEVICE), torch.ones(n, device=DEVICE, dtype=torch.bfloat16)
+        given = x, (n,), None, rstd, weight, None, None, 0.0, None, [True, False, True, False, False]
+        calls.append(("add_rms_norm", grad_y, grad_sum, *given))
+    exact = [torch.ops.fuseline.norm_backward(*call) for call in calls]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [torch.ops.fuseline.norm_backward(*call) for _ in range(3) for call in calls]
+    for _ in range(5):
+        graph.replay()
+    for index, gradients in enumerate(found):
+        for one, other in zip(gradients, exact[index % 3], strict=True):
+            assert one is None or torch.equal(one, other)
