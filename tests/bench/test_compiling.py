@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from fuseline.bench import compiling as module
 from fuseline.bench.compiling import Compilers, Task, default_jobs, one_task
+from fuseline.timing import Summary, summarize
 
 CPU = torch.device("cpu")
 
@@ -123,9 +124,15 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
     assert benchmarker.benchmark is not module.briefly_shared
 
 
-@pytest.mark.parametrize("clock", [module.briefly_shared, module.briefly_alone])
-def test_a_clock_is_called_as_inductors_own(clock: Any) -> None:
-    from torch._inductor.runtime.benchmarking import benchmarker
+def test_a_clock_is_called_as_inductors_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(call: Callable[[], object], *_: object, **__: object) -> Summary:
+        call()
+        return summarize([3000.0])
 
-    theirs = inspect.signature(type(benchmarker).benchmark).parameters
-    assert next(iter(inspect.signature(clock).parameters)) == list(theirs)[1]  # after self
+    monkeypatch.setattr(module, "time_calls", once)
+    called: list[tuple[Any, ...]] = []
+    assert module.briefly_alone(fn=lambda: called.append(()), fn_args=(), fn_kwargs={}, device=None) == 3.0
+    assert module.briefly_alone(lambda *a, **k: called.append((*a, k)), (1,), {"out": 2}, device=None) == 3.0
+    assert called == [(), (1, {"out": 2})]
+    first = inspect.signature(module.briefly_alone).parameters
+    assert list(first) == list(inspect.signature(module.briefly_shared).parameters)

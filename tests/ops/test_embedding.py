@@ -124,3 +124,9 @@ def test_rows_of_few_tokens(items: int, n: int) -> None:
     y = ops.embedding(ids, weight)
     assert y[items // 2].isnan().all()
     assert int(y.isnan().any(-1).sum()) == 1
+
+
+@pytest.mark.parametrize("row", [-2, 7])
+def test_a_padding_row_that_the_table_has_not_is_refused(row: int) -> None:
+    with pytest.raises(ValueError, match="none of the table's 7 rows"):
+        ops.embedding(torch.tensor([1, 2]), torch.randn(7, 4), padding_idx=row)

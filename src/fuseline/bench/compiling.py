@@ -9,12 +9,13 @@ processes that share a GPU are not to be believed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -168,23 +169,35 @@ def _untimed(*_: object, **__: object) -> float:
     return 0.0
 
 
-def briefly_shared(fn: Callable[[], object], *_: object, **__: object) -> float:
+def briefly_shared(
+    fn: Callable[..., object],
+    fn_args: Sequence[Any] = (),
+    fn_kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> float:
     """Milliseconds: the best of a few runs is least disturbed by other processes."""
-    fn()
+    call = functools.partial(fn, *(fn_args or ()), **(fn_kwargs or {}))
+    call()
     times = []
     for _run in range(BRIEF_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _end in range(2))
         begin.record()
-        fn()
+        call()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return min(times)
 
 
-def briefly_alone(fn: Callable[[], object], *_: object, **__: object) -> float:
+def briefly_alone(
+    fn: Callable[..., object],
+    fn_args: Sequence[Any] = (),
+    fn_kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> float:
     """Milliseconds: the median of a few runs, each behind an L2 that holds nothing it reads."""
-    return time_calls(fn, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=1).median / 1e3
+    call = functools.partial(fn, *(fn_args or ()), **(fn_kwargs or {}))
+    return time_calls(call, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=2).median / 1e3
 
 
 @contextlib.contextmanager

@@ -74,6 +74,11 @@ def embedding(
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     check_probability(p, "embedding")
+    if not -1 <= padding_idx < max(1, weight.shape[0]):
+        raise ValueError(
+            f"embedding: padding_idx {padding_idx} is none of the table's {weight.shape[0]} rows "
+            "(-1 for no such row)."
+        )
     if p > 0 and seed is None:
         seed = draw_seed(weight.device)
     if not is_dynamo_compiling():

@@ -13,12 +13,14 @@ constexpr int64_t kLongRow = 65536, kLeastColumns = 16384, kLeastElements = 1 <<
 // 50.8; but longer ones of fp32 than these, of x alone and of a sum, no cluster holds: 32 x 131,071 are 259 there, 16 26.8 here.
 constexpr int64_t kMostRows = 64, kMostBytes = int64_t(32) << 20, kLongestOdd = 98304, kLongestOddSum = 65536;
 
-bool takes(const NormBackward& a, int64_t bytes, bool aligned, bool fp32) {
+bool takes(const NormBackward& a, int64_t bytes, bool aligned, bool fp32, const Device& device) {
   if (a.n < kLeastColumns || a.n > (int64_t(1) << 30) || a.rows > kMostRows) return false;
   if (a.n <= kLongRow && a.rows * a.n < kLeastElements) return false;
   if (a.n < kLongRow && a.rows > kMostShorterRows) return false;
   const bool sum = a.grad_sum || a.grad_dropped || a.grad_x_bias;
-  if (!aligned && fp32 && a.n > (sum ? kLongestOddSum : kLongestOdd)) return true;
+  // Beyond two blocks a multiprocessor each block would read the sums of many more.
+  const bool at_once = divide_up(a.n, kAcrossThreads * kVector<float>) <= 2 * device.processors;
+  if (!aligned && fp32 && at_once && a.n > (sum ? kLongestOddSum : kLongestOdd)) return true;
   return a.rows * a.n * bytes <= (aligned ? kMostBytes : kMostBytes / 2);
 }
 
@@ -54,7 +56,10 @@ bool run(const NormBackward& a, float2* row_sums, const Device& device, void* st
   // norm 16 x 131,072 12.7 us in place of 14.2, 64 x 131,072 36.2 and 40.3, but 4 x 131,072 7.25 and 6.95.
   const int whole = given.across;
   if (a.rows * whole > kAcrossThreads) given.across = across_for(vectors, 2 * device.processors);
-  if (given.across < whole && fits() < blocks) given.across = whole;
+  if (given.across < whole) {
+    const int at_once = fits();
+    if (at_once < blocks) given.across = whole;
+  }
   if (fits() == 0) return false;
   error = launch(sums, given, blocks, dim3(unsigned(threads)), bytes_of_sums, 1, stream, device.clusters);
   if (error || !a.wants_rows()) return true;
@@ -71,7 +76,7 @@ bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int
     using X = decltype(x);
     using Y = decltype(y);
     const bool aligned = in_vectors<kVector<Y>>(a);
-    if (!takes(a, sizeof(X) + sizeof(Y), aligned, sizeof(Y) == 4)) return 0;
+    if (!takes(a, sizeof(X) + sizeof(Y), aligned, sizeof(Y) == 4, device)) return 0;
     float2* const row_sums = static_cast<float2*>(workspace);
     if (aligned) return int(run<X, Y, false>(a, row_sums, device, stream, error));
     for (const void* const result : {a.grad_x, a.grad_dropped}) {  // what neighbours still read is not written

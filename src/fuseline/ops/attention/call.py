@@ -198,7 +198,7 @@ def make_call(
     for name, given in (
         ("mask", mask),
         ("sinks", sinks),
-        ("seed", seed),
+        ("seed", seed if dropout_p > 0 else None),
         ("cu_seqlens_q", cu_seqlens_q),
         ("cu_seqlens_k", cu_seqlens_k),
     ):

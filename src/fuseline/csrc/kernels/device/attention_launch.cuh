@@ -71,14 +71,9 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   if (error != cudaSuccess) return int(error);
   if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
   if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
-    cudaFuncAttributes now{};
-    error = cudaFuncGetAttributes(&now, kernel);
-    const int before = now.maxDynamicSharedSizeBytes;  // never less: another thread may count on it
-    if (error == cudaSuccess && before < shared) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    }
+    error = allow_shared(reinterpret_cast<const void*>(kernel), shared);
     if (error != cudaSuccess) return int(error);
-    grant(reinterpret_cast<const void*>(kernel), device.index, std::max(before, shared));
+    grant(reinterpret_cast<const void*>(kernel), device.index, shared);
   }
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 
 #include "../fuseline_kernels.h"
 #include "choice.h"
@@ -232,6 +233,18 @@ cudaError_t clusters_at_once(void (*kernel)(Arguments), int cluster, dim3 block,
   return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
 }
 
+// Lets a kernel have `bytes` of dynamic shared memory; never less than it had, for another thread may count on that.
+inline cudaError_t allow_shared(const void* kernel, int bytes) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> held(one_at_a_time);
+  cudaFuncAttributes now{};
+  cudaError_t error = cudaFuncGetAttributes(&now, kernel);
+  if (error == cudaSuccess && now.maxDynamicSharedSizeBytes < bytes) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  return error;
+}
+
 // How many clusters of blocks, or blocks that are alone, the device can hold at once, which its layout may make fewer
 // than multiprocessors / cluster: one too many would run after all others. Also lets the kernel have `shared` bytes.
 // Asked once a thread, kernel and layout.
@@ -253,11 +266,7 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
       return cudaSuccess;
     }
   }
-  cudaFuncAttributes granted{};
-  cudaError_t error = cudaFuncGetAttributes(&granted, kernel);
-  if (error == cudaSuccess && granted.maxDynamicSharedSizeBytes < int(shared)) {  // never less: other layouts are kept
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-  }
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), int(shared));
   if (error != cudaSuccess) return error;
   if (cluster == 1) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared);
