@@ -1,7 +1,8 @@
 """Every registered op over drawn shapes, options, dtypes, layouts and gradients, against float64.
 
 What the contract's cases fix one by one comes together here: rows of any length, contiguous at odd addresses,
-between NaN, transposed, stepped or expanded; any subset of gradients; incoming gradients laid out as freely.
+between NaN, transposed or stepped; any subset of gradients; incoming gradients laid out as freely, or one
+number everywhere, expanded.
 A failure's seed is in its name.
 """
 
@@ -169,6 +170,13 @@ def lay_out(x: torch.Tensor, pick: random.Random) -> torch.Tensor:
     return view.copy_(x)
 
 
+def incoming(out: torch.Tensor, pick: random.Random) -> torch.Tensor:
+    """A gradient of `out`, some of them as that of a sum is: expanded."""
+    if pick.random() < 0.2:
+        return out.new_full((), pick.uniform(-1, 1)).expand(out.shape)
+    return lay_out(torch.randn_like(out), pick)
+
+
 def results(
     function: Callable[..., Any], arguments: dict[str, Any], wanted: list[str], grads_out: list[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -189,14 +197,16 @@ def results(
 def assert_near(
     ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, ulp: float, few: bool, what: str
 ) -> None:
-    """As the contract has it, with a floor for what plain PyTorch rounds well by luck."""
+    """As the contract has it, with a floor for what plain PyTorch rounds well by luck: of the size of the
+    result, but where rows of few elements cancel."""
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), what
     seen = exact.isfinite() & plain.isfinite()
     assert torch.equal(ours.isfinite(), plain.isfinite()), f"{what}: finite elsewhere than plain PyTorch"
     ours, plain, exact = (torch.where(seen, x.double(), 0.0) for x in (ours, plain, exact))
+    size = 1.0 if few or not exact.numel() else min(1.0, 16 * float(exact.abs().max()))
     for measure, floor in (
-        (torch.linalg.vector_norm, ulp * math.sqrt(max(1, exact.numel()))),
-        (lambda x: x.abs().max() if x.numel() else x.sum(), 4 * ulp),
+        (torch.linalg.vector_norm, size * ulp * math.sqrt(max(1, exact.numel()))),
+        (lambda x: x.abs().max() if x.numel() else x.sum(), size * 4 * ulp),
     ):
         bound = (12 if few else 3) * measure(plain - exact) + 2 * ulp * measure(exact) + floor
         error = measure(ours - exact)
@@ -226,6 +236,16 @@ def test_every_op_is_drawn() -> None:
     assert {op.name for op in registered()} == set(DRAWN)
 
 
+@pytest.mark.parametrize("wrong", [0.0, 2.0, -1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_results_that_are_wrong_are_not_near(wrong: float, dtype: torch.dtype) -> None:
+    exact = torch.rand(3, 50_257, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    plain, ulp = exact.to(dtype), torch.finfo(dtype).eps
+    assert_near(plain, plain, exact, ulp, few=False, what="right")
+    with pytest.raises(AssertionError, match="wrong: error"):
+        assert_near(wrong * plain, plain, exact, ulp, few=False, what="wrong")
+
+
 @pytest.mark.parametrize("op, seed, device", PARAMETERS)
 def test_is_right(op: Op, seed: int, device: str) -> None:
     pick = random.Random(f"{op.name} {seed}")
@@ -237,7 +257,7 @@ def test_is_right(op: Op, seed: int, device: str) -> None:
     wanted = [name for name in differentiable(op, arguments) if pick.random() < 0.75]
     plain = outputs(op.reference(**arguments))
     whole = all(bool(o.isfinite().all()) for o in plain)
-    grads_out = [lay_out(torch.randn_like(o), pick) for o in plain] if whole else []
+    grads_out = [incoming(o, pick) for o in plain] if whole else []
 
     found = results(op.function, arguments, wanted, grads_out)
     near = results(op.reference, arguments, wanted, grads_out)
