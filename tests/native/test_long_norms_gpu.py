@@ -23,6 +23,8 @@ SHAPES = [
     (64, 98304),
     (2, 524288),
 ]
+SHORTER = [(16, 16384), (8, 16385), (4, 49152), (16, 65528), (64, 65536)]  # that go the same way backward
+BESIDE = [(17, 32768), (65, 131072)]  # that no longer do
 KINDS = (
     "layer_norm",
     "rms_norm",
@@ -107,6 +109,12 @@ def test_gradients(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_shorter_rows_and_of_more(kind: str) -> None:
+    for rows, n in SHORTER + BESIDE:
+        check_gradients(kind, rows, n, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None:
     check_gradients(kind, 40, 131071, torch.float32)  # odd rows that no cluster holds
     for rows, n in ((16, 131072), (7, 131071)):
@@ -179,3 +187,30 @@ def test_gradients_in_a_graph() -> None:
     for index, gradients in enumerate(found):
         for one, other in zip(gradients, exact[index % 3], strict=True):
             assert one is None or torch.equal(one, other)
+
+
+def test_each_gradient_in_a_graph_is_the_next_ones() -> None:
+    """What a launch waits for is written by the launch ahead, and is another at each replay."""
+    rows, n = 16, 131072
+    x, grad_y = (place(rows, n, torch.bfloat16, 0) for _ in range(2))
+    rstd, weight = torch.ones(rows, device=DEVICE), torch.ones(n, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain() -> list[torch.Tensor]:
+        grads, weights = grad_y, []
+        for _ in range(4):
+            given = x, (n,), None, rstd, weight, None, None, 0.0, None, [True, False, True, False, False]
+            grads, _, grad_weight, *_ = torch.ops.fuseline.norm_backward("rms_norm", grads, None, *given)
+            weights.append(grad_weight)
+        return [grads, *weights]
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(3):
+        grad_y.copy_(torch.randn_like(grad_y))
+        graph.replay()
+        kept = [one.clone() for one in found]
+        for one, other in zip(kept, chain(), strict=True):
+            assert torch.equal(one, other)
