@@ -63,7 +63,7 @@ def test_layer_norm_forward(kernels: Kernels, dtype: torch.dtype, weights: str) 
 @pytest.mark.parametrize("weights", ["same", "fp32"])
 def test_layer_norm_forward_of_many_rows(kernels: Kernels, dtype: torch.dtype, weights: str) -> None:
     """More than threads have one vector of each: layouts of which few rows see nothing."""
-    for n in (8, 31, 64, 200, 256, 384, 1000, 1024, 1600, 4096, 16384, 32768, 131072):
+    for n in (8, 31, 64, 200, 256, 384, 1000, 1024, 1600, 4096, 9001, 16384, 20001, 32768, 50257, 131072):
         rows = 2**24 // n | 1
         x, y = 3 * randn(rows, n, dtype) + 1, place(rows, n, dtype)
         weight, bias = weights_for(n, torch.float32 if weights == "fp32" else dtype)

@@ -167,6 +167,19 @@ int64_t joined(int64_t n, int wide) {
   return least;
 }
 
+// The same beside a bias's gradient. Odd rows that would end with a line only many blocks further on are so many together as
+// fill one block, whose sums are a row's then: bf16 and fp32 of 31 elements read 0.944 and 0.946 of the copy bandwidth, and by
+// lines 0.849 and 0.912; half as many 0.912, twice 0.932 and 0.936.
+template <class T>
+int64_t joined_in_block(int64_t n, int wide) {
+  const int64_t rows = joined<T>(n, wide), most = int64_t(kAcross) * wide;  // elements
+  if (n % 2 == 0 || n * rows <= int64_t(kAcrossOdd) * wide) return rows;
+  int64_t least = 1;
+  while (least < wide && n * least % wide != 0) least *= 2;
+  const int64_t filled = most / (n * least) * least;
+  return n * filled * 8 >= most * 7 ? filled : rows;
+}
+
 // The grid of the kernel with the bias's gradient, and what it leaves behind.
 struct BiasPlan {
   int64_t row_elements = 0, rows = 0;
@@ -182,7 +195,7 @@ template <class T>
 BiasPlan plan_bias(int64_t rows, int64_t n, int wide, const Device& device) {
   constexpr int64_t kLine = 128;
   BiasPlan plan;
-  plan.row_elements = n * joined<T>(n, wide);
+  plan.row_elements = n * joined_in_block<T>(n, wide);
   plan.rows = divide_up(rows * n, plan.row_elements);
   // The widest blocks that leave few threads without a position: they read the longest runs of memory.
   const int64_t positions = divide_up(plan.row_elements, wide);

@@ -1,71 +1,68 @@
-// The backward of norms, of x or of residual + dropout(x + x_bias), for the longest rows: device/norm_backward_pieces.cuh.
-#include "device/norm_backward_pieces.cuh"
-#include "device/norm_sums.cuh"
+// The backward of norms, of x or of residual + dropout(x + x_bias), for the longest rows and others that fill its warps:
+// device/norm_backward_pieces.cuh.
+#include "device/norm_backward_pieces_launch.cuh"
 
 namespace fuseline {
 namespace {
 
-// Rows that half the blocks of a cluster hold are left to norm_backward_ring.cuh, and so are those of 16 bits of which no sums
-// of x_bias are wanted.
-constexpr int64_t kColumnsOfBlock = int64_t(kPiecesThreads) * kPieceColumns;
-bool in_pieces(int64_t n) { return n > kPiecesBlocks / 2 * kColumnsOfBlock && n <= kPiecesBlocks * kColumnsOfBlock; }
+// How many blocks share a row; 0 where norm_backward_ring.cuh reads more, or as much. Shares of the copy bandwidth there and
+// here, of layer and RMS norms: fp32 with a mask 131,072 0.398 (which no ring holds) and 0.917, 0.398 and 0.927; sums of fp32
+// 12,288 0.926 and 0.969, 0.929 and 0.966, 16,384 0.937 and 0.954, 0.938 and 0.961, with a mask 12,288 0.919 and 0.943, 0.912 and
+// 0.919, 16,384 0.917 and 0.926, 0.919 and 0.933; of x alone 0.943 and 0.914, 0.967 and 0.950 at 12,288. Of 16 bits sums at 32,768
+// 0.907 and 0.940, 0.912 and 0.959, at 131,072 0.906 and 0.915, 0.908 and 0.944, at 262,144 0.886 and 0.926, 0.888 and 0.915;
+// norms of x at 32,768 0.906 and 0.914, 0.901 and 0.920, at 50,304 0.766 and 0.886, 0.888 and 0.938, at 131,072 0.851 and 0.898,
+// 0.941 and 0.927, at 262,144 0.871 and 0.849, 0.911 and 0.907. With warps that have no columns it is slower: 16,384 of 16 bits
+// 0.918 and 0.781.
+int pieces_cluster(const NormBackward& a, bool halves, const Device& device) {
+  constexpr int64_t kLongest = kMostBlocks * kPiecesWarps * kColumnsOfWarp;  // 262,144 elements
+  constexpr int64_t kNearly = 14;  // of kPiecesWarps warps have columns
+  const bool drops = a.grad_dropped || a.grad_x_bias, sum = a.grad_sum, many = a.rows >= device.processors;
+  const auto fills = [&](int blocks) {
+    return a.n > blocks * kNearly * kColumnsOfWarp && a.n <= blocks * kPiecesWarps * kColumnsOfWarp;
+  };
+  if (a.n > kLongest) return 0;
+  if (a.n > kLongest / 2) return halves && !drops && !(sum && many) ? 0 : kMostBlocks;
+  if (!halves && drops && a.n > kLongest / 4) return kMostBlocks / 2;
+  if (!many) return 0;
+  if (!halves) return (sum || drops) && a.n >= 12288 && a.n <= 16384 ? 2 : 0;
+  if (drops) return 0;
+  if (fills(8)) return sum || a.mean ? 8 : 0;
+  if (!sum && a.n > 49152 && a.n < 65536) return 4;
+  return fills(2) && (sum || !a.mean) ? 2 : 0;
+}
 
-template <class Kind>
-bool run(NormBackward a, int sums, const Device& device, void* stream, int& error) {
-  using T = typename Kind::T;
-  if (!in_vectors<Kind::kSize>(a)) return false;
-  PiecesNorm given{a};
-  given.norm.cluster = kPiecesBlocks;
-  const int warps = int(divide_up(divide_up(a.n, kPieceColumns * kWarp), kPiecesBlocks));
-  const int64_t room = device.shared_a_block - int64_t(sizeof(PiecesStatics));
-  const int64_t columns = int64_t(warps) * kWarp * kPieceColumns;
-  const int64_t weights = columns * ((a.weight && a.fp32_weights) || sizeof(T) == 4 ? 4 : 2);
-  const int64_t states = int64_t(2) * kPiecesBlocks * warps * int64_t(sizeof(float2));
-  const int64_t beside = states + weights + (Kind::kXBias == 2 ? columns * 4 : 0);
-  const int64_t piece = int64_t(warps) * kPieceBytes;  // of a tensor, of all warps
-  const auto left = [&] { return room - beside - piece * (2 * given.pieces + given.past); };
-  given.pieces = Kind::kSlots, given.past = a.grad_sum ? 1 : 0;
-  if (left() < 0) return false;
-  // The row itself, then grad_sum of as much, then more of both.
-  while (a.grad_sum && given.past < Kind::kSlots && given.past < kMostPastAhead && left() >= piece) ++given.past;
-  while (given.pieces < kMostPiecesAhead && left() >= 2 * piece) ++given.pieces;
-  while (a.grad_sum && given.past < kMostPastAhead && left() >= piece) ++given.past;
-  const size_t bytes = size_t(room - left());
-  given.past_at = int(2 * given.pieces * piece), given.states_at = int(given.past_at + given.past * piece);
-  given.weights_at = given.states_at + int(states), given.x_bias_at = given.weights_at + int(weights);
-  const auto kernel = norm_backward_pieces<Kind>;
-  int count = 0;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-      resident_clusters(kernel, device, warps * kWarp, bytes, kPiecesBlocks, count) != cudaSuccess || count == 0) {
-    return cudaGetLastError(), false;  // it grants no such clusters
+template <class T, bool kCentred, int kXBias, bool kDrops>
+bool run(const NormBackward& a, int cluster, const Device& device, void* stream, int& error) {
+  if constexpr (sizeof(T) == 4) {  // by pieces of two slots 0.877 of the copy bandwidth in place of 0.894, 0.883 of 0.907
+    using Narrow = PiecesKind<T, kCentred, kXBias, kDrops, false, 1>;
+    if (cluster == kMostBlocks) return run_pieces<Narrow>(a, cluster, device, stream, error);
   }
-  const int blocks = int(std::min<int64_t>({a.rows, count, divide_up(device.processors, kPiecesBlocks)}));
-  error = launch(kernel, given, int64_t(blocks) * kPiecesBlocks, dim3(warps * kWarp), bytes, kPiecesBlocks, stream, true);
-  if (!error && a.partials) error = add_partials<T>(a, sums, blocks, true, stream);
-  return true;
+  return run_pieces<PiecesKind<T, kCentred, kXBias, kDrops, false, 2>>(a, cluster, device, stream, error);
+}
+
+template <class T, bool kCentred>
+bool run_centred(const NormBackward& a, const Device& device, void* stream, int& error) {
+  const int cluster = pieces_cluster(a, sizeof(T) == 2, device);
+  if (cluster == 0) return false;
+  if (a.grad_x_bias) return run<T, kCentred, kCentred ? 2 : 1, true>(a, cluster, device, stream, error);
+  if (a.grad_dropped) return run<T, kCentred, 0, true>(a, cluster, device, stream, error);
+  return run<T, kCentred, 0, false>(a, cluster, device, stream, error);
 }
 
 }  // namespace
 
 bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error) {
-  if (dtype != y_dtype || !device.clusters || !in_pieces(a.n) || (a.grad_bias && !a.mean)) return false;
+  if (dtype != y_dtype || !device.clusters || (a.grad_bias && !a.mean)) return false;
   if (row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return false;
+  if (norm_backward_pieces_shifted(a, dtype, device, stream, error)) return true;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    const bool more = a.grad_x_bias || a.grad_dropped;
-    if (more && !a.mean) return int(run<PiecesKind<T, false, 1>>(a, 3, device, stream, error));
-    if constexpr (sizeof(T) == 2) {
-      return int(more && run<PiecesKind<T, true, 2>>(a, 3, device, stream, error));
-    } else {
-      if (more) return 0;  // a third sum has no room beside fp32 weights
-      return int(a.mean ? run<PiecesKind<T, true, 0>>(a, 2, device, stream, error)
-                        : run<PiecesKind<T, false, 0>>(a, 1, device, stream, error));
-    }
+    return int(a.mean ? run_centred<T, true>(a, device, stream, error) : run_centred<T, false>(a, device, stream, error));
   });
 }
 
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device) {
-  return in_pieces(n) && device.clusters ? std::min(rows, divide_up(device.processors, kPiecesBlocks)) : 0;
+  return n > kShortestPieces && device.clusters ? std::min(rows, divide_up(device.processors, kLeastPiecesBlocks)) : 0;
 }
 
 }  // namespace fuseline

@@ -27,6 +27,8 @@ int forward(const fuseline_norm& norm, void* stream) {
   a.centred = norm.kind == FUSELINE_LAYER_NORM;
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   const auto run = norm.residual ? add_norm_forward : norm_forward;
+  int failed = 0;
+  if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 

@@ -115,6 +115,7 @@ int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_
 
 // That of all families for the longest rows; false for rows that it does not take.
 bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+bool norm_backward_pieces_shifted(const NormBackward& a, int dtype, const Device& device, void* stream, int& error);
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
 // That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
@@ -131,6 +132,7 @@ int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& dev
 // Those that they take, of x of y's dtype: false for others.
 bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
+bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);

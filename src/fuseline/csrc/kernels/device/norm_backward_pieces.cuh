@@ -1,8 +1,8 @@
 // The norms' backward for rows of which no block's shared memory holds two beside the weights (sm_90): a ring of pieces of rows.
 //
-// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth. Threads: a cluster of kPiecesBlocks has a row at a time and stays; each
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth. Threads: a cluster has a row at a time and stays; each
 // warp has neighbouring columns, kSlots vectors a lane, and rings of its own, one of pieces of x and grad_y, one of pieces of
-// grad_sum, which is wanted later. A piece is a slot of each lane: as soon as the second pass is through with one, its place
+// grad_sum, which is wanted later. A piece is a slot or two of each lane: as soon as the second pass is through with one, its place
 // takes the next that is not on its way, so that memory is busy while a row meets and while it is written. Weights are in
 // shared memory: read again for each row they cost 0.21 of the copy bandwidth, in layer norms of fp32.
 //
@@ -15,9 +15,7 @@
 
 namespace fuseline {
 
-constexpr int kPiecesBlocks = kMostBlocks;  // of a row: at least two, as a block alone may send no state to itself
 constexpr int kPiecesThreads = 512, kPiecesWarps = kPiecesThreads / kWarp;
-constexpr int kPieceBytes = kWarp * 16;   // of a tensor
 constexpr int kMostPiecesAhead = 16, kMostPastAhead = 8;
 constexpr int kPieceColumns = 32;         // of a thread
 
@@ -28,14 +26,17 @@ struct PiecesNorm {
   int past_at, states_at, weights_at, x_bias_at;
 };
 
-// kSumsOfXBias, with which grad_dropped is written: 0 for none, 1 in registers, 2 in shared memory.
-template <class Type, bool kCentredRows, int kSumsOfXBias>
+// kSumsOfXBias: 0 for none, 1 in registers, 2 in shared memory. kDropsRows: grad_dropped is written. kShiftedRows: rows stand
+// at any address, and a lane has every kWarp-th column of a piece.
+template <class Type, bool kCentredRows, int kSumsOfXBias, bool kDropsRows, bool kShiftedRows, int kSlotsTogether>
 struct PiecesKind {
   using T = Type;
   using X = Type;
   using Y = Type;
   static constexpr int kSize = kVector<T>, kSlots = kPieceColumns / kSize, kXBias = kSumsOfXBias;
-  static constexpr bool kCentred = kCentredRows, kShifted = false;
+  static constexpr bool kCentred = kCentredRows, kDrops = kDropsRows, kShifted = kShiftedRows;
+  static constexpr int kTogether = kSlotsTogether;  // slots of a piece
+  static constexpr int kPiece = kTogether * kWarp * 16 + (kShifted ? 16 : 0);  // bytes of a tensor
   static constexpr int kSums = kCentred ? 2 : 1;  // of weight and bias
 };
 
@@ -49,23 +50,24 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
 #if __CUDA_ARCH__ >= 900
   using T = typename Kind::T;
   constexpr int kSize = Kind::kSize, kSlots = Kind::kSlots, kSums = Kind::kSums;
-  constexpr bool kCentred = Kind::kCentred;
-  constexpr int kStep = kWarp * kSize;  // columns of a piece
+  constexpr bool kCentred = Kind::kCentred, kShifted = Kind::kShifted;
+  constexpr int kStep = kWarp * kSize, kTogether = Kind::kTogether;  // columns of a slot, and slots of a piece
+  constexpr int kPieces = kSlots / kTogether, kColumns = kTogether * kStep;  // of a row that a warp has, and of these
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ PiecesStatics barriers;
 
   const NormBackward& a = given.norm;
   const int n = int(a.n), rows = int(a.rows), pieces = given.pieces, past_pieces = given.past;
   const int lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp), warps = int(blockDim.x) / kWarp;
-  const int rank = int(blockIdx.x) % kPiecesBlocks;
-  const int block = int(blockIdx.x) / kPiecesBlocks, blocks = int(gridDim.x) / kPiecesBlocks;  // a cluster counts once
-  const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane * kSize;
+  const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);
+  const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
+  const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane * (kShifted ? 1 : kSize);
   const bool wants_rows = a.wants_rows(), past = past_pieces > 0;
 
   // Places in the ring, in bytes.
-  const auto place = [&](int stage) { return (warp * pieces + stage) * (2 * kPieceBytes); };
+  const auto place = [&](int stage) { return (warp * pieces + stage) * (2 * Kind::kPiece); };
   const auto past_place = [&](int stage) {
-    return given.past_at + (warp * past_pieces + stage) * kPieceBytes;
+    return given.past_at + (warp * past_pieces + stage) * Kind::kPiece;
   };
   const bool wide_weights = (a.weight && a.fp32_weights) || sizeof(T) == 4;
   const auto weights = [&] {
@@ -76,29 +78,30 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     return reinterpret_cast<float4*>(ring + given.x_bias_at)[(warp * (kPieceColumns / 4) + i) * kWarp + lane];
   };
 
-  // One lane sends for slot number `slot` of `row`, or of rows after it.
-  const auto fetch = [&](int row, int slot, int stage) {
-    make_ready(slot);  // what follows is made anew, rather than kept for each slot
-    row += slot / kSlots * blocks, slot %= kSlots;
+  // One lane sends for piece number `piece` of `row`, or of rows after it.
+  const auto fetch = [&](int row, int piece, int stage) {
+    make_ready(piece);  // what follows is made anew, rather than kept for each piece
+    row += piece / kPieces * blocks, piece %= kPieces;
     if (row >= rows) return;
-    const int column = from + slot * kStep, bytes = max(0, min(kStep, n - column)) * int(sizeof(T));
+    const int column = from + piece * kColumns, bytes = max(0, min(kColumns, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.arrived[stage][warp];
     unsigned char* const to = ring + place(stage);
-    barrier_expect(barrier, 2 * bytes);
-    if (bytes == 0) return;
     const int64_t at = row * a.n + column;
-    copy_in(to, static_cast<const T*>(a.x) + at, bytes, barrier);
-    copy_in(to + kPieceBytes, static_cast<const T*>(a.grad_y) + at, bytes, barrier);
+    const Span<T, kShifted> x(a.x, at, bytes), grad_y(a.grad_y, at, bytes);
+    barrier_expect(barrier, x.bytes + grad_y.bytes);
+    if (bytes == 0) return;
+    copy_in(to, x.first, x.bytes, barrier);
+    copy_in(to + Kind::kPiece, grad_y.first, grad_y.bytes, barrier);
   };
-  const auto fetch_past = [&](int row, int slot, int stage) {
-    make_ready(slot);
-    row += slot / kSlots * blocks, slot %= kSlots;
+  const auto fetch_past = [&](int row, int piece, int stage) {
+    make_ready(piece);
+    row += piece / kPieces * blocks, piece %= kPieces;
     if (row >= rows) return;
-    const int column = from + slot * kStep, bytes = max(0, min(kStep, n - column)) * int(sizeof(T));
+    const int column = from + piece * kColumns, bytes = max(0, min(kColumns, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.past_arrived[stage][warp];
-    barrier_expect(barrier, bytes);
-    const T* const at = static_cast<const T*>(a.grad_sum) + (row * a.n + column);
-    if (bytes > 0) copy_in(ring + past_place(stage), at, bytes, barrier);
+    const Span<T, kShifted> span(a.grad_sum, row * a.n + column, bytes);
+    barrier_expect(barrier, span.bytes);
+    if (bytes > 0) copy_in(ring + past_place(stage), span.first, span.bytes, barrier);
   };
 
   let_next_start();
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   cluster_arrive_relaxed();
   __syncwarp();
   wait_for_earlier();
-  if (Kind::kXBias > 0 && a.dropout.seed && threadIdx.x == 0) barriers.seed = uint64_t(*a.dropout.seed);
+  if (Kind::kDrops && a.dropout.seed && threadIdx.x == 0) barriers.seed = uint64_t(*a.dropout.seed);
   if (lane == 0) {
 #pragma unroll 1
     for (int stage = 0; stage < pieces; ++stage) fetch(block, stage, stage);
@@ -125,7 +128,43 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     for (int stage = 0; stage < past_pieces; ++stage) fetch_past(block, stage, stage);
   }
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) weights().keep(a, k, start + k * kStep);
+  for (int k = 0; k < kSlots; ++k) {
+    if constexpr (kShifted) {
+      weights().keep_apart(a, k, start + k * kStep);
+    } else {
+      weights().keep(a, k, start + k * kStep);
+    }
+  }
+  // A lane's elements of a piece, and of shifted rows something beyond these; `head`: how far into its first vector it begins.
+  const auto take = [&](const unsigned char* part, int head, float (&values)[kSize]) {
+    if constexpr (kShifted) {
+      const T* const elements = reinterpret_cast<const T*>(part) + head + lane;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = to_float(elements[i * kWarp]);
+    } else {
+      take_slot<T, kSize, false>(part, lane).values(0, values);
+    }
+  };
+  const auto put = [&](T* row_of, int column, bool whole, const float (&values)[kSize]) {
+    if constexpr (kShifted) {
+      T* const to = row_of + column;
+      if (whole) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) to[i * kWarp] = from_float<T>(values[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          if (column + i * kWarp < n) to[i * kWarp] = from_float<T>(values[i]);
+        }
+      }
+    } else {
+      store_slot<T, kSize, false>(row_of, column, n, kWarp, values);
+    }
+  };
+  // A piece's head is the same for all that a warp has of a row.
+  const auto head_of = [&](const void* tensor, int64_t row_at) {
+    return kShifted ? elements_into_vector(static_cast<const T*>(tensor) + row_at * a.n + from) : 0;
+  };
   if constexpr (Kind::kXBias == 2) {
     for (int i = 0; i < kPieceColumns / 4; ++i) x_bias_sums(i) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
@@ -144,32 +183,39 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     terms.mean = kCentred ? a.mean[at] : 0.f, terms.rstd = a.rstd[at];  // while pieces are on their way
     float sum = 0.f, product_sum = 0.f;
     int stage = first_stage, parity = first_parity;
+    const int x_head = head_of(a.x, at), grad_head = head_of(a.grad_y, at);
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      const unsigned char* const part = ring + place(stage);
+      const unsigned char* const part = ring + place(stage) + k % kTogether * kWarp * 16;
       int column = start;
       make_ready(column);
       column += k * kStep;
       float weight[kSize];
       weights().take(k, weight);
-      barrier_wait(&barriers.arrived[stage][warp], parity);
-      if (column < n) {
+      if (k % kTogether == 0) barrier_wait(&barriers.arrived[stage][warp], parity);
+      if (kShifted ? from + k * kStep < n : column < n) {
         float values[kSize], grad[kSize];
-        take_slot<T, kSize, false>(part, lane).values(0, values);
-        take_slot<T, kSize, false>(part + kPieceBytes, lane).values(0, grad);
+        take(part, x_head, values);
+        take(part + Kind::kPiece, grad_head, grad);
+        if (kShifted && from + (k + 1) * kStep > n) {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            if (column + i * kWarp >= n) values[i] = grad[i] = 0.f;
+          }
+        }
         first_pass<kSize, kSums, kCentred>(values, grad, weight, terms.mean, terms.rstd, columns[k], sum, product_sum);
       }
-      if (++stage == pieces) stage = 0, parity ^= 1;
+      if ((k + 1) % kTogether == 0 && ++stage == pieces) stage = 0, parity ^= 1;
     }
     if (wants_rows) {
       float2 sums = sum_over_warp(make_float2(sum, product_sum));
       int count = warps;  // of the row
       make_ready(count);
-      count *= kPiecesBlocks;
+      count *= cluster;
       float2* const here = reinterpret_cast<float2*>(ring + given.states_at) + (turn & 1) * count;
       uint64_t* const met = &barriers.met[turn & 1];
       if (threadIdx.x == 0) barrier_expect(met, count * int(sizeof(float2)));
-      if (lane < kPiecesBlocks) send_in_cluster(here + rank * warps + warp, met, lane, sums);
+      if (lane < cluster) send_in_cluster(here + rank * warps + warp, met, lane, sums);
       barrier_wait(met, turn >> 1 & 1);
       sums = make_float2(0.f, 0.f);
 #pragma unroll 1
@@ -180,37 +226,56 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     int64_t base = row * a.n;
     forget(base);  // kept, rather than multiplied anew for each store
     stage = first_stage;
+    const int past_head = past ? head_of(a.grad_sum, row) : 0;
+    // Of shifted rows the mask is made for the fours of elements that a piece stands in, and its bits go round the warp.
+    const int64_t masks_from = (base + from) / 4 * 4;
+    const int mask_head = int((base + from) % 4);
+    const auto masks_of = [&](int k) {
+      return kept_of_slots<kSize, 1>(a.dropout, barriers.seed, masks_from + k * kStep + lane * kSize, 0);
+    };
+    [[maybe_unused]] uint32_t masks = Kind::kDrops && kShifted && wants_rows && a.dropout.seed ? masks_of(0) : 0;
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
-      const unsigned char* const part = ring + place(stage);
-      if (past) barrier_wait(&barriers.past_arrived[past_stage][warp], past_parity);
+      const unsigned char* const part = ring + place(stage) + k % kTogether * kWarp * 16;
+      if (past && k % kTogether == 0) barrier_wait(&barriers.past_arrived[past_stage][warp], past_parity);
       int column = start;
       make_ready(column);
       column += k * kStep;
-      if (wants_rows && column < n) {
-        [[maybe_unused]] uint32_t kept = 0;
-        if constexpr (Kind::kXBias > 0) {
+      [[maybe_unused]] uint32_t kept = 0;
+      if constexpr (Kind::kDrops && kShifted) {
+        if (wants_rows && a.dropout.seed) {
+          const uint32_t next = masks_of(k + 1), beyond = __shfl_sync(kAllLanes, next, 0);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            const int at_bit = mask_head + i * kWarp + lane;
+            const uint32_t of_lane = __shfl_sync(kAllLanes, masks, at_bit / kSize);
+            kept |= ((at_bit < kWarp * kSize ? of_lane : beyond) >> (at_bit % kSize) & 1) << i;
+          }
+          masks = next;
+        }
+      }
+      const bool whole = from + (k + 1) * kStep <= n;
+      if (wants_rows && (kShifted ? from + k * kStep < n : column < n)) {
+        if constexpr (Kind::kDrops && !kShifted) {
           if (a.dropout.seed) kept = kept_of_slots<kSize, 1>(a.dropout, barriers.seed, base + column, 0);
         }
         float values[kSize], grad[kSize], weight[kSize];
         weights().take(k, weight);
-        take_slot<T, kSize, false>(part, lane).values(0, values);
-        take_slot<T, kSize, false>(part + kPieceBytes, lane).values(0, grad);
+        take(part, x_head, values);
+        take(part + Kind::kPiece, grad_head, grad);
         second_pass<kSize, kCentred>(values, weight, terms, grad);
         if (past) {
-          take_slot<T, kSize, false>(ring + past_place(past_stage), lane).values(0, values);
+          take(ring + past_place(past_stage) + k % kTogether * kWarp * 16, past_head, values);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
-        if (a.grad_x) store_slot<T, kSize, false>(static_cast<T*>(a.grad_x) + base, column, n, kWarp, grad);
-        if constexpr (Kind::kXBias > 0) {
+        if (a.grad_x) put(static_cast<T*>(a.grad_x) + base, column, whole, grad);
+        if constexpr (Kind::kDrops) {
           if (a.dropout.seed) {
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
-          if (a.grad_dropped) {
-            store_slot<T, kSize, false>(static_cast<T*>(a.grad_dropped) + base, column, n, kWarp, grad);
-          }
+          if (a.grad_dropped) put(static_cast<T*>(a.grad_dropped) + base, column, whole, grad);
         }
         if constexpr (Kind::kXBias == 1) {
 #pragma unroll
@@ -224,10 +289,11 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
           }
         }
       }
+      if ((k + 1) % kTogether > 0) continue;
       __syncwarp();
       if (lane == 0) {
-        fetch(row, k + pieces, stage);
-        if (past) fetch_past(row, k + past_pieces, past_stage);
+        fetch(row, k / kTogether + pieces, stage);
+        if (past) fetch_past(row, k / kTogether + past_pieces, past_stage);
       }
       if (++stage == pieces) stage = 0, first_parity ^= 1;
       if (++past_stage == past_pieces) past_stage = 0, past_parity ^= 1;
@@ -238,7 +304,19 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   float* const sums_of_block = a.partials + int64_t(block) * a.columns;
   const int64_t kind_step = int64_t(blocks) * a.columns;
   const auto write = [&](int kind, auto&& column) {
-    write_columns<kSize, kStep, kSlots>(sums_of_block + kind * kind_step, static_cast<float*>(nullptr), start, n, column);
+    float* const sums = sums_of_block + kind * kind_step;
+    if constexpr (kShifted) {
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const int c = start + k * kStep + i * kWarp;
+          if (c < n) sums[c] = column(k, i);
+        }
+      }
+    } else {
+      write_columns<kSize, kStep, kSlots>(sums, static_cast<float*>(nullptr), start, n, column);
+    }
   };
   write(0, [&](int k, int i) { return columns[k].weight[i]; });
   if constexpr (kSums > 1) write(1, [&](int k, int i) { return columns[k].bias[i]; });

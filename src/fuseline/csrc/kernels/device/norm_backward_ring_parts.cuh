@@ -51,6 +51,22 @@ __device__ __forceinline__ int fetch_part(const NormBackward& a, const void* ten
   }
 }
 
+// So many bytes from element `at` on; of what is shifted all vectors that they stand in.
+template <class T, bool kShifted>
+struct Span {
+  const unsigned char* first;
+  int bytes;
+
+  __device__ __forceinline__ Span(const void* tensor, int64_t at, int wanted)
+      : first(static_cast<const unsigned char*>(tensor) + at * int64_t(sizeof(T))), bytes(wanted) {
+    if constexpr (kShifted) {
+      const int head = int(reinterpret_cast<uintptr_t>(first) % 16);
+      first -= head;
+      bytes = wanted > 0 ? (head + wanted + 15) / 16 * 16 : 0;
+    }
+  }
+};
+
 // A slot of a row out of shared memory: vectors `at` .. of the warp's part.
 template <class T, int kSize, bool kShifted>
 __device__ __forceinline__ HeldSlot<T, kSize, kShifted> take_slot(const unsigned char* part, int slot) {
@@ -75,6 +91,10 @@ struct RingWeights {
   __device__ __forceinline__ void keep(const NormBackward& a, int slot, int first) const {
     float weight[kSize];
     weights_of_columns<typename Kind::Y, Kind::kShifted>(a, first, weight);
+    put(slot, weight);
+  }
+
+  __device__ __forceinline__ void put(int slot, const float (&weight)[kSize]) const {
     if (fp32) {
 #pragma unroll
       for (int v = 0; v < kSize / 4; ++v) {
@@ -84,6 +104,17 @@ struct RingWeights {
     } else if constexpr (kSize == 8) {
       at[slot * step()] = pack<typename Kind::Y>(weight);
     }
+  }
+
+  // The same for columns first, first + kWarp, ..
+  __device__ __forceinline__ void keep_apart(const NormBackward& a, int slot, int first) const {
+    float weight[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int c = first + i * kWarp;
+      weight[i] = c >= int(a.n) ? 0.f : a.weight ? weight_at<typename Kind::Y>(a.weight, a.fp32_weights, c) : 1.f;
+    }
+    put(slot, weight);
   }
 
   __device__ __forceinline__ void take(int slot, float (&weight)[kSize]) const {

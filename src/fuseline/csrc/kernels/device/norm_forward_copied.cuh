@@ -18,6 +18,7 @@ constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bi
 struct FetchedPlan {
   int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
   int part = 0;                // vectors of a warp's part of each tensor
+  int ring = 0;                // pieces of x that a warp has at a time; 0: all
   size_t bytes = 0;
   bool light = false;          // threads have fewer registers
   bool leaves = false;         // x leaves the L2 first
@@ -34,8 +35,8 @@ inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Devi
   return vectors <= 4096 ? 4 : 8;
 }
 
-// Of rows of 16 bits with a mask, as lines of the table are for x alone: a warp has two pieces of a row, or one. Shares of the
-// copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers 0.934), at 16,384 0.979 (0.967 by half of
+// Of rows of 16 bits with a mask, and of many of fp32 by their bytes, as lines of the table are for x alone: a warp has two
+// pieces of a row, or one. Shares of the copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers 0.934), at 16,384 0.979 (0.967 by half of
 // them; 0.945), 32,768 0.960 (0.936 by twice the blocks, 0.935 the warps; 0.930), 65,536 0.948 (0.912 by twice the warps; 0.898),
 // 131,072 0.923 (0.911 by half the blocks of twice the warps), 262,144 0.864 (0.587 by half the warps).
 constexpr RowChoice kMaskedForward2[] = {{15360, 8, 128, 1, 1},  {16384, 8, 256, 1, 1},  {32768, 8, 128, 2, 1},
@@ -49,13 +50,35 @@ inline const RowChoice* masked_choice(int64_t n) {
   return nullptr;
 }
 
+// Rows of which a block has all of the residual, and of x a ring of pieces: so several blocks share a multiprocessor.
+struct RingedSum {
+  int64_t longest;  // elements
+  int cluster, warps, pieces;
+};
+
+// Of many rows of fp32, shares of the copy bandwidth of layer and RMS norms, by all of x and so: 131,072 elements 0.848 and
+// 0.920, 0.892 and 0.943 (of 8 warps by 8 blocks 0.914, 0.928, by 16 0.913, 0.934), 262,144 0.737 and 0.847, 0.788 and 0.870 (16 warps 0.806,
+// 0.855; one piece 0.803, 0.802), with a mask 0.674 and 0.822, 0.715 and 0.856 (one piece 0.778, three 0.604). Of 16 bits at
+// 262,144 layer norms 0.866 and 0.893, RMS norms 0.927 and 0.911 (of 16 warps 0.887, 0.926), with a mask 0.879 and 0.872.
+constexpr RingedSum kRinged[] = {{131072, 8, 16, 2}, {262144, 16, 8, 2}};
+
+inline const RingedSum* ringed_sum(const NormForward& a, size_t size, bool masked, const Device& device) {
+  const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
+  if (given || size == 2 || a.rows <= device.processors || a.n <= kLongSum / 2) return nullptr;
+  for (const RingedSum& sum : kRinged) {
+    if (a.n <= sum.longest) return masked && a.n <= kLongSum ? nullptr : &sum;
+  }
+  return nullptr;
+}
+
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
 // against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
 // kLongSum, not masked, which at 262,144 take 383.2 us of RMS norms in 8 blocks of 16 warps and 405.5 of layer norms in 16 of 8,
 // by the table 413.7 and 423.8; in 16 of 8 RMS norms 388.4, in 16 of 16 477.2 and layer norms 509.2.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_be_light, bool long_sums, int most, int most_warps, const Device& device) {
+                                bool may_be_light, bool long_sums, const RingedSum* ringed, int most, int most_warps,
+                                const Device& device) {
   FetchedPlan plan;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, most_warps);
@@ -78,7 +101,13 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   }
   while (plan.warps * 2 <= most_warps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
-  plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
+  if (ringed && ringed->warps <= most_warps && ringed->cluster <= most) {
+    plan.cluster = ringed->cluster, plan.warps = ringed->warps, plan.ring = ringed->pieces;
+    plan.part = int(part());
+    if (plan.ring * kPieceSlots >= plan.part) plan.ring = 0;
+  }
+  const size_t branch = plan.ring ? size_t(plan.ring) * kPieceSlots : size_t(plan.part) * (tensors - 1);
+  plan.bytes = size_t(plan.warps) * ((size_t(plan.part) + branch) * 16 + plan.cluster * sizeof(Moments));
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
   if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
   return plan;
@@ -86,14 +115,16 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
 
 template <class T, bool kAdded, bool kMasked>
 bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
-  const RowChoice* const choice =
-      kMasked && sizeof(T) == 2 ? masked_choice(a.n) : choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
+  const bool as_masked = kMasked && (sizeof(T) == 2 || a.rows > device.processors);
+  const RowChoice* choice = as_masked ? masked_choice(a.n * int64_t(sizeof(T)) / 2) : nullptr;
+  if (!choice && !(kMasked && sizeof(T) == 2)) choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   if (!choice || choice->stages == 0) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
+  const RingedSum* const ringed = kAdded ? ringed_sum(a, sizeof(T), kMasked, device) : nullptr;
   const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, long_sums,
-                                        most, kMostWarps, device);
+                                        ringed, most, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
@@ -113,8 +144,8 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
   a.cluster = plan.cluster;
-  error = launch(kernel, FetchedNorm{a, plan.part, plan.leaves}, a.rows * plan.cluster, dim3(plan.warps * kWarp), plan.bytes,
-                 plan.cluster, stream, true);
+  error = launch(kernel, FetchedNorm{a, plan.part, plan.leaves, plan.ring}, a.rows * plan.cluster, dim3(plan.warps * kWarp),
+                 plan.bytes, plan.cluster, stream, true);
   return true;
 }
 

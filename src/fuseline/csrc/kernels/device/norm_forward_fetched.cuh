@@ -18,6 +18,7 @@ struct FetchedNorm {
   NormForward norm;
   int part;  // vectors of a warp's part
   bool leaves;  // the L2 before what is written
+  int ring;     // pieces of x that a warp has at a time, where it has not all of them; 0: it has
 };
 
 struct FetchedBarriers {
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   extern __shared__ __align__(128) uint4 slots[];
   __shared__ FetchedBarriers barriers;
   constexpr int kSize = kVector<T>;
+  constexpr bool kRings = kAdded && sizeof(T) == 4;
   const NormForward& a = given.norm;
   const int n = int(a.n);
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
@@ -48,8 +50,10 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   T* const y = static_cast<T*>(a.y) + row * a.n;
   // What is normalized, of this warp, and the branch, whose place y takes.
   uint4* const mine = slots + warp * given.part;
-  uint4* const branch = mine + (kAdded ? warps * given.part : 0);
-  Moments* const states = reinterpret_cast<Moments*>(slots + (kAdded ? 2 : 1) * warps * given.part);
+  const int branch_part = kRings && given.ring ? given.ring * kPieceSlots : given.part;  // vectors of a warp
+  uint4* const branch = kAdded ? slots + warps * given.part + warp * branch_part : mine;
+  uint4* const results = kRings && given.ring ? mine : branch;
+  Moments* const states = reinterpret_cast<Moments*>(slots + warps * (given.part + (kAdded ? branch_part : 0)));
   uint64_t* const arrived = barriers.arrived[warp];
 
   let_next_start();
@@ -63,9 +67,19 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
     __syncthreads();
   }
   wait_for_earlier();
+  // Where a piece of the branch stands, and one lane's sending for it.
+  const auto place_of = [&](int piece) { return (kRings && given.ring ? piece % given.ring : piece) * kPieceSlots; };
+  const auto fetch_branch = [&](int piece) {
+    const int from = piece * kPieceSlots, bytes = (min(from + kPieceSlots, part.count) - from) * 16;
+    if (bytes <= 0) return;
+    barrier_expect(&arrived[piece], bytes);
+    copy_in(branch + place_of(piece), static_cast<const T*>(a.x) + row * a.n + part.element(from), bytes, &arrived[piece]);
+  };
   if (lane == 0) {
     part.fetch(mine, arrived, given.leaves);
-    if constexpr (kAdded) {
+    if (kRings && given.ring) {
+      for (int piece = 0; piece < given.ring; ++piece) fetch_branch(piece);
+    } else if constexpr (kAdded) {
       Part<T> other = part;
       other.at = static_cast<const T*>(a.x) + row * a.n;
       other.fetch(branch, arrived, given.leaves);
@@ -118,7 +132,7 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
         if (slot >= part.count) continue;
         float values[kSize], added[kSize];
         unpack<T>(raw[k], values);
-        unpack<T>(branch[slot], added);
+        unpack<T>(branch[place_of(piece) + k * kWarp + lane], added);
         if constexpr (kMasked) {
           float bias[kSize];
           unpack<T>(x_bias[k], bias);
@@ -134,7 +148,10 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
         mine[slot] = raw[k] = pack<T>(values);
       }
     }
-    if constexpr (kAdded) part.send(sum, mine, piece);
+    if constexpr (kAdded) {
+      part.send(sum, mine, piece);
+      if (kRings && given.ring && lane == 0) fetch_branch(piece + given.ring);
+    }
     if (a.centred && piece == 0) {
       float values[kSize], total = 0.f;
       unpack<T>(raw[0], values);
@@ -180,6 +197,10 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
                              : combine_near(states, count, float(n), inverse_n, a.centred);
   const float rstd = rstd_of<T>(all.squares, inverse_n, a.eps);
   const Standard<T> standard(all.mean, rstd);
+  if (kRings && given.ring) {  // y takes the place of the sum, which has left by now
+    if (lane == 0) wait_for_copies_out();
+    __syncwarp();
+  }
   if (rank == 0 && threadIdx.x == 0) keep_statistics(a, row, all.mean, rstd);
 #pragma unroll 1
   for (int piece = 0; piece * kPieceSlots < part.count; ++piece) {
@@ -199,9 +220,9 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
       } else {
         normalize<T, true>(a, part.element(slot), n, all.mean, rstd, values);
       }
-      branch[slot] = pack<T>(values);
+      results[slot] = pack<T>(values);
     }
-    part.send(y, branch, piece);
+    part.send(y, results, piece);
   }
   if (lane == 0) wait_for_copies_out();
 #endif

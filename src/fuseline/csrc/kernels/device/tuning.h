@@ -17,6 +17,7 @@ inline constexpr RowChoice kSoftmaxForward2[] = {
     {262144, 8, 512, 8, 2},
 };
 inline constexpr RowChoice kSoftmaxForward4[] = {
+    {8, 1, 128, 1, 0},
     {256, 2, 128, 1, 0},
     {1024, 8, 128, 1, 0},
     {16384, 8, 512, 1, 0},
