@@ -173,6 +173,26 @@ def test_kernel_is_right_at_odd_sizes(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+def test_hundreds_of_rows_are_right_at_odd_sizes(name: str) -> None:
+    """Tiles of which W, x and columns end in the midst; y that takes no 16 bytes at a time; NaN around x."""
+    kernels = open_kernels()
+    for k, n in ((8, 1), (72, 33), (328, 777), (1000, 130), (4104, 600), (264, 2000)):
+        for rows in (65, 128, 129, 256):
+            arguments = draw(rows, k, n, FORMATS[name], torch.bfloat16)
+            wanted = exact(arguments)
+            x = torch.full((rows, k + 40), float("nan"), dtype=torch.bfloat16, device="cuda")[:, 16 : 16 + k]
+            x.copy_(arguments.pop("x"))
+            arguments.pop("out_features")
+            for splits in (0, 1, 2, 3, 8):
+                if splits * 64 > k + 63:
+                    continue
+                y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+                launch_quant_linear(kernels, x, y=y, **arguments, kernel="hundreds", splits=splits)
+                assert_exact(y, wanted, f"{rows} x {k} x {n}, {splits} splits")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 8, 12, 30, 64, 100, 200, 300])
 def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
@@ -185,7 +205,7 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
     arguments.pop("out_features")
     weight = arguments.pop("weight")
     taken = 0
-    for kernel in ("stream", "tiles", "gemv"):
+    for kernel in ("stream", "tiles", "gemv", "hundreds"):
         for splits in range(1, 9):
             y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
             plan: dict[str, Any] = {"kernel": kernel, "splits": splits}
@@ -285,7 +305,7 @@ def test_blocks_take_unit_after_unit(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
 @pytest.mark.parametrize("width", [511, 512])
 def test_layers_one_after_another_wait_for_each_other(name: str, rows: int, width: int) -> None:
     """A kernel begins before the one before has ended, and reads what that wrote all the same."""

@@ -13,18 +13,19 @@
 namespace fuseline {
 
 // A tensor [outer][rows][length] in memory, its lines `row_bytes` apart and its slices `outer_bytes`, and the box that is
-// fetched of it: `box_rows` lines of 128 bytes. What of a box lies outside is zeros. `tf32`: fp32 is rounded to TF32 on the
+// fetched of it: `box_rows` lines of 128 bytes of `box_slices` slices. What of a box lies outside is zeros. `tf32`: fp32 is rounded to TF32 on the
 // way, which products of TF32 would truncate (2.6 times the error).
 struct BoxedTensor {
   const void* data;
   int64_t length, rows, outer, row_bytes, outer_bytes;
   int box_rows, dtype;
   bool tf32 = false;
+  int box_slices = 1;
 
   bool operator==(const BoxedTensor& other) const {
     return data == other.data && length == other.length && rows == other.rows && outer == other.outer &&
            row_bytes == other.row_bytes && outer_bytes == other.outer_bytes && box_rows == other.box_rows &&
-           dtype == other.dtype && tf32 == other.tf32;
+           dtype == other.dtype && tf32 == other.tf32 && box_slices == other.box_slices;
   }
 };
 
@@ -72,7 +73,7 @@ inline int make_tensor_map(CUtensorMap& map, const BoxedTensor& tensor) {
                                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint64_t sizes[3] = {cuuint64_t(tensor.length), cuuint64_t(tensor.rows), cuuint64_t(tensor.outer)};
   const cuuint64_t strides[2] = {cuuint64_t(tensor.row_bytes), cuuint64_t(tensor.outer_bytes)};
-  const cuuint32_t box[3] = {cuuint32_t(128 / size), cuuint32_t(tensor.box_rows), 1};
+  const cuuint32_t box[3] = {cuuint32_t(128 / size), cuuint32_t(tensor.box_rows), cuuint32_t(tensor.box_slices)};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult made = encode(&map, type, 3, const_cast<void*>(tensor.data), sizes, strides, box, steps,
                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

@@ -1,0 +1,11 @@
+// Some hundred rows of activations times few weights of 4 bits on Hopper. See device/linear_hundreds.cuh.
+
+#include "device/linear_hundreds_launch.cuh"
+
+namespace fuseline {
+
+int run_hundreds_int4(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  return call.dtype == FUSELINE_BFLOAT16 ? run_hundreds<__nv_bfloat16, WeightsInt4>(a, call, stream) : FUSELINE_UNSUPPORTED;
+}
+
+}  // namespace fuseline

@@ -1,0 +1,11 @@
+// Some hundred rows of activations times few weights of 8 bits on Hopper. See device/linear_hundreds.cuh.
+
+#include "device/linear_hundreds_launch.cuh"
+
+namespace fuseline {
+
+int run_hundreds_int8(const LinearArguments& a, const fuseline_linear& call, void* stream) {
+  return call.dtype == FUSELINE_BFLOAT16 ? run_hundreds<__nv_bfloat16, WeightsInt8>(a, call, stream) : FUSELINE_UNSUPPORTED;
+}
+
+}  // namespace fuseline
