@@ -173,21 +173,22 @@ def test_kernel_is_right_at_odd_sizes(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["int8", "int4-128"])
-def test_hundreds_of_rows_are_right_at_odd_sizes(name: str) -> None:
+def test_hundreds_of_rows_are_right_at_odd_sizes(name: str, dtype: torch.dtype) -> None:
     """Tiles of which W, x and columns end in the midst; y that takes no 16 bytes at a time; NaN around x."""
     kernels = open_kernels()
     for k, n in ((8, 1), (72, 33), (328, 777), (1000, 130), (4104, 600), (264, 2000)):
         for rows in (65, 128, 129, 256):
-            arguments = draw(rows, k, n, FORMATS[name], torch.bfloat16)
+            arguments = draw(rows, k, n, FORMATS[name], dtype)
             wanted = exact(arguments)
-            x = torch.full((rows, k + 40), float("nan"), dtype=torch.bfloat16, device="cuda")[:, 16 : 16 + k]
+            x = torch.full((rows, k + 40), float("nan"), dtype=dtype, device="cuda")[:, 16 : 16 + k]
             x.copy_(arguments.pop("x"))
             arguments.pop("out_features")
             for splits in (0, 1, 2, 3, 8):
                 if splits * 64 > k + 63:
                     continue
-                y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+                y = torch.full((rows, n), float("nan"), dtype=dtype, device="cuda")
                 launch_quant_linear(kernels, x, y=y, **arguments, kernel="hundreds", splits=splits)
                 assert_exact(y, wanted, f"{rows} x {k} x {n}, {splits} splits")
 

@@ -5,7 +5,8 @@
 namespace fuseline {
 
 int run_hundreds_int4(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  return call.dtype == FUSELINE_BFLOAT16 ? run_hundreds<__nv_bfloat16, WeightsInt4>(a, call, stream) : FUSELINE_UNSUPPORTED;
+  return call.dtype == FUSELINE_BFLOAT16 ? run_hundreds<__nv_bfloat16, WeightsInt4>(a, call, stream)
+                                         : run_hundreds<__half, WeightsInt4>(a, call, stream);
 }
 
 }  // namespace fuseline

@@ -99,7 +99,7 @@ int run_hundreds(const LinearArguments& a, const fuseline_linear& call, void* st
   HundredsPlan plan;
   const int failed = plan_hundreds<T, Weights>(a, device, call.splits, plan);
   if (failed != 0) return failed;
-  // What errs least of 472 products: int4 beside 65 rows takes up to a fifth longer than beside 128, for no known reason.
+  // What errs least of 472 products: int4 beside 65 rows takes up to a third longer than beside 128, for no known reason.
   const double most = !Weights::kGrouped ? 1.02 : a.m < 96 ? 0.8 : a.m <= 128 ? 1.03 : 1.;
   if (plan.warpgroups == 0 || (!asked && plan.us > most * tiles_us<Weights>(a, device.processors))) return FUSELINE_UNSUPPORTED;
   if (plan.warpgroups == 2) return launch_hundreds<T, Weights, 2>(a, call, plan.splits, stream);
