@@ -203,8 +203,8 @@ def assert_near(
     what: str,
     size: float,
 ) -> None:
-    """As the contract has it, with a floor for what plain PyTorch rounds well by luck: of the size of all that is
-    computed with it, but where rows of few elements cancel."""
+    """As the contract has it, with a floor for what plain PyTorch rounds well by luck: of the size of all
+    that is computed with it, but where rows of few elements cancel."""
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), what
     seen = exact.isfinite() & plain.isfinite()
     assert torch.equal(ours.isfinite(), plain.isfinite()), f"{what}: finite elsewhere than plain PyTorch"

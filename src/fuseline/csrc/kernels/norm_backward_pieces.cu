@@ -5,6 +5,9 @@
 namespace fuseline {
 namespace {
 
+constexpr int64_t kColumnsOfBlock = kPiecesWarps * kColumnsOfWarp;
+constexpr int64_t kLongest = kMostBlocks * kColumnsOfBlock;  // 262,144 elements
+
 // How many blocks share a row; 0 where norm_backward_ring.cuh reads more, or as much. Shares of the copy bandwidth there and
 // here, of layer and RMS norms: fp32 with a mask 131,072 0.398 (which no ring holds) and 0.917, 0.398 and 0.927; sums of fp32
 // 12,288 0.926 and 0.969, 0.929 and 0.966, 16,384 0.937 and 0.954, 0.938 and 0.961, with a mask 12,288 0.919 and 0.943, 0.912 and
@@ -14,7 +17,6 @@ namespace {
 // 0.941 and 0.927, at 262,144 0.871 and 0.849, 0.911 and 0.907. With warps that have no columns it is slower: 16,384 of 16 bits
 // 0.918 and 0.781.
 int pieces_cluster(const NormBackward& a, bool halves, const Device& device) {
-  constexpr int64_t kLongest = kMostBlocks * kPiecesWarps * kColumnsOfWarp;  // 262,144 elements
   constexpr int64_t kNearly = 14;  // of kPiecesWarps warps have columns
   const bool drops = a.grad_dropped || a.grad_x_bias, sum = a.grad_sum, many = a.rows >= device.processors;
   const auto fills = [&](int blocks) {
@@ -62,7 +64,10 @@ bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const D
 }
 
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device) {
-  return n > kShortestPieces && device.clusters ? std::min(rows, divide_up(device.processors, kLeastPiecesBlocks)) : 0;
+  if (n <= kShortestPieces || n > kLongest || !device.clusters) return 0;
+  int cluster = kLeastPiecesBlocks;  // the fewest that hold a row
+  while (cluster * kColumnsOfBlock < n) cluster *= 2;
+  return std::min(rows, divide_up(device.processors, cluster));
 }
 
 }  // namespace fuseline

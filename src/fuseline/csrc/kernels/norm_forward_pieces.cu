@@ -20,6 +20,7 @@ bool takes(const NormForward& a, bool halves, bool masked) {
 }  // namespace
 
 bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error) {
+  if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given) return false;
   if (!device.clusters || a.rows < device.processors || a.n > (int64_t(1) << 30)) return false;
   const bool masked = a.x_bias || a.dropout.seed;
   return 0 != with_dtype(dtype, [&](auto type) {

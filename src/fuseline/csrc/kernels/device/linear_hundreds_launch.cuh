@@ -32,10 +32,9 @@ double tiles_us(const LinearArguments& a, int processors) {
   return us;
 }
 
-// The best for blocks that all run at once, of what `asked_splits` leaves open; times give or take 8%. Answers 0, or an
-// error's code.
+// The best for blocks that all run at once, of what `asked_splits` leaves open; times give or take 8%.
 template <class T, class Weights>
-int plan_hundreds(const LinearArguments& a, const Device& device, int asked_splits, HundredsPlan& plan) {
+cudaError_t plan_hundreds(const LinearArguments& a, const Device& device, int asked_splits, HundredsPlan& plan) {
   const int64_t row_blocks = divide_up(a.m, kHundredsRows);
   const auto consider = [&](auto kernel, auto shape, int warpgroups, int most_splits, double around, double shares,
                             double a_step) -> cudaError_t {
@@ -59,7 +58,7 @@ int plan_hundreds(const LinearArguments& a, const Device& device, int asked_spli
   if (error == cudaSuccess) {
     error = consider(linear_hundreds_kernel<T, Weights, 3>, HundredsShape<Weights, 3>{}, 3, 4, 3.4, 4.4, kInt4 ? 0.63 : 0.57);
   }
-  return int(error);
+  return error;
 }
 
 template <class T, class Weights, int kWarpgroups>
@@ -97,8 +96,9 @@ int run_hundreds(const LinearArguments& a, const fuseline_linear& call, void* st
   if (error != cudaSuccess) return int(error);
   if (!device.warpgroups) return FUSELINE_UNSUPPORTED;
   HundredsPlan plan;
-  const int failed = plan_hundreds<T, Weights>(a, device, call.splits, plan);
-  if (failed != 0) return failed;
+  if (plan_hundreds<T, Weights>(a, device, call.splits, plan) != cudaSuccess) {
+    return cudaGetLastError(), FUSELINE_UNSUPPORTED;  // no such kernel for this device
+  }
   // What errs least of 472 products: int4 beside 65 rows takes up to a third longer than beside 128, for no known reason.
   const double most = !Weights::kGrouped ? 1.02 : a.m < 96 ? 0.8 : a.m <= 128 ? 1.03 : 1.;
   if (plan.warpgroups == 0 || (!asked && plan.us > most * tiles_us<Weights>(a, device.processors))) return FUSELINE_UNSUPPORTED;

@@ -51,7 +51,8 @@ __device__ __forceinline__ int fetch_part(const NormBackward& a, const void* ten
   }
 }
 
-// So many bytes from element `at` on; of what is shifted all vectors that they stand in.
+// So many bytes from element `at` on; of what is shifted all vectors that they stand in, which at a tensor's ends have up to
+// 15 bytes of others: never another page of memory, and no column takes them.
 template <class T, bool kShifted>
 struct Span {
   const unsigned char* first;

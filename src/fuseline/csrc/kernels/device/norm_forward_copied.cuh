@@ -36,9 +36,10 @@ inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Devi
 }
 
 // Of rows of 16 bits with a mask, and of many of fp32 by their bytes, as lines of the table are for x alone: a warp has two
-// pieces of a row, or one. Shares of the copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers 0.934), at 16,384 0.979 (0.967 by half of
-// them; 0.945), 32,768 0.960 (0.936 by twice the blocks, 0.935 the warps; 0.930), 65,536 0.948 (0.912 by twice the warps; 0.898),
-// 131,072 0.923 (0.911 by half the blocks of twice the warps), 262,144 0.864 (0.587 by half the warps).
+// pieces of a row, or one. Shares of the copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers
+// 0.934), at 16,384 0.979 (0.967 by half of them; 0.945), 32,768 0.960 (0.936 by twice the blocks, 0.935 the warps; 0.930),
+// 65,536 0.948 (0.912 by twice the warps; 0.898), 131,072 0.923 (0.911 by half the blocks of twice the warps), 262,144 0.864
+// (0.587 by half the warps).
 constexpr RowChoice kMaskedForward2[] = {{15360, 8, 128, 1, 1},  {16384, 8, 256, 1, 1},  {32768, 8, 128, 2, 1},
                                          {65536, 16, 128, 4, 1}, {131072, 16, 128, 8, 1}, {262144, 16, 256, 8, 1}};
 
@@ -57,9 +58,10 @@ struct RingedSum {
 };
 
 // Of many rows of fp32, shares of the copy bandwidth of layer and RMS norms, by all of x and so: 131,072 elements 0.848 and
-// 0.920, 0.892 and 0.943 (of 8 warps by 8 blocks 0.914, 0.928, by 16 0.913, 0.934), 262,144 0.737 and 0.847, 0.788 and 0.870 (16 warps 0.806,
-// 0.855; one piece 0.803, 0.802), with a mask 0.674 and 0.822, 0.715 and 0.856 (one piece 0.778, three 0.604). Of 16 bits at
-// 262,144 layer norms 0.866 and 0.893, RMS norms 0.927 and 0.911 (of 16 warps 0.887, 0.926), with a mask 0.879 and 0.872.
+// 0.920, 0.892 and 0.943 (of 8 warps by 8 blocks 0.914, 0.928, by 16 0.913, 0.934), 262,144 0.737 and 0.847, 0.788 and 0.870
+// (16 warps 0.806, 0.855; one piece 0.803, 0.802), with a mask 0.674 and 0.822, 0.715 and 0.856 (one piece 0.778, three
+// 0.604). Of 16 bits, which do not come here, at 262,144 layer norms 0.866 and 0.893, RMS norms 0.927 and 0.911 (of 16 warps
+// 0.887, 0.926), with a mask 0.879 and 0.872.
 constexpr RingedSum kRinged[] = {{131072, 8, 16, 2}, {262144, 16, 8, 2}};
 
 inline const RingedSum* ringed_sum(const NormForward& a, size_t size, bool masked, const Device& device) {

@@ -13,8 +13,8 @@
 namespace fuseline {
 
 // A tensor [outer][rows][length] in memory, its lines `row_bytes` apart and its slices `outer_bytes`, and the box that is
-// fetched of it: `box_rows` lines of 128 bytes of `box_slices` slices. What of a box lies outside is zeros. `tf32`: fp32 is rounded to TF32 on the
-// way, which products of TF32 would truncate (2.6 times the error).
+// fetched of it: `box_rows` lines of 128 bytes of `box_slices` slices. What of a box lies outside is zeros. `tf32`: fp32 is
+// rounded to TF32 on the way, which products of TF32 would truncate (2.6 times the error).
 struct BoxedTensor {
   const void* data;
   int64_t length, rows, outer, row_bytes, outer_bytes;
