@@ -216,7 +216,7 @@ def test_says_what_does_not_fit(change: dict[str, Any], message: str) -> None:
         {"out_weight": torch.randn(E, E + 1, dtype=torch.float64)},
         {"out_bias": torch.randn(E + 1, dtype=torch.float64)},
     ],
-    ids=str,
+    ids=lambda change: " ".join(change),
 )
 def test_the_composition_refuses_what_does_not_fit(change: dict[str, Any]) -> None:
     tensors, options = layer("own keys")

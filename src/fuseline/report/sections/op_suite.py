@@ -53,7 +53,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     for op, group in by_op.items():
         stem = f"ops-{op}" + (f"-{index}" if index > 1 else "")
         blocks.append(Heading(op))
-        for position, (variant, of_variant) in enumerate(grouped(group, _variant).items()):
+        for position, (variant, of_variant) in enumerate(sorted(grouped(group, _variant).items())):
             name = stem + (f"-{position}" if position else "")
             blocks.append(_lines(op, variant, of_variant, name))
             blocks.append(_speedups(op, variant, of_variant, f"{name}-speedup"))
