@@ -4,7 +4,7 @@
 // the latency of two launches, and HBM bandwidth. A cluster is an eighth of the GPU, and clusters that have whole rows leave
 // partial sums of all columns for another launch; here a block has a few columns of all rows, and their sums.
 //
-// Threads: a block has `across` vectors of a row side by side, and each thread one of them of every so manieth row, which it
+// Threads: a block has `across` vectors of a row side by side, and each thread one in every (threads / across)-th row, which it
 // fetches into a ring of its own. The first launch leaves two sums a row and block, and writes those over rows. The second
 // fetches its rows while the first runs, which lets it start once all that it reads but these sums is there; the latest rows
 // first, which the L2 has still.
