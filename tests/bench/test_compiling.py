@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ import torch
 
 from fuseline.bench import compiling as module
 from fuseline.bench.compiling import Compilers, Task, default_jobs, one_task
-from fuseline.timing import Summary, summarize
 
 CPU = torch.device("cpu")
 
@@ -117,22 +115,16 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
     theirs = CachingAutotuner.bench
     monkeypatch.setattr(CachingAutotuner, "bench", module._untimed)
     monkeypatch.setitem(module._kept, "bench", theirs)
-    with module.timed_briefly(module.briefly_shared):
+    timed: list[Any] = []
+
+    def clock(call: Callable[[], object]) -> float:
+        timed.append(call())
+        return 3.0
+
+    with module.timed_briefly(clock):
         assert CachingAutotuner.bench is theirs
-        assert benchmarker.benchmark is benchmarker.benchmark_gpu is module.briefly_shared
+        assert benchmarker.benchmark(fn=lambda: 1, fn_args=(), fn_kwargs={}, device=None) == 3.0
+        assert benchmarker.benchmark(lambda *a, **k: (a, k), (1,), {"out": 2}, device=None) == 3.0
+        assert benchmarker.benchmark_gpu(lambda: 4) == 3.0
+    assert timed == [1, ((1,), {"out": 2}), 4]
     assert CachingAutotuner.bench is module._untimed
-    assert benchmarker.benchmark is not module.briefly_shared
-
-
-def test_a_clock_is_called_as_inductors_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(call: Callable[[], object], *_: object, **__: object) -> Summary:
-        call()
-        return summarize([3000.0])
-
-    monkeypatch.setattr(module, "time_calls", once)
-    called: list[tuple[Any, ...]] = []
-    assert module.briefly_alone(fn=lambda: called.append(()), fn_args=(), fn_kwargs={}, device=None) == 3.0
-    assert module.briefly_alone(lambda *a, **k: called.append((*a, k)), (1,), {"out": 2}, device=None) == 3.0
-    assert called == [(), (1, {"out": 2})]
-    first = inspect.signature(module.briefly_alone).parameters
-    assert list(first) == list(inspect.signature(module.briefly_shared).parameters)

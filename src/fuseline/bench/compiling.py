@@ -169,14 +169,8 @@ def _untimed(*_: object, **__: object) -> float:
     return 0.0
 
 
-def briefly_shared(
-    fn: Callable[..., object],
-    fn_args: Sequence[Any] = (),
-    fn_kwargs: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> float:
+def briefly_shared(call: Callable[[], object]) -> float:
     """Milliseconds: the best of a few runs is least disturbed by other processes."""
-    call = functools.partial(fn, *(fn_args or ()), **(fn_kwargs or {}))
     call()
     times = []
     for _run in range(BRIEF_RUNS):
@@ -189,28 +183,30 @@ def briefly_shared(
     return min(times)
 
 
-def briefly_alone(
-    fn: Callable[..., object],
-    fn_args: Sequence[Any] = (),
-    fn_kwargs: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> float:
+def briefly_alone(call: Callable[[], object]) -> float:
     """Milliseconds: the median of a few runs, each behind an L2 that holds nothing it reads."""
-    call = functools.partial(fn, *(fn_args or ()), **(fn_kwargs or {}))
     return time_calls(call, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=2).median / 1e3
 
 
 @contextlib.contextmanager
-def timed_briefly(clock: Callable[..., float]) -> Iterator[None]:
+def timed_briefly(clock: Callable[[Callable[[], object]], float]) -> Iterator[None]:
     """Within, `clock` times configurations. Coordinate descent goes from one to the best beside it: where it
     ends in processes that share the GPU is near where the measuring process will, and there are the eighty it
     asks for last. These take 0.1 s each by inductor's own clock, which is most of a measurement."""
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+    def as_inductor_asks(
+        fn: Callable[..., object],
+        fn_args: Sequence[Any] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> float:
+        return clock(functools.partial(fn, *(fn_args or ()), **(fn_kwargs or {})))
+
     with contextlib.ExitStack() as stack:
         if "bench" in _kept:
             stack.enter_context(mock.patch.object(CachingAutotuner, "bench", _kept["bench"]))
         for name in ("benchmark", "benchmark_gpu"):
-            stack.enter_context(mock.patch.object(benchmarker, name, clock))
+            stack.enter_context(mock.patch.object(benchmarker, name, as_inductor_asks))
         yield

@@ -107,9 +107,8 @@ def _bench(options: Options) -> OpsBench:
     elements = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
     if options.elements is not None:
         elements = dict.fromkeys(elements, options.elements)
-    effort = Effort(
-        rounds=6, repeats=10, most_rounds=15 if on_gpu else 6
-    )  # on a processor all rounds disagree
+    # On a processor all rounds disagree.
+    effort = Effort(rounds=6, repeats=10, most_rounds=15 if on_gpu else 6)
     return OpsBench(
         device=device,
         lengths=options.lengths or ((1024,) if options.quick else many),

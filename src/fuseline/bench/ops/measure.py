@@ -25,9 +25,8 @@ LARGEST_ERROR = 0.3
 SHORT_US = 20.0  # below this the launch is a good part of the time: measured in a CUDA graph too
 LONG_US = 1e3  # fewer repeats of what takes longer: its noise is small beside it
 FEWEST_REPEATS = 2
-WIDEST_INTERVAL = (
-    0.05  # of the median; a round that something else on the machine fell into reads 1.3 to 5 of it
-)
+# Of the median; a round that something else on the machine fell into reads 1.3 to 5 of it.
+WIDEST_INTERVAL = 0.05
 
 Clock = Callable[[], Summary]
 
