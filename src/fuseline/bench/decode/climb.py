@@ -18,7 +18,8 @@ import torch
 
 from fuseline import native
 from fuseline.bench.decode.contenders import Compiled, Contender, in_plain_torch
-from fuseline.bench.decode.suite import SUITE, DecodeBench, Observer, Problem, made_model, timed
+from fuseline.bench.decode.problems import DecodeBench, Problem, made_model
+from fuseline.bench.decode.suite import SUITE, Observer, timed
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.quality import QualityBench, perplexity, texts
 from fuseline.errors import InputError, unknown_name
