@@ -135,6 +135,66 @@ def translation(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+def gemv(records: Sequence[Record]) -> list[str]:
+    """Microseconds of one row times a square weight: ours, and the best of the peers."""
+    told: dict[tuple[int, str], dict[str, float]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if r.case.get("section") == "chart" and r.metric == "time_us" and r.value is not None:
+            told.setdefault((int(str(r.case["k"])), str(r.case["format"])), {})[r.peer] = r.value
+    sizes = sorted({size for size, _ in told})
+    lines = [f"| K = N | {' | '.join(f'{n:,}' for n in sizes)} |", f"|---|{'---:|' * len(sizes)}"]
+    for format in ("int8", "int4", "bf16"):
+        cells = [_fastest(told.get((size, format), {})) for size in sizes]
+        lines.append(f"| {format} | {' | '.join(cells)} |")
+    return lines
+
+
+def _fastest(times: dict[str, float]) -> str:
+    peers = {peer: time for peer, time in times.items() if peer != "fuseline"}
+    beside = ""
+    if peers:
+        best = min(peers, key=lambda peer: peers[peer])
+        beside = f" ({best} {peers[best]:.1f})"
+    return f"**{times['fuseline']:.1f}**{beside}" if "fuseline" in times else ""
+
+
+LEVERS = {
+    "eager": "eager",
+    "compiled": "`torch.compile`, static cache",
+    "cuda-graph": "one CUDA graph a step",
+    "fused": "Fuseline's kernels",
+    "int8": "int8 weights",
+    "int4": "int4 weights, groups of 128",
+    "speculation": "an int4 copy drafts 4 tokens ahead of bf16",
+}
+
+
+def climb(records: Sequence[Record]) -> list[str]:
+    """Generation rung by rung: of Llama-2-7B's shape, and of the newest trained model with its perplexity."""
+    told: dict[str, dict[str, dict[str, float]]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if "rung" in r.case and r.value is not None:
+            rungs = told.setdefault(str(r.case["preset"]), {})
+            rungs.setdefault(str(r.case["rung"]), {})[r.metric] = r.value
+    large = told.get("llama2-7b", {})
+    trained = [rungs for rungs in told.values() if any("perplexity" in found for found in rungs.values())]
+    small = trained[-1] if trained else {}
+    lines = [
+        "| rung | Llama-2-7B, tokens/s | against eager "
+        "| a small trained GPT, tokens/s | against eager | perplexity |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for rung, name in LEVERS.items():
+        cells = [name]
+        for found in (large.get(rung, {}), small.get(rung, {})):
+            cells.append(f"{found['tokens_per_s']:,.0f}" if "tokens_per_s" in found else "")
+            cells.append(f"{found['speedup']:.2f}x" if "speedup" in found else "")
+        perplexity = small.get(rung, {}).get("perplexity")
+        cells.append(f"{perplexity:.3f}" if perplexity else "")
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
 def decode(records: Sequence[Record]) -> list[str]:
     """Tokens a second around position 200 of 512, by model, format and rows, and the best of others."""
     told: dict[tuple[str, str], dict[int, float]] = {}
@@ -188,7 +248,9 @@ def quality(records: Sequence[Record]) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "ladder": ("ladder", ladder),
     "ops": ("ops", ops),
+    "gemv": ("linear", gemv),
     "decode": ("decode", decode),
+    "climb": ("decode", climb),
     "quality": ("quality", quality),
     "translation": ("translation", translation),
 }

@@ -193,6 +193,17 @@ def briefly_alone(call: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
+def tuned_here(device: torch.device) -> Iterator[None]:
+    """Around what a measuring process compiles: it finds the fastest of several kernels for itself, with a
+    clock of its own, whatever an earlier process found."""
+    import torch._inductor.config
+
+    clocks = timed_briefly(briefly_alone) if device.type == "cuda" else contextlib.nullcontext()
+    with torch._inductor.config.patch("autotune_local_cache", False), clocks:
+        yield
+
+
+@contextlib.contextmanager
 def timed_briefly(clock: Callable[[Callable[[], object]], float]) -> Iterator[None]:
     """Within, `clock` times configurations. Coordinate descent goes from one to the best beside it: where it
     ends in processes that share the GPU is near where the measuring process will, and there are the eighty it

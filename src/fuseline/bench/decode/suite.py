@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from fuseline import native
-from fuseline.bench.compiling import MOST_COMPILING, Compilers, briefly_alone, timed_briefly
+from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.decode.contenders import Contender, contender
 from fuseline.bench.decode.problems import WARM_UP, DecodeBench, Problem, made_model
 from fuseline.bench.decode.warmup import compile_steps
@@ -49,11 +47,7 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
     longest: dict[str, float] = {}
     records: list[Record] = []
     held: tuple[tuple[str, int], TextGenerator] | None = None
-    with (
-        Compilers(bench.device, bench.jobs) as compilers,
-        torch._inductor.config.patch("autotune_local_cache", False),
-        timed_briefly(briefly_alone) if bench.device.type == "cuda" else nullcontext(),
-    ):
+    with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         within = budget.left() * MOST_COMPILING
         compile_steps(compilers, bench, problems, partial(_tell_compiled, observe, len(problems)), within)
         for number, problem in enumerate(problems):

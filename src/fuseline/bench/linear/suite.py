@@ -8,16 +8,14 @@ graph over that time, and `speedup`, the time of bf16 cuBLAS over it, taken once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch._inductor.config
 
 from fuseline import native
-from fuseline.bench.compiling import MOST_COMPILING, Compilers, briefly_alone, timed_briefly
+from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.linear import earlier
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
@@ -100,10 +98,9 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     """Measure; records are appended to `<out>/linear.jsonl` problem by problem."""
     native.ready(bench.device.type)
     budget = Budget(bench.seconds or None)
-    on_gpu = bench.device.type == "cuda"
     ceiling = Ceiling(
         bench.copy_gbs or copy_bandwidth_gbs(bench.device),
-        empty_kernel_us(bench.device) if on_gpu else None,
+        empty_kernel_us(bench.device) if bench.device.type == "cuda" else None,
     )
     environment = describe(bench.device)
     file = out / f"{SUITE}.jsonl"
@@ -113,11 +110,7 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     missing = [problem for problem in problems if wanted[problem]]
     records: list[Record] = []
     dense: dict[tuple[int, int, int], float] = {}
-    with (
-        Compilers(bench.device, bench.jobs) as compilers,
-        torch._inductor.config.patch("autotune_local_cache", False),
-        timed_briefly(briefly_alone) if on_gpu else nullcontext(),
-    ):
+    with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         for number, problem in enumerate(missing):
             if budget.left() <= 0:
                 break
