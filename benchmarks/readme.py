@@ -117,11 +117,17 @@ KERNELS = ("formulas", "torch", "fuseline", "nothing")
 
 
 def translation(records: Sequence[Record]) -> list[str]:
-    """Milliseconds a step of the seed's translation model by kernels, and the ratio of ours to the first."""
+    """Milliseconds a step of the seed's translation model by kernels, and the ratio of ours to the first;
+    what would be left were nothing to fuse is in brackets where the kernels' times tell it."""
     told = {
         (r.case["execution"], r.case["dtype"], r.case["kernels"], r.metric): r.value
         for r in records
         if r.case.get("section") == "epoch"
+    }
+    limits = {
+        (r.case["execution"], r.case["dtype"]): r.value
+        for r in records
+        if r.case.get("section") == "work" and r.metric == "amdahl_limit"
     }
     lines = [
         "| step | operator by operator | torch's kernels | Fuseline's ops | nothing left to fuse | faster |",
@@ -130,6 +136,8 @@ def translation(records: Sequence[Record]) -> list[str]:
     for execution, dtype in dict.fromkeys(key[:2] for key in told):
         times = [told.get((execution, dtype, kernels, "iteration_ms")) for kernels in KERNELS]
         cells = [f"{EXECUTIONS[str(execution)]}, {dtype}", *(f"{t:.2f} ms" if t else "" for t in times)]
+        if times[0] and not times[-1] and (limit := limits.get((execution, dtype))):
+            cells[-1] = f"({times[0] / limit:.2f} ms)"
         cells.append(f"{told[execution, dtype, 'fuseline', 'paired_speedup']:.2f}x")
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return lines
