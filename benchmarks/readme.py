@@ -223,6 +223,9 @@ def decode(records: Sequence[Record]) -> list[str]:
 DECODERS = {"gptfast": "gpt-fast's way"}
 
 
+ROUNDINGS = {"nearest": "", "fitted": ", fitted grids", "hqq": ", HQQ", "calibrated": ", calibrated"}
+
+
 def quality(records: Sequence[Record]) -> list[str]:
     """What each format costs in perplexity, by the text that a model was trained and measured on."""
     told: dict[tuple[str, ...], dict[str, float]] = {}
@@ -231,8 +234,9 @@ def quality(records: Sequence[Record]) -> list[str]:
             continue
         of = str(r.case["data"]) if r.case["text"] == "held out" else Path(str(r.case["text"])).stem
         size = f", groups of {r.case['group_size']}" if r.case["group_size"] else ""
-        rounding = ", calibrated" if r.case["rounding"] == "calibrated" else ""
-        told.setdefault((of, f"{r.case['format']}{size}{rounding}"), {})[r.metric] = r.value
+        zeros = ", zero points" if r.case.get("zero_points") else ""
+        rounding = ROUNDINGS[str(r.case["rounding"])]
+        told.setdefault((of, f"{r.case['format']}{size}{zeros}{rounding}"), {})[r.metric] = r.value
     lines = ["| text | weights | perplexity | more than bf16 |", "|---|---|---:|---:|"]
     for (of, format), found in told.items():
         percent = round(100 * found.get("loss_error", 0.0), 3) + 0.0  # -0 is 0
