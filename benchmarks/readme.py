@@ -205,26 +205,28 @@ def climb(records: Sequence[Record]) -> list[str]:
 
 def decode(records: Sequence[Record]) -> list[str]:
     """Tokens a second around position 200 of 512, by model, format and rows, and the best of others."""
-    told: dict[tuple[str, str], dict[int, float]] = {}
-    others: dict[tuple[str, str], dict[str, float]] = {}
+    told: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for r in sorted(records, key=lambda r: r.time):
         place = r.metric, r.case.get("position"), r.case.get("seqlen_k")
         if "rung" in r.case or place != ("tokens_per_s", 200, 512) or r.value is None:
             continue
         key = str(r.case["preset"]), str(r.case["format"])
-        if r.peer == "fuseline":
-            told.setdefault(key, {})[int(str(r.case["batch"]))] = r.value
-        elif r.case["batch"] == 1:
-            others.setdefault(key, {})[r.peer] = r.value
+        told.setdefault(key, {}).setdefault(int(str(r.case["batch"])), {})[r.peer] = r.value
     lines = [
-        "| model | weights | 1 row, tokens/s | best of the others | 8 rows, tokens/s |",
-        "|---|---|---:|---:|---:|",
+        "| model | weights | 1 row, tokens/s | best of the others | 8 rows, tokens/s | best of the others |",
+        "|---|---|---:|---:|---:|---:|",
     ]
-    for key, rates in told.items():
-        one, eight = (f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8))
-        best = max(others.get(key, {}).items(), key=lambda found: found[1], default=None)
-        beside = "" if best is None else f"{best[1]:,.0f} ({DECODERS.get(best[0], best[0])})"
-        lines.append(f"| {' | '.join((*key, one, beside, eight))} |".replace("|  |", "| |"))
+    formats = ("bf16", "int8", "int4", "fp8")
+    for key, rates in sorted(told.items(), key=lambda at: (at[0][0] == "gpt2", formats.index(at[0][1]))):
+        cells = [*key]
+        for rows in (1, 8):
+            others = dict(rates.get(rows, {}))
+            ours = others.pop("fuseline", None)
+            best = max(others, key=lambda peer: others[peer], default="")
+            cells.append("" if ours is None else f"{ours:,.0f}")
+            cells.append(f"{others[best]:,.0f} ({DECODERS.get(best, best)})" if best else "")
+        if cells[2] or cells[4]:
+            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return lines
 
 
