@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuseline.errors import InputError
 from fuseline.generation.decoder import Decoder
@@ -192,7 +193,10 @@ class Compiled(Decoder):
     @torch.no_grad()
     def step(self, bucket: int) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        self.tokens_B.copy_(self._compiled(self.tokens_B, self.cache.lengths_B))
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # as gpt-fast: attention of one query, too, is left to the compiler
+            self.tokens_B.copy_(self._compiled(self.tokens_B, self.cache.lengths_B))
         self.cache.lengths_B += 1
 
 
