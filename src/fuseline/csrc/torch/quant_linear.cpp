@@ -59,6 +59,11 @@ int64_t count_rows(const Tensor& x) {
 
 // ---- CPU ----
 
+// Asking first spares small layers the dispatcher, which takes as long as they do.
+Tensor in_float(const Tensor& given) {
+    return (given.scalar_type() == at::kFloat ? given : given.to(at::kFloat)).contiguous();
+}
+
 // The weight with scales in float, held while a task reads it.
 struct WeightOnCpu {
     Tensor weight, scales;
@@ -66,7 +71,7 @@ struct WeightOnCpu {
     cpu::QuantWeights task;
 
     WeightOnCpu(const Weight& w, int64_t K)
-        : weight(w.weight.contiguous()), scales(w.scales->to(at::kFloat).contiguous()), zeros(contiguous(w.zeros)) {
+        : weight(w.weight.contiguous()), scales(in_float(*w.scales)), zeros(contiguous(w.zeros)) {
         task = {weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
                 static_cast<const uint8_t*>(data_or_null(zeros)), w.out_features, K, w.int4() ? w.group_size : 0,
                 w.int4()};
@@ -99,20 +104,25 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
     }
     static const auto rows = FUSELINE_PICK(cpu::quant_linear);
     const WeightOnCpu on(w, K);
-    Tensor wide = x.reshape({M, K}).contiguous();
-    if (K % 64 != 0 || x.scalar_type() != at::kFloat) {
-        const Tensor few = wide;
+    const bool is_float = x.scalar_type() == at::kFloat;
+    Tensor wide = x;
+    if (!is_float || K % 64 != 0) {
         wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
-        wide.narrow(1, 0, K).copy_(few);
+        wide.narrow(1, 0, K).copy_(x.reshape({M, K}));
+    } else if (!x.is_contiguous()) {
+        wide = x.contiguous();
     }
-    Tensor y = at::empty({M, out_features}, on.scales.options());
-    const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), y.data_ptr<float>(), M};
+    const Tensor shift = bias.has_value() ? in_float(*bias) : Tensor();
+    c10::DimVector sizes(x.sizes());
+    sizes.back() = out_features;
+    const Tensor y = at::empty(sizes, on.scales.options());
+    const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), shift.defined() ? shift.const_data_ptr<float>() : nullptr,
+                                y.data_ptr<float>(), M};
     at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows), [&](int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(new float[task.scratch()]);
         rows(task, begin, end, scratch.get());
     });
-    if (bias.has_value()) y.add_(bias->to(at::kFloat));
-    return y.to(x.scalar_type()).view_symint(output_sizes(x, out_features));
+    return is_float ? y : y.to(x.scalar_type());
 }
 
 Tensor backward_cpu(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
