@@ -3,7 +3,7 @@ GEMV chart of the crash course (weights per second over K = N), and the layers o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ class Options(Recorded, Seeded):
     peers: tuple[str, ...] = ()
     """Of fuseline, eager, inductor, tinygemm, torchao. All if none is named."""
     formats: tuple[str, ...] = ()
-    """Of int8, int4, bf16. All if none is named."""
+    """Of int8, int4, bf16, fp8. All but fp8 if none is named."""
     rows: tuple[int, ...] = ()
     """Rows of activations for the layers."""
     sizes: tuple[int, ...] = ()
@@ -82,12 +82,12 @@ def _skipped(records: Sequence[Record]) -> list[str]:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """A line a product and format: each peer's time and share of the copy bandwidth."""
+    """A line a product and format: each peer's time, share of the copy bandwidth, and share of the floor."""
     from rich import box
     from rich.table import Table
 
     peers = list(dict.fromkeys(record.peer for record in records if record.value is not None))
-    table = Table(title="Linear layers, µs a call and share of the copy bandwidth", box=box.SIMPLE)
+    table = Table(title="Linear layers, µs a call, shares of copy and floor", box=box.SIMPLE)
     table.add_column("m x k x n")
     table.add_column("format")
     for peer in peers:
@@ -101,9 +101,12 @@ def _table(records: Sequence[Record]) -> Table:
             found[record.peer, record.metric] = record.value
     for (product, format), found in lines.items():
         done = {peer for peer, _ in found}
-        cells = [
-            f"{found[peer, 'time_us']:.1f}  {found[peer, 'share_of_copy']:.2f}" if peer in done else ""
-            for peer in peers
-        ]
+        cells = [_timed(peer, found) if peer in done else "" for peer in peers]
         table.add_row(product, format, *cells)
     return table
+
+
+def _timed(peer: str, found: Mapping[tuple[str, str], float]) -> str:
+    shares = (found.get((peer, metric)) for metric in ("share_of_copy", "share_of_floor"))
+    figures = [f"{found[peer, 'time_us']:.1f}", *(f"{share:.2f}" for share in shares if share is not None)]
+    return "  ".join(figures)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 FORMATS = ("int8", "int4", "bf16")
+ALL_FORMATS = (*FORMATS, "fp8")
 GROUP_SIZE = 128
 CHART_SIZES = tuple(range(1000, 8001, 1000))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -36,7 +37,7 @@ class Problem:
         """Of the weight as it is read: integers and their scales."""
         if self.format == "bf16":
             return 2 * self.k * self.n
-        if self.format == "int8":
+        if self.format in ("int8", "fp8"):
             return self.k * self.n + 4 * self.n
         return self.k * self.n // 2 + 2 * self.n * -(-self.k // GROUP_SIZE)
 
