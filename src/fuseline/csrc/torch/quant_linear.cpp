@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 
 #include "cpu/quant_linear.h"
@@ -25,6 +26,11 @@ using namespace quantized;
 
 // Beyond it the weight is dequantized once for all rows.
 constexpr int64_t cpu_kernel_rows = 16;
+
+// Tiles that a thread takes at least: 65,536 products are some 5 us, below which a second one costs what it brings.
+int64_t tile_grain(int64_t K, int64_t M) {
+    return std::max<int64_t>(1, 65536 / std::max<int64_t>(1, K * M * cpu::tile_rows));
+}
 
 Tensor forward_op(const Tensor& x, const Weight& w, const OptionalTensor& bias) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear", "").typed<
@@ -105,12 +111,16 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
     static const auto rows = FUSELINE_PICK(cpu::quant_linear);
     const WeightOnCpu on(w, K);
     const bool is_float = x.scalar_type() == at::kFloat;
-    Tensor wide = x;
-    if (!is_float || K % 64 != 0) {
-        wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
-        wide.narrow(1, 0, K).copy_(x.reshape({M, K}));
-    } else if (!x.is_contiguous()) {
-        wide = x.contiguous();
+    const int64_t width = (K + 63) / 64 * 64;
+    Tensor wide = x.contiguous();
+    if (!is_float || width != K) {
+        const Tensor few = is_float ? wide : wide.to(at::kFloat);
+        wide = at::empty({M, width}, on.scales.options());
+        for (int64_t m = 0; m < M; ++m) {
+            float* const row = wide.data_ptr<float>() + m * width;
+            std::copy_n(few.const_data_ptr<float>() + m * K, K, row);
+            std::fill(row + K, row + width, 0.f);
+        }
     }
     const Tensor shift = bias.has_value() ? in_float(*bias) : Tensor();
     c10::DimVector sizes(x.sizes());
@@ -118,7 +128,7 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
     const Tensor y = at::empty(sizes, on.scales.options());
     const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), shift.defined() ? shift.const_data_ptr<float>() : nullptr,
                                 y.data_ptr<float>(), M};
-    at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, on.tiles(), tile_grain(K, M), [&](int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(new float[task.scratch()]);
         rows(task, begin, end, scratch.get());
     });
