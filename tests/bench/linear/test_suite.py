@@ -120,6 +120,49 @@ def test_shares_of_the_floor_stand_beside_those_of_copy(tmp_path: Path) -> None:
     assert "an empty kernel in the same graph" in page
 
 
+def test_layers_on_a_cpu_take_turns_with_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fuseline.bench.linear import on_cpu
+
+    monkeypatch.setattr(on_cpu, "CPU_LAYERS", ((64, 32),))
+    monkeypatch.setattr(on_cpu, "STRETCH_SECONDS", 1e-5)
+    arguments = [
+        "bench",
+        "linear",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--rows",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert command([*arguments, "--formats", "int8,int4"]) == 0
+    assert "of fp32's speed" in capsys.readouterr().out
+    records = read(tmp_path / "linear.jsonl")
+    assert {r.case["section"] for r in records} == {"cpu"}
+    found = {(r.peer, r.case["format"], r.metric): r for r in records}
+    timed = (("eager", "fp32"), ("fuseline", "int8"), ("fuseline", "int4"))
+    metrics = ("time_us", "bandwidth_gbs", "share_of_copy")
+    assert set(found) == {
+        *((peer, format, metric) for peer, format in timed for metric in metrics),
+        ("fuseline", "int8", "paired_speedup"),
+        ("fuseline", "int4", "paired_speedup"),
+    }
+    took, gain = found["eager", "fp32", "time_us"], found["fuseline", "int8", "paired_speedup"]
+    assert took.n == gain.n == on_cpu.ROUNDS
+    assert took.value
+    moved = 4 * (64 * 32 + 64 + 32)
+    assert found["eager", "fp32", "bandwidth_gbs"].value == pytest.approx(moved / took.value / 1e3)
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "Layers on a CPU" in page
+    assert "64 inputs, 32 outputs, 1 row" in page
+    with pytest.raises(InputError, match="for --device cpu"):
+        LinearBench(torch.device("cuda"), parts=("cpu",))
+
+
 def test_layers_have_a_table_each(tmp_path: Path) -> None:
     bench = LinearBench(CPU, parts=("layers",), peers=("fuseline",), formats=("int8",), rows=(1,), repeats=1)
     small = Problem("layers", "int8", 2, 128, 64, "llama2-7b")

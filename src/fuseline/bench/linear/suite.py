@@ -3,6 +3,7 @@
 Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and outputs once each) and its
 `share_of_copy`; on a GPU `share_of_floor`, of these bytes at the copy bandwidth and an empty kernel in such a
 graph over that time, and `speedup`, the time of bf16 cuBLAS over it, taken once a size before the others.
+The part "cpu" is another measurement (`on_cpu.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from fuseline import native
 from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.ladder.budget import Budget
-from fuseline.bench.linear import earlier
+from fuseline.bench.linear import earlier, on_cpu
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
 from fuseline.bench.linear.problems import (
     ALL_FORMATS,
@@ -40,6 +41,7 @@ from fuseline.timing import Summary, copy_bandwidth_gbs, time_calls, time_captur
 
 SUITE = "linear"
 PARTS = ("chart", "layers")
+ON_CPU = "cpu"
 ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
 LEAST_CALLS = 16  # of one graph, whose launch takes as long as a short call
 COMPILED = ("inductor", "torchao")
@@ -70,7 +72,7 @@ class LinearBench:
 
     def __post_init__(self) -> None:
         known = (
-            ("part", self.parts, PARTS),
+            ("part", self.parts, (*PARTS, ON_CPU)),
             ("peer", self.peers, PEERS),
             ("format", self.formats, ALL_FORMATS),
         )
@@ -80,6 +82,8 @@ class LinearBench:
                     raise unknown_name(kind, name, choices)
         if min((*self.rows, *self.sizes), default=1) < 1:
             raise InputError(f"Rows {self.rows} and sizes {self.sizes} are 1 or more.")
+        if ON_CPU in self.parts and self.device.type != "cpu":
+            raise InputError(f"The part {ON_CPU!r} is for --device cpu, not for {self.device}.")
 
     def problems(self) -> list[Problem]:
         found: list[Problem] = []
@@ -109,6 +113,8 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     wanted = {problem: _wanted(bench, problem, done) for problem in problems}
     missing = [problem for problem in problems if wanted[problem]]
     records: list[Record] = []
+    if ON_CPU in bench.parts:
+        records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment)
     dense: dict[tuple[int, int, int], float] = {}
     with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         for number, problem in enumerate(missing):
@@ -125,6 +131,20 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
             append(file, new)
             records += new
     observe("done", len(problems), len(problems))
+    return records
+
+
+def _measure_on_cpu(
+    bench: LinearBench, file: Path, observe: Observer, copy_gbs: float, environment: Environment
+) -> list[Record]:
+    records: list[Record] = []
+    sizes = list(on_cpu.problems(bench.rows, bench.formats))
+    for number, together in enumerate(sizes):
+        observe(f"{together[0].m} x {together[0].k} x {together[0].n}", number, len(sizes))
+        turns = bench.repeats * on_cpu.ROUNDS
+        new = list(on_cpu.measure(together, turns, copy_gbs, environment, SUITE))
+        append(file, new)
+        records += new
     return records
 
 

@@ -42,6 +42,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     blocks.append(_times("Squares, one row of activations", sorted(chart, key=_size), _square))
     for (preset, k, n), group in grouped(layers, _layer).items():
         blocks.append(_times(f"{preset}: {whole(float(k))} inputs, {whole(float(n))} outputs", group, _rows))
+    blocks.append(_on_cpu([r for r in records if r.case["section"] == "cpu" and r.value is not None]))
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
     words = "products of a few rows of activations with int8, int4 and bf16 weights"
@@ -115,6 +116,28 @@ def _times(
     ]
     reading = FLOOR if floors else ""
     return table(title, columns, rows, source(timed, samples="n (replays)"), reading, folded=len(rows) > 30)
+
+
+def _on_cpu(records: Sequence[Record]) -> Table | None:
+    """A row for each size, torch's float32 layer and the formats beside it."""
+    formats = list(dict.fromkeys(str(r.case["format"]) for r in records))
+    rows = []
+    for (k, n, m), group in grouped(
+        records, lambda r: (str(r.case["k"]), str(r.case["n"]), _rows(r)[0])
+    ).items():
+        found = {(str(r.case["format"]), r.metric): r for r in group}
+        cells = []
+        for format in formats:
+            time, gain = found.get((format, "time_us")), found.get((format, "paired_speedup"))
+            cells += [Cell(plain(time.value) if time is not None and time.value else "")]
+            cells += [] if format == "fp32" else [_judged(gain)]
+        rows.append(Row((Cell(f"{whole(float(k))} inputs, {whole(float(n))} outputs, {m}"), *cells)))
+    columns = [Column("layer", numeric=False)]
+    for format in formats:
+        columns.append(Column(f"{format}, µs"))
+        columns += [] if format == "fp32" else [Column("fp32's time over it")]
+    reading = "Modules as a model calls them, eager, in turns of some milliseconds."
+    return table("Layers on a CPU", columns, rows, source(records, samples="n (turns)"), reading)
 
 
 def _timed(peer: str, found: Mapping[tuple[str, str], Record]) -> Cell:
