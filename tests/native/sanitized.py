@@ -38,8 +38,8 @@ def long_rows(**options: Any) -> tuple[Case, ...]:
     """Rows of which clusters hold one at a time, and so few of the longest that all blocks share them."""
     return (
         Case("many rows in pieces at odd addresses", (150, 16391), options),
-        Case("few of the longest rows", (4, 65544), options),
-        Case("few of the longest rows at odd addresses", (4, 65539), options),
+        Case("few of the longest rows", (3, 65544), options),
+        Case("few of the longest rows at odd addresses", (2, 65539), options),
     )
 
 
@@ -54,14 +54,14 @@ BEYOND: dict[str, tuple[Case, ...]] = {
     "rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (150, 28680))),
     "dropout_add_layer_norm": (
         *long_rows(**MASKED),
-        Case("many rows in pieces of two blocks", (150, 12288), MASKED),
+        Case("many rows in pieces of two blocks", (264, 16384), MASKED),
         Case("more rows than all blocks share", (65, 131080), MASKED),
     ),
     "dropout_add_rms_norm": long_rows(**MASKED),
-    "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (150, 12288))),
+    "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (264, 16384))),
     "add_layer_norm": (
         *long_rows(),
-        Case("many rows in pieces of two blocks", (150, 12288)),
+        Case("many rows in pieces of two blocks", (264, 16384)),
         Case("tiles of rows of 31", (300, 31)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 20001)),

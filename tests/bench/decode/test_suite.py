@@ -88,7 +88,11 @@ def test_int4_is_compared_in_the_same_integers(zero_points: bool) -> None:
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_quantized_models_of_others_write_the_same_on_a_gpu(format: str) -> None:
     torch.manual_seed(0)
-    model = Llama(replace(preset("llama-tiny"), embed_dim=256, ffn_dim=512)).to("cuda", torch.bfloat16).eval()
+    model = (
+        Llama(replace(preset("llama-tiny"), embed_dim=256, ffn_dim=512, head_dim=64))
+        .to("cuda", torch.bfloat16)
+        .eval()
+    )
     quantize(model, format, **({"group_size": 128} if format == "int4" else {}))
     options: dict[str, Any] = {"batch": 2, "capacity": 32}
     expected = contender("fuseline", model, **options)
