@@ -9,6 +9,7 @@
 #include <cuda_fp8.h>
 
 #include "device/launch.cuh"
+#include "fuseline_quant.h"
 
 namespace fuseline {
 namespace {
