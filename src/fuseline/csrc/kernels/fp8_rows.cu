@@ -1,0 +1,141 @@
+// Rows of activations as e4m3, each with its own scale: what a scaled matrix product takes.
+//
+// Moves: x read once, a byte an element and a scale a row written once. Does: 4 operations an element. Limit: HBM
+// bandwidth; for few rows the launch.
+//
+// Threads: a block has a row. Its threads hold kHeld steps of kStep elements each, so that rows to 16,384 elements are
+// read once; what is behind those is read from the L2 again.
+
+#include <cuda_fp8.h>
+
+#include "device/launch.cuh"
+#include "fuseline_quant.h"
+
+namespace fuseline {
+namespace {
+
+constexpr int kStep = 16;  // elements: a 16-byte vector of the result
+constexpr int kHeld = 2;
+constexpr float kMost = 448.f, kLeastScale = 1e-12f;  // of e4m3; a row of zeros divides by no zero
+
+struct Fp8Rows {
+  const void* x;
+  void* y;
+  float* scales;
+  int64_t stride;  // elements between rows of x
+  int steps;       // of a row
+};
+
+template <class T>
+struct Step {
+  static constexpr int kLoads = kStep / kVector<T>;
+  uint4 raw[kLoads];
+
+  __device__ __forceinline__ void load(const T* x, int at) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) raw[i] = load_once(x + int64_t(at) * kStep + i * kVector<T>);
+  }
+  template <class Each>
+  __device__ __forceinline__ void for_each(Each&& each) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      float values[kVector<T>];
+      unpack<T>(raw[i], values);
+#pragma unroll
+      for (int j = 0; j < kVector<T>; ++j) each(i * kVector<T> + j, values[j]);
+    }
+  }
+  // Magnitudes are in order as the bits of floats are, NaN above all of them: a row that has one gets it as its scale.
+  __device__ __forceinline__ void most_of(uint32_t& most) const {
+    for_each([&](int, float value) { most = max(most, __float_as_uint(fabsf(value))); });
+  }
+  __device__ __forceinline__ void store(uint8_t* y, int at, float inverse) const {
+    float values[kStep];
+    for_each([&](int i, float value) { values[i] = value * inverse; });
+    uint32_t words[kStep / 4];
+#pragma unroll
+    for (int i = 0; i < kStep / 4; ++i) {
+      const auto pair = [&](int first) {
+        const float2 two = make_float2(values[first], values[first + 1]);
+        return uint32_t(__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3));
+      };
+      words[i] = pair(4 * i) | pair(4 * i + 2) << 16;
+    }
+    *reinterpret_cast<uint4*>(y + int64_t(at) * kStep) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+// ---- kernels ----
+
+__device__ __forceinline__ uint32_t most_of_block(uint32_t mine) {
+  __shared__ uint32_t most_of_warps[kMostThreads / kWarp];
+  mine = __reduce_max_sync(kAllLanes, mine);
+  if (threadIdx.x % kWarp == 0) most_of_warps[threadIdx.x / kWarp] = mine;
+  __syncthreads();
+  const int lane = threadIdx.x % kWarp;
+  return __reduce_max_sync(kAllLanes, lane < int(blockDim.x) / kWarp ? most_of_warps[lane] : 0);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMostThreads) fp8_rows(const Fp8Rows a) {
+  const int64_t row = blockIdx.x;
+  const int threads = blockDim.x, behind = int(threadIdx.x) + kHeld * threads;
+  const T* const x = static_cast<const T*>(a.x) + row * a.stride;
+  uint8_t* const y = static_cast<uint8_t*>(a.y) + row * a.steps * kStep;
+  let_next_start();
+  wait_for_earlier();
+
+  Step<T> held[kHeld];
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = int(threadIdx.x) + i * threads;
+    if (at < a.steps) held[i].load(x, at);
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (int(threadIdx.x) + i * threads < a.steps) held[i].most_of(most);
+  }
+  for (int at = behind; at < a.steps; at += threads) {
+    Step<T> step;
+    step.load(x, at);
+    step.most_of(most);
+  }
+
+  float scale = __fdiv_rn(__uint_as_float(most_of_block(most)), kMost);
+  scale = scale < kLeastScale ? kLeastScale : scale;
+  const float inverse = __frcp_rn(scale);
+  if (threadIdx.x == 0) a.scales[row] = scale;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = int(threadIdx.x) + i * threads;
+    if (at < a.steps) held[i].store(y, at, inverse);
+  }
+  for (int at = behind; at < a.steps; at += threads) {
+    Step<T> step;
+    step.load(x, at);
+    step.store(y, at, inverse);
+  }
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_fp8_rows(const void* x, void* y, float* scales, int64_t rows, int64_t n, int64_t stride, int dtype,
+                      void* stream) {
+  using namespace fuseline;
+  if (rows < 0 || n < 0 || stride < 0 || n / kStep > (1 << 27)) return FUSELINE_BAD_SIZE;
+  if (rows == 0) return 0;
+  const int size = dtype == FUSELINE_FLOAT32 ? 4 : 2;
+  if (n % kStep || stride * size % 16 || offset_in_vector(x) || offset_in_vector(y)) return FUSELINE_UNSUPPORTED;
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  const Fp8Rows a{x, y, scales, stride, int(n / kStep)};
+  const int steps_a_thread = rows > device.processors ? kHeld : 1;
+  const int64_t warps = divide_up(a.steps, steps_a_thread * kWarp);
+  const int threads = int(std::clamp<int64_t>(warps * kWarp, kWarp, kMostThreads));
+  return with_dtype(dtype, [&](auto type) {
+    return launch(fp8_rows<decltype(type)>, a, rows, dim3(unsigned(threads)), 0, 1, stream, device.clusters);
+  });
+}
