@@ -44,11 +44,13 @@ bool run(const NormBackward& a, void* workspace, const Device& device, void* str
   const int64_t stage = int64_t(given.tensors) * team.part, room = device.shared_a_block - int64_t(sizeof(TeamStatics)) - 1024;
   team.stages = int(std::min<int64_t>(kMostTeamStages, room / stage));
   if (const int stages = setting("FUSELINE_N_STAGES"); stages > 0 && stages < team.stages) team.stages = stages;
-  if (team.stages < 3) return false;
+  if (team.stages < 4) return false;
   team.ahead = std::min(kMostTeamAhead, team.stages / 2);
   if (const int ahead = setting("FUSELINE_N_AHEAD"); ahead > 0) team.ahead = std::min({ahead, kMostTeamAhead, team.stages - 1});
   const size_t partials = a.partials && team.teams > 1 ? size_t(3) * team.teams * a.columns * sizeof(float) : 0;
   team.mail = reinterpret_cast<unsigned long long*>(static_cast<char*>(workspace) + partials);
+  team.bulk = setting("FUSELINE_N_BULK") == 1;
+  if (team.bulk && team.ahead >= team.stages - 1) team.ahead = team.stages - 2;
   const auto kernel = norm_backward_teams<T, kCentred, kDrops>;
   const int threads = (warps + 2 + kCollectors) * kWarp;
   const size_t bytes = size_t(team.stages * stage);

@@ -47,11 +47,13 @@ bool run(const NormForward& a, const Device& device, void* stream, int& error) {
   const int64_t stage = int64_t(kAdded ? 2 : 1) * team.part, room = device.shared_a_block - int64_t(sizeof(TeamStatics)) - 1024;
   team.stages = int(std::min<int64_t>(kMostTeamStages, room / stage));
   if (const int stages = setting("FUSELINE_N_STAGES"); stages > 0 && stages < team.stages) team.stages = stages;
-  if (team.stages < 3) return false;
+  if (team.stages < 4) return false;
   team.ahead = std::min(kMostTeamAhead, team.stages / 2);
   if (const int ahead = setting("FUSELINE_N_AHEAD"); ahead > 0) team.ahead = std::min({ahead, kMostTeamAhead, team.stages - 1});
   team.mail = mailbox();
   if (!team.mail) return false;
+  team.bulk = setting("FUSELINE_N_BULK") == 1;
+  if (team.bulk && team.ahead >= team.stages - 1) team.ahead = team.stages - 2;
   const auto kernel = norm_forward_teams<T, kAdded, kMasked>;
   const int threads = (warps + 2 + kCollectors) * kWarp;
   const size_t bytes = size_t(team.stages * stage);

@@ -114,9 +114,14 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_backward_teams(const Tea
       }
     }
   };
-  const auto put = [&](void* tensor, int64_t at, const float (&values)[kSize]) {
+  const uint32_t wholes = __ballot_sync(kAllLanes, inside && whole);
+  const int out_first = warp * kWarp + (wholes ? __ffs(int(wholes)) - 1 : 0), out_bytes = __popc(wholes) * 16;
+  const auto place_of = [&](int stage, int tensor, int v) { return ring + (stage * given.tensors + tensor) * t.part + v * 16; };
+  const auto put = [&](void* tensor, int64_t at, int stage, int which, const float (&values)[kSize]) {
     T* const to = static_cast<T*>(tensor) + at;
-    if (whole) {
+    if (whole && t.bulk) {
+      *reinterpret_cast<uint4*>(place_of(stage, which, vector)) = pack<T>(values);
+    } else if (whole) {
       *reinterpret_cast<uint4*>(to) = pack<T>(values);
     } else {
 #pragma unroll
@@ -170,24 +175,43 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_backward_teams(const Tea
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
-        if (a.grad_x) put(a.grad_x, at, grad);
+        if (a.grad_x) put(a.grad_x, at, stage.at, 0, grad);
         if constexpr (kDrops) {
           if (a.dropout.seed) {
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
-          if (a.grad_dropped) put(a.grad_dropped, at, grad);
+          if (a.grad_dropped) put(a.grad_dropped, at, stage.at, 1, grad);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) x_bias[i] += grad[i];
         }
       }
     }
+    if (t.bulk) show_to_copies();
     __syncwarp();
-    if (lane == 0) barrier_arrive(&statics.taken[stage.at]);
+    if (lane == 0) {
+      if (t.bulk) {
+        const int64_t out_at = first_at + k * step + int64_t(out_first) * kSize;
+        if (out_bytes > 0) {
+          if (a.grad_x) copy_out_with(static_cast<T*>(a.grad_x) + out_at, place_of(stage.at, 0, out_first), out_bytes);
+          if (a.grad_dropped) {
+            copy_out_with(static_cast<T*>(a.grad_dropped) + out_at, place_of(stage.at, 1, out_first), out_bytes);
+          }
+        }
+        commit_copies_out();
+        if (k > 0) {
+          wait_for_all_but<1>();
+          barrier_arrive(&statics.taken[stage.at == 0 ? t.stages - 1 : stage.at - 1]);
+        }
+      } else {
+        barrier_arrive(&statics.taken[stage.at]);
+      }
+    }
     stage.next(t.stages);
     meeting.next(meetings);
   }
 
+  if (t.bulk && lane == 0) wait_for_all_but<0>();
   if (!a.partials || !inside) return;
   const auto write = [&](int kind, void* result, const auto& sums) {
     if (!result) return;

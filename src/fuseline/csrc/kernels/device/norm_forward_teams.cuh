@@ -139,9 +139,14 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_teams(const Team
   const uint64_t seed = kMasked && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   const float scale = kMasked && a.dropout.seed ? a.dropout.scale : 1.f, inverse = 1.f / fmaxf(own_of_warp, 1.f);
   const auto is_column = [&](int i) { return column + i >= 0 && column + i < n; };
-  const auto put = [&](void* tensor, int64_t at, const uint4& raw, const float (&values)[kSize]) {
+  const uint32_t wholes = __ballot_sync(kAllLanes, inside && whole);
+  const int out_first = warp * kWarp + (wholes ? __ffs(int(wholes)) - 1 : 0), out_bytes = __popc(wholes) * 16;
+  const auto place_of = [&](int stage, int tensor, int v) { return ring + (stage * kTensors + tensor) * t.part + v * 16; };
+  const auto put = [&](void* tensor, int64_t at, int stage, int which, const uint4& raw, const float (&values)[kSize]) {
     T* const to = static_cast<T*>(tensor) + at;
-    if (whole) {
+    if (whole && t.bulk) {
+      *reinterpret_cast<uint4*>(place_of(stage, which, vector)) = raw;
+    } else if (whole) {
       *reinterpret_cast<uint4*>(to) = raw;
     } else {
 #pragma unroll
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_teams(const Team
         const uint4 raw = pack<T>(values);
         unpack<T>(raw, values);
         *here = raw;
-        put(a.sum, ahead_at, raw, values);
+        put(a.sum, ahead_at, ahead_stage.at, 0, raw, values);
       }
       near = values[0];
       if (!whole) {
@@ -188,6 +193,17 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_teams(const Team
       near = seen.y > 0.f ? seen.x / seen.y : 0.f;
     } else {
       near = 0.f;
+    }
+    if (kAdded && t.bulk) {
+      show_to_copies();
+      __syncwarp();
+      if (lane == 0) {
+        if (out_bytes > 0) {
+          T* const to = static_cast<T*>(a.sum) + ahead_at + int64_t(out_first) * kSize - int64_t(vector) * kSize;
+          copy_out_with(to, place_of(ahead_stage.at, 0, out_first), out_bytes);
+        }
+        commit_copies_out();
+      }
     }
     float2 sums = make_float2(0.f, 0.f);
     if (inside) {
@@ -223,14 +239,29 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_teams(const Team
       unpack<T>(*reinterpret_cast<const uint4*>(ring + stage.at * kTensors * t.part + vector * 16), values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weight[i], bias[i]);
-      put(a.y, at, pack<T>(values), values);
+      put(a.y, at, stage.at, kTensors - 1, pack<T>(values), values);
     }
-    if (kAdded) show_to_copies();  // copies take its place later
+    if (kAdded || t.bulk) show_to_copies();  // copies take its place later
     __syncwarp();
-    if (lane == 0) barrier_arrive(&statics.taken[stage.at]);
+    if (lane == 0) {
+      if (t.bulk) {
+        if (out_bytes > 0) {
+          T* const to = static_cast<T*>(a.y) + at + int64_t(out_first) * kSize - int64_t(vector) * kSize;
+          copy_out_with(to, place_of(stage.at, kTensors - 1, out_first), out_bytes);
+        }
+        commit_copies_out();
+        if (k > 0) {  // of the row before all have been read; behind it came a sum, and this y
+          wait_for_all_but<kAdded ? 2 : 1>();
+          barrier_arrive(&statics.taken[stage.at == 0 ? t.stages - 1 : stage.at - 1]);
+        }
+      } else {
+        barrier_arrive(&statics.taken[stage.at]);
+      }
+    }
     stage.next(t.stages);
     meeting.next(meetings);
   }
+  if (t.bulk && lane == 0) wait_for_all_but<0>();
 #endif
 }
 

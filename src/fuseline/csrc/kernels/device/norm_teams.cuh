@@ -27,6 +27,7 @@ struct Team {
   int teams, blocks;         // and of each
   int stages, ahead;         // rows in shared memory, and how many of them wait for mail
   int part;                  // bytes of a tensor's part of a row in shared memory
+  bool bulk;                 // results leave in bulk copies
 };
 
 struct TeamStatics {
@@ -71,6 +72,26 @@ __device__ __forceinline__ unsigned long long look(const unsigned long long* at)
   unsigned long long word;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
   return word;
+}
+
+// As copy_out, of several copies together.
+__device__ __forceinline__ void copy_out_with(void* global, const void* shared, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_copies_out() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+template <int kLatest>
+__device__ __forceinline__ void wait_for_all_but() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLatest) : "memory");
+#endif
 }
 
 // What the blocks of a team posted of a row: lane by lane those of blocks lane, lane + kWarp, ..; take(i, value).
