@@ -28,6 +28,7 @@ int forward(const fuseline_norm& norm, void* stream) {
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
+  if (norm.dtype == norm.y_dtype && norm_forward_teams(a, norm.dtype, device, stream, failed)) return failed;
   if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
@@ -71,6 +72,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   int failed = 0;
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
+  if (norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
@@ -80,7 +82,8 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
 size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   Device device;
   if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const size_t across_bytes = norm_backward_across_bytes(norm.rows, norm.n, device);
+  const size_t across_bytes =
+      std::max(norm_backward_across_bytes(norm.rows, norm.n, device), norm_backward_teams_bytes(norm.rows, norm.n, device));
   if (!sums) return across_bytes;
   const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
   const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;

@@ -118,6 +118,10 @@ bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const D
 bool norm_backward_pieces_shifted(const NormBackward& a, int dtype, const Device& device, void* stream, int& error);
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
+bool norm_backward_teams(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
+                         int& error);
+size_t norm_backward_teams_bytes(int64_t rows, int64_t n, const Device& device);
+
 // That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
 bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
                           int& error);
@@ -133,6 +137,7 @@ int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& dev
 bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
+bool norm_forward_teams(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error);
