@@ -17,7 +17,7 @@ import torch
 
 from fuseline.native.library import NativeError, load, status
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FAMILIES = (
     "softmax_forward",

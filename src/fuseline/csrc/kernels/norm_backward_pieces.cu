@@ -1,7 +1,5 @@
 // The backward of norms, of x or of residual + dropout(x + x_bias), for the longest rows and others that fill its warps:
 // device/norm_backward_pieces.cuh.
-#include <cstdlib>
-
 #include "device/norm_backward_pieces_launch.cuh"
 
 namespace fuseline {
@@ -37,18 +35,6 @@ int pieces_cluster(const NormBackward& a, bool halves, const Device& device) {
 
 template <class T, bool kCentred, int kXBias, bool kDrops>
 bool run(const NormBackward& a, int cluster, const Device& device, void* stream, int& error) {
-  if constexpr (sizeof(T) == 4 && kXBias == 2) {
-    const char* const wide = std::getenv("FUSELINE_N_WIDE");
-    if (wide && std::atoi(wide) == 1) {
-      return run_pieces<PiecesKind<T, kCentred, 1, kDrops, false, 2, 64>>(a, cluster, device, stream, error);
-    }
-    if (wide && std::atoi(wide) == 2) {
-      return run_pieces<PiecesKind<T, kCentred, 1, kDrops, false, 1, 64>>(a, cluster, device, stream, error);
-    }
-    if (wide && std::atoi(wide) == 3) {
-      return run_pieces<PiecesKind<T, kCentred, kXBias, kDrops, false, 1>>(a, kMostBlocks, device, stream, error);
-    }
-  }
   if constexpr (sizeof(T) == 4) {  // by pieces of two slots 0.877 of the copy bandwidth in place of 0.894, 0.883 of 0.907
     using Narrow = PiecesKind<T, kCentred, kXBias, kDrops, false, 1>;
     if (cluster == kMostBlocks) return run_pieces<Narrow>(a, cluster, device, stream, error);

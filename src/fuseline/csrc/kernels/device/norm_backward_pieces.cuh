@@ -28,13 +28,12 @@ struct PiecesNorm {
 
 // kSumsOfXBias: 0 for none, 1 in registers, 2 in shared memory. kDropsRows: grad_dropped is written. kShiftedRows: rows stand
 // at any address, and a lane has every kWarp-th column of a piece.
-template <class Type, bool kCentredRows, int kSumsOfXBias, bool kDropsRows, bool kShiftedRows, int kSlotsTogether, int kColumnsEach = kPieceColumns>
+template <class Type, bool kCentredRows, int kSumsOfXBias, bool kDropsRows, bool kShiftedRows, int kSlotsTogether>
 struct PiecesKind {
-  static constexpr int kEach = kColumnsEach, kThreads = kPiecesThreads * kPieceColumns / kColumnsEach, kWarps = kThreads / kWarp;
   using T = Type;
   using X = Type;
   using Y = Type;
-  static constexpr int kSize = kVector<T>, kSlots = kColumnsEach / kSize, kXBias = kSumsOfXBias;
+  static constexpr int kSize = kVector<T>, kSlots = kPieceColumns / kSize, kXBias = kSumsOfXBias;
   static constexpr bool kCentred = kCentredRows, kDrops = kDropsRows, kShifted = kShiftedRows;
   static constexpr int kTogether = kSlotsTogether;  // slots of a piece
   static constexpr int kPiece = kTogether * kWarp * 16 + (kShifted ? 16 : 0);  // bytes of a tensor
@@ -47,7 +46,7 @@ struct PiecesStatics {
 };
 
 template <class Kind>
-__global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_pieces(const PiecesNorm given) {
+__global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const PiecesNorm given) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Kind::T;
   constexpr int kSize = Kind::kSize, kSlots = Kind::kSlots, kSums = Kind::kSums;
@@ -72,11 +71,11 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_pieces(const 
   };
   const bool wide_weights = (a.weight && a.fp32_weights) || sizeof(T) == 4;
   const auto weights = [&] {
-    const int of_warp = Kind::kEach / (wide_weights ? 4 : 8) * kWarp;
+    const int of_warp = kPieceColumns / (wide_weights ? 4 : 8) * kWarp;
     return RingWeights<Kind, kWarp>{reinterpret_cast<uint4*>(ring + given.weights_at) + warp * of_warp + lane, wide_weights};
   };
   const auto x_bias_sums = [&](int i) -> float4& {
-    return reinterpret_cast<float4*>(ring + given.x_bias_at)[(warp * (Kind::kEach / 4) + i) * kWarp + lane];
+    return reinterpret_cast<float4*>(ring + given.x_bias_at)[(warp * (kPieceColumns / 4) + i) * kWarp + lane];
   };
 
   // One lane sends for piece number `piece` of `row`, or of rows after it.
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_pieces(const 
     return kShifted ? elements_into_vector(static_cast<const T*>(tensor) + row_at * a.n + from) : 0;
   };
   if constexpr (Kind::kXBias == 2) {
-    for (int i = 0; i < Kind::kEach / 4; ++i) x_bias_sums(i) = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kPieceColumns / 4; ++i) x_bias_sums(i) = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   cluster_wait();   // the others' barriers are there
   __syncthreads();  // and the seed; weights are each thread's own

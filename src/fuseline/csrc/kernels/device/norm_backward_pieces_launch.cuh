@@ -16,11 +16,10 @@ template <class Kind>
 bool run_pieces(NormBackward a, int cluster, const Device& device, void* stream, int& error) {
   using T = typename Kind::T;
   if (!Kind::kShifted && !in_vectors<Kind::kSize>(a)) return false;
-  constexpr int64_t kColumnsOfWarp = int64_t(kWarp) * Kind::kEach;
   PiecesNorm given{a};
   given.norm.cluster = cluster;
   const int warps = int(divide_up(divide_up(a.n, kColumnsOfWarp), cluster));
-  if (warps > Kind::kWarps) return false;
+  if (warps > kPiecesWarps) return false;
   const int64_t room = device.shared_a_block - int64_t(sizeof(PiecesStatics));
   const int64_t columns = warps * kColumnsOfWarp;
   const int64_t weights = columns * ((a.weight && a.fp32_weights) || sizeof(T) == 4 ? 4 : 2);
