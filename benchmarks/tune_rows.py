@@ -114,7 +114,7 @@ def measure(kernels: Kernels, name: str, size: int, n: int, repeats: int) -> dic
     call = family.bind(kernels, x)
     times = {}
     for layout in family.layouts(n, size):
-        kernels.override_plan(name, (layout.held, layout.block, layout.cluster, layout.stages))
+        kernels.override_plan(name, layout)
         try:
             call()
         except NativeError:  # the device has no room for it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fuseline.errors import InputError
@@ -27,8 +27,11 @@ WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
 """What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
 
+WAYS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces")
+"""The kernels that take a row, by number; RowWay in csrc/kernels/device/choice.h says what each is."""
+
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
-_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}")
+_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)(?:, RowWay::(\w+))?\}")
 
 
 @dataclass(frozen=True, order=True)
@@ -39,6 +42,7 @@ class Layout:
     block: int
     cluster: int = 1
     stages: int = 0
+    way: str = WAYS[0]
 
     def threads(self, n: int, element_size: int) -> int:
         """Threads of one block that share a row of n elements."""
@@ -64,11 +68,14 @@ def read(text: str) -> Table:
     """The table in a header's text."""
     table: Table = {}
     for name, size, body in _LIST.findall(text):
-        lines = [tuple(map(int, found)) for found in _LINE.findall(body)]
-        table[_snake_case(name), int(size)] = [(line[0], Layout(*line[1:])) for line in lines]
+        table[_snake_case(name), int(size)] = [_line(*found) for found in _LINE.findall(body)]
     if not table:
         raise InputError("No table of layouts in this text: is it csrc/kernels/device/tuning.h?")
     return table
+
+
+def _line(longest: str, held: str, block: str, cluster: str, stages: str, way: str) -> Line:
+    return int(longest), Layout(int(held), int(block), int(cluster), int(stages), way or WAYS[0])
 
 
 def choose(times: Mapping[int, Mapping[Layout, float]]) -> list[Line]:
@@ -156,8 +163,7 @@ def write(table: Table, families: Sequence[str], device: str) -> str:
     lists = [
         f"inline constexpr RowChoice k{_camel_case(family)}{size}[] = {{\n"
         + "".join(
-            f"    {{{', '.join(map(str, (longest, *astuple(layout))))}}},\n"
-            for longest, layout in table[family, size]
+            f"    {{{', '.join(_numbers(longest, layout))}}},\n" for longest, layout in table[family, size]
         )
         + "};\n"
         for family in families
@@ -190,6 +196,11 @@ inline constexpr RowChoices kRowChoices[FUSELINE_FAMILIES][2] = {{
 
 }}  // namespace fuseline
 """
+
+
+def _numbers(longest: int, layout: Layout) -> list[str]:
+    way = [] if layout.way == WAYS[0] else [f"RowWay::{layout.way}"]
+    return [*map(str, (longest, layout.held, layout.block, layout.cluster, layout.stages)), *way]
 
 
 def _snake_case(name: str) -> str:

@@ -12,7 +12,8 @@ constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer o
 constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small,
 constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
 constexpr int64_t kFewLight = 4;       // rows a multiprocessor, for which light blocks were not measured
-constexpr int kLightWarps = 4;         // of such a block
+constexpr int kLightWarps = 4;         // of such a block,
+constexpr int kMostLightWarps = 8;     // and at most
 constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bits, between which sums have blocks of their own
 
 struct FetchedPlan {
@@ -115,18 +116,38 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   return plan;
 }
 
+// As it is told; no warps: no block holds it.
+inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors, bool may_be_light, bool may_ring, int most_warps,
+                             const Device& device) {
+  FetchedPlan plan;
+  plan.cluster = told.cluster, plan.light = told.way == RowWay::light, plan.leaves = told.stages == 2, plan.ring = told.held;
+  const int warps = told.block / kWarp;
+  if (plan.cluster < 1 || plan.cluster > kMostBlocks || warps < 1 || warps > most_warps) return plan;
+  const bool lightens = may_be_light && warps <= kMostLightWarps && warps * plan.cluster <= kWarp;
+  if ((plan.light && !lightens) || (plan.ring && !may_ring)) return plan;
+  plan.part = int(divide_up(divide_up(vectors, plan.cluster * warps), 8) * 8);
+  if (plan.ring * kPieceSlots >= plan.part) plan.ring = 0;
+  const size_t branch = plan.ring ? size_t(plan.ring) * kPieceSlots : size_t(plan.part) * (tensors - 1);
+  plan.bytes = size_t(warps) * ((size_t(plan.part) + branch) * 16 + plan.cluster * sizeof(Moments));
+  if (plan.part <= kPartSlots && plan.bytes <= size_t(device.shared_a_block) - sizeof(FetchedBarriers)) plan.warps = warps;
+  return plan;
+}
+
 template <class T, bool kAdded, bool kMasked>
-bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
+bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error, const RowChoice* told) {
   const bool as_masked = kMasked && (sizeof(T) == 2 || a.rows > device.processors);
   const RowChoice* choice = as_masked ? masked_choice(a.n * int64_t(sizeof(T)) / 2) : nullptr;
   if (!choice && !(kMasked && sizeof(T) == 2)) choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
-  if (!choice || choice->stages == 0) return false;
+  if (!told && (!choice || choice->stages == 0)) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
   const RingedSum* const ringed = kAdded ? ringed_sum(a, sizeof(T), kMasked, device) : nullptr;
-  const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, long_sums,
-                                        ringed, most, kMostWarps, device);
+  constexpr int kTensors = kAdded ? 2 : 1;
+  const int64_t vectors = a.n / kVector<T>;
+  const FetchedPlan plan =
+      told ? plan_told(*told, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
+           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
@@ -141,7 +162,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
   if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
-    return cudaGetLastError(), run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error);
+    return cudaGetLastError(), !told && run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error, nullptr);
   }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
@@ -161,7 +182,7 @@ bool run_tiled(const NormForward& a, int offsets, const Device& device, void* st
 }
 
 template <class T, bool kAdded, bool kMasked = false>
-bool run_copied(const NormForward& a, const Device& device, void* stream, int& error) {
+bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* told) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
   const int offset = offset_in_vector(a.x);
   int offsets = 0;  // all together
@@ -171,11 +192,12 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
     offsets += offset;
   }
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
+  if (told && (!in_vectors || told->way == RowWay::tiles)) return false;
   if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded, kMasked>(a, offsets, device, stream, error);
   for (const void* weights : {a.weight, a.bias, kMasked ? a.x_bias : nullptr}) {
     if (offset_in_vector(weights) != 0) return false;
   }
-  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error);
+  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error, told);
 }
 
 }  // namespace fuseline
