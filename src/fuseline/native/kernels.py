@@ -160,7 +160,7 @@ class Kernels:
         self._check(self.library.fuseline_cross_entropy_forward(*pointers, *results, rows, n, n, *options))
 
     def override_plan(self, family: str, layout: Layout | None) -> None:
-        """Lay out the kernels of a family (of `FAMILIES`) so in calls of this thread, or by the table (None)."""
+        """Lay out a family's kernels (of `FAMILIES`) so in calls of this thread; None: by the table."""
         numbers = (0, 0, 0, 0, 0)
         if layout is not None:
             numbers = layout.held, layout.block, layout.cluster, layout.stages, WAYS.index(layout.way)

@@ -1,12 +1,13 @@
-"""Layouts worth trying for many rows of the norms (csrc/kernels/norms.cu), by what kernels have room for.
+"""Layouts worth trying for many rows of the norms, and what launchers (csrc/kernels/norms.cu) make of one.
 
-A kernel refuses what it does not hold, so these need not be exact: they leave out what is idle or too much by
-far.
+A kernel refuses what it does not hold, so what stands here need not be exact: it leaves out what is idle, or
+far too much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from fuseline.native.layouts import VECTOR_BYTES, WARP, Layout
 
@@ -14,134 +15,115 @@ CLUSTERS = (1, 2, 4, 8, 16)
 MOST_THREADS = 512
 PART_VECTORS = (64, 1024)
 """Of a warp's part of a row that waits in shared memory: fewer are idle, more are none's."""
+PIECE_VECTORS = 128
+"""Of such a part."""
 PIECE_COLUMNS = 1024
 """Of a warp, where rows come in pieces."""
 SHORTEST_PIECES = 4096
 
+Taken = tuple[int | str, ...]
+
 
 def norm_layouts(norm: str, direction: str, n: int, element_size: int) -> Iterator[Layout]:
-    """`norm`: of `fuseline.native.kernels.NORMS`; `direction`: forward or backward."""
-    adds = "add" in norm
-    vectors = n * element_size // VECTOR_BYTES
+    """Those that differ at this length.
+
+    `norm`: of `fuseline.native.kernels.NORMS`; `direction`: forward or backward.
+    """
+    seen: set[Taken] = set()
+    for layout in every_layout(direction):
+        key = taken(norm, direction, n, element_size, layout)
+        if key and key not in seen:
+            seen.add(key)
+            yield layout
+
+
+def every_layout(direction: str) -> Iterator[Layout]:
+    """Of any norm, dtype and length."""
     if direction == "backward":
-        yield from _tiles(vectors)
-        yield from _held_backward(vectors, (1, 2) if adds or element_size == 2 else (1, 2, 4))
-        yield from _rings_backward(vectors, adds, element_size)
-        yield from _pieces(n, (1, 2) if element_size == 4 else (2,))
-        return
-    yield from _held(vectors, adds)
-    yield from _copied(vectors, adds, "dropout" in norm, element_size)
-    if adds:
-        yield from _rings(n, element_size)
-    else:
-        yield from _packed(vectors, element_size)
-    if adds or element_size == 4:
-        yield from _pieces(n, (2,))
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def _held(vectors: int, adds: bool) -> Iterator[Layout]:
-    for held in (1, 2, 3, 4):
-        threads = -(-vectors // held)
-        if threads <= WARP:
-            for block in (64, 128, 256):
-                if held <= vectors:
-                    yield Layout(held, block, way="held")
-        elif held != 3 and threads <= MOST_THREADS:
-            whole = _up(threads, WARP)
-            for beside in (1, 2, 4):
-                if whole * beside <= MOST_THREADS:
-                    yield Layout(held, whole * beside, way="held")
-            if held in (1, 4):
-                yield Layout(held, whole, 1, 1, "held")
-    for cluster in (2, 4, 8):
-        for held in (1, 2, 4):
-            threads = _up(-(-vectors // (held * cluster)), WARP)
-            if 2 * WARP <= threads <= MOST_THREADS:
-                yield Layout(held, threads, cluster, way="held")
-                if held == 4 and not adds:
-                    yield Layout(held, threads, cluster, 1, "held")
-
-
-def _packed(vectors: int, element_size: int) -> Iterator[Layout]:
-    threads = _up(-(-vectors // 4), WARP)
-    if element_size == 2 and WARP < threads <= MOST_THREADS:
-        yield Layout(4, threads, way="packed")
-
-
-def _copied(vectors: int, adds: bool, masked: bool, element_size: int) -> Iterator[Layout]:
-    for cluster in CLUSTERS:
-        for warps in (2, 4, 8, 16):
-            part = _up(-(-vectors // (cluster * warps)), 8)
-            if not PART_VECTORS[0] <= part <= PART_VECTORS[1] or (masked and warps == 16):
-                continue
-            yield Layout(0, warps * WARP, cluster, 1, "copied")
-            if adds and element_size == 4:
-                for pieces in (1, 2, 3):
-                    if part > 128 * pieces:
-                        yield Layout(pieces, warps * WARP, cluster, 1, "copied")
-            if not adds:
-                yield Layout(0, warps * WARP, cluster, 2, "copied")
-                if element_size == 2 and warps <= 8 and warps * cluster <= WARP:
-                    yield Layout(0, warps * WARP, cluster, 1, "light")
-                    yield Layout(0, warps * WARP, cluster, 2, "light")
-
-
-def _rings(n: int, element_size: int) -> Iterator[Layout]:
-    """Of a sum: `held` is how many blocks a multiprocessor has."""
-    warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
-    for cluster in CLUSTERS:
-        for block in (256, 512):
-            if warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster):
-                for blocks in (1, 2) if block == 256 else (1,):
-                    for stages in (3, 4):
-                        yield Layout(blocks, block, cluster, stages, "ring")
-
-
-def _pieces(n: int, held: tuple[int, ...]) -> Iterator[Layout]:
-    for cluster in CLUSTERS[1:]:
-        warps = -(-n // (cluster * PIECE_COLUMNS))
-        if n >= SHORTEST_PIECES and 2 <= warps <= 16:
-            for slots in held:
-                yield Layout(slots, warps * WARP, cluster, way="pieces")
-
-
-def _tiles(vectors: int) -> Iterator[Layout]:
-    if vectors <= WARP:
         yield Layout(1, WARP, way="tiles")
+        for held, cluster in product((1, 2, 4), CLUSTERS):
+            yield Layout(held, 512, cluster, way="held")
+        for held, block, cluster, stages in product((2, 3, 4), (256, 384, 512, 640), CLUSTERS, (3, 4, 6)):
+            yield Layout(held, block, cluster, stages, "ring")
+    else:
+        for held, block, cluster, stages in product((1, 2, 3, 4), (64, 128, 256, 512), CLUSTERS[:4], (0, 1)):
+            yield Layout(held, block, cluster, stages, "held")
+        yield Layout(4, 512, way="packed")
+        blocks = (64, 128, 256, 512)
+        for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
+            yield Layout(pieces, block, cluster, stages, "copied")
+        for block, cluster, stages in product(blocks, CLUSTERS, (1, 2)):
+            yield Layout(0, block, cluster, stages, "light")
+        for block, cluster, blocks_beside, stages in product((256, 512), CLUSTERS, (1, 2), (3, 4)):
+            yield Layout(blocks_beside, block, cluster, stages, "ring")
+    for slots, cluster in product((1, 2), CLUSTERS[1:]):
+        yield Layout(slots, MOST_THREADS, cluster, way="pieces")
 
 
-def _held_backward(vectors: int, held: tuple[int, ...]) -> Iterator[Layout]:
-    for slots in held:
+def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) -> Taken | None:
+    """The same for layouts that are one at this length; None for those that no kernel has, or that idle."""
+    vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
+    way, held, block, cluster, stages = layout.way, layout.held, layout.block, layout.cluster, layout.stages
+    forward = direction == "forward"
+    if way == "tiles":
+        return (way,) if vectors <= WARP else None
+    if way == "pieces":
+        slots = held == 2 or (not forward and element_size == 4)
+        there = n >= SHORTEST_PIECES and (not forward or adds or element_size == 4)
+        return (
+            (way, held, cluster)
+            if slots and there and 2 <= -(-n // (cluster * PIECE_COLUMNS)) <= 16
+            else None
+        )
+    if way == "packed":
+        fits = element_size == 2 and not adds and vectors // 4 > WARP and -(-vectors // 4) <= MOST_THREADS
+        return (way,) if fits else None
+    if way in ("copied", "light"):
+        return _copied(vectors, adds, masked, element_size, layout)
+    threads = -(-vectors // (held * cluster))
+    whole = -(-threads // WARP) * WARP
+    if way == "ring" and forward:
+        warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
+        fits = adds and warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster)
+        return (way, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
+    if way == "ring":
+        most = min(block, 640 if held == 2 and not adds else MOST_THREADS)
+        one_warp = adds and element_size == 2 and vectors <= 3 * WARP
+        if whole > most or vectors <= WARP // 2 or (held == 3 and not one_warp) or (held == 4 and adds):
+            return None
+        if cluster > 1:
+            return (way, held, cluster, stages) if held != 3 and whole >= 2 * WARP else None
+        return way, held, 1, stages, min(16, most // whole), masked and element_size == 2 and block == 384
+    if direction == "backward":
+        if held > (2 if adds or element_size == 2 else 4):
+            return None
         if vectors <= WARP:
-            if slots == 1:
-                yield Layout(1, 256, way="held")
-            continue
-        for cluster in CLUSTERS:
-            threads = -(-vectors // (slots * cluster))
-            for block in (256, 512):
-                if (
-                    threads <= block
-                    and (cluster == 1 or threads >= 4 * WARP)
-                    and (block == 256 or threads > 256)
-                ):
-                    yield Layout(slots, block, cluster, way="held")
+            return (way,) if (held, cluster) == (1, 1) else None
+        fits = threads <= (384 if adds and held > 1 else MOST_THREADS) and (
+            cluster == 1 or threads >= 4 * WARP
+        )
+        return (way, held, cluster) if fits else None
+    if cluster == 1 and threads <= WARP:
+        return (way, held, block) if held <= vectors and block <= 256 and stages == 0 else None
+    if held == 3 or whole > MOST_THREADS or (stages and held != 4 and (held != 1 or cluster > 1)):
+        return None
+    if cluster > 1:
+        return (way, held, cluster, stages) if whole >= 2 * WARP else None
+    beside = max(1, block // whole)
+    return (way, held, 1, stages, beside) if beside in (1, 2, 4) else None
 
 
-def _rings_backward(vectors: int, adds: bool, element_size: int) -> Iterator[Layout]:
-    for slots in (2, 3, 4):
-        most = 640 if slots == 2 and not adds else MOST_THREADS
-        if (slots == 4 and adds) or (slots == 3 and not (adds and element_size == 2 and vectors <= 3 * WARP)):
-            continue
-        for cluster in CLUSTERS:
-            threads = _up(-(-vectors // (slots * cluster)), WARP)
-            if threads > most or (cluster > 1 and (slots == 3 or threads < 2 * WARP)) or vectors <= WARP // 2:
-                continue
-            counts = [count for count in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16) if count * threads <= most]
-            groups = counts[-4:] if cluster == 1 else [1]
-            for count in groups:
-                for stages in (3, 4, 6):
-                    yield Layout(slots, threads * count, cluster, stages, "ring")
+def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
+    pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
+    part = -(-vectors // (cluster * warps * 8)) * 8
+    if (
+        not PART_VECTORS[0] <= part <= PART_VECTORS[1]
+        or (masked and warps == 16)
+        or (adds and layout.stages == 2)
+    ):
+        return None
+    if pieces and (not adds or element_size == 2 or part <= PIECE_VECTORS * pieces):
+        return None
+    if layout.way == "light" and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP):
+        return None
+    return layout.way, pieces, warps, cluster, layout.stages
