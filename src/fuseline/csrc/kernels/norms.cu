@@ -6,15 +6,12 @@ namespace {
 
 // The table's layout for many rows of one dtype; null where rules lay them out. `adds`: 1 of a sum, 2 with a mask or a bias.
 const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backward, const Device& device) {
-  constexpr int64_t kManyRows = 8, kManyBytes = int64_t(64) << 20;  // of a multiprocessor; of all
   const auto rules = backward ? FUSELINE_LAYER_NORM_BACKWARD : FUSELINE_LAYER_NORM_FORWARD;
   if (norm.dtype != norm.y_dtype || !device.clusters || row_overrides[rules].given) return nullptr;
   const int size = norm.dtype == FUSELINE_FLOAT32 ? 4 : 2;
-  const int64_t bytes = norm.rows * norm.n * size;
-  const bool many = norm.rows > kManyRows * device.processors || (norm.rows > device.processors && bytes > kManyBytes);
   const int kind = norm.kind == FUSELINE_LAYER_NORM ? 0 : 1;
   const auto family = fuseline_family(FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
-  if (!many && !row_overrides[family].given) return nullptr;
+  if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
   const RowChoice* const choice = choice_for(family, size, norm.n);
   return choice && choice->way != RowWay::rules ? choice : nullptr;
 }
