@@ -73,7 +73,10 @@ def work(kind: str, direction: str, x: torch.Tensor) -> tuple[int, Callable[[], 
     ops = torch.ops.fuseline
     forward = (kind, x, residual, (n,), weight, given_bias, 1e-5, given_x_bias, p, seed, centred)
     if direction == "fw":
-        return x.nbytes * (4 if added else 2), lambda: ops.norm_forward(*forward)
+        op, shape = getattr(ops, kind), (n,)
+        affine = (shape, weight, bias, 1e-5) if centred else (weight, 1e-5)
+        drop = {"x_bias": x_bias, "p": p, "seed": seed} if drops else {}
+        return x.nbytes * (4 if added else 2), lambda: op(x, *([residual] if added else []), *affine, **drop)
     _, total, mean, rstd = ops.norm_forward(*forward)
     saved = total if added else x
     grad_y, grad_sum = torch.randn_like(x), torch.randn_like(x) if added else None

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from fuseline.native.layouts import VECTOR_BYTES, WARP, Layout
+from fuseline.native.layouts import PART_VECTORS, RULES, VECTOR_BYTES, WARP, Layout
 
 CLUSTERS = (1, 2, 4, 8, 16)
 MOST_THREADS = 512
-PART_VECTORS = (64, 1024)
-"""Of a warp's part of a row that waits in shared memory: fewer are idle, more are none's."""
 PIECE_VECTORS = 128
 """Of such a part."""
 PIECE_COLUMNS = 1024
@@ -39,6 +37,7 @@ def norm_layouts(norm: str, direction: str, n: int, element_size: int) -> Iterat
 
 def every_layout(direction: str) -> Iterator[Layout]:
     """Of any norm, dtype and length."""
+    yield RULES
     if direction == "backward":
         yield Layout(1, WARP, way="tiles")
         for held, cluster in product((1, 2, 4), CLUSTERS):
@@ -65,6 +64,8 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
     vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
     way, held, block, cluster, stages = layout.way, layout.held, layout.block, layout.cluster, layout.stages
     forward = direction == "forward"
+    if way == RULES.way:
+        return (way,)
     if way == "tiles":
         return (way,) if vectors <= WARP else None
     if way == "pieces":
