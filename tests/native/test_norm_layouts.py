@@ -30,7 +30,7 @@ def test_a_sum_comes_in_rings_and_x_alone_in_lighter_blocks() -> None:
 
 
 def test_blocks_of_several_rows_are_told_by_how_many_they_have() -> None:
-    one = [taken("layer_norm", "forward", 2048, 2, Layout(4, block, way="held")) for block in (64, 128, 256)]
+    one = [taken("layer_norm", "forward", 4096, 2, Layout(4, block, way="held")) for block in (64, 128, 256)]
     assert one[0] == one[1] != one[2]
     assert taken("layer_norm", "forward", 65536, 2, Layout(4, 512, way="held")) is None
 
