@@ -16,6 +16,8 @@ struct BackwardPlan {
   int blocks = 0;   // with partial sums of their own at most, a cluster counting once
 };
 
+constexpr int kMostBarriers = 15;  // of a block's groups, beside that of all its threads
+
 // Threads of a row in a block: a multiprocessor has two such groups, and one works while the other waits.
 constexpr int kTwoBlocks = 256;
 
@@ -91,7 +93,8 @@ struct BackwardFamily {
     }
     // Few rows are spread over all multiprocessors rather than stacked on some.
     const int64_t spread = divide_up(turns, device.processors) * beside;
-    const int most_groups = most_threads_of(plan.slots, !aligned) / plan.threads / beside * beside;
+    const int room = most_threads_of(plan.slots, !aligned) / plan.threads / beside * beside;
+    const int most_groups = plan.one_warp ? room : std::min(room, kMostBarriers);
     plan.groups = int(std::min<int64_t>(std::max(beside, most_groups), spread));
     plan.blocks = int(std::min<int64_t>(device.processors, divide_up(turns, plan.groups / beside)));
     return plan;
