@@ -13,6 +13,7 @@ from fuseline.native.layouts import PART_VECTORS, RULES, VECTOR_BYTES, WARP, Lay
 
 CLUSTERS = (1, 2, 4, 8, 16)
 MOST_THREADS = 512
+RING_BLOCKS = (256, 320, 384, 448, 512, 576, 640)
 PIECE_VECTORS = 128
 """Of such a part."""
 PIECE_COLUMNS = 1024
@@ -42,13 +43,13 @@ def every_layout(direction: str) -> Iterator[Layout]:
         yield Layout(1, WARP, way="tiles")
         for held, cluster in product((1, 2, 4), CLUSTERS):
             yield Layout(held, 512, cluster, way="held")
-        for held, block, cluster, stages in product((2, 3, 4), (256, 384, 512, 640), CLUSTERS, (3, 4, 6)):
+        for held, block, cluster, stages in product((2, 3, 4), RING_BLOCKS, CLUSTERS, (3, 4, 5, 6)):
             yield Layout(held, block, cluster, stages, "ring")
     else:
         for held, block, cluster, stages in product((1, 2, 3, 4), (64, 128, 256, 512), CLUSTERS[:4], (0, 1)):
             yield Layout(held, block, cluster, stages, "held")
         yield Layout(4, 512, way="packed")
-        blocks = (64, 128, 256, 512)
+        blocks = tuple(warps * WARP for warps in (2, 3, 4, 5, 6, 8, 10, 12, 16))
         for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
             yield Layout(pieces, block, cluster, stages, "copied")
         for block, cluster, stages in product(blocks, CLUSTERS, (1, 2)):
@@ -117,9 +118,11 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
 def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
     pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
     part = -(-vectors // (cluster * warps * 8)) * 8
+    if warps & (warps - 1) and vectors % (cluster * warps * WARP):
+        return None  # such numbers of warps are for rows that they share evenly
     if (
         not PART_VECTORS[0] <= part <= PART_VECTORS[1]
-        or (masked and warps == 16)
+        or (masked and warps > 8)
         or (adds and layout.stages == 2)
     ):
         return None
