@@ -117,11 +117,17 @@ KERNELS = ("formulas", "torch", "fuseline", "nothing")
 
 
 def translation(records: Sequence[Record]) -> list[str]:
-    """Milliseconds a step of the seed's translation model by kernels, and the ratio of ours to the first."""
+    """Milliseconds a step of the seed's translation model by kernels, and the ratio of ours to the first;
+    what would be left were nothing to fuse is in brackets where the kernels' times tell it."""
     told = {
         (r.case["execution"], r.case["dtype"], r.case["kernels"], r.metric): r.value
         for r in records
         if r.case.get("section") == "epoch"
+    }
+    limits = {
+        (r.case["execution"], r.case["dtype"]): r.value
+        for r in records
+        if r.case.get("section") == "work" and r.metric == "amdahl_limit"
     }
     lines = [
         "| step | operator by operator | torch's kernels | Fuseline's ops | nothing left to fuse | faster |",
@@ -130,37 +136,104 @@ def translation(records: Sequence[Record]) -> list[str]:
     for execution, dtype in dict.fromkeys(key[:2] for key in told):
         times = [told.get((execution, dtype, kernels, "iteration_ms")) for kernels in KERNELS]
         cells = [f"{EXECUTIONS[str(execution)]}, {dtype}", *(f"{t:.2f} ms" if t else "" for t in times)]
+        if times[0] and not times[-1] and (limit := limits.get((execution, dtype))):
+            cells[-1] = f"({times[0] / limit:.2f} ms)"
         cells.append(f"{told[execution, dtype, 'fuseline', 'paired_speedup']:.2f}x")
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return lines
 
 
+def gemv(records: Sequence[Record]) -> list[str]:
+    """Microseconds of one row times a square weight: ours, and the best of the peers."""
+    told: dict[tuple[int, str], dict[str, float]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if r.case.get("section") == "chart" and r.metric == "time_us" and r.value is not None:
+            told.setdefault((int(str(r.case["k"])), str(r.case["format"])), {})[r.peer] = r.value
+    sizes = sorted({size for size, _ in told})
+    lines = [f"| K = N | {' | '.join(f'{n:,}' for n in sizes)} |", f"|---|{'---:|' * len(sizes)}"]
+    for format in ("int8", "int4", "bf16"):
+        cells = [_fastest(told.get((size, format), {})) for size in sizes]
+        lines.append(f"| {format} | {' | '.join(cells)} |")
+    return lines
+
+
+def _fastest(times: dict[str, float]) -> str:
+    peers = {peer: time for peer, time in times.items() if peer != "fuseline"}
+    beside = ""
+    if peers:
+        best = min(peers, key=lambda peer: peers[peer])
+        beside = f" ({best} {peers[best]:.1f})"
+    return f"**{times['fuseline']:.1f}**{beside}" if "fuseline" in times else ""
+
+
+LEVERS = {
+    "eager": "eager",
+    "compiled": "`torch.compile`, static cache",
+    "cuda-graph": "one CUDA graph a step",
+    "fused": "Fuseline's kernels",
+    "int8": "int8 weights",
+    "int4": "int4 weights, groups of 128",
+    "speculation": "an int4 copy drafts 4 tokens ahead of bf16",
+}
+
+
+def climb(records: Sequence[Record]) -> list[str]:
+    """Generation rung by rung: of Llama-2-7B's shape, and of the newest trained model with its perplexity."""
+    told: dict[str, dict[str, dict[str, float]]] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        if "rung" in r.case and r.value is not None:
+            rungs = told.setdefault(str(r.case["preset"]), {})
+            rungs.setdefault(str(r.case["rung"]), {})[r.metric] = r.value
+    large = told.get("llama2-7b", {})
+    trained = [rungs for rungs in told.values() if any("perplexity" in found for found in rungs.values())]
+    small = trained[-1] if trained else {}
+    lines = [
+        "| rung | Llama-2-7B, tokens/s | against eager "
+        "| a small trained GPT, tokens/s | against eager | perplexity |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for rung, name in LEVERS.items():
+        cells = [name]
+        for found in (large.get(rung, {}), small.get(rung, {})):
+            cells.append(f"{found['tokens_per_s']:,.0f}" if "tokens_per_s" in found else "")
+            cells.append(f"{found['speedup']:.2f}x" if "speedup" in found else "")
+        perplexity = small.get(rung, {}).get("perplexity")
+        cells.append(f"{perplexity:.3f}" if perplexity else "")
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
 def decode(records: Sequence[Record]) -> list[str]:
     """Tokens a second around position 200 of 512, by model, format and rows, and the best of others."""
-    told: dict[tuple[str, str], dict[int, float]] = {}
-    others: dict[tuple[str, str], dict[str, float]] = {}
+    told: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for r in sorted(records, key=lambda r: r.time):
         place = r.metric, r.case.get("position"), r.case.get("seqlen_k")
         if "rung" in r.case or place != ("tokens_per_s", 200, 512) or r.value is None:
             continue
         key = str(r.case["preset"]), str(r.case["format"])
-        if r.peer == "fuseline":
-            told.setdefault(key, {})[int(str(r.case["batch"]))] = r.value
-        elif r.case["batch"] == 1:
-            others.setdefault(key, {})[r.peer] = r.value
+        told.setdefault(key, {}).setdefault(int(str(r.case["batch"])), {})[r.peer] = r.value
     lines = [
-        "| model | weights | 1 row, tokens/s | best of the others | 8 rows, tokens/s |",
-        "|---|---|---:|---:|---:|",
+        "| model | weights | 1 row, tokens/s | best of the others | 8 rows, tokens/s | best of the others |",
+        "|---|---|---:|---:|---:|---:|",
     ]
-    for key, rates in told.items():
-        one, eight = (f"{rates[rows]:,.0f}" if rows in rates else "" for rows in (1, 8))
-        best = max(others.get(key, {}).items(), key=lambda found: found[1], default=None)
-        beside = "" if best is None else f"{best[1]:,.0f} ({DECODERS.get(best[0], best[0])})"
-        lines.append(f"| {' | '.join((*key, one, beside, eight))} |".replace("|  |", "| |"))
+    formats = ("bf16", "int8", "int4", "fp8")
+    for key, rates in sorted(told.items(), key=lambda at: (at[0][0] == "gpt2", formats.index(at[0][1]))):
+        cells = [*key]
+        for rows in (1, 8):
+            others = dict(rates.get(rows, {}))
+            ours = others.pop("fuseline", None)
+            best = max(others, key=lambda peer: others[peer], default="")
+            cells.append("" if ours is None else f"{ours:,.0f}")
+            cells.append(f"{others[best]:,.0f} ({DECODERS.get(best, best)})" if best else "")
+        if cells[2] or cells[4]:
+            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return lines
 
 
 DECODERS = {"gptfast": "gpt-fast's way"}
+
+
+ROUNDINGS = {"nearest": "", "fitted": ", fitted grids", "hqq": ", HQQ", "calibrated": ", calibrated"}
 
 
 def quality(records: Sequence[Record]) -> list[str]:
@@ -171,8 +244,9 @@ def quality(records: Sequence[Record]) -> list[str]:
             continue
         of = str(r.case["data"]) if r.case["text"] == "held out" else Path(str(r.case["text"])).stem
         size = f", groups of {r.case['group_size']}" if r.case["group_size"] else ""
-        rounding = ", calibrated" if r.case["rounding"] == "calibrated" else ""
-        told.setdefault((of, f"{r.case['format']}{size}{rounding}"), {})[r.metric] = r.value
+        zeros = ", zero points" if r.case.get("zero_points") else ""
+        rounding = ROUNDINGS[str(r.case["rounding"])]
+        told.setdefault((of, f"{r.case['format']}{size}{zeros}{rounding}"), {})[r.metric] = r.value
     lines = ["| text | weights | perplexity | more than bf16 |", "|---|---|---:|---:|"]
     for (of, format), found in told.items():
         percent = round(100 * found.get("loss_error", 0.0), 3) + 0.0  # -0 is 0
@@ -184,7 +258,9 @@ def quality(records: Sequence[Record]) -> list[str]:
 TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "ladder": ("ladder", ladder),
     "ops": ("ops", ops),
+    "gemv": ("linear", gemv),
     "decode": ("decode", decode),
+    "climb": ("decode", climb),
     "quality": ("quality", quality),
     "translation": ("translation", translation),
 }

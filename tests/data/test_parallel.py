@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fuseline.data import parallel
 from fuseline.data.parallel import load_parallel
 from fuseline.errors import InputError
 
@@ -69,6 +70,26 @@ def test_it_says_what_is_wrong(tmp_path: Path) -> None:
         load_parallel("grammar", "de", "de")
 
 
+@pytest.mark.parametrize("name", ["multi30k", "iwslt14"])
+def test_the_package_datasets_gives_pairs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package itself, over local files with the columns and features that the two have."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"de": de, "en": en} for de, en in PAIRS]
+    nested = parallel._HUB[name][2] is not None
+    features = datasets.Features({"translation": datasets.Translation(["de", "en"])}) if nested else None
+    splits = {"train": rows, "validation": rows[:2], "test": rows[2:4]}
+    for split, group in splits.items():
+        made = [{"translation": row} for row in group] if nested else group
+        path = tmp_path / "repository" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(exist_ok=True)
+        datasets.Dataset.from_list(made, features=features).to_parquet(path)
+    monkeypatch.setitem(parallel._HUB, name, (str(tmp_path / "repository"), *parallel._HUB[name][1:]))
+    corpus = load_parallel(name, cache_dir=tmp_path / "cache")
+    assert corpus.splits == {"train": PAIRS, "validation": PAIRS[:2], "test": PAIRS[2:4]}
+    turned = load_parallel(name, "en", "de", cache_dir=tmp_path / "cache")
+    assert turned.splits["test"] == [(en, de) for de, en in PAIRS[2:4]]
+
+
 def test_multi30k_and_iwslt_come_through_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [{"de": de, "en": en} for de, en in PAIRS]
     asked = []
@@ -83,6 +104,7 @@ def test_multi30k_and_iwslt_come_through_datasets(monkeypatch: pytest.MonkeyPatc
     assert list(load_parallel("multi30k", cache_dir=tmp_path).splits["train"]) == PAIRS
     assert list(load_parallel("iwslt14").splits["test"]) == PAIRS[2:4]
     assert asked[0][0] == "bentrevett/multi30k"
+    assert asked[1] == ("bbaaaa/iwslt14-de-en", {"revision": "refs/convert/parquet"})
     assert str(tmp_path) in asked[0][1]["cache_dir"]
     with pytest.raises(InputError, match="not fr and en"):
         load_parallel("multi30k", "fr", "en")

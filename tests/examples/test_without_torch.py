@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -67,6 +71,79 @@ def test_without_a_driver_the_script_says_so() -> None:
     done = run("with_ctypes.py")
     assert done.returncode == 1
     assert "There is no CUDA driver here" in done.stderr
+
+
+STREAM = 77
+
+
+class HostArray(numpy.ndarray):
+    """An array on the host that tells its address as CuPy's do."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class HostLibrary:
+    """What the kernel library is asked for, over addresses of the host."""
+
+    def fuseline_softmax_forward(self, x: int, *rest: Any) -> int:
+        mask, _, _, B, H, rows, n, scale, causal, y, dtype, stream = rest
+        assert (mask, B, H, causal, dtype, stream) == (None, 1, 1, 0, 0, STREAM)
+        wide = scale * seen(x, rows, n).astype(numpy.float64)
+        powers = numpy.exp(wide - wide.max(1, keepdims=True))
+        seen(y, rows, n)[:] = powers / powers.sum(1, keepdims=True)
+        return 0
+
+    def fuseline_layer_norm_forward(self, x: int, weight: int, bias: int, y: int, *rest: Any) -> int:
+        mean, rstd, rows, n, eps, dtype, weight_dtype, stream = rest
+        assert (mean, rstd, dtype, weight_dtype, stream) == (None, None, 0, 0, STREAM)
+        wide = seen(x, rows, n).astype(numpy.float64)
+        normed = (wide - wide.mean(1, keepdims=True)) / numpy.sqrt(wide.var(1, keepdims=True) + eps)
+        seen(y, rows, n)[:] = normed * seen(weight, 1, n) + seen(bias, 1, n)
+        return 0
+
+
+def seen(address: int, rows: int, n: int) -> numpy.ndarray:
+    floats = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+    return numpy.ctypeslib.as_array(floats, (rows, n))
+
+
+def cupy_on_the_host() -> ModuleType:
+    class Stream:
+        ptr = STREAM
+
+        def __init__(self, non_blocking: bool) -> None:
+            assert non_blocking
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *reason: object) -> None: ...
+
+    generator = numpy.random.default_rng(0)
+    module = ModuleType("cupy")
+    for name in ("float32", "float64", "empty_like", "exp", "sqrt", "linalg"):
+        setattr(module, name, getattr(numpy, name))
+    drawn = lambda shape, dtype: generator.standard_normal(shape, dtype).view(HostArray)  # noqa: E731
+    module.random = SimpleNamespace(standard_normal=drawn)  # type: ignore[attr-defined]
+    module.cuda = SimpleNamespace(Stream=Stream)  # type: ignore[attr-defined]
+    return module
+
+
+def test_what_the_cupy_script_asks_of_the_library(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CuPy and the library stand on the host here: addresses, sizes and the stream come as they should."""
+
+    class HostKernels(kernels.Kernels):
+        def __init__(self, path: str) -> None:
+            self.library = HostLibrary()
+
+    kernels.Kernels, kernels.find_library = HostKernels, lambda: "on the host"
+    monkeypatch.setitem(sys.modules, "kernels", kernels)
+    monkeypatch.setitem(sys.modules, "cupy", cupy_on_the_host())
+    runpy.run_path(str(EXAMPLES / "with_cupy.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("relative error") == 2
 
 
 @pytest.mark.gpu

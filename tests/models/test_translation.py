@@ -12,6 +12,7 @@ from fuseline.models.encoder_decoder import EncoderDecoder, sine_positions
 from fuseline.models.translation import DecoderOnly
 from fuseline.models.translation_config import TranslationConfig
 from fuseline.models.translation_kernels import FORMULAS, FUSED, TORCH, Kernels
+from fuseline.models.translation_layers import Chain
 
 SMALL: dict[str, Any] = {
     "vocab_size": 23,
@@ -117,6 +118,24 @@ def test_fused_and_unfused_learn_the_same(kind: Any, smoothing: float) -> None:
     assert curves[0][-1] < curves[0][0] - 0.5
     torch.testing.assert_close(curves[0], curves[1], rtol=2e-4, atol=0.0)
     torch.testing.assert_close(curves[2], curves[1], rtol=2e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("kernels", [FORMULAS, TORCH, FUSED], ids=["formulas", "torch", "fused"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_stream_keeps_its_precision_under_autocast(kernels: Kernels, norm_first: bool) -> None:
+    chain = Chain(TranslationConfig(**{**SMALL, "norm_first": norm_first}), kernels, branches=2)
+    embedded, bias = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(16)
+    weight = torch.eye(16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x, stream = chain.begin(embedded)
+        first = stream
+        for branch in range(2):
+            x, stream = chain.add(branch, torch.nn.functional.linear(x, weight), bias, stream)
+    assert stream.dtype is torch.float32
+    if norm_first:  # to 8 bits only what was added was rounded
+        wide = chain.begin(embedded)[0]
+        normed = torch.nn.functional.layer_norm(first + wide, (16,))
+        torch.testing.assert_close(stream, first + wide + normed, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("kernels", [FORMULAS, FUSED], ids=["formulas", "fused"])

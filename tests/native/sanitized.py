@@ -27,16 +27,41 @@ RACECHECKED_DTYPES = {"linear_cross_entropy": (torch.float32,)}
 RACECHECKED_FORWARD = ("quant_linear",)
 
 # What the ops' own cases of that size do not reach: rows that wait in shared memory, alone and in clusters,
-# aligned and not; tiles of short rows at odd addresses; losses in passing.
+# aligned and not; tiles of short rows at odd addresses; many long rows in pieces, few of the longest across
+# all multiprocessors; losses in passing; weights of 4 and 8 bits whose columns a cluster shares.
 SUM = {"reduction": "sum", "ignored": 0.0}
+MASKED = {"p": 0.1, "x_bias": True}
+INT4 = {"format": "int4", "group_size": 128}
+
+
+def long_rows(**options: Any) -> tuple[Case, ...]:
+    """Rows of which clusters hold one at a time, and so few of the longest that all blocks share them."""
+    return (
+        Case("many rows in pieces at odd addresses", (150, 16391), options),
+        Case("few of the longest rows", (3, 65544), options),
+        Case("few of the longest rows at odd addresses", (2, 65539), options),
+    )
+
+
 BEYOND: dict[str, tuple[Case, ...]] = {
     "layer_norm": (
+        *long_rows(),
         Case("tiles of rows of 31", (300, 31)),
         Case("rows of a block", (9, 4096)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in clusters", (2, 70000)),
     ),
+    "rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (150, 28680))),
+    "dropout_add_layer_norm": (
+        *long_rows(**MASKED),
+        Case("many rows in pieces of two blocks", (264, 16384), MASKED),
+        Case("more rows than all blocks share", (65, 131080), MASKED),
+    ),
+    "dropout_add_rms_norm": long_rows(**MASKED),
+    "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (264, 16384))),
     "add_layer_norm": (
+        *long_rows(),
+        Case("many rows in pieces of two blocks", (264, 16384)),
         Case("tiles of rows of 31", (300, 31)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 20001)),
@@ -48,6 +73,12 @@ BEYOND: dict[str, tuple[Case, ...]] = {
         Case("rows that wait at odd addresses", (9, 1025)),
         Case("tiles of rows of 31", (21, 31)),
         Case("tiles of rows of 1023", (9, 1023)),
+    ),
+    "quant_linear": (
+        Case("int8, a cluster shares columns", (72, 1024), {"n": 136}),
+        Case("int4, a block has all columns", (130, 256), {**INT4, "n": 136, "bias": True}),
+        Case("int4, a cluster shares columns", (100, 1096), {**INT4, "n": 131}),
+        Case("int4, three warpgroups", (256, 264), {**INT4, "n": 8520}),
     ),
     "embedding": (
         Case("bins, most of one row", (9, 600, 8), {"vocabulary": 3000, "alike": 0.8, "padding_idx": 7}),

@@ -59,6 +59,18 @@ def test_serves_several_gradients_of_the_loss_at_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradients_made_before_the_loss_is_scaled_do_not_vanish_in_fp16(device: str) -> None:
+    """Words that are no target have gradients of the mean around 5e-8, the last bit that fp16 has."""
+    hidden, weight, target = draw(device, rows=4096, classes=5000, embed_dim=32, dtype=torch.float16)
+    scale = 65536.0
+    found = torch.autograd.grad(scale * ops.linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), wide)
+    for ours, true in zip(found, wanted, strict=True):
+        assert (ours.double() / scale - true).norm() < 2e-3 * true.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_fp16_sums_beyond_its_range(device: str) -> None:
     """The gradient of the sum over all rows is past 65504; that of the mean is not."""
     rows = 9000

@@ -287,11 +287,11 @@ def test_speed_ups_are_drawn_for_every_peer_with_the_level_to_stay_above(op_sect
 def test_the_homeworks_shapes_have_a_table_of_their_own_judged_by_the_bars(all_records):
     template = next(r for r in all_records if r.suite == "ops" and r.metric == "time_us")
 
-    def figure(op, peer, metric, value):
+    def figure(op, peer, metric, value, captured=False):
         case = {"op": op, "dtype": "float32", "rows": 1024, "n": 512, "direction": "fw", "section": "seed"}
         return replace(
             template,
-            case={**case, "captured": False},
+            case={**case, "captured": captured},
             peer=peer,
             metric=metric,
             value=value,
@@ -305,12 +305,16 @@ def test_the_homeworks_shapes_have_a_table_of_their_own_judged_by_the_bars(all_r
         figure("layer_norm", "composed", "paired_speedup", 7.0),
         figure("layer_norm", "composed", "launches", 9.0),
         figure("softmax", "composed", "paired_speedup", 4.0),
+        figure("softmax", "composed", "paired_speedup", 4.5, captured=True),
     ]
     (section,) = op_suite.sections(Shelf(records))
-    (table,) = blocks(section, Table)
+    table, captured = blocks(section, Table)
     norm, softmax = row(table, "layer_norm, forward"), row(table, "softmax, forward")
     assert (norm["composed over ours"].text, norm["composed over ours"].tone) == ("7.00x", "good")
     assert (norm["to reach"].text, norm["to reach"].detail) == ("6x", "(15.8x)")
     assert norm["launches replaced"].text == "9"
     assert softmax["composed over ours"].tone == "bad"
+    alone = row(captured, "softmax, forward")
+    assert (alone["composed over ours"].text, alone["composed over ours"].tone) == ("4.50x", "")
+    assert "to reach" not in alone  # the bars are those of calls
     assert charts(section) == {}

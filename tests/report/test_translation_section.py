@@ -6,7 +6,8 @@ import pytest
 
 from fuseline.bench.translation.epoch_time import Timed
 from fuseline.bench.translation.quality import Learned
-from fuseline.bench.translation.results import curve_records, epoch_records, quality_records
+from fuseline.bench.translation.results import curve_records, epoch_records, quality_records, work_records
+from fuseline.bench.translation.step_work import StepWork, Work
 from fuseline.records import Environment, Record
 from fuseline.report.blocks import Drawing, Headline, Section, Table
 from fuseline.report.sections import translation
@@ -37,10 +38,15 @@ def section() -> Section:
         for kernels, plus in (("formulas", 0.0), ("fuseline", 0.5))
         for seed in range(3)
     ]
+    works = [
+        StepWork("formulas", {"products": Work(2.0, 50), "memory-bound": Work(6.0, 450)}),
+        StepWork("fuseline", skipped="failed with Ouch"),
+    ]
     curve = [5.0, 4.0, 3.0, 2.0]
     recipe_case = {"section": "recipe", "model": "encoder-decoder", "data": "made", "num_layers": 4}
     records = [
         *epoch_records(outcomes, {"execution": "eager", "dtype": "fp32"}, GPU),
+        *work_records(works, {"execution": "eager", "dtype": "fp32"}, GPU),
         *curve_records({"formulas": curve, "fuseline": [5.0, 4.0, 3.0, 2.002]}, {}, GPU, 1),
         *quality_records(learned, {}, GPU),
         Record.of("translation", {**recipe_case, "epochs": 100.0}, "bleu", 38.25, GPU),
@@ -65,6 +71,18 @@ def test_epochs_with_the_limit_and_what_failed(section: Section) -> None:
     assert rows["operator by operator"][3].text.startswith("2")  # 10 ms x 200
     assert rows["nothing fusable"][6].text.startswith("50")
     assert "failed with Oops" in rows["torch's kernels"][1].detail
+
+
+def test_what_a_steps_kernels_do_and_how_much_of_it_they_fill(section: Section) -> None:
+    shown = tables(section)["What a step's kernels do"]
+    rows = {row.cells[1].text: [cell.text for cell in row.cells] for row in shown.rows}
+    heads = [column.label for column in shown.columns]
+    told = dict(zip(heads, rows["operator by operator"], strict=True))
+    assert told["all kernels, ms"].startswith("8")
+    assert told["of the step"].startswith("80")
+    assert told["launches, kernels a call"].startswith("500")
+    assert told["limit, if it cost nothing"].startswith("4")
+    assert "failed with Ouch" in shown.rows[1].cells[1].detail
 
 
 def test_curves_and_scores_are_drawn(section: Section) -> None:

@@ -70,11 +70,15 @@ class Compilers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(
-        self, tasks: Sequence[Task], observe: Callable[[int, int], None], within: float = math.inf
+        self,
+        tasks: Sequence[Task],
+        observe: Callable[[int, int], None],
+        within: float = math.inf,
+        quiet: float = QUIET_SECONDS,
     ) -> None:
         """All of `tasks`, in order. What fails here fails again where it is measured, and is told there.
         After `within` seconds no more are begun: the measuring process compiles the rest, and everything
-        from then on if the processes do not answer."""
+        from then on if for `quiet` seconds the processes do not answer."""
         if not self._jobs or len(tasks) < 2:
             return
         waiting = deque(tasks)
@@ -103,7 +107,7 @@ class Compilers:
                     waiting.popleft()
                 if running:
                     left = max(0.0, deadline - time.monotonic()) + LATE_SECONDS
-                    finished, _ = wait(running, timeout=min(QUIET_SECONDS, left), return_when=FIRST_COMPLETED)
+                    finished, _ = wait(running, timeout=min(quiet, left), return_when=FIRST_COMPLETED)
                     if not finished:
                         self._give_up()
                         return
@@ -186,6 +190,17 @@ def briefly_shared(call: Callable[[], object]) -> float:
 def briefly_alone(call: Callable[[], object]) -> float:
     """Milliseconds: the median of a few runs, each behind an L2 that holds nothing it reads."""
     return time_calls(call, torch.device("cuda"), repeats=BRIEF_RUNS_ALONE, warmup=2).median / 1e3
+
+
+@contextlib.contextmanager
+def tuned_here(device: torch.device) -> Iterator[None]:
+    """Around what a measuring process compiles: it finds the fastest of several kernels for itself, with a
+    clock of its own, whatever an earlier process found."""
+    import torch._inductor.config
+
+    clocks = timed_briefly(briefly_alone) if device.type == "cuda" else contextlib.nullcontext()
+    with torch._inductor.config.patch("autotune_local_cache", False), clocks:
+        yield
 
 
 @contextlib.contextmanager

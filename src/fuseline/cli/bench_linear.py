@@ -3,7 +3,7 @@ GEMV chart of the crash course (weights per second over K = N), and the layers o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +24,18 @@ DEFAULT_OUT = Path("fuseline-linear")
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     parts: tuple[str, ...] = ()
-    """Parts to measure: chart, layers. Both if none is named."""
+    """Parts to measure: chart, layers; cpu, on a CPU: layers against float32's. If none is named, the first
+    two on a GPU, and cpu on a CPU."""
     peers: tuple[str, ...] = ()
     """Of fuseline, eager, inductor, tinygemm, torchao. All if none is named."""
     formats: tuple[str, ...] = ()
-    """Of int8, int4, bf16. All if none is named."""
+    """Of int8, int4, bf16, fp8. All but fp8 if none is named."""
     rows: tuple[int, ...] = ()
-    """Rows of activations for the layers."""
+    """Rows of activations for the layers (cpu: 1 and 4 if none are named)."""
     sizes: tuple[int, ...] = ()
     """K = N of the chart."""
     repeats: int = 10
-    """Replays of each graph."""
+    """Replays of each graph; four times as many turns on a CPU."""
     seconds: float = 0.0
     """Stop after so long; 0 for no limit. --resume goes on from there."""
     resume: bool = False
@@ -49,15 +50,16 @@ def run(options: Options) -> int:
     from fuseline.bench import linear as suite
     from fuseline.bench.compiling import default_jobs
     from fuseline.bench.linear.contenders import PEERS
-    from fuseline.bench.linear.problems import CHART_SIZES, FORMATS, ROWS
+    from fuseline.bench.linear.problems import CHART_SIZES, CPU_LAYERS, CPU_ROWS, FORMATS, ROWS
 
     device = torch.device(resolve_device(options.device))
+    parts = split_names(options.parts) or ((suite.ON_CPU,) if device.type == "cpu" else suite.PARTS)
     bench = suite.LinearBench(
         device,
-        split_names(options.parts) or suite.PARTS,
+        parts,
         split_names(options.peers) or PEERS,
         split_names(options.formats) or FORMATS,
-        options.rows or ROWS,
+        options.rows or (CPU_ROWS if parts == (suite.ON_CPU,) else ROWS),
         options.sizes or CHART_SIZES,
         options.repeats,
         options.seconds,
@@ -66,7 +68,8 @@ def run(options: Options) -> int:
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
-        what = f"{len(bench.problems())} products by {', '.join(bench.peers)}"
+        products = len(bench.problems()) + (len(CPU_LAYERS) * len(bench.rows) if suite.ON_CPU in parts else 0)
+        what = f"{products} products by {', '.join(bench.peers)}"
         print(f"{what} on {bench.device}. Records would go to {out / 'linear.jsonl'}.")
         return 0
     torch.manual_seed(options.seed)
@@ -82,12 +85,12 @@ def _skipped(records: Sequence[Record]) -> list[str]:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """A line a product and format: each peer's time and share of the copy bandwidth."""
+    """A line a product and format: each peer's time, share of the copy bandwidth, and share of the floor."""
     from rich import box
     from rich.table import Table
 
     peers = list(dict.fromkeys(record.peer for record in records if record.value is not None))
-    table = Table(title="Linear layers, µs a call and share of the copy bandwidth", box=box.SIMPLE)
+    table = Table(title="Linear layers, µs a call, shares of copy and floor", box=box.SIMPLE)
     table.add_column("m x k x n")
     table.add_column("format")
     for peer in peers:
@@ -101,9 +104,14 @@ def _table(records: Sequence[Record]) -> Table:
             found[record.peer, record.metric] = record.value
     for (product, format), found in lines.items():
         done = {peer for peer, _ in found}
-        cells = [
-            f"{found[peer, 'time_us']:.1f}  {found[peer, 'share_of_copy']:.2f}" if peer in done else ""
-            for peer in peers
-        ]
+        cells = [_timed(peer, found) if peer in done else "" for peer in peers]
         table.add_row(product, format, *cells)
     return table
+
+
+def _timed(peer: str, found: Mapping[tuple[str, str], float]) -> str:
+    shares = (found.get((peer, metric)) for metric in ("share_of_copy", "share_of_floor"))
+    figures = [f"{found[peer, 'time_us']:.1f}", *(f"{share:.2f}" for share in shares if share is not None)]
+    if (peer, "paired_speedup") in found:
+        figures.append(f"{found[peer, 'paired_speedup']:.2f} of fp32's speed")
+    return "  ".join(figures)

@@ -27,8 +27,9 @@ class Options(Recorded):
     checkpoint: Path | None = None
     """Folder of a run of `fuseline train gpt`."""
     formats: tuple[str, ...] = ()
-    """Of int8, int8-calibrated, int4, int4-calibrated, int4-32-calibrated, fp8, and of keys and values
-    cache-int8, cache-fp8. All if none is named."""
+    """int8, int4 (groups of 128), int4-64, int4-32, int4-zeros (zero points), int4-32-zeros, .., each with
+    an ending for how weights are rounded: none (to the nearest), -fitted, -hqq, -calibrated (GPTQ); fp8; and
+    of keys and values cache-int8, cache-fp8. The usual ones if none is named."""
     batches: int = 40
     """Batches of held-out text."""
     calibration: int = 8
@@ -49,7 +50,7 @@ def run(options: Options) -> int:
     bench = suite.QualityBench(
         torch.device(resolve_device(options.device)),
         options.checkpoint,
-        split_names(options.formats) or tuple(suite.FORMATS),
+        split_names(options.formats) or suite.USUAL,
         options.batches,
         options.calibration,
         options.batch,
@@ -78,15 +79,18 @@ def _table(records: Sequence[Record]) -> Table:
     from rich.table import Table
 
     table = Table(title="Perplexity on held-out text", box=box.SIMPLE)
-    for heading in ("format", "groups of", "rounding"):
+    for heading in ("format", "groups of", "zero points", "rounding"):
         table.add_column(heading)
     for heading in ("perplexity", "over the plain model's"):
         table.add_column(heading, justify="right")
-    lines: dict[tuple[str, str, str], dict[str, float]] = {}
+    lines: dict[tuple[str, ...], dict[str, float]] = {}
     for record in records:
         if record.value is not None:
-            line = tuple(str(record.case[key] or "") for key in ("format", "group_size", "rounding"))
-            lines.setdefault((line[0], line[1], line[2]), {})[record.metric] = record.value
+            zeros = "yes" if record.case.get("zero_points") else ""
+            format, size, rounding = (
+                str(record.case[key] or "") for key in ("format", "group_size", "rounding")
+            )
+            lines.setdefault((format, size, zeros, rounding), {})[record.metric] = record.value
     for line, found in lines.items():
         over = f"{found['loss_error']:+.3%}" if "loss_error" in found else ""
         table.add_row(*line, f"{found['perplexity']:.4f}", over)

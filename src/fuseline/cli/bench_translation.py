@@ -1,5 +1,6 @@
 """A translation model trained with and without fused kernels: loss curves without dropout, the time of an
-epoch in each way to carry out a step, BLEU over seeds; and the BLEU that a recipe of our own reaches."""
+epoch in each way to carry out a step, what a step's kernels do, BLEU over seeds; and the BLEU that a recipe
+of our own reaches."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Options(Recorded, Seeded):
     recipe: str = "auto"
     """Preset trained for its BLEU; auto: multi30k on a GPU, none on a CPU; none leaves it out."""
     parts: tuple[str, ...] = ()
-    """curves, epochs, quality, recipe. All if none is named."""
+    """curves, epochs, work, quality, recipe. All if none is named."""
     executions: tuple[str, ...] = ()
     """Ways to carry out a step: eager, graph, inductor, inductor-graph, ...; eager, graph, inductor-graph if
     none."""

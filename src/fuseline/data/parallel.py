@@ -25,8 +25,12 @@ _STEMS = {
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test_2016_flickr", "test_2016", "test2016", "flickr2016", "test"),
 }
-# Hugging Face data sets, with the column that holds the pair where each language has not its own.
-_HUB = {"multi30k": ("bentrevett/multi30k", None), "iwslt14": ("bbaaaa/iwslt14-de-en", "translation")}
+# Hugging Face data sets: repository, its revision, and the column that holds the pair where each language has
+# not its own. IWSLT14's main revision is a script, which `datasets` runs no more since version 4.
+_HUB = {
+    "multi30k": ("bentrevett/multi30k", None, None),
+    "iwslt14": ("bbaaaa/iwslt14-de-en", "refs/convert/parquet", "translation"),
+}
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ def _drawn(pairs: list[Pair], splits: Sequence[str], where: str) -> dict[str, li
 
 
 def _from_hub(name: str, source: str, target: str, cache_dir: Path | None) -> dict[str, list[Pair]]:
-    repository, column = _HUB[name]
+    repository, revision, column = _HUB[name]
     try:
         import datasets
     except ImportError as error:
@@ -197,6 +201,8 @@ def _from_hub(name: str, source: str, target: str, cache_dir: Path | None) -> di
     options: dict[str, Any] = (
         {} if cache_dir is None else {"cache_dir": str(cache_dir / "corpora" / "datasets")}
     )
+    if revision is not None:
+        options["revision"] = revision
     try:
         dataset = datasets.load_dataset(repository, **options)
     except (OSError, RuntimeError, ValueError) as error:

@@ -149,15 +149,22 @@ def _torch_loss(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tenso
 
 
 def _fused_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return ops.layer_norm(x, weight.shape, weight, bias, EPS)
+    return ops.layer_norm(x, weight.shape, weight, bias, EPS, out_dtype=_products_dtype(x))
+
+
+def _products_dtype(x: Tensor) -> torch.dtype | None:
+    """What a product that reads x would round it to; None for x's own."""
+    device = x.device.type
+    rounds = x.dtype is torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if rounds else None
 
 
 def _fused_add_norm(
     x: Tensor, x_bias: Tensor, stream: Tensor, weight: Tensor, bias: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    # Under autocast the stream goes on in the 16 bits that products come in.
+    # Under autocast the stream stays in float32, as it does operator by operator.
     return ops.dropout_add_layer_norm(
-        x, stream.to(x.dtype), weight.shape, weight, bias, EPS, x_bias=x_bias, p=p, training=p > 0
+        x, stream, weight.shape, weight, bias, EPS, x_bias=x_bias, p=p, training=p > 0
     )
 
 

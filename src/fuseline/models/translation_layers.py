@@ -136,6 +136,8 @@ class Chain(nn.Module):
     def add(self, index: int, x_BTC: Tensor, x_bias: Tensor, stream_BTC: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.norms[index]
         p = self.dropout_p if self.training else 0.0
+        if not self.norm_first:  # what is normed is the stream, and keeps its precision under autocast
+            x_BTC = x_BTC.to(stream_BTC.dtype)
         normed_BTC, sum_BTC = self.kernels.add_norm(x_BTC, x_bias, stream_BTC, norm.weight, norm.bias, p)
         return normed_BTC, sum_BTC if self.norm_first else normed_BTC
 

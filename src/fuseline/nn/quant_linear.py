@@ -75,17 +75,20 @@ class QuantLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):  # as torch's own linear casts
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = self.bias
+        # Past Module.__getattr__, which takes as long as a small layer on a CPU.
+        held = self._buffers
+        weight, scales, bias = held["weight"], held["scales"], held["bias"]
+        assert weight is not None
         if bias is not None and bias.dtype is not x.dtype:
             bias = bias.to(x.dtype)
         if self.format == "fp8":
-            assert self.scales is not None
-            return fp8_linear(x, self.weight, self.scales, bias)
+            assert scales is not None
+            return fp8_linear(x, weight, scales, bias)
         return quant_linear(
             x,
-            self.weight,
-            self.scales,
-            self.zeros,
+            weight,
+            scales,
+            held["zeros"],
             bias,
             out_features=self.out_features,
             format=self.format,

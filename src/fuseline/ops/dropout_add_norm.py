@@ -202,19 +202,22 @@ def rms_norm_inputs(
 
 
 def layer_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
-    """Forward: x, residual, y, sum. Backward: the gradients of y and sum, sum, the gradient of residual. Both
-    ways a mean and a deviation a row.
+    """Forward: x, residual, y, sum, weight, bias, x's bias. Backward: the gradients of y and sum, sum, the
+    gradient of residual, weight, the gradients of all vectors, a mean and a deviation a row.
 
     A mask makes the gradient of x another tensor.
     """
-    return rms_norm_bytes(case, itemsize, direction) + math.prod(case.shape[:-1]) * 4
+    means = 0 if direction == "fw" else math.prod(case.shape[:-1])
+    return rms_norm_bytes(case, itemsize, direction) + case.shape[-1] * itemsize + means * 4
 
 
 def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
-    """As those of LayerNorm, without the mean."""
-    tensors = 4 if direction == "fw" or not case.options.get("p") else 5
-    rows = math.prod(case.shape[:-1])
-    return (math.prod(case.shape) * tensors + case.shape[-1] * 5) * itemsize + rows * 4
+    """As those of LayerNorm, without bias and mean."""
+    forward = direction == "fw"
+    tensors = 4 if forward or not case.options.get("p") else 5
+    vectors = (1 if forward else 2) + bool(case.options.get("x_bias"))
+    deviations = 0 if forward else math.prod(case.shape[:-1])
+    return (math.prod(case.shape) * tensors + case.shape[-1] * vectors) * itemsize + deviations * 4
 
 
 def flops(case: Case, direction: str) -> int:

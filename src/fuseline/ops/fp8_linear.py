@@ -11,6 +11,8 @@ Source: Micikevicius et al., FP8 formats for deep learning, 2022.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -22,8 +24,11 @@ SMALLEST = 1e-12  # of a row's scale: a row of zeros divides by no zero
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x8, scales): [M, K] as e4m3, contiguous, and the float32 scale of each row, [M, 1]."""
-    scales = (x.detach().abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
-    return (x / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous(), scales
+    wide = torch.promote_types(x.dtype, torch.float32)
+    largest = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True, dtype=wide)
+    scales = (largest.float() / E4M3_MAX).clamp(min=SMALLEST)
+    # Nothing is beyond 448 but by rounding, and that becomes 448.
+    return (x / scales).to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def fp8_linear(

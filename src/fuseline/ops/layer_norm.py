@@ -111,10 +111,12 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    """Forward: x, y, weight, bias; no gradient follows, so that no statistics are kept. Backward: x, the
+    gradients of y and x, weight, the gradients of weight and bias, a mean and a deviation a row."""
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
-    activations = math.prod(case.shape) * itemsize * (2 if direction == "fw" else 3)
-    rows = math.prod(case.shape) // max(1, n)
-    return activations + n * itemsize * (2 if direction == "fw" else 3) + rows * 8
+    tensors = 2 if direction == "fw" else 3
+    rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)
+    return (math.prod(case.shape) + n) * tensors * itemsize + rows * 8
 
 
 def _flops(case: Case, direction: str) -> int:

@@ -25,9 +25,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from fuseline import native
+from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
 from fuseline.ops.quant_layout import dequantize, pack_groups, pack_int4, pack_int8
 
@@ -83,6 +85,10 @@ def quant_linear(
     Returns [.., N] in x's dtype. Raises ValueError or TypeError for what does not fit, NotImplementedError
     where weight, scales or bias require a gradient.
     """
+    if not is_dynamo_compiling():
+        y = direct.quant_linear(x, weight, scales, zeros, bias, out_features, format, group_size)
+        if y is not None:
+            return y
     if native.ready(x.device.type) and not (x.device.type == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.quant_linear.default(
             x, weight, scales, zeros, bias, out_features=out_features, format=format, group_size=group_size

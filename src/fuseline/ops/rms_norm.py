@@ -103,10 +103,11 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    """As LayerNorm's, without bias and mean."""
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
-    activations = math.prod(case.shape) * itemsize * (2 if direction == "fw" else 3)
-    rows = math.prod(case.shape) // max(1, n)
-    return activations + n * itemsize * (1 if direction == "fw" else 2) + rows * 4
+    tensors = 2 if direction == "fw" else 3
+    rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)
+    return (math.prod(case.shape) * tensors + n * (tensors - 1)) * itemsize + rows * 4
 
 
 def _flops(case: Case, direction: str) -> int:

@@ -1,8 +1,9 @@
-"""Quantization: formats and their grids, GPTQ, the walk over a model, files."""
+"""Quantization: formats and their grids, GPTQ and HQQ, the walk over a model, files."""
 
 from fuseline.ops.quant_bits import add_uint4, pack_uint4, unpack_uint4
-from fuseline.quant.formats import Format, Quantized, round_to_nearest
+from fuseline.quant.formats import Format, Quantized, round_to_fitted, round_to_nearest
 from fuseline.quant.gptq import gptq
+from fuseline.quant.hqq import hqq
 from fuseline.quant.quantize import LayerReport, Quantization, quantize, quantize_linear
 from fuseline.quant.storage import load_quantized, save_quantized, saved_about
 
@@ -13,10 +14,12 @@ __all__ = [
     "Quantized",
     "add_uint4",
     "gptq",
+    "hqq",
     "load_quantized",
     "pack_uint4",
     "quantize",
     "quantize_linear",
+    "round_to_fitted",
     "round_to_nearest",
     "save_quantized",
     "saved_about",

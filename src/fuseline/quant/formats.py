@@ -7,6 +7,7 @@ rounded by them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from fuseline.ops.quant_layout import pack_groups, pack_int4, pack_int8
 GROUP_SIZES = (32, 64, 128)
 SHRINKS = tuple(1 - 0.02 * i for i in range(16))
 """Shares of the full range that a fitted grid tries: a narrow one rounds many small weights more finely."""
+MOST_AT_ONCE = 2**25
+"""Weights whose grids are fitted together: what that takes is several times their bytes."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,17 @@ def _grid(columns: torch.Tensor, format: Format, shrink: float) -> Grid:
     if not format.zero_points:
         # -8 .. 7: the range is as wide as its wider side needs.
         lowest, highest = columns.amin(-1, keepdim=True), columns.amax(-1, keepdim=True)
-        scale = torch.maximum(-lowest / 8, highest / 7) * shrink
-        scale = _positive(scale.bfloat16().float())
+        scale = _positive(kept_scale(torch.maximum(-lowest / 8, highest / 7) * shrink, format))
         return Grid(scale, torch.full_like(scale, 8), 0, 15)
     lowest = columns.amin(-1, keepdim=True).clamp(max=0) * shrink
     highest = columns.amax(-1, keepdim=True).clamp(min=0) * shrink
-    scale = _positive(((highest - lowest) / 15).bfloat16().float())
+    scale = _positive(kept_scale((highest - lowest) / 15, format))
     return Grid(scale, (-lowest / scale).round().clamp(0, 15), 0, 15)
+
+
+def kept_scale(scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """As the format's layers keep it."""
+    return scale.bfloat16().float() if format.name == "int4" else scale
 
 
 def _positive(scale: torch.Tensor) -> torch.Tensor:
@@ -126,18 +133,35 @@ class Quantized:
             layer.zeros = pack_groups(self.zeros.to(torch.uint8)).to(device)
 
 
-def round_to_nearest(weight: torch.Tensor, format: Format) -> Quantized:
-    """Each weight to the nearest point of its grid, whatever it is multiplied with."""
+def on_grids(weight: torch.Tensor, format: Format, fit: Callable[[torch.Tensor, Format], Grid]) -> Quantized:
+    """Each weight to the nearest point of the grid that `fit` finds for the [.., C] that share a scale."""
     wide = weight.detach().float()
-    size = format.columns(wide.shape[1])
-    integers, scales, zeros = torch.empty_like(wide), [], []
-    for begin in range(0, wide.shape[1], size):
-        columns = wide[:, begin : begin + size]
-        grid = fit_grid(columns, format)
-        integers[:, begin : begin + size] = grid.integers(columns)
-        scales.append(grid.scale)
-        zeros.append(grid.zero)
-    return Quantized(format, integers, torch.cat(scales, 1), torch.cat(zeros, 1))
+    n, k = wide.shape
+    size = format.columns(k)
+    integers = torch.empty_like(wide)
+    scales, zeros = (torch.empty((n, -(-k // size)), device=wide.device) for _ in range(2))
+    rows = max(1, MOST_AT_ONCE // max(1, k))
+    for top in range(0, n, rows):
+        for begin, end in ((0, k // size * size), (k // size * size, k)):
+            part = wide[top : top + rows, begin:end]
+            if part.numel():
+                columns = part.reshape(-1, min(size, end - begin))
+                grid = fit(columns, format)
+                groups = slice(begin // size, -(-end // size))
+                integers[top : top + rows, begin:end] = grid.integers(columns).view_as(part)
+                scales[top : top + rows, groups] = grid.scale.view(len(part), -1)
+                zeros[top : top + rows, groups] = grid.zero.view(len(part), -1)
+    return Quantized(format, integers, scales, zeros)
+
+
+def round_to_nearest(weight: torch.Tensor, format: Format) -> Quantized:
+    """Each weight to the nearest point of the grid that its group's full range asks for."""
+    return on_grids(weight, format, fit_grid)
+
+
+def round_to_fitted(weight: torch.Tensor, format: Format) -> Quantized:
+    """Each weight to the nearest point of the grid, of `SHRINKS`, with the least square error."""
+    return on_grids(weight, format, lambda columns, of: fit_grid(columns, of, columns.new_ones(())))
 
 
 def fill_fp8(layer: QuantLinear, weight: torch.Tensor) -> None:

@@ -12,12 +12,18 @@ import torch
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.nn.quant_linear import QuantLinear
-from fuseline.quant.formats import Format, Quantized, fill_fp8, round_to_nearest
+from fuseline.quant.formats import Format, Quantized, fill_fp8, round_to_fitted, round_to_nearest
 from fuseline.quant.gptq import gptq
 from fuseline.quant.hessians import gather_hessians
+from fuseline.quant.hqq import hqq
 from fuseline.quant.speed import can_time, layer_time_us
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROUNDED = ("int8", "int4")
+"""Formats whose weights lie on grids."""
+METHODS = ("nearest", "fitted", "hqq", "gptq")
+READERS = (torch.nn.TransformerEncoderLayer,)
+"""Modules whose fast path for inference hands their linears' weights to one kernel of torch's."""
 HESSIAN_BYTES = 8 * 2**30
 """Of Hessians at a time; a model with more is calibrated in several runs, the first layers first."""
 
@@ -98,6 +104,7 @@ def quantize(
     *,
     group_size: int = 128,
     zero_points: bool = False,
+    method: str | None = None,
     skip: Sequence[str] = (),
     calibrate: Iterable[Any] | None = None,
     max_rows: int | None = None,
@@ -105,6 +112,9 @@ def quantize(
     keep_original: bool = False,
 ) -> Quantization:
     """Replace the `torch.nn.Linear` layers of `model` by quantized ones, in place.
+
+    Subclasses of `torch.nn.Linear` are left, and so are layers whose weight is read by other modules of
+    torch: the answer lists them with the reason.
 
     Args:
         model: any module; its dtype is that of the activations. Embeddings are not touched, and a head that
@@ -114,24 +124,32 @@ def quantize(
             few rows).
         group_size: of int4: 32, 64 or 128.
         zero_points: of int4: grids that need not be centred at zero.
+        method: how weights of int8 and int4 are rounded. "nearest": on grids of each group's full range;
+            "fitted": on the grids with the least square error; "hqq": on grids fitted by half-quadratic
+            quantization (`fuseline.quant.hqq`), no data needed either; "gptq": each weight's error made good
+            by others (`fuseline.quant.gptq`), for what `calibrate` runs the model on. None: "gptq" with
+            `calibrate`, which measures best, and "nearest" without.
         skip: names of modules, or patterns ("*.head"), whose linears are left; a module's name takes all
             within.
-        calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on:
-            weights are then rounded by GPTQ (`fuseline.quant.gptq`), int8 and int4, instead of to the
-            nearest.
-        max_rows: the most rows of activations a call will have (batch times tokens). On a GPU each size of
-            layer is timed with that many against the layer it replaces, and left if it is slower.
+        calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on, of
+            int8 and int4: for GPTQ, and for the report's output errors by any method.
+        max_rows: the most rows of activations a call will have (batch times tokens). Each size of layer is
+            timed with that many against the layer it replaces, and left if it is slower: in 16 bits on a
+            GPU, in any dtype on a CPU.
         call: how the model runs a layer on x [rows, in_features], for that timing: `call(layer, x)`. None:
             the layer alone. Where a norm is part of the kernels of one and not of the other, this says so.
         keep_original: hold on to the original layers, so that `restore()` can put them back.
 
-    Returns a `Quantization`. Raises `InputError` for a format, group size or name that does not exist, for
-    batches that reach no layer, and for a model without linear layers.
+    Returns a `Quantization`. Raises `InputError` for a format, group size, method or name that does not
+    exist, for a method or batches that the format has no use for, for batches that reach no layer, and for a
+    model without linear layers.
     """
     chosen = Format(format, group_size if format == "int4" else 0, zero_points)
     if max_rows is not None and max_rows < 1:
         raise InputError(f"max_rows is {max_rows}; it is the number of rows a call has at most, 1 or more.")
-    linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    batches = None if calibrate is None else list(calibrate)
+    method = _method(format, method, batches is not None)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if not linears:
         raise InputError("This model has no torch.nn.Linear layers that are not quantized already.")
     _check_names(model, skip)
@@ -145,12 +163,10 @@ def quantize(
         else:
             reports[name] = _left(name, linear, reason)
     originals: dict[str, torch.nn.Module] = {}
-    batches = None if calibrate is None else list(calibrate)
-    calibrated = batches is not None and chosen.name in ("int8", "int4")
-    for part in _parts(wanted) if calibrated else (wanted,):
-        hessians = gather_hessians(model, part, batches or ()) if calibrated else {}
+    for part in (wanted,) if batches is None else _parts(wanted):
+        hessians = {} if batches is None else gather_hessians(model, part, batches)
         for name, linear in part.items():
-            layer, report = quantize_linear(linear, chosen, hessians.pop(name, None))
+            layer, report = quantize_linear(linear, chosen, hessians.pop(name, None), method)
             reports[name] = LayerReport(**{**vars(report), "name": name})
             replace(model, name, layer)
             if keep_original:
@@ -160,9 +176,13 @@ def quantize(
 
 @torch.no_grad()
 def quantize_linear(
-    linear: torch.nn.Linear, format: Format, hessian: torch.Tensor | None = None
+    linear: torch.nn.Linear,
+    format: Format,
+    hessian: torch.Tensor | None = None,
+    method: str | None = None,
 ) -> tuple[QuantLinear, LayerReport]:
-    """One layer, by GPTQ if the Hessian of its inputs is given, else to the nearest."""
+    """One layer; `method` is None for GPTQ if the Hessian of its inputs is given, else to the nearest."""
+    method = _method(format.name, method, hessian is not None)
     weight = linear.weight
     layer = QuantLinear(
         linear.in_features,
@@ -184,7 +204,12 @@ def quantize_linear(
         fill_fp8(layer, weight)
     else:
         nearest = round_to_nearest(weight, format)
-        (nearest if hessian is None else gptq(weight, hessian, format)).fill(layer)
+        if method == "gptq":
+            assert hessian is not None
+            gptq(weight, hessian, format).fill(layer)
+        else:
+            rounded = {"nearest": lambda *_: nearest, "fitted": round_to_fitted, "hqq": hqq}[method]
+            rounded(weight, format).fill(layer)
     wide = weight.float()
     difference = layer.dequantized() - wide
     output_error = nearest_error = None
@@ -224,6 +249,24 @@ def _output_error(difference: torch.Tensor, weight: torch.Tensor, hessian: torch
     return (energy(difference) / max(energy(weight), 1e-30)) ** 0.5
 
 
+def _method(format: str, method: str | None, calibrated: bool) -> str:
+    """The method meant, for a format that has a use for it."""
+    if method is not None and method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if format not in ROUNDED and (calibrated or method not in (None, "nearest")):
+        given = "calibrate=" if calibrated else f"method={method!r}"
+        raise InputError(
+            f"{given} goes with int8 and int4; {format} has nothing to calibrate or fit: each weight becomes "
+            "the nearest number. Leave it out."
+        )
+    if method == "gptq" and not calibrated:
+        raise InputError(
+            'method="gptq" rounds weights for the inputs they will meet: give batches of them as calibrate=, '
+            'or take "hqq", which needs none.'
+        )
+    return method or ("gptq" if calibrated else "nearest")
+
+
 def _check_names(model: torch.nn.Module, skip: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules()]
     for pattern in skip:
@@ -237,6 +280,13 @@ def _why_left(model: torch.nn.Module, name: str, linear: torch.nn.Linear, skip: 
     for pattern in skip:
         if any(fnmatch.fnmatchcase(part, pattern) for part in within):
             return f"left out by skip={pattern!r}"
+    kind = type(linear)
+    if kind is not torch.nn.Linear:
+        own = "with a forward of its own" if kind.forward is not torch.nn.Linear.forward else "a subclass"
+        return f"it is a {kind.__name__}, {own}, whose weight others may read past it"
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, READERS):
+        return f"torch's {type(parent).__name__} reads its weight past it"
     if linear.weight.dtype not in DTYPES:
         return f"its weight is {linear.weight.dtype}"
     if linear.weight.is_meta:

@@ -1,22 +1,45 @@
-"""Whether a quantized layer pays: timed against the layer that it would replace, on the GPU it runs on."""
+"""Whether a quantized layer pays: timed against the layer that it would replace, on the device it runs on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 
 CALLS = 16  # in one graph
+CPU_SECONDS = 0.002  # of calls between two looks at the clock
 FLUSH = 96 * 2**20  # bytes between calls, more than an L2
 
 
 def can_time(weight: torch.Tensor) -> bool:
-    """Whether there is something to compare: formats are for weights of 16 bits on a GPU."""
-    return weight.device.type == "cuda" and weight.dtype is not torch.float32
+    """Whether there is something to compare: on a GPU formats are for weights of 16 bits."""
+    if weight.device.type == "cuda":
+        return weight.dtype is not torch.float32
+    return weight.device.type == "cpu"
 
 
 def layer_time_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """Microseconds of one call whose weight is not in the L2; x on a GPU."""
+    """Microseconds of one call; on a GPU of one whose weight is not in the L2."""
+    return _on_gpu(layer, x) if x.device.type == "cuda" else _on_cpu(layer, x)
+
+
+@torch.no_grad()
+def _on_cpu(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+    """The least of several stretches of calls: whoever else has the cores makes some longer."""
+
+    def stretch(calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            layer(x)
+        return (time.perf_counter() - begin) / calls
+
+    stretch(3)
+    calls = max(1, min(1000, round(CPU_SECONDS / max(stretch(3), 1e-7))))
+    return min(stretch(calls) for _ in range(7)) * 1e6
+
+
+def _on_gpu(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
     scratch = torch.empty(FLUSH, dtype=torch.uint8, device=x.device)
 
     def once(calls: Callable[[], object]) -> float:

@@ -54,6 +54,7 @@ UNITS = {
     "skipped": "reason",
     "kernels": "list",
     "launches": "kernels",
+    "kernel_ms": "ms",
     "latency_ns": "ns",
     "latency_cycles": "cycles",
     "intensity": "FLOP/byte",

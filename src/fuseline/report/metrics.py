@@ -52,6 +52,7 @@ METRICS: Mapping[str, Presentation] = {
     "loss_error": Presentation("loss error", "relative", "error", "against fp32 on the same batch"),
     "grad_error": Presentation("gradient error", "relative", "error", "against fp32 on the same batch"),
     "launches": Presentation("launches", "kernels a call", "count"),
+    "kernel_ms": Presentation("kernels", "ms a step"),
     "latency_ns": Presentation("latency", "ns"),
     "latency_cycles": Presentation("latency", "clock cycles"),
     "intensity": Presentation("intensity", "FLOP/byte"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 
 from fuseline import report
-from fuseline.bench.decode import DecodeBench, left, run
-from fuseline.bench.decode.contenders import Compiled, contender, in_plain_torch
+from fuseline.bench.compiling import Compilers, Task
+from fuseline.bench.decode import DecodeBench, contenders, left, run
+from fuseline.bench.decode.contenders import Compiled, contender, in_plain_torch, tinygemm_weight
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT, GPTConfig
+from fuseline.models.heads import whole_sequence
 from fuseline.models.llama import Llama, preset
 from fuseline.nn import QuantLinear
-from fuseline.quant import quantize
+from fuseline.quant import Format, quantize, quantize_linear
 from fuseline.records import read
 
 CPU = torch.device("cpu")
@@ -62,10 +65,69 @@ def test_int8_is_compared_in_the_same_integers(model: Llama) -> None:
     plain = in_plain_torch(model)
     assert not any(isinstance(layer, QuantLinear) for layer in plain.modules())
     assert written(Compiled(plain, **options, backend="eager")) == expected
-    again = Llama(model.config)
-    quantize(again, "int4")
-    with pytest.raises(InputError, match="not in int4"):
-        in_plain_torch(again)
+    for format, reason in (("int4", "is compared on a GPU"), ("fp8", "not in fp8")):
+        again = Llama(model.config)
+        quantize(again, format, group_size=32 if format == "int4" else 0)
+        with pytest.raises(InputError, match=reason):
+            in_plain_torch(again)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_int4_is_compared_in_the_same_integers(zero_points: bool) -> None:
+    """The pairs and what scales and shifts a group, as tinygemm's: scale * (q - 8) + added."""
+    plain = torch.nn.Linear(256, 24)
+    layer, _ = quantize_linear(plain, Format("int4", 64, zero_points=zero_points))
+    pairs_NP, groups_GN2 = tinygemm_weight(layer)
+    integers_NK = torch.stack((pairs_NP >> 4, pairs_NP & 15), -1).flatten(1).float() - 8
+    scales_NK, added_NK = (groups_GN2[..., i].T.float().repeat_interleave(64, 1) for i in range(2))
+    assert pairs_NP.dtype is torch.uint8
+    assert torch.allclose(scales_NK * integers_NK + added_NK, layer.dequantized(), atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantized_models_of_others_write_the_same_on_a_gpu(format: str) -> None:
+    torch.manual_seed(0)
+    model = (
+        Llama(replace(preset("llama-tiny"), embed_dim=256, ffn_dim=512, head_dim=64))
+        .to("cuda", torch.bfloat16)
+        .eval()
+    )
+    quantize(model, format, **({"group_size": 128} if format == "int4" else {}))
+    options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    expected = contender("fuseline", model, **options)
+    compared = Compiled(in_plain_torch(model), **options, backend="eager")
+    with torch.no_grad():
+        tokens = torch.tensor(PROMPTS, device="cuda")
+        ours, theirs = (
+            m.logits(m.hidden(tokens, None, whole_sequence)).float() for m in (expected.model, compared.model)
+        )
+    assert (ours - theirs).norm() < 3e-2 * ours.norm()
+
+
+def test_what_compiles_is_compiled_beforehand_by_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all positions, in its own format and batch."""
+    order: list[str] = []
+
+    def compile_here(self: Compilers, tasks: list[Task], *_: object) -> None:
+        for task in tasks:
+            problem = task.arguments[1]
+            order.append(f"compiled {problem.peer} {problem.format} {problem.batch}")
+            assert task.room > 2 * 2**30
+            task.function(*task.arguments)
+
+    monkeypatch.setattr(Compilers, "run", compile_here)
+    monkeypatch.setattr(contenders, "Compiled", partial(Compiled, backend="eager"))
+    peers = ("fuseline", "gptfast")
+    bench = DecodeBench(
+        CPU, "llama-tiny", (1, 2), (40, 50), 96, ("fp32", "int8"), peers, steps=2, runs=3, jobs=2
+    )
+    run(bench, tmp_path, lambda now, *_: order.append(now))
+    assert order[:4] == [f"compiled gptfast {of}" for of in ("fp32 1", "fp32 2", "int8 1", "int8 2")]
+    assert order[4] == "fuseline fp32, 1 rows"
+    assert order.count("gptfast int8, 2 rows") == 2
 
 
 def test_a_gpt_is_compared_too() -> None:

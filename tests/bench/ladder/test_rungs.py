@@ -52,6 +52,12 @@ def test_what_only_gpus_have_is_refused_on_a_cpu_and_runs_on_an_h100(name, cpu, 
     assert rung.unavailable(gpu, spec) is None
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_head_and_its_loss_are_climbed_in_every_precision(precision, gpu, base):
+    rung = find_rung("linear-loss")
+    assert rung.unavailable(gpu, replace(base, precision=precision).with_(rung.change)) is None
+
+
 def test_bf16_on_a_cpu_depends_on_the_instructions_it_has(cpu, base):
     rung = find_rung("bf16")
     spec = base.with_(rung.change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fuseline.bench.linear.contenders import PEERS, TUNING, CannotError, make_ca
 from fuseline.bench.linear.problems import Problem, chart, layers
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
+from fuseline.ops.quant_bits import unpack_uint4
 from fuseline.records import read
 
 CPU = torch.device("cpu")
@@ -22,6 +24,7 @@ CPU = torch.device("cpu")
 
 def test_bytes_are_the_weight_with_its_scales_and_what_goes_in_and_out() -> None:
     around = 2 * 3 * (256 + 512)
+    assert Problem("", "fp8", 3, 256, 512).bytes == Problem("", "int8", 3, 256, 512).bytes
     assert Problem("", "bf16", 3, 256, 512).bytes == 2 * 256 * 512 + around
     assert Problem("", "int8", 3, 256, 512).bytes == 256 * 512 + 4 * 512 + around
     assert Problem("", "int4", 3, 256, 512).bytes == 128 * 512 + 2 * 512 * 2 + around
@@ -49,21 +52,32 @@ def test_the_layers_of_llama_2_come_first() -> None:
 
 
 def test_contenders_compute_the_same_product() -> None:
-    """Ours and eager int8 over one weight; the others by what they refuse."""
+    """In shape, those that run here; the others by what they refuse."""
     x = torch.randn(2, 256).bfloat16()
-    for peer in ("fuseline", "eager"):
-        (call,) = make_calls(peer, Problem("chart", "int8", 2, 256, 128), x, 1)
+    for peer, format in (("fuseline", "int8"), ("eager", "int8"), ("fuseline", "fp8"), ("eager", "int4")):
+        (call,) = make_calls(peer, Problem("chart", format, 2, 256, 128), x, 1)
         assert call().shape == (2, 128)
     for peer, format, reason in (
-        ("eager", "int4", "has no int4"),
-        ("inductor", "int4", "has no int4"),
+        ("eager", "fp8", "for GPUs that have it"),
         ("tinygemm", "int8", "is int4"),
         ("tinygemm", "int4", "for CPUs"),
-        ("torchao", "bf16", "has no bf16"),
+        ("torchao", "bf16", "is torch's own"),
         ("torchao", "int4", "is for GPUs"),
     ):
         with pytest.raises(CannotError, match=reason):
             make_calls(peer, Problem("chart", format, 2, 256, 128), x, 1)
+
+
+@pytest.mark.parametrize(("k", "n"), [(256, 48), (100, 24), (333, 17)])
+def test_int4_of_torch_is_of_pairs_in_groups(k: int, n: int) -> None:
+    """At any K, of which the last group is a part."""
+    pairs, scales, shifts = contenders._random_int4(Problem("chart", "int4", 3, k, n), CPU)
+    x = torch.randn(3, k).bfloat16()
+    low, high = unpack_uint4(pairs)
+    integers = torch.stack((low, high), -1).flatten(1).double() - 8
+    weight = (integers * scales.double().repeat_interleave(128, 1))[:, :k]
+    y = contenders._int4_linear(pairs, scales, shifts, x)
+    assert torch.allclose(y.double(), x.double() @ weight.T, rtol=2e-2, atol=2e-2 * float(weight.abs().max()))
 
 
 def test_records_and_page(tmp_path: Path) -> None:
@@ -86,11 +100,67 @@ def test_records_and_page(tmp_path: Path) -> None:
     assert time_us is not None
     assert bandwidth == pytest.approx(Problem("", "int4", 1, 256, 256).bytes / time_us / 1e3)
     assert found["fuseline", "int4", 256, "share_of_copy"].value == pytest.approx(bandwidth / 10.0)
-    assert found["eager", "int4", 128, "skipped"].case["reason"] == "eager PyTorch has no int4"
+    assert found["tinygemm", "int4", 128, "skipped"].case["reason"] == "tinygemm's layout for CPUs is another"
+    assert "share_of_floor" not in {r.metric for r in records}  # of no graph there
     assert set(PEERS) > {r.peer for r in records}
     page = report.build(records, tmp_path / "page").read_text()
     assert "Weights read per second, one row of activations" in page
     assert (tmp_path / "page" / "linear-gemv-1.png").is_file()
+
+
+def test_shares_of_the_floor_stand_beside_those_of_copy(tmp_path: Path) -> None:
+    """Where they are on record; a page of earlier records has none."""
+    bench = LinearBench(CPU, ("chart",), ("fuseline",), ("int8",), sizes=(64,), repeats=1, copy_gbs=10.0)
+    records = run(bench, tmp_path, lambda *_: None)
+    assert ", floor " not in report.build(records, tmp_path / "page").read_text()
+    time = next(r for r in records if r.metric == "time_us")
+    floor = replace(time, metric="share_of_floor", value=0.875, unit="ratio", low=None, high=None)
+    page = report.build([*records, floor], tmp_path / "page").read_text()
+    assert ", floor 87.5%" in page
+    assert "an empty kernel in the same graph" in page
+
+
+def test_layers_on_a_cpu_take_turns_with_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fuseline.bench.linear import on_cpu
+
+    monkeypatch.setattr(on_cpu, "CPU_LAYERS", ((64, 32),))
+    monkeypatch.setattr(on_cpu, "STRETCH_SECONDS", 1e-5)
+    arguments = [
+        "bench",
+        "linear",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--rows",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert command([*arguments, "--formats", "int8,int4"]) == 0
+    assert "of fp32's speed" in capsys.readouterr().out
+    records = read(tmp_path / "linear.jsonl")
+    assert {r.case["section"] for r in records} == {"cpu"}
+    found = {(r.peer, r.case["format"], r.metric): r for r in records}
+    timed = (("eager", "fp32"), ("fuseline", "int8"), ("fuseline", "int4"))
+    metrics = ("time_us", "bandwidth_gbs", "share_of_copy")
+    assert set(found) == {
+        *((peer, format, metric) for peer, format in timed for metric in metrics),
+        ("fuseline", "int8", "paired_speedup"),
+        ("fuseline", "int4", "paired_speedup"),
+    }
+    took, gain = found["eager", "fp32", "time_us"], found["fuseline", "int8", "paired_speedup"]
+    assert took.n == gain.n == on_cpu.ROUNDS
+    assert took.value
+    moved = 4 * (64 * 32 + 64 + 32)
+    assert found["eager", "fp32", "bandwidth_gbs"].value == pytest.approx(moved / took.value / 1e3)
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "Layers on a CPU" in page
+    assert "64 inputs, 32 outputs, 1 row" in page
+    with pytest.raises(InputError, match="for --device cpu"):
+        LinearBench(torch.device("cuda"), parts=("cpu",))
 
 
 def test_layers_have_a_table_each(tmp_path: Path) -> None:
@@ -133,7 +203,7 @@ def test_a_run_that_resumes_leaves_out_what_is_there(tmp_path: Path) -> None:
     first = measure(("fuseline",), True)
     assert first == {("fuseline", format) for format in ("int8", "int4", "bf16")}
     second = measure(("fuseline", "eager"), True)
-    assert second == {("eager", format) for format in ("int8", "int4", "bf16")}  # int4: that there is none
+    assert second == {("eager", format) for format in ("int8", "int4", "bf16")}
     assert measure(("fuseline", "eager"), True) == set()
     assert measure(("fuseline", "eager"), False) == first | second
 

@@ -10,7 +10,8 @@ from fuseline.bench.translation import TranslationBench, run
 from fuseline.bench.translation.epoch_time import Timed
 from fuseline.bench.translation.kernel_sets import KERNEL_SETS, NOTHING, with_kernels
 from fuseline.bench.translation.quality import Learned
-from fuseline.bench.translation.results import epoch_records, quality_records
+from fuseline.bench.translation.results import epoch_records, quality_records, work_records
+from fuseline.bench.translation.step_work import StepWork, Work, kind_of
 from fuseline.errors import InputError
 from fuseline.models.translation import DecoderOnly
 from fuseline.models.translation_config import TranslationConfig
@@ -86,6 +87,37 @@ def test_ratios_and_the_fusable_share() -> None:
     assert found["nothing", "amdahl_limit"].value == pytest.approx(2.5)
     assert found["nothing", "amdahl_share"].value == pytest.approx(0.6)
     assert found["torch", "skipped"].case["reason"] == "failed"
+
+
+def test_kernels_are_told_by_their_names() -> None:
+    names = {
+        "nvjet_hsh_128x64_64x9_4x1_v_bz_coopA_TNT": "products",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "products",
+        "triton_tem_fused_mm_3": "products",
+        "triton_poi_fused__scaled_dot_product_flash_attention_mm_5": "memory-bound",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>": "memory-bound",
+        "Memcpy DtoD (Device -> Device)": "memory-bound",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>": "attention",
+        "void fuseline::short_attention::short_forward<__nv_bfloat16, 64, 32>": "attention",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor>": "update",
+    }
+    assert {name: kind_of(name) for name in names} == names
+
+
+def test_the_limit_by_the_times_of_kernels() -> None:
+    works = [
+        StepWork(
+            "formulas", {"products": Work(1.0, 10), "memory-bound": Work(3.0, 90), "update": Work(1.0, 5)}
+        ),
+        StepWork("fuseline", skipped="failed"),
+    ]
+    records = work_records(works, {}, describe("cpu"))
+    found = {(r.case["kernels"], r.case.get("work"), r.metric): r for r in records}
+    assert found["formulas", "all", "kernel_ms"].value == pytest.approx(5.0)
+    assert found["formulas", "all", "launches"].value == 105
+    assert found["nothing", None, "amdahl_share"].value == pytest.approx(0.6)
+    assert found["nothing", None, "amdahl_limit"].value == pytest.approx(2.5)
+    assert found["fuseline", None, "skipped"].case["reason"] == "failed"
 
 
 def test_the_mean_over_seeds_has_students_interval() -> None:

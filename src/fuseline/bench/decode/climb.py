@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from fuseline import native
+from fuseline.bench.compiling import tuned_here
 from fuseline.bench.decode.contenders import Compiled, Contender, in_plain_torch
-from fuseline.bench.decode.suite import SUITE, DecodeBench, Observer, Problem, made_model, timed
+from fuseline.bench.decode.problems import DecodeBench, Problem, made_model
+from fuseline.bench.decode.suite import SUITE, Observer, timed
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.quality import QualityBench, perplexity, texts
 from fuseline.errors import InputError, unknown_name
@@ -95,12 +97,8 @@ def climb(
         }
         reset_peak_memory(bench.device)
         try:
-            if rung.step == "drafted":
-                times = _drafted(held[1], bench, problem)
-            else:
-                made = _made(rung, held[1], problem, bench.device)
-                _, times = timed(made, held[1], bench, problem)
-                made.close()
+            with tuned_here(bench.device):
+                times = (_drafted if rung.step == "drafted" else _stepped)(rung, held[1], bench, problem)
         except (InputError, RuntimeError) as error:
             case["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, case, "skipped", None, describe(bench.device))]
@@ -126,11 +124,21 @@ def _made(rung: Rung, model: LanguageModel, problem: Problem, device: torch.devi
     return Decoder(in_plain_torch(model), **sizes, graphs=rung.step == "recorded")
 
 
-def _drafted(model: LanguageModel, bench: DecodeBench, problem: Problem) -> Summary:
+def _stepped(rung: Rung, model: LanguageModel, bench: DecodeBench, problem: Problem) -> Summary:
+    """Milliseconds a step. What carries it out ends here, with the model that it holds."""
+    made = _made(rung, model, problem, bench.device)
+    _, times = timed(made, model, bench, problem)
+    made.close()
+    return times
+
+
+def _drafted(rung: Rung, model: LanguageModel, bench: DecodeBench, problem: Problem) -> Summary:
     """Milliseconds a token and row: those of a round over the tokens that its rows kept."""
     draft = made_model(replace(bench, formats=("int4",)), "int4").model
     capacity = problem.capacity - AHEAD - 1
     speculator = Speculator(model, draft, batch=problem.batch, capacity=capacity, ahead=AHEAD)
+    gc.collect()
+    reset_peak_memory(bench.device)  # which the draft's own weights made, before they were quantized
     draw = torch.Generator().manual_seed(bench.seed)
     size = problem.batch, problem.position - bench.before
     speculator.begin(torch.randint(0, model.config.vocab_size, size, generator=draw).tolist())

@@ -1,5 +1,5 @@
 """`fuseline bench linear`: linear layers for few rows of activations against their peers."""
 
-from fuseline.bench.linear.suite import PARTS, LinearBench, Observer, run
+from fuseline.bench.linear.suite import ON_CPU, PARTS, LinearBench, Observer, run
 
-__all__ = ["PARTS", "LinearBench", "Observer", "run"]
+__all__ = ["ON_CPU", "PARTS", "LinearBench", "Observer", "run"]

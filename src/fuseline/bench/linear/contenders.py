@@ -1,9 +1,13 @@
 """Who computes a linear layer, and how: a contender makes calls over weights that together exceed the L2.
 
-Fuseline takes each format as it is stored. Eager int8 is the crash course's own: the weight made bf16 in
-every call, by a kernel of its own; inductor fuses that into the product of one row where it is tuned. Eager
-bf16 is cuBLAS. tinygemm is torch's int4 kernel. torchao, where it is installed, brings its own int8, and int4
-in the format it has for that kernel; its others want a package of kernels beside it.
+Fuseline takes each format as it is stored. Eager int8 and int4 are the crash course's own: the weight made
+bf16 in every call, by kernels of their own; inductor fuses that into the product of one row where it is
+tuned. Eager bf16 is cuBLAS, eager fp8 its product of fp8, with the rows of x quantized before. tinygemm is
+torch's int4 kernel. torchao, where it is installed, brings its own int8, and int4 in the format it has for
+that kernel; its others want a package of kernels beside it. Its int8 is slow from two rows on, 326 us beside
+eight and 1,210 beside 32 of 4096 x 4096: inductor takes the product that it writes, mm(x, w.t().to(bf16)) *
+scales, for `aten._weight_int8pack_mm`, of which a thread computes each result alone, and not the same product
+by `linear`.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch.nn import functional as F
 from fuseline.bench.linear.problems import GROUP_SIZE, Problem
 from fuseline.bench.peers.peer import package_version
 from fuseline.nn import QuantLinear
+from fuseline.ops.fp8_linear import E4M3_MAX, runs_in_fp8
 
 TUNING: dict[str, str | int | bool | Callable[..., Any]] = {
     "coordinate_descent_tuning": True,
@@ -30,6 +35,7 @@ who came before it, and untuned takes 31 us for 4096 x 4096 in int8, where 4000 
 
 Call = Callable[[], torch.Tensor]
 Layer = Callable[[torch.Tensor], torch.Tensor]
+_Maker = Callable[[Problem, torch.device], tuple[torch.Tensor, ...]]
 
 
 class CannotError(Exception):
@@ -60,6 +66,8 @@ def fuseline_layer(problem: Problem, device: torch.device) -> Layer:
     )
     if layer.weight.dtype == torch.uint8:
         layer.weight.random_()
+    elif format == "fp8":
+        layer.weight.copy_(torch.randn(layer.weight.shape, device=device))
     else:
         layer.weight.normal_(0, 1 / math.sqrt(problem.k))
     if layer.scales is not None:
@@ -68,19 +76,13 @@ def fuseline_layer(problem: Problem, device: torch.device) -> Layer:
 
 
 def eager_layer(problem: Problem, device: torch.device) -> Layer:
-    if problem.format == "int4":
-        raise CannotError("eager PyTorch has no int4")
-    if problem.format == "bf16":
-        return partial(_swapped(F.linear), _random_bf16(problem, device))
-    return partial(_int8_linear, *_random_int8(problem, device))
+    function, make = _torch_linear(problem, device)
+    return partial(function, *make(problem, device))
 
 
 def inductor_layer(problem: Problem, device: torch.device) -> Layer:
-    if problem.format == "int4":
-        raise CannotError("inductor has no int4 of its own")
-    if problem.format == "bf16":
-        return partial(_compiled(_bf16_linear), _random_bf16(problem, device))
-    return partial(_compiled(_int8_linear), *_random_int8(problem, device))
+    function, make = _torch_linear(problem, device)
+    return partial(_compiled(function), *make(problem, device))
 
 
 def tinygemm_layer(problem: Problem, device: torch.device) -> Layer:
@@ -100,8 +102,8 @@ def tinygemm_layer(problem: Problem, device: torch.device) -> Layer:
 
 def torchao_layer(problem: Problem, device: torch.device) -> Layer:
     int8 = problem.format == "int8"
-    if problem.format == "bf16":
-        raise CannotError("torchao has no bf16 of its own")
+    if problem.format not in ("int8", "int4"):
+        raise CannotError(f"torchao's {problem.format} is torch's own")
     if not int8 and device.type != "cuda":
         raise CannotError("torchao's int4 in tinygemm's format is for GPUs")
     if not int8 and problem.k % GROUP_SIZE:
@@ -127,25 +129,64 @@ MAKERS: dict[str, Callable[[Problem, torch.device], Layer]] = {
 PEERS = tuple(MAKERS)
 
 
-def _random_bf16(problem: Problem, device: torch.device) -> torch.Tensor:
-    return torch.randn((problem.n, problem.k), device=device, dtype=torch.bfloat16) / math.sqrt(problem.k)
+def _torch_linear(problem: Problem, device: torch.device) -> tuple[Callable[..., torch.Tensor], _Maker]:
+    """The product in torch's ops, and what makes the weight that it takes."""
+    if problem.format == "fp8" and not runs_in_fp8(device, problem.k, problem.n):
+        raise CannotError("torch's product in fp8 is for GPUs that have it, K and N in sixteens")
+    known: dict[str, tuple[Callable[..., torch.Tensor], _Maker]] = {
+        "bf16": (_bf16_linear, _random_bf16),
+        "int8": (_int8_linear, _random_int8),
+        "int4": (_int4_linear, _random_int4),
+        "fp8": (_fp8_linear, _random_fp8),
+    }
+    return known[problem.format]
 
 
-def _random_int8(problem: Problem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_bf16(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    size = problem.n, problem.k
+    return (torch.randn(size, device=device, dtype=torch.bfloat16) / math.sqrt(problem.k),)
+
+
+def _random_int8(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
     weight = torch.randint(-128, 128, (problem.n, problem.k), dtype=torch.int8, device=device)
     return weight, torch.rand(problem.n, device=device, dtype=torch.bfloat16) / problem.k
 
 
-def _int8_linear(weight: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, weight.to(x.dtype)) * scales
+def _random_int4(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    groups = -(-problem.k // GROUP_SIZE)
+    pairs = torch.randint(0, 256, (problem.n, groups * GROUP_SIZE // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand((problem.n, groups), device=device, dtype=torch.bfloat16) / problem.k
+    return pairs, scales, torch.tensor([0, 4], dtype=torch.uint8, device=device)
+
+
+def _random_fp8(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    weight = torch.randn((problem.n, problem.k), device=device).to(torch.float8_e4m3fn)
+    return weight, torch.rand(problem.n, device=device) / problem.k
 
 
 def _bf16_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-def _swapped(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda weight, x: function(x, weight)
+def _int8_linear(weight: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight.to(x.dtype)) * scales
+
+
+def _int4_linear(
+    pairs: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """Two columns a byte, the even one below; rows end with a whole group, of which K may leave a part."""
+    integers = (pairs[:, :, None] >> shifts & 15).view(*scales.shape, GROUP_SIZE)
+    weight = (integers.to(x.dtype) - 8) * scales[:, :, None]
+    return F.linear(x, weight.flatten(1)[:, : x.shape[-1]])
+
+
+def _fp8_linear(weight: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    of_x = x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX
+    x8 = (x / of_x).to(torch.float8_e4m3fn)
+    return torch._scaled_mm(
+        x8, weight.t(), scale_a=of_x, scale_b=scales[None], out_dtype=x.dtype, use_fast_accum=True
+    )
 
 
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 FORMATS = ("int8", "int4", "bf16")
+ALL_FORMATS = (*FORMATS, "fp8")
 GROUP_SIZE = 128
 CHART_SIZES = tuple(range(1000, 8001, 1000))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -15,6 +16,14 @@ LAYERS = {
     "odd": ((4104, 6000), (5001, 9001)),
 }
 """Inputs and outputs: queries with keys and values and gate with up in one product; and no round numbers."""
+
+CPU_LAYERS = (
+    *((size, size) for size in (64, 128, 256, 384, 512, 768, 1024, 2048, 4096)),
+    *((768, 2304), (768, 3072), (3072, 768), (4096, 12288), (5001, 3001)),
+)
+"""Of the part "cpu": small squares, where a call costs more than its products, GPT-2's, Llama's and an odd
+one."""
+CPU_ROWS = (1, 4)
 
 FIRST_LAYERS, FIRST_ROWS = LAYERS["llama2-7b"][:4], (1, 32)
 """What a run that stops early should have: the layers of a block of Llama-2-7B, decoding and in a batch."""
@@ -34,16 +43,19 @@ class Problem:
     @property
     def weight_bytes(self) -> int:
         """Of the weight as it is read: integers and their scales."""
+        if self.format == "fp32":
+            return 4 * self.k * self.n
         if self.format == "bf16":
             return 2 * self.k * self.n
-        if self.format == "int8":
+        if self.format in ("int8", "fp8"):
             return self.k * self.n + 4 * self.n
         return self.k * self.n // 2 + 2 * self.n * -(-self.k // GROUP_SIZE)
 
     @property
     def bytes(self) -> int:
         """Weight, activations and outputs, once each."""
-        return self.weight_bytes + 2 * self.m * (self.k + self.n)
+        itemsize = 4 if self.section == "cpu" else 2
+        return self.weight_bytes + itemsize * self.m * (self.k + self.n)
 
 
 def chart(sizes: tuple[int, ...] = CHART_SIZES, formats: tuple[str, ...] = FORMATS) -> Iterator[Problem]:

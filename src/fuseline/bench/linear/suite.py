@@ -1,26 +1,27 @@
 """The suite: each problem for each contender, timed in one CUDA graph over weights that exceed the L2.
 
 Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and outputs once each) and its
-`share_of_copy`, and `paired_speedup`, the time of bf16 cuBLAS at that size over ours.
+`share_of_copy`; on a GPU `share_of_floor`, of these bytes at the copy bandwidth and an empty kernel in such a
+graph over that time, and `speedup`, the time of bf16 cuBLAS over it, taken once a size before the others.
+The part "cpu" is another measurement (`on_cpu.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch._inductor.config
 
 from fuseline import native
-from fuseline.bench.compiling import MOST_COMPILING, Compilers, briefly_alone, timed_briefly
+from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.ladder.budget import Budget
-from fuseline.bench.linear import earlier
+from fuseline.bench.linear import earlier, on_cpu
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
 from fuseline.bench.linear.problems import (
+    ALL_FORMATS,
     CHART_SIZES,
     FORMATS,
     GROUP_SIZE,
@@ -31,6 +32,8 @@ from fuseline.bench.linear.problems import (
     place,
 )
 from fuseline.bench.linear.warmup import compile_products
+from fuseline.bench.ops.captured import empty_kernel_us
+from fuseline.bench.ops.results import Ceiling
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Environment, Record, append, describe
 from fuseline.records.record import Scalar
@@ -38,6 +41,7 @@ from fuseline.timing import Summary, copy_bandwidth_gbs, time_calls, time_captur
 
 SUITE = "linear"
 PARTS = ("chart", "layers")
+ON_CPU = "cpu"
 ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
 LEAST_CALLS = 16  # of one graph, whose launch takes as long as a short call
 COMPILED = ("inductor", "torchao")
@@ -67,13 +71,19 @@ class LinearBench:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        known = (("part", self.parts, PARTS), ("peer", self.peers, PEERS), ("format", self.formats, FORMATS))
+        known = (
+            ("part", self.parts, (*PARTS, ON_CPU)),
+            ("peer", self.peers, PEERS),
+            ("format", self.formats, ALL_FORMATS),
+        )
         for kind, names, choices in known:
             for name in names:
                 if name not in choices:
                     raise unknown_name(kind, name, choices)
         if min((*self.rows, *self.sizes), default=1) < 1:
             raise InputError(f"Rows {self.rows} and sizes {self.sizes} are 1 or more.")
+        if ON_CPU in self.parts and self.device.type != "cpu":
+            raise InputError(f"The part {ON_CPU!r} is for --device cpu, not for {self.device}.")
 
     def problems(self) -> list[Problem]:
         found: list[Problem] = []
@@ -92,7 +102,10 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     """Measure; records are appended to `<out>/linear.jsonl` problem by problem."""
     native.ready(bench.device.type)
     budget = Budget(bench.seconds or None)
-    copy = bench.copy_gbs or copy_bandwidth_gbs(bench.device)
+    ceiling = Ceiling(
+        bench.copy_gbs or copy_bandwidth_gbs(bench.device),
+        empty_kernel_us(bench.device) if bench.device.type == "cuda" else None,
+    )
     environment = describe(bench.device)
     file = out / f"{SUITE}.jsonl"
     problems = bench.problems()
@@ -100,12 +113,10 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     wanted = {problem: _wanted(bench, problem, done) for problem in problems}
     missing = [problem for problem in problems if wanted[problem]]
     records: list[Record] = []
+    if ON_CPU in bench.parts:
+        records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment)
     dense: dict[tuple[int, int, int], float] = {}
-    with (
-        Compilers(bench.device, bench.jobs) as compilers,
-        torch._inductor.config.patch("autotune_local_cache", False),
-        timed_briefly(briefly_alone) if bench.device.type == "cuda" else nullcontext(),
-    ):
+    with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         for number, problem in enumerate(missing):
             if budget.left() <= 0:
                 break
@@ -116,10 +127,24 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
                 telling = partial(_tell_compiled, observe, at, len(problems))
                 compile_products(compilers, compiled, telling, budget.left() * MOST_COMPILING)
             observe(f"{problem.m} x {problem.k} x {problem.n}", at, len(problems))
-            new = list(_measure(bench, problem, wanted[problem], copy, dense, environment))
+            new = list(_measure(bench, problem, wanted[problem], ceiling, dense, environment))
             append(file, new)
             records += new
     observe("done", len(problems), len(problems))
+    return records
+
+
+def _measure_on_cpu(
+    bench: LinearBench, file: Path, observe: Observer, copy_gbs: float, environment: Environment
+) -> list[Record]:
+    records: list[Record] = []
+    sizes = list(on_cpu.problems(bench.rows, bench.formats))
+    for number, together in enumerate(sizes):
+        observe(f"{together[0].m} x {together[0].k} x {together[0].n}", number, len(sizes))
+        turns = bench.repeats * on_cpu.ROUNDS
+        new = list(on_cpu.measure(together, turns, copy_gbs, environment, SUITE))
+        append(file, new)
+        records += new
     return records
 
 
@@ -137,7 +162,7 @@ def _measure(
     bench: LinearBench,
     problem: Problem,
     peers: Sequence[str],
-    copy: float,
+    ceiling: Ceiling,
     dense: dict[tuple[int, int, int], float],
     environment: Environment,
 ) -> Iterator[Record]:
@@ -177,7 +202,10 @@ def _measure(
         bandwidth = problem.bytes / time_us.median / 1e3
         yield record("time_us", time_us.median, time_us)
         yield record("bandwidth_gbs", bandwidth)
-        yield record("share_of_copy", bandwidth / copy)
+        yield record("share_of_copy", bandwidth / ceiling.copy_gbs)
+        floor_us = ceiling.floor_us(problem.bytes)
+        if floor_us is not None:
+            yield record("share_of_floor", floor_us / time_us.median)
         if size in dense:
             yield record("speedup", dense[size] / time_us.median)
 

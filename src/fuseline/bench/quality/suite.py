@@ -6,6 +6,7 @@ was trained on. Calibration reads training text. All formats see the same crops.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,20 +43,41 @@ class Kind:
 
     format: str
     group_size: int = 0
-    calibrated: bool = False
+    method: str = "nearest"
+    zero_points: bool = False
     cached: str = ""
 
+    @property
+    def rounding(self) -> str:
+        """As records say it."""
+        return "calibrated" if self.method == "gptq" else self.method
 
+
+ENDINGS = {"": "nearest", "-fitted": "fitted", "-hqq": "hqq", "-calibrated": "gptq"}
 FORMATS = {
-    "int8": Kind("int8"),
-    "int8-calibrated": Kind("int8", calibrated=True),
-    "int4": Kind("int4", 128),
-    "int4-calibrated": Kind("int4", 128, calibrated=True),
-    "int4-32-calibrated": Kind("int4", 32, calibrated=True),
+    **{f"int8{ending}": Kind("int8", method=method) for ending, method in ENDINGS.items()},
+    **{
+        f"int4{'' if size == 128 else f'-{size}'}{'-zeros' if zeros else ''}{ending}": Kind(
+            "int4", size, method, zeros
+        )
+        for zeros in (False, True)
+        for size in (128, 64, 32)
+        for ending, method in ENDINGS.items()
+    },
     "fp8": Kind("fp8"),
     "cache-int8": Kind("int8 cache", cached="int8"),
     "cache-fp8": Kind("fp8 cache", cached="fp8"),
 }
+"""int8, int4, int4-64, int4-32-zeros (with zero points), .., each with an ending that says how weights are
+rounded."""
+USUAL = (
+    "int8",
+    "int8-calibrated",
+    *(f"int4{size}{ending}" for size in ("", "-64", "-32") for ending in ENDINGS),
+    "fp8",
+    "cache-int8",
+    "cache-fp8",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ class QualityBench:
 
     device: torch.device
     run: Path
-    formats: tuple[str, ...] = tuple(FORMATS)
+    formats: tuple[str, ...] = USUAL
     batches: int = 40
     calibration: int = 8
     batch_size: int | None = None
@@ -90,9 +112,11 @@ class QualityBench:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run's model was trained on, and what it is measured on, in batches of one shape."""
+    """What a run's model was trained on, and what it is measured on, in batches of one shape. `num_bytes` is
+    of all text of the corpus, what was held out as well; None if unknown."""
 
     vocab_size: int
+    num_bytes: int | None
     trained_on: np.ndarray
     held_out: np.ndarray
     batch_size: int
@@ -108,8 +132,9 @@ class Texts:
 def texts(bench: QualityBench, cache_dir: Path | None = None) -> Texts:
     """Those of `bench.run`. Raises `InputError` where they cannot be read any more."""
     config, _ = peek(bench.run / LATEST)
+    corpus = load_corpus(config.data, cache_dir)
     dataset = prepare(
-        load_corpus(config.data, cache_dir),
+        corpus,
         config.tokenizer,
         vocab_size=config.vocab_size,
         validation_fraction=config.validation_fraction,
@@ -118,6 +143,7 @@ def texts(bench: QualityBench, cache_dir: Path | None = None) -> Texts:
     held_out = dataset.validation if bench.text is None else _tokens(bench.text, dataset.tokenizer)
     return Texts(
         dataset.vocab_size,
+        corpus.num_bytes,
         dataset.train,
         held_out,
         bench.batch_size or config.batch_size,
@@ -137,11 +163,20 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         "text": "held out" if bench.text is None else bench.text.name,
         "step": step,
         "tokens": bench.batches * read.batch_size * read.block_size,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "embed_dim": config.embed_dim,
+        "context": config.block_size,
+        "vocab_size": read.vocab_size,
+        "trained_tokens": step * config.tokens_per_step,
+        "text_mb": None if read.num_bytes is None else round(read.num_bytes / 1e6, 1),
+        "held_out_share": config.validation_fraction,
     }
     records: list[Record] = []
     plain = str(bench.dtype).removeprefix("torch.")
     names = (plain, *bench.formats)
     base = math.nan
+    whole = _model(bench, read.vocab_size)
     for number, name in enumerate(names):
         observe(name, number, len(names))
         kind = FORMATS.get(name, Kind(name))
@@ -149,17 +184,21 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
             **case,
             "format": kind.format,
             "group_size": kind.group_size or None,
-            "rounding": "calibrated" if kind.calibrated else "nearest",
+            "rounding": kind.rounding,
         }
+        if kind.zero_points:
+            of["zero_points"] = True
         try:
-            model = _model(bench, read.vocab_size)
+            model = copy.deepcopy(whole)
             if name != plain and not kind.cached:
                 batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
                 quantize(
                     model,
                     kind.format,
-                    calibrate=batches if kind.calibrated else None,
+                    calibrate=batches if kind.method == "gptq" else None,
                     group_size=kind.group_size or 128,
+                    zero_points=kind.zero_points,
+                    method=kind.method,
                 )
             attend = Rounded(kind.cached) if kind.cached else None
             found = perplexity(model, read.crops(read.held_out, bench.batches), attend)

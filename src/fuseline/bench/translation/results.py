@@ -10,6 +10,7 @@ from typing import Any
 from fuseline.bench.translation.epoch_time import Timed
 from fuseline.bench.translation.kernel_sets import KERNEL_SETS
 from fuseline.bench.translation.quality import Learned
+from fuseline.bench.translation.step_work import STEPS, StepWork
 from fuseline.records import Record
 from fuseline.records.environment import Environment
 from fuseline.timing import paired_ratio, summarize
@@ -56,6 +57,34 @@ def epoch_records(
             Record.of(SUITE, own, metric, value, environment, peer=peer, low=low, high=high, n=times.n)
             for metric, value, low, high in figures
         ]
+    return made
+
+
+def work_records(
+    outcomes: Sequence[StepWork], case: Mapping[str, Any], environment: Environment
+) -> list[Record]:
+    """What a step's kernels take by kind, and how many there are; and what Amdahl's law leaves by these times
+    to the formulas, were nothing bound by memory."""
+    made: list[Record] = []
+    for outcome in outcomes:
+        peer = KERNEL_SETS[outcome.kernels].peer
+        own = {**case, "section": "work", "kernels": outcome.kernels, "fused": peer == "fuseline"}
+        if outcome.skipped is not None:
+            own["reason"] = outcome.skipped
+            made.append(Record.of(SUITE, own, "skipped", None, environment, peer=peer))
+            continue
+        for kind, work in (*outcome.by_kind.items(), ("all", outcome.all)):
+            told = {**own, "work": kind}
+            made.append(Record.of(SUITE, told, "kernel_ms", work.ms, environment, peer=peer, n=STEPS))
+            made.append(Record.of(SUITE, told, "launches", work.launches, environment, peer=peer, n=STEPS))
+        if outcome.kernels == BASELINE:
+            share = outcome.by_kind["memory-bound"].ms / outcome.all.ms
+            told = {**own, "kernels": "nothing", "by": "kernel times"}
+            peer = KERNEL_SETS["nothing"].peer
+            made.append(Record.of(SUITE, told, "amdahl_share", share, environment, peer=peer, n=STEPS))
+            made.append(
+                Record.of(SUITE, told, "amdahl_limit", 1 / (1 - share), environment, peer=peer, n=STEPS)
+            )
     return made
 
 

@@ -1,4 +1,5 @@
-"""The whole comparison within a budget of time: loss curves, epoch times, BLEU over seeds, and the recipe."""
+"""The whole comparison within a budget of time: loss curves, epoch times, what a step's kernels do, BLEU over
+seeds, and the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import torch
 
 from fuseline.bench.translation.epoch_time import COMPILED_SETS, EAGER_SETS, time_epochs
 from fuseline.bench.translation.quality import Learned, learn, loss_curve
-from fuseline.bench.translation.results import SUITE, curve_records, epoch_records, quality_records
+from fuseline.bench.translation.results import (
+    SUITE,
+    curve_records,
+    epoch_records,
+    quality_records,
+    work_records,
+)
+from fuseline.bench.translation.step_work import step_work
 from fuseline.data.pair_tokens import PairDataset
 from fuseline.data.parallel import ParallelCorpus
 from fuseline.errors import InputError, unknown_name
@@ -24,7 +32,7 @@ from fuseline.training.precision import check_precision
 from fuseline.training.translation_config import TranslateConfig
 from fuseline.training.translation_train import load_pairs, train_translation, training_batches
 
-PARTS = ("curves", "epochs", "quality", "recipe")
+PARTS = ("curves", "epochs", "work", "quality", "recipe")
 CURVE_POINTS = 40
 # Seconds of timing that one way to carry out a step gets, without its warming up.
 TIMING_S = 6.0
@@ -99,6 +107,22 @@ def run(bench: TranslationBench, out: Path, observe: Observer, cache_dir: Path |
             )
             own = {**case, "execution": execution, "dtype": precision}
             keep(epoch_records(outcomes, own, describe(bench.device)))
+    if "work" in bench.parts and bench.device.type == "cuda":
+        for execution, precision in _ways(bench):
+            kernels = COMPILED_SETS if EXECUTIONS[execution].backend else EAGER_SETS
+            if execution == "graph" and "eager" in bench.executions:
+                continue  # the same kernels
+            worked = step_work(
+                bench.config,
+                dataset,
+                device=bench.device,
+                precision=precision,
+                execution=execution,
+                kernels=kernels,
+                observe=observe,
+            )
+            own = {**case, "execution": execution, "dtype": precision}
+            keep(work_records(worked, own, describe(bench.device)))
     if "recipe" in bench.parts and bench.recipe is not None:
         keep(_recipe(bench, bench.recipe, out, observe, cache_dir))
     if "quality" in bench.parts:

@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 
 #include "cpu/quant_linear.h"
@@ -25,6 +26,11 @@ using namespace quantized;
 
 // Beyond it the weight is dequantized once for all rows.
 constexpr int64_t cpu_kernel_rows = 16;
+
+// Tiles that a thread takes at least: 65,536 products are some 5 us, below which a second one costs what it brings.
+int64_t tile_grain(int64_t K, int64_t M) {
+    return std::max<int64_t>(1, 65536 / std::max<int64_t>(1, K * M * cpu::tile_rows));
+}
 
 Tensor forward_op(const Tensor& x, const Weight& w, const OptionalTensor& bias) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear", "").typed<
@@ -59,6 +65,11 @@ int64_t count_rows(const Tensor& x) {
 
 // ---- CPU ----
 
+// Asking first spares small layers the dispatcher, which takes as long as they do.
+Tensor in_float(const Tensor& given) {
+    return (given.scalar_type() == at::kFloat ? given : given.to(at::kFloat)).contiguous();
+}
+
 // The weight with scales in float, held while a task reads it.
 struct WeightOnCpu {
     Tensor weight, scales;
@@ -66,7 +77,7 @@ struct WeightOnCpu {
     cpu::QuantWeights task;
 
     WeightOnCpu(const Weight& w, int64_t K)
-        : weight(w.weight.contiguous()), scales(w.scales->to(at::kFloat).contiguous()), zeros(contiguous(w.zeros)) {
+        : weight(w.weight.contiguous()), scales(in_float(*w.scales)), zeros(contiguous(w.zeros)) {
         task = {weight.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
                 static_cast<const uint8_t*>(data_or_null(zeros)), w.out_features, K, w.int4() ? w.group_size : 0,
                 w.int4()};
@@ -99,20 +110,29 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
     }
     static const auto rows = FUSELINE_PICK(cpu::quant_linear);
     const WeightOnCpu on(w, K);
-    Tensor wide = x.reshape({M, K}).contiguous();
-    if (K % 64 != 0 || x.scalar_type() != at::kFloat) {
-        const Tensor few = wide;
-        wide = at::zeros({M, (K + 63) / 64 * 64}, on.scales.options());
-        wide.narrow(1, 0, K).copy_(few);
+    const bool is_float = x.scalar_type() == at::kFloat;
+    const int64_t width = (K + 63) / 64 * 64;
+    Tensor wide = x.contiguous();
+    if (!is_float || width != K) {
+        const Tensor few = is_float ? wide : wide.to(at::kFloat);
+        wide = at::empty({M, width}, on.scales.options());
+        for (int64_t m = 0; m < M; ++m) {
+            float* const row = wide.data_ptr<float>() + m * width;
+            std::copy_n(few.const_data_ptr<float>() + m * K, K, row);
+            std::fill(row + K, row + width, 0.f);
+        }
     }
-    Tensor y = at::empty({M, out_features}, on.scales.options());
-    const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), y.data_ptr<float>(), M};
-    at::parallel_for(0, on.tiles(), row_grain(K * cpu::tile_rows), [&](int64_t begin, int64_t end) {
+    const Tensor shift = bias.has_value() ? in_float(*bias) : Tensor();
+    c10::DimVector sizes(x.sizes());
+    sizes.back() = out_features;
+    const Tensor y = at::empty(sizes, on.scales.options());
+    const cpu::QuantLinear task{on.task, wide.const_data_ptr<float>(), shift.defined() ? shift.const_data_ptr<float>() : nullptr,
+                                y.data_ptr<float>(), M};
+    at::parallel_for(0, on.tiles(), tile_grain(K, M), [&](int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(new float[task.scratch()]);
         rows(task, begin, end, scratch.get());
     });
-    if (bias.has_value()) y.add_(bias->to(at::kFloat));
-    return y.to(x.scalar_type()).view_symint(output_sizes(x, out_features));
+    return is_float ? y : y.to(x.scalar_type());
 }
 
 Tensor backward_cpu(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,

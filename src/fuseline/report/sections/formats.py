@@ -60,7 +60,7 @@ def _table(records: Sequence[Record]) -> Table | None:
         rows.append(
             Row(
                 (
-                    Cell(str(first.case["format"])),
+                    Cell(str(first.case["format"]) + _zeros(first)),
                     Cell("" if size is None else whole(float(str(size)))),
                     Cell(str(first.case["rounding"])),
                     Cell(plain(found["perplexity"].value or 0.0, 5) if "perplexity" in found else ""),
@@ -78,15 +78,19 @@ def _table(records: Sequence[Record]) -> Table | None:
     return table("Perplexity on held-out text", columns, rows, source(records), READING)
 
 
-def _key(record: Record) -> tuple[str, str, str]:
+def _key(record: Record) -> tuple[str, ...]:
     case = record.case
-    return str(case["format"]), str(case.get("group_size")), str(case["rounding"])
+    return str(case["format"]), str(case.get("group_size")), str(case["rounding"]), _zeros(record)
+
+
+def _zeros(record: Record) -> str:
+    return " with zero points" if record.case.get("zero_points") else ""
 
 
 def _named(record: Record) -> str:
     size = record.case.get("group_size")
     groups = "" if size is None else f" with groups of {size}"
-    return f"{record.case['format']}{groups}, {record.case['rounding']}"
+    return f"{record.case['format']}{_zeros(record)}{groups}, {record.case['rounding']}"
 
 
 def _signed(share: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Details, Drawing, Row, Section, Table, Tone, table
@@ -15,8 +15,10 @@ from fuseline.report.selection import Shelf, grouped
 
 DASHES: dict[str, tuple[float, ...]] = {"int8": (), "int4": (6.0, 3.0), "bf16": (2.0, 3.0)}
 BILLION_A_MICROSECOND = 1e-3  # weights per microsecond to billions per second
-LARGE = 32 * 2**20
-"""Bytes of weights from which on a share of the copy bandwidth is asked for."""
+FLOOR = (
+    "Few weights are read before a kernel is well under way: the floor of a product is its bytes at the copy "
+    "bandwidth and the time of an empty kernel in the same graph."
+)
 
 
 def sections(shelf: Shelf) -> list[Section]:
@@ -37,8 +39,10 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         )
     )
     blocks: list[Block | None] = [_weights_per_second(chart, f"linear-gemv-{index}")]
+    blocks.append(_times("Squares, one row of activations", sorted(chart, key=_size), _square))
     for (preset, k, n), group in grouped(layers, _layer).items():
-        blocks.append(_layer_table(f"{preset}: {whole(float(k))} inputs, {whole(float(n))} outputs", group))
+        blocks.append(_times(f"{preset}: {whole(float(k))} inputs, {whole(float(n))} outputs", group, _rows))
+    blocks.append(_on_cpu([r for r in records if r.case["section"] == "cpu" and r.value is not None]))
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
     words = "products of a few rows of activations with int8, int4 and bf16 weights"
@@ -75,35 +79,76 @@ def _size(record: Record) -> float:
     return float(str(record.case["k"]))
 
 
-def _layer_table(title: str, records: Sequence[Record]) -> Table | None:
-    """A row for each number of rows and format, a column a peer."""
+def _rows(record: Record) -> tuple[str, str]:
+    m = record.case["m"]
+    return f"{m} rows" if m != 1 else "1 row", str(record.case["format"])
+
+
+def _square(record: Record) -> tuple[str, str]:
+    return whole(_size(record)), str(record.case["format"])
+
+
+def _times(
+    title: str, records: Sequence[Record], product: Callable[[Record], tuple[str, str]]
+) -> Table | None:
+    """A row for each product and format, which `product` names, and a column a peer."""
     timed = [r for r in records if r.value is not None]
     peers = list(dict.fromkeys(r.peer for r in timed))
     rows = []
-    for (m, format), group in grouped(timed, lambda r: (str(r.case["m"]), str(r.case["format"]))).items():
+    for (name, format), group in grouped(timed, product).items():
         found = {(r.peer, r.metric): r for r in group}
         ours = found.get(("fuseline", "speedup"))
         rows.append(
             Row(
                 (
-                    Cell(f"{m} rows, {format}" if m != "1" else f"1 row, {format}"),
-                    *(_timed(found.get((p, "time_us")), found.get((p, "share_of_copy"))) for p in peers),
+                    Cell(f"{name}, {format}"),
+                    *(_timed(peer, found) for peer in peers),
                     _judged(ours),
                 )
             )
         )
+    floors = any(r.metric == "share_of_floor" for r in timed)
+    hint = f"share of the copy bandwidth{' and of the floor' if floors else ''} below"
     columns = [
-        Column("rows and format", numeric=False),
-        *(Column(f"{peer}, µs", "share of the copy bandwidth below") for peer in peers),
+        Column("product", numeric=False),
+        *(Column(f"{peer}, µs", hint) for peer in peers),
         Column("over bf16 cuBLAS", "cuBLAS's time over ours"),
     ]
-    return table(title, columns, rows, source(timed, samples="n (replays)"), folded=len(rows) > 30)
+    reading = FLOOR if floors else ""
+    return table(title, columns, rows, source(timed, samples="n (replays)"), reading, folded=len(rows) > 30)
 
 
-def _timed(time: Record | None, share: Record | None) -> Cell:
+def _on_cpu(records: Sequence[Record]) -> Table | None:
+    """A row for each size, torch's float32 layer and the formats beside it."""
+    formats = list(dict.fromkeys(str(r.case["format"]) for r in records))
+    rows = []
+    for (k, n, m), group in grouped(
+        records, lambda r: (str(r.case["k"]), str(r.case["n"]), _rows(r)[0])
+    ).items():
+        found = {(str(r.case["format"]), r.metric): r for r in group}
+        cells = []
+        for format in formats:
+            time, gain = found.get((format, "time_us")), found.get((format, "paired_speedup"))
+            cells += [Cell(plain(time.value) if time is not None and time.value else "")]
+            cells += [] if format == "fp32" else [_judged(gain)]
+        rows.append(Row((Cell(f"{whole(float(k))} inputs, {whole(float(n))} outputs, {m}"), *cells)))
+    columns = [Column("layer", numeric=False)]
+    for format in formats:
+        columns.append(Column(f"{format}, µs"))
+        columns += [] if format == "fp32" else [Column("fp32's time over it")]
+    reading = "Modules as a model calls them, eager, in turns of some milliseconds."
+    return table("Layers on a CPU", columns, rows, source(records, samples="n (turns)"), reading)
+
+
+def _timed(peer: str, found: Mapping[tuple[str, str], Record]) -> Cell:
+    """Its time, and below it the shares that are on record: earlier ones have none of the floor."""
+    time, copy, floor = (found.get((peer, name)) for name in ("time_us", "share_of_copy", "share_of_floor"))
     if time is None or time.value is None:
         return Cell("")
-    return Cell(plain(time.value), percent(share.value) if share is not None and share.value else "")
+    shares = percent(copy.value) if copy is not None and copy.value else ""
+    if floor is not None and floor.value:
+        shares += f", floor {percent(floor.value)}"
+    return Cell(plain(time.value), shares)
 
 
 def _judged(ratio: Record | None) -> Cell:

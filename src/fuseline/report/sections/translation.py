@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fuseline.records import Record
-from fuseline.report.blocks import Block, Cell, Column, Drawing, Headline, Row, Section, Table, table
+from fuseline.report.blocks import EMPTY, Block, Cell, Column, Drawing, Headline, Row, Section, Table, table
 from fuseline.report.charts import Axis, Bar, BarGroup, Bars, Figure, Key, Line, Lines, Panels, Point
 from fuseline.report.metrics import cell, presentation, verdict
-from fuseline.report.numbers import plain, ratio, whole
+from fuseline.report.numbers import percent, plain, ratio, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
@@ -24,6 +24,13 @@ KERNELS = {
 SEED_EPOCH = 1.1  # the speed-up of an epoch that the course expects
 _DASHES: dict[str, tuple[float, ...]] = {"formulas": (), "torch": (5, 3), "fuseline": (2, 2)}
 _EPOCH_METRICS = ("iteration_ms", "epoch_s", "paired_speedup", "amdahl_limit", "amdahl_share", "compile_s")
+_WORK = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory-bound": "bound by memory",
+    "update": "update",
+    "all": "all kernels",
+}
 _RECIPE_METRICS = ("bleu", "training_s", "tokens_per_s", "peak_memory_gib")
 
 
@@ -43,6 +50,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         headline,
         _epoch_bars(epochs, f"{stem}-epochs"),
         _epoch_table(epochs),
+        _work_table(by_part.get("work", []), epochs),
         _curves(by_part.get("curve", []), f"{stem}-curves"),
         _curve_errors(by_part.get("curve", [])),
         _scores(quality, f"{stem}-bleu"),
@@ -120,6 +128,41 @@ def _epoch_table(records: Sequence[Record]) -> Table | None:
     )
     measured = [r for r in records if r.metric != "skipped"]
     return table("Epochs", columns, rows, source(measured, samples="n (rounds)"), reading)
+
+
+def _work_table(records: Sequence[Record], epochs: Sequence[Record]) -> Table | None:
+    """What the kernels of a step take by what they do, beside the step itself."""
+    steps = {_key(r): r.value for r in epochs if r.metric == "iteration_ms"}
+    limits = {_way(r): r for r in records if r.metric == "amdahl_limit"}
+    rows = []
+    for key, group in grouped([r for r in records if "by" not in r.case], _key).items():
+        told = {(r.metric, r.case.get("work")): r for r in group}
+        first, total, step = group[0], told.get(("kernel_ms", "all")), steps.get(key)
+        reason = f"skipped: {first.case.get('reason')}" if first.metric == "skipped" else ""
+        cells = (
+            Cell(_way(first)),
+            Cell(KERNELS[str(first.case["kernels"])], reason, swatch=peer_role(first.peer)),
+            *(cell(told.get(("kernel_ms", work))) for work in _WORK),
+            cell(told.get(("launches", "all"))),
+            Cell(percent(total.value / step)) if total and total.value and step else EMPTY,
+            cell(limits.get(_way(first))) if first.case["kernels"] == "formulas" else EMPTY,
+        )
+        rows.append(Row(cells, "muted" if reason else ""))
+    columns = [
+        Column("way", numeric=False),
+        Column("kernels", numeric=False),
+        *(Column(f"{label}, ms") for label in _WORK.values()),
+        _column("launches"),
+        Column("of the step"),
+        _column("amdahl_limit"),
+    ]
+    reading = (
+        "Times of a step's kernels alone. Where they fill little of the step, it waits for the host's calls, "
+        "and no kernel makes it faster. The limit is that of a step whose kernels bound by memory cost "
+        "nothing."
+    )
+    measured = [r for r in records if r.metric == "kernel_ms"]
+    return table("What a step's kernels do", columns, rows, source(measured, samples="n (steps)"), reading)
 
 
 def _curves(records: Sequence[Record], name: str) -> Drawing | None:

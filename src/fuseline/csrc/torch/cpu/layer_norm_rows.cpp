@@ -1,7 +1,8 @@
 // LayerNorm and RMSNorm over rows on the CPU, forward and backward; the latter's mean is 0.
 //
 // The variance is the mean of squared distances from the mean, in a second pass over a row that is in cache by then,
-// so nothing cancels. Backward reads x and grad_out from memory once, and adds up the weight's and the bias's
+// so nothing cancels; what the distances sum up to mends the mean, whose own sum of large numbers lost its last bits.
+// Backward reads x and grad_out from memory once, and adds up the weight's and the bias's
 // gradients of its rows in accumulators; the caller cuts the rows the same way whatever the number of threads, so
 // that the sums are the same bit for bit. A row of one tile is converted once and kept for the later passes.
 
@@ -32,17 +33,20 @@ double sum_of(const A* x, int64_t n) {
     return sum;
 }
 
+// The distances from the mean and their squares, added to sum and squares.
 template <typename A>
-double squares_of(const A* x, A mean, int64_t n) {
-    double sum = 0;
+void add_distances(const A* x, A mean, int64_t n, double& sum, double& squares) {
     for (int64_t begin = 0; begin < n; begin += stretch) {
         const int64_t end = n - begin < stretch ? n : begin + stretch;
-        A part = 0;
-#pragma omp simd reduction(+ : part)
-        for (int64_t i = begin; i < end; ++i) part += (x[i] - mean) * (x[i] - mean);
+        A part = 0, part_squares = 0;
+#pragma omp simd reduction(+ : part, part_squares)
+        for (int64_t i = begin; i < end; ++i) {
+            part += x[i] - mean;
+            part_squares += (x[i] - mean) * (x[i] - mean);
+        }
         sum += static_cast<double>(part);
+        squares += static_cast<double>(part_squares);
     }
-    return sum;
 }
 
 // The sums of g and of g * xhat over a tile, added to sum_g and sum_g_xhat; weight may be null.
@@ -82,12 +86,18 @@ void forward_row(const LayerNormForward& task, int64_t row, A* room) {
         x = load_row(task.x, task.type, start + done, room, m);
         if (task.centred) sum += sum_of(x, m);
     }
-    const A mean = static_cast<A>(sum / static_cast<double>(n));
-    double squares = 0;
+    A mean = static_cast<A>(sum / static_cast<double>(n));
+    double distances = 0, squares = 0;
     for (int64_t done = 0; done < n; done += tile) {
         const int64_t m = n - done < tile ? n - done : tile;
         if (tile < n) x = load_row(task.x, task.type, start + done, room, m);
-        squares += squares_of(x, mean, m);
+        add_distances(x, mean, m, distances, squares);
+    }
+    if (task.centred) {
+        const double shift = distances / static_cast<double>(n);
+        mean = static_cast<A>(mean + shift);
+        squares -= distances * shift;
+        if (squares < 0) squares = 0;  // by rounding, where all are equal
     }
     const A rstd = static_cast<A>(1 / std::sqrt(squares / static_cast<double>(n) + task.eps));
     for (int64_t done = 0; done < n; done += tile) {

@@ -18,10 +18,11 @@ struct QuantWeights {
     bool four_bits;
 };
 
-// y[m][n] = x W^T, before a bias.
+// y[m][n] = x W^T + bias.
 struct QuantLinear {
     QuantWeights weights;
     const float* x;         // [m, k rounded up to 64], zeros behind k
+    const float* bias;      // [n] or null
     float* y;               // [m, n]
     int64_t m;
     int64_t scratch() const { return tile_rows * (tile_half + m * 16); }  // floats

@@ -118,7 +118,8 @@ void linear_tile(const QuantLinear& task, int64_t tile, float* scratch) {
             const float* const sum = sums + (m * tile_rows + row) * lanes;
             float total = 0;
             for (int64_t i = 0; i < lanes; ++i) total += sum[i];
-            task.y[m * w.n + feature] = w.four_bits ? total : total * w.scales[feature];
+            const float shift = task.bias == nullptr ? 0.f : task.bias[feature];
+            task.y[m * w.n + feature] = (w.four_bits ? total : total * w.scales[feature]) + shift;
         }
     }
 }

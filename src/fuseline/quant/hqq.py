@@ -1,0 +1,81 @@
+"""HQQ: grids fitted to the weights alone, so that few errors are large rather than all small on average.
+
+Scale s and zero point z of a group minimize sum |w - s (q - z)|^p with p < 1, a norm that forgives the few
+outliers which a grid cannot reach and wants the many others near. It is no convex problem; half-quadratic
+splitting takes it in turns: the errors e are pulled apart into what outliers may keep (a shrinkage, which has
+a closed form) and the rest, on which q, z and s are a least-squares fit. Errors count in steps of the grid,
+so that the same constants fit any layer; the best grid of all turns is taken, and that may be the first one.
+
+Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. Theirs keeps s
+and lets z be any number; here z is what the kernels read, an integer, and s is fitted with it. A grid centred
+at zero has s alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuseline.quant.formats import Format, Grid, Quantized, fit_grid, kept_scale, on_grids
+
+NORM = 0.7
+STEPS = 20
+PENALTY, GROWTH = (
+    10.0,
+    1.01,
+)  # of what the splitting leaves over: the first step's, and each step's of the last
+
+
+def hqq(weight: torch.Tensor, format: Format) -> Quantized:
+    """The weight [N, K] to the nearest point of HQQ's grids."""
+    return on_grids(weight, format, hqq_grid)
+
+
+def hqq_grid(columns: torch.Tensor, format: Format) -> Grid:
+    """The grid of [N, C] float32 weights that share scales."""
+    best = grid = fit_grid(columns, format)
+    least = _error(best, columns)
+    penalty = PENALTY
+    for _ in range(STEPS):
+        integers = grid.integers(columns)
+        errors = columns / grid.scale - (integers - grid.zero)
+        fitted = columns - shrink(errors, penalty) * grid.scale
+        grid = _least_squares(integers, fitted, grid, format)
+        penalty *= GROWTH
+        error = _error(grid, columns)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = Grid(
+            torch.where(better, grid.scale, best.scale),
+            torch.where(better, grid.zero, best.zero),
+            grid.low,
+            grid.high,
+        )
+    return best
+
+
+def shrink(errors: torch.Tensor, penalty: float) -> torch.Tensor:
+    """What minimizes |e|^p + penalty / 2 (e - errors)^2, to the first order (the paper's equation 3)."""
+    size = errors.abs()
+    return errors.sign() * (size - size.clamp(min=1e-6) ** (NORM - 1) / penalty).clamp(min=0)
+
+
+def _least_squares(integers: torch.Tensor, fitted: torch.Tensor, grid: Grid, format: Format) -> Grid:
+    """The grid on which `integers` are nearest to `fitted`."""
+    zero = grid.zero
+    if format.zero_points:
+        mean = integers.mean(-1, keepdim=True)
+        slope = ((integers - mean) * fitted).sum(-1, keepdim=True) / _positive_sum((integers - mean).square())
+        found = (mean - fitted.mean(-1, keepdim=True) / slope).round().clamp(grid.low, grid.high)
+        zero = torch.where(slope > 0, found, zero)
+    centred = integers - zero
+    scale = (centred * fitted).sum(-1, keepdim=True) / _positive_sum(centred.square())
+    scale = kept_scale(scale, format)
+    return Grid(torch.where(scale > 0, scale, grid.scale), zero, grid.low, grid.high)
+
+
+def _positive_sum(squares: torch.Tensor) -> torch.Tensor:
+    return squares.sum(-1, keepdim=True).clamp(min=1e-12)
+
+
+def _error(grid: Grid, columns: torch.Tensor) -> torch.Tensor:
+    return (grid.rounded(columns) - columns).abs().pow(NORM).sum(-1, keepdim=True)

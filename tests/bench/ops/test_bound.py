@@ -1,0 +1,40 @@
+"""What an op is credited with having moved, against the tensors themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuseline.bench.ops.bound import bind_inputs
+from fuseline.ops import get
+from fuseline.ops.op import outputs
+
+NORMS = (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+)
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_credited_with_its_tensors_once(name: str, dtype: torch.dtype) -> None:
+    op = get(name)
+    bound = bind_inputs(op, op.sweep(6, 40), dtype, torch.device("cpu"), 0)
+    given = {k: v for k, v in bound.inputs.items() if isinstance(v, torch.Tensor) and k != "seed"}
+    made = outputs(op.reference(**bound.inputs))
+    assert bound.bytes_moved("fw") == nbytes(*given.values(), *made)  # and with no statistics
+
+    read = [*bound.grads_out, made[-1], given["weight"]]  # a norm of x alone reads x, as large as y
+    written = [given[leaf] for leaf in op.differentiable]
+    if "residual" in given and "p" not in bound.inputs:
+        written.remove(given["x"])  # one tensor is the gradient of both
+    statistics = 6 * 4 * (2 if "layer_norm" in name else 1)
+    assert bound.bytes_moved("bw") == nbytes(*read, *written) + statistics
