@@ -18,7 +18,7 @@ from fuseline.errors import InputError
 TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "device" / "tuning.h"
 VECTOR_BYTES = 16
 WARP = 32
-WORTH = 0.005
+WORTH = 0.008
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
 RING_HELD = (2, 4)
@@ -107,7 +107,8 @@ def choose(
     """As few lines as stay within `WORTH` of the fastest of each length.
 
     `times` are microseconds by row length and by what `taken` says of a layout at that length: the same for
-    layouts that are one there. Of several that a line could have it takes the one that is fastest in all.
+    layouts that are one there. Of several that a line could have it takes the one that is fastest in all,
+    and rules only where they are alone.
     """
     every = list(layouts) or sorted({layout for found in times.values() for layout in found})
     lines: list[Line] = []
@@ -119,11 +120,13 @@ def choose(
         best = min(found.values())
         fine = {layout: found.get(taken(n, layout), math.inf) / best for layout in every}
         fine = {layout: share for layout, share in fine.items() if share <= 1 + WORTH}
+        if len(fine) > 1:
+            fine.pop(RULES, None)
         both = {layout: behind[layout] + fine[layout] for layout in behind.keys() & fine.keys()}
         if both:
             lines.pop()
         behind = both or fine
-        lines.append((n, min(behind, key=lambda layout: (behind[layout], layout.way == RULES.way, layout))))
+        lines.append((n, min(behind, key=lambda layout: (behind[layout], layout))))
     return lines
 
 

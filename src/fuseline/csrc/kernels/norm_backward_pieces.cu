@@ -25,12 +25,7 @@ int pieces_cluster(const NormBackward& a, bool halves, const Device& device) {
   if (a.n > kLongest) return 0;
   if (a.n > kLongest / 2) return halves && !drops && !(sum && many) ? 0 : kMostBlocks;
   if (!halves && drops && a.n > kLongest / 4) return kMostBlocks / 2;
-  if (!many) return 0;
-  if (!halves) return (sum || drops) && a.n >= 12288 && a.n <= 16384 ? 2 : 0;
-  if (drops) return 0;
-  if (fills(8)) return sum || a.mean ? 8 : 0;
-  if (!sum && a.n > 49152 && a.n < 65536) return 4;
-  return fills(2) && (sum || !a.mean) ? 2 : 0;
+  return many && halves && !drops && fills(8) && (sum || a.mean) ? 8 : 0;
 }
 
 template <class T, bool kCentred, int kXBias, bool kDrops>

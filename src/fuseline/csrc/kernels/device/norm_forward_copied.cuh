@@ -11,9 +11,7 @@ namespace fuseline {
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
 constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small,
 constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
-constexpr int64_t kFewLight = 4;       // rows a multiprocessor, for which light blocks were not measured
-constexpr int kLightWarps = 4;         // of such a block,
-constexpr int kMostLightWarps = 8;     // and at most
+constexpr int kMostLightWarps = 8;     // of a block of few registers
 constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bits, between which sums have blocks of their own
 
 struct FetchedPlan {
@@ -24,17 +22,6 @@ struct FetchedPlan {
   bool light = false;          // threads have fewer registers
   bool leaves = false;         // x leaves the L2 first
 };
-
-// Blocks of kLightWarps light warps that share one of many rows of 16 bits; 0 where other blocks have them. Shares of the copy
-// bandwidth: of layer norms in blocks of 4 or 8 a row at 32,768 0.961 and, by the table, 0.948; at 65,536 0.956 (0.951 by four)
-// and 0.943; at 131,072 0.944 and 0.937; of RMS norms 0.962 and 0.942 at 65,536. In five, six and eight warps by four blocks
-// 65,536 read 0.954, 0.953 and 0.953; clusters that stay, with weights in registers, no more than 0.89.
-inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Device& device) {
-  static_assert(kLightWarps * kMaxCluster <= kWarp);
-  if (rows <= kFewLight * device.processors || vectors <= 2048 || vectors > 16384) return 0;
-  if (!centred && (vectors <= 4096 || vectors > 8192)) return 0;
-  return vectors <= 4096 ? 4 : 8;
-}
 
 // Of rows of 16 bits with a mask, and of many of fp32 by their bytes, as lines of the table are for x alone: a warp has two
 // pieces of a row, or one. Shares of the copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers
@@ -76,19 +63,17 @@ inline const RingedSum* ringed_sum(const NormForward& a, size_t size, bool maske
 
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
-// against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
+// against 0.947 in a layer norm. may_leave: x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
 // kLongSum, not masked, which at 262,144 take 383.2 us of RMS norms in 8 blocks of 16 warps and 405.5 of layer norms in 16 of 8,
 // by the table 413.7 and 423.8; in 16 of 8 RMS norms 388.4, in 16 of 16 477.2 and layer norms 509.2.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_be_light, bool long_sums, const RingedSum* ringed, int most, int most_warps,
+                                bool may_leave, bool long_sums, const RingedSum* ringed, int most, int most_warps,
                                 const Device& device) {
   FetchedPlan plan;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, most_warps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
-  if (light) plan.light = true, plan.cluster = light, plan.warps = kLightWarps;
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
@@ -98,7 +83,7 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   // 16.2 by four a block; RMS norms in 14.7 if x leaves the L2 before what is written. At 32,768 the eight of the table take
   // 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
-  if (!given && tensors == 1 && few) plan.warps = 2, plan.leaves = !centred && may_be_light;
+  if (!given && tensors == 1 && few) plan.warps = 2, plan.leaves = !centred && may_leave;
   if (!given && long_sums && rows > device.processors) {
     plan.cluster = centred ? most : kMaxCluster, plan.warps = centred ? 8 : 16;
   }
