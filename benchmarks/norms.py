@@ -17,8 +17,9 @@ import torch
 import tyro
 
 from fuseline import native
-from fuseline.native.kernels import Kernels, open_kernels
-from fuseline.native.layouts import clustered, waiting
+from fuseline.native.kernels import NORMS, Kernels, open_kernels
+from fuseline.native.layouts import Layout
+from fuseline.native.norm_layouts import norm_layouts
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
@@ -41,17 +42,14 @@ LENGTHS = (
     131072,
 )
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KINDS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
 DEVICE = torch.device("cuda")
-Layout = tuple[int, int, int, int]
-"""Vectors a thread holds, threads of a block, blocks a row, rows ahead: for `Kernels.override_plan`."""
 
 
 @dataclass(frozen=True)
 class Options:
     """What to time."""
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = NORMS
     directions: tuple[str, ...] = ("fw", "bw")
     dtypes: tuple[str, ...] = ("bf16",)
     lengths: tuple[int, ...] = LENGTHS
@@ -75,7 +73,10 @@ def work(kind: str, direction: str, x: torch.Tensor) -> tuple[int, Callable[[], 
     ops = torch.ops.fuseline
     forward = (kind, x, residual, (n,), weight, given_bias, 1e-5, given_x_bias, p, seed, centred)
     if direction == "fw":
-        return x.nbytes * (4 if added else 2), lambda: ops.norm_forward(*forward)
+        op, shape = getattr(ops, kind), (n,)
+        affine = (shape, weight, bias, 1e-5) if centred else (weight, 1e-5)
+        drop = {"x_bias": x_bias, "p": p, "seed": seed} if drops else {}
+        return x.nbytes * (4 if added else 2), lambda: op(x, *([residual] if added else []), *affine, **drop)
     _, total, mean, rstd = ops.norm_forward(*forward)
     saved = total if added else x
     grad_y, grad_sum = torch.randn_like(x), torch.randn_like(x) if added else None
@@ -85,32 +86,20 @@ def work(kind: str, direction: str, x: torch.Tensor) -> tuple[int, Callable[[], 
     return x.nbytes * tensors, lambda: ops.norm_backward(*arguments, wanted)
 
 
-def layouts(direction: str, n: int) -> Iterator[Layout | None]:
-    """None is the one that is chosen."""
-    yield None
-    if direction == "fw":
-        for held in (1, 2, 4):
-            yield held, 128, 1, 0
-        for layout in waiting(n, 2) if n > 4096 else ():
-            yield layout.held, layout.block, layout.cluster, layout.stages
-    else:
-        for layout in clustered(n, 2, (1, 2)):
-            yield layout.held, layout.block, layout.cluster, layout.stages
-
-
 def measure(
     kernels: Kernels, kind: str, direction: str, dtype: torch.dtype, n: int, options: Options
 ) -> Iterator[tuple[Layout | None, float, int]]:
-    """The layout, the time in microseconds and the bytes to move."""
+    """The layout (None: the one that is chosen), the time in microseconds and the bytes to move."""
     rows = options.rows or 2**28 // (n * dtype.itemsize)
     traffic, call = work(kind, direction, torch.randn(rows, n, device=DEVICE, dtype=dtype))
-    family = "layer_norm_forward" if direction == "fw" else "layer_norm_backward"
-    for layout in layouts(direction, n) if options.layouts else (None,):
+    whole = "forward" if direction == "fw" else "backward"
+    family = f"many_{kind}_{whole}"
+    for layout in (None, *norm_layouts(kind, whole, n, dtype.itemsize)) if options.layouts else (None,):
         kernels.override_plan(family, layout)
         try:
             yield layout, time_calls(call, DEVICE, repeats=options.repeats).median, traffic
-        except RuntimeError as error:
-            print(f"{kind} {direction} {n} as {layout}: {error}".splitlines()[0], file=sys.stderr)
+        except RuntimeError:  # no kernel holds it
+            continue
         finally:
             kernels.override_plan(family, None)
 

@@ -1,33 +1,60 @@
-"""Chooses the layout of the row kernels by row length, from times on this GPU.
+"""Chooses the layouts of row kernels by row length, from times on this GPU.
 
     python benchmarks/tune_rows.py [--families softmax_forward] [--write]
 
 For every kernel, element size and row length it times the layouts that hold such a row, and prints the
-fastest with its share of the copy bandwidth. With --write the table (csrc/kernels/device/tuning.h) is
-written anew; the next build takes it up. Families that are not measured keep their lines.
+fastest with their shares of the copy bandwidth. A layout that is far behind after a few runs has no more; the
+best are timed again, in turns. With --write the table (csrc/kernels/device/tuning.h) is written anew; the
+next build takes it up. Families that are not measured keep their lines. Times are kept as JSON lines (--out),
+from which --times chooses again, without a GPU.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
+from norms import work
 
+from fuseline import native
 from fuseline.native import NativeError
-from fuseline.native.kernels import FAMILIES, Kernels, open_kernels
-from fuseline.native.layouts import TABLE, Layout, candidates, choose, clustered, read, waiting, write
+from fuseline.native.kernels import FAMILIES, NORMS, Kernels, open_kernels
+from fuseline.native.layouts import (
+    TABLE,
+    Layout,
+    Line,
+    candidates,
+    choose,
+    clustered,
+    read,
+    waiting,
+    waits,
+    write,
+)
+from fuseline.native.norm_layouts import every_layout, norm_layouts, taken
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
-    *(8, 16, 32, 64, 128, 256, 384, 512, 768, 1000, 1024, 1600, 2048, 3072, 4096, 5120),
-    *(8192, 12288, 16384, 32768, 65536, 131072, 262144),
+    *(8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1000, 1024, 1280, 1600, 1792, 2048, 2560, 3072, 3584),
+    *(4096, 4608, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536),
+    *(98304, 131072, 196608, 262144),
 )
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BYTES = 2**28
 DEVICE = torch.device("cuda")
+FIRST_RUNS, FAR_BEHIND = 3, 1.3
+"""A layout has so many runs, and no more if it takes so much longer than the fastest before it."""
+BEST = 3
+"""So many are timed again, in turns."""
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -38,44 +65,39 @@ class Options:
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = 10
     write: bool = False
+    out: Path | None = None
+    """Times as JSON lines."""
+    times: Path | None = None
+    """Choose from these rather than measure."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to run a kernel, how often it moves its rows, and what its threads may hold (by element size).
+    """How to run a kernel, how often it moves its rows, and what to try by length and element size.
 
-    Softmax's rows that wait in shared memory (csrc/kernels/device/waiting.cuh) and tiles of rows at odd
-    addresses (tiled.cuh) lay themselves out; the table serves the others.
+    Softmax's tiles of rows at odd addresses (tiled.cuh) lay themselves out; the table serves the others.
     """
 
-    bind: Callable[[Kernels, torch.Tensor], Callable[[], None]]
+    bind: Callable[[Kernels, torch.Tensor], Call]
     moves: int
-    held: dict[int, tuple[int, ...]]
-    stays: bool = False
-    """Blocks stay, and clusters share long rows."""
-    waits: bool = False
-    """A block has the rows that its threads hold; longer ones wait in the shared memory of clusters."""
-
-    def layouts(self, n: int, size: int) -> Iterable[Layout]:
-        if self.stays:
-            return clustered(n, size, self.held[size])
-        layouts = candidates(n, size, self.held[size], ())
-        if self.waits:
-            return [layout for layout in layouts if layout.cluster == 1] + list(waiting(n, size))
-        return layouts
+    tried: Callable[[int, int], Iterable[Layout]]
+    every: tuple[Layout, ...] = ()
+    """What a line may say, where layouts differ by length; else what was measured."""
+    taken: Callable[[int, int, Layout], Any] = lambda n, size, layout: layout
+    """The same for layouts that are one at a length."""
 
 
-def softmax_forward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+def softmax_forward(kernels: Kernels, x: torch.Tensor) -> Call:
     y = torch.empty_like(x)
     return lambda: kernels.softmax_forward(x, y)
 
 
-def softmax_backward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+def softmax_backward(kernels: Kernels, x: torch.Tensor) -> Call:
     y, grad_x = torch.softmax(x, -1), torch.empty_like(x)
     return lambda: kernels.softmax_backward(x, y, grad_x)
 
 
-def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Call:
     """The loss and its gradient."""
     rows, classes = x.shape
     target = torch.randint(classes, (rows,), device=DEVICE)
@@ -84,13 +106,13 @@ def cross_entropy(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
     return lambda: kernels.cross_entropy_forward(x, target, loss, statistics, grad)
 
 
-def layer_norm_forward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+def layer_norm_forward(kernels: Kernels, x: torch.Tensor) -> Call:
     weight, bias = torch.randn(2, x.shape[1], device=DEVICE, dtype=x.dtype)
     y, (mean, rstd) = torch.empty_like(x), torch.empty(2, x.shape[0], device=DEVICE)
     return lambda: kernels.layer_norm_forward(x, weight, bias, y, mean, rstd)
 
 
-def layer_norm_backward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]:
+def layer_norm_backward(kernels: Kernels, x: torch.Tensor) -> Call:
     """All three gradients, by one call for each layout: the scratch is that of the layout in force."""
     weight = torch.randn(x.shape[1], device=DEVICE, dtype=x.dtype)
     mean, rstd = x.float().mean(1), x.float().std(1).reciprocal()
@@ -98,55 +120,126 @@ def layer_norm_backward(kernels: Kernels, x: torch.Tensor) -> Callable[[], None]
     return lambda: kernels.layer_norm_backward(x, x, weight, mean, rstd, *grads)
 
 
+def softmax_layouts(held: dict[int, tuple[int, ...]], tensors: int) -> Callable[[int, int], Iterator[Layout]]:
+    """`held`: vectors of a thread by element size; `tensors`: that a row waits with."""
+
+    def tried(n: int, size: int) -> Iterator[Layout]:
+        yield from candidates(n, size, held[size], ())
+        yield from waits(n, size, tensors)
+        if size == 2 and tensors == 1 and 1024 < n <= 16384:
+            yield Layout(4, 512, way="packed")
+
+    return tried
+
+
+def norm_forward_layouts(n: int, size: int) -> list[Layout]:
+    held = candidates(n, size, (1, 2, 4), ())
+    return [*(layout for layout in held if layout.cluster == 1), *waiting(n, size)]
+
+
+def of_many(norm: str, direction: str) -> Family:
+    short = {"forward": "fw", "backward": "bw"}[direction]
+    moves = (4 if "add" in norm else 2) if short == "fw" else 3 + ("add" in norm) + ("dropout" in norm)
+    return Family(
+        bind=lambda kernels, x: work(norm, short, x)[1],
+        moves=moves,
+        tried=lambda n, size: norm_layouts(norm, direction, n, size),
+        every=tuple(every_layout(direction)),
+        taken=lambda n, size, layout: taken(norm, direction, n, size, layout),
+    )
+
+
 MEASURED = {
-    "softmax_forward": Family(softmax_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4, 8)}),
-    "softmax_backward": Family(softmax_backward, 3, {2: (1, 2, 4), 4: (1, 2, 4)}),
-    "cross_entropy": Family(cross_entropy, 2, {2: (1, 4), 4: (1, 8)}),
-    "layer_norm_forward": Family(layer_norm_forward, 2, {2: (1, 2, 4), 4: (1, 2, 4)}, waits=True),
-    "layer_norm_backward": Family(layer_norm_backward, 3, {2: (1, 2), 4: (1, 2, 4)}, stays=True),
+    "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1)),
+    "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2)),
+    "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1)),
+    "layer_norm_forward": Family(layer_norm_forward, 2, norm_forward_layouts),
+    "layer_norm_backward": Family(
+        layer_norm_backward, 3, lambda n, size: clustered(n, size, (1, 2) if size == 2 else (1, 2, 4))
+    ),
+    **{f"many_{norm}_{way}": of_many(norm, way) for norm in NORMS for way in ("forward", "backward")},
 }
 
 
 def measure(kernels: Kernels, name: str, size: int, n: int, repeats: int) -> dict[Layout, float]:
     """Median microseconds of every layout that runs rows of n."""
-    family = MEASURED[name]
     x = torch.randn(BYTES // size // n, n, device=DEVICE, dtype=DTYPES[size])
-    call = family.bind(kernels, x)
-    times = {}
-    for layout in family.layouts(n, size):
-        kernels.override_plan(name, (layout.held, layout.block, layout.cluster, layout.stages))
+    call = MEASURED[name].bind(kernels, x)
+    times: dict[Layout, float] = {}
+
+    def median(layout: Layout, runs: int) -> float:
+        kernels.override_plan(name, layout)
         try:
-            call()
-        except NativeError:  # the device has no room for it
-            continue
-        times[layout] = time_calls(call, DEVICE, repeats=repeats, warmup=2).median
-    kernels.override_plan(name, None)
+            return time_calls(call, DEVICE, repeats=runs, warmup=1).median
+        finally:
+            kernels.override_plan(name, None)
+
+    for layout in MEASURED[name].tried(n, size):
+        try:
+            times[layout] = median(layout, FIRST_RUNS)
+            if times[layout] <= FAR_BEHIND * min(times.values()):
+                times[layout] = median(layout, repeats)
+        except (NativeError, RuntimeError):  # the device has no room for it, or there is no such kernel
+            times.pop(layout, None)
+    for _ in range(2):
+        for layout in sorted(times, key=lambda one: times[one])[:BEST]:
+            times[layout] = (times[layout] + median(layout, repeats)) / 2
     return times
 
 
-def main(options: Options) -> int:
-    if not torch.cuda.is_available():
-        print("This times CUDA kernels, and torch sees no CUDA device.", file=sys.stderr)
-        return 2
+def measure_all(options: Options) -> Iterator[dict[str, Any]]:
+    """A record of each family, element size and length, as --out keeps them."""
+    native.load()
     kernels = open_kernels()
     copy = copy_bandwidth_gbs(DEVICE)
-    table = read(TABLE.read_text())
     print(f"{torch.cuda.get_device_name(DEVICE)}, copy {copy:.0f} GB/s")
     for name in options.families:
         for size in DTYPES:
-            times = {}
             for n in options.lengths:
-                measured = measure(kernels, name, size, n, options.repeats)
-                if not measured:
-                    continue  # longer than a cluster can hold
-                times[n] = measured
-                ranked = sorted(measured.items(), key=lambda item: item[1])[:3]
+                times = measure(kernels, name, size, n, options.repeats)
+                ranked = sorted(times.items(), key=lambda item: item[1])
                 shares = MEASURED[name].moves * BYTES / 1e3 / copy
-                found = "   ".join(f"{shares / us:.3f} {layout}" for layout, us in ranked)
-                print(f"{name:<18}{size:>2}{n:>8}  {found}", flush=True)
-            table[name, size] = choose(times)
+                found = "   ".join(f"{shares / us:.3f} {layout}" for layout, us in ranked[:BEST])
+                print(f"{name:<40}{size:>2}{n:>8}  {found}", flush=True)
+                rows = [[us, *astuple(layout)] for layout, us in ranked]
+                yield {"family": name, "size": size, "n": n, "times": rows}
+
+
+def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
+    """The table's, from times of some lengths; none from none."""
+    family, times = MEASURED[name], {}
+    for record in records:
+        if (record["family"], record["size"]) == (name, size) and record["times"]:
+            n = record["n"]
+            times[n] = {family.taken(n, size, Layout(*row[1:])): row[0] for row in record["times"]}
+    return choose(times, family.every, lambda n, layout: family.taken(n, size, layout))
+
+
+def measured_on(text: str) -> str:
+    """The device that a table's text names."""
+    found = re.search(r"times on an (.*); edit", text)
+    return found[1] if found else "unknown device"
+
+
+def main(options: Options) -> int:
+    if options.times is not None:
+        records = [json.loads(line) for line in options.times.read_text().splitlines()]
+        device = None
+    elif torch.cuda.is_available():
+        records = list(measure_all(options))
+        device = torch.cuda.get_device_name(DEVICE)
+    else:
+        print("This times CUDA kernels, and torch sees no CUDA device.", file=sys.stderr)
+        return 2
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = read(TABLE.read_text())
+    for name in options.families:
+        for size in DTYPES:
+            if lines := lines_of(name, size, records):
+                table[name, size] = lines
     if options.write:
-        TABLE.write_text(write(table, FAMILIES, torch.cuda.get_device_name(DEVICE)))
+        TABLE.write_text(write(table, FAMILIES, device or measured_on(TABLE.read_text())))
         print(f"wrote {TABLE}")
     return 0
 

@@ -15,16 +15,26 @@ from pathlib import Path
 
 import torch
 
+from fuseline.native.layouts import WAYS, Layout
 from fuseline.native.library import NativeError, load, status
 
 ABI_VERSION = 3
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+NORMS = (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+)
 FAMILIES = (
     "softmax_forward",
     "softmax_backward",
     "cross_entropy",
     "layer_norm_forward",
     "layer_norm_backward",
+    *(f"many_{norm}_{direction}" for norm in NORMS for direction in ("forward", "backward")),
 )
 """Kernels with a table of layouts (csrc/kernels/device/tuning.h), in the order of the header's numbers."""
 MASK_NONE, MASK_BOOL, MASK_ADD, MASK_ADD_FP32 = range(4)
@@ -34,7 +44,7 @@ _STRIDES = ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[list[type], type]] = {
     "fuseline_kernels_abi_version": ([], _INT),
     "fuseline_error_string": ([_INT], ctypes.c_char_p),
-    "fuseline_plan_override": ([_INT] * 5, _INT),
+    "fuseline_plan_override": ([_INT] * 6, _INT),
     "fuseline_layer_norm_forward": (
         [*[_POINTER] * 6, _SIZE, _SIZE, _DOUBLE, _INT, _INT, _POINTER],
         _INT,
@@ -149,12 +159,12 @@ class Kernels:
         options = ignore_index, label_smoothing, soft_cap, z_loss, DTYPES[logits.dtype], _stream(logits)
         self._check(self.library.fuseline_cross_entropy_forward(*pointers, *results, rows, n, n, *options))
 
-    def override_plan(self, family: str, choice: Sequence[int] | None) -> None:
-        """Lay out the kernels of a family (of `FAMILIES`) so in calls of this thread, or by the table (None).
-
-        `choice` is vectors held by a thread, threads of a block, blocks a row, and rows ahead.
-        """
-        self._check(self.library.fuseline_plan_override(FAMILIES.index(family), *(choice or (0, 0, 0, 0))))
+    def override_plan(self, family: str, layout: Layout | None) -> None:
+        """Lay out a family's kernels (of `FAMILIES`) so in calls of this thread; None: by the table."""
+        numbers = (0, 0, 0, 0, 0)
+        if layout is not None:
+            numbers = layout.held, layout.block, layout.cluster, layout.stages, WAYS.index(layout.way)
+        self._check(self.library.fuseline_plan_override(FAMILIES.index(family), *numbers))
 
     def _check(self, code: int) -> None:
         if code:

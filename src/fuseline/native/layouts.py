@@ -6,29 +6,39 @@ the bytes of an element; `benchmarks/tune_rows.py` measures, and this file decid
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fuseline.errors import InputError
 
 TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "device" / "tuning.h"
 VECTOR_BYTES = 16
 WARP = 32
-WORTH = 0.01
+WORTH = 0.008
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
 RING_HELD = (2, 4)
 RING_STAGES = (4, 6)
 """What a thread holds of a row in a ring of the norms' backward, and the rows of a ring at most."""
 
+PART_VECTORS = (64, 1024)
+"""Of a warp's part of a row that waits in shared memory: fewer are idle, more are none's."""
+MOST_SHARED = 225 << 10
+"""Bytes of a block."""
+
 WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
 """What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
 
+WAYS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces")
+"""The kernels that take a row, by number; RowWay in csrc/kernels/device/choice.h says what each is."""
+
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
-_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)\}")
+_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)(?:, RowWay::(\w+))?\}")
 
 
 @dataclass(frozen=True, order=True)
@@ -39,6 +49,7 @@ class Layout:
     block: int
     cluster: int = 1
     stages: int = 0
+    way: str = WAYS[0]
 
     def threads(self, n: int, element_size: int) -> int:
         """Threads of one block that share a row of n elements."""
@@ -53,6 +64,9 @@ class Layout:
         return (self.cluster == 1 or threads >= 2 * WARP) and threads <= self.block
 
 
+RULES = Layout(1, WARP)
+"""For the kernels that have rules of their own."""
+
 Line = tuple[int, Layout]
 """The longest row that a layout is for, and the layout."""
 
@@ -64,31 +78,55 @@ def read(text: str) -> Table:
     """The table in a header's text."""
     table: Table = {}
     for name, size, body in _LIST.findall(text):
-        lines = [tuple(map(int, found)) for found in _LINE.findall(body)]
-        table[_snake_case(name), int(size)] = [(line[0], Layout(*line[1:])) for line in lines]
+        table[_snake_case(name), int(size)] = [_line(*found) for found in _LINE.findall(body)]
     if not table:
         raise InputError("No table of layouts in this text: is it csrc/kernels/device/tuning.h?")
     return table
 
 
-def choose(times: Mapping[int, Mapping[Layout, float]]) -> list[Line]:
-    """The fastest layout of each row length, neighbours with the same one joined.
+def waits(n: int, element_size: int, tensors: int = 1) -> Iterator[Layout]:
+    """Layouts of blocks that end with their row, which comes to their shared memory in bulk copies."""
+    vectors = n * element_size // VECTOR_BYTES
+    for block in (64, 128, 256, 512):
+        for cluster in (1, 2, 4, 8, 16):
+            part = -(-vectors // (cluster * block // WARP * 8)) * 8
+            whole = part * block // WARP * tensors * VECTOR_BYTES
+            if PART_VECTORS[0] <= part <= PART_VECTORS[1] and whole <= MOST_SHARED:
+                yield Layout(0, block, cluster, 1, "copied")
 
-    `times` are microseconds by row length and layout. Where the layout of the length before is within
-    `WORTH` of the fastest it stays, so that noise does not make lines.
+
+def _line(longest: str, held: str, block: str, cluster: str, stages: str, way: str) -> Line:
+    return int(longest), Layout(int(held), int(block), int(cluster), int(stages), way or WAYS[0])
+
+
+def choose(
+    times: Mapping[int, Mapping[Any, float]],
+    layouts: Iterable[Layout] = (),
+    taken: Callable[[int, Layout], Any] = lambda n, layout: layout,
+) -> list[Line]:
+    """As few lines as stay within `WORTH` of the fastest of each length.
+
+    `times` are microseconds by row length and by what `taken` says of a layout at that length: the same for
+    layouts that are one there. Of several that a line could have it takes the one that is fastest in all,
+    and rules only where they are alone.
     """
+    every = list(layouts) or sorted({layout for found in times.values() for layout in found})
     lines: list[Line] = []
+    behind: dict[Layout, float] = {}
     for n in sorted(times):
-        measured = times[n]
-        if not measured:
+        found = times[n]
+        if not found:
             raise InputError(f"No layout runs rows of {n}: add one to what is tried.")
-        best = min(measured, key=lambda layout: (measured[layout], layout))
-        if lines:
-            last = lines[-1][1]
-            if last in measured and measured[last] <= measured[best] * (1 + WORTH):
-                lines[-1] = (n, last)
-                continue
-        lines.append((n, best))
+        best = min(found.values())
+        fine = {layout: found.get(taken(n, layout), math.inf) / best for layout in every}
+        fine = {layout: share for layout, share in fine.items() if share <= 1 + WORTH}
+        if len(fine) > 1:
+            fine.pop(RULES, None)
+        both = {layout: behind[layout] + fine[layout] for layout in behind.keys() & fine.keys()}
+        if both:
+            lines.pop()
+        behind = both or fine
+        lines.append((n, min(behind, key=lambda layout: (behind[layout], layout))))
     return lines
 
 
@@ -152,21 +190,22 @@ def clustered(n: int, element_size: int, held: Sequence[int]) -> Iterator[Layout
 
 
 def write(table: Table, families: Sequence[str], device: str) -> str:
-    """The header's text. `families` gives the order; each has lists for elements of 2 and of 4 bytes."""
+    """The header's text. `families` gives the order; each has lists by bytes of an element, or none."""
     lists = [
         f"inline constexpr RowChoice k{_camel_case(family)}{size}[] = {{\n"
         + "".join(
-            f"    {{{', '.join(map(str, (longest, *astuple(layout))))}}},\n"
-            for longest, layout in table[family, size]
+            f"    {{{', '.join(_numbers(longest, layout))}}},\n" for longest, layout in table[family, size]
         )
         + "};\n"
         for family in families
         for size in (2, 4)
+        if (family, size) in table
     ]
-    index = "".join(
-        f"    {{row_choices(k{_camel_case(family)}2), row_choices(k{_camel_case(family)}4)}},\n"
-        for family in families
-    )
+
+    def entry(family: str, size: int) -> str:
+        return f"row_choices(k{_camel_case(family)}{size})" if (family, size) in table else "{}"
+
+    index = "".join(f"    {{{entry(family, 2)}, {entry(family, 4)}}},\n" for family in families)
     return _TEMPLATE.format(device=device, lists="".join(lists), index=index)
 
 
@@ -174,7 +213,7 @@ _TEMPLATE = """\
 // Generated by benchmarks/tune_rows.py from times on an {device}; edit there what is tried.
 //
 // Included by choice.h. A line is {{longest row, vectors a thread holds, threads a block, blocks a row,
-// rows ahead}}.
+// rows ahead, the kernels that take it}}; without the last they have rules of their own.
 #pragma once
 
 namespace fuseline {{
@@ -190,6 +229,11 @@ inline constexpr RowChoices kRowChoices[FUSELINE_FAMILIES][2] = {{
 
 }}  // namespace fuseline
 """
+
+
+def _numbers(longest: int, layout: Layout) -> list[str]:
+    way = [] if layout.way == WAYS[0] else [f"RowWay::{layout.way}"]
+    return [*map(str, (longest, layout.held, layout.block, layout.cluster, layout.stages)), *way]
 
 
 def _snake_case(name: str) -> str:

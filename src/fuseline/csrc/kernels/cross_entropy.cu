@@ -293,16 +293,18 @@ constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a ro
 
 // Long rows; false if they fit no cluster.
 template <class T>
-bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error) {
-  if (a.width <= kShortRow || (a.grad && !a.grad_vectors)) return false;
+bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error, const RowChoice* told) {
+  if ((!told && a.width <= kShortRow) || (a.grad && !a.grad_vectors)) return false;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
-  if (plain && !a.grad && a.rows >= 2 * device.processors) {
+  if (!told && plain && !a.grad && a.rows >= 2 * device.processors) {
     error = launch(cross_entropy_passing<T>, a, a.rows, dim3(kPassing), 0, 1, stream, device.clusters);
     return true;
   }
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
   const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
-  const Waiting plan = plan_waiting<T>(a.rows, a.width, aligned, 1, room, device);
+  if (told && !aligned) return false;
+  const Waiting plan = told ? told_waiting<T>(*told, a.width, 1, room, device)
+                            : plan_waiting<T>(a.rows, a.width, aligned, 1, room, device);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part;
   bool fits = false;
@@ -316,7 +318,14 @@ int run(CrossEntropy a, const Device& device, void* stream) {
   constexpr int kMost = kMostHeld<T>;
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
   int error = 0;
-  if (!row_overrides[FUSELINE_CROSS_ENTROPY].given && run_waiting<T>(a, device, stream, error)) return error;
+  const bool measuring = row_overrides[FUSELINE_CROSS_ENTROPY].given;
+  const RowChoice* const choice = choice_for(FUSELINE_CROSS_ENTROPY, sizeof(T), a.width);
+  if (choice && choice->way == RowWay::copied && a.grad &&
+      (measuring || are_many(a.rows, a.rows * a.width * int64_t(sizeof(T)), device))) {
+    if (run_waiting<T>(a, device, stream, error, choice)) return error;
+    if (measuring) return FUSELINE_UNSUPPORTED;
+  }
+  if (!measuring && run_waiting<T>(a, device, stream, error, nullptr)) return error;
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
   const RowPlan plan =
       plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, false, kMost, device);

@@ -48,16 +48,19 @@ typedef enum {
   FUSELINE_SOFTMAX_FORWARD = 0,
   FUSELINE_SOFTMAX_BACKWARD = 1,
   FUSELINE_CROSS_ENTROPY = 2,
-  FUSELINE_LAYER_NORM_FORWARD = 3,
+  FUSELINE_LAYER_NORM_FORWARD = 3, /* of few rows, at any address, of two dtypes; all norms */
   FUSELINE_LAYER_NORM_BACKWARD = 4,
-  FUSELINE_FAMILIES = 5
+  FUSELINE_MANY_NORMS = 5, /* rows that fill the chip: a forward and a backward of a layer norm and of an RMS norm, of x, then
+                            * of residual + x, then of residual + dropout(x + x_bias) */
+  FUSELINE_FAMILIES = 17
 } fuseline_family;
 
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.
  * held: 16-byte vectors of a row that a thread holds (0: the table's layout again); block: threads of a block at
- * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay. A call
- * for which the layout does not work then answers FUSELINE_UNSUPPORTED. */
-FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages);
+ * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay; way: the
+ * kernels that take it, of RowWay in device/choice.h, for families that have several, or 0. A call for which the layout
+ * does not work then answers FUSELINE_UNSUPPORTED. */
+FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages, int way);
 
 FUSELINE_API int fuseline_kernels_abi_version(void);
 FUSELINE_API const char* fuseline_error_string(int code);

@@ -3,11 +3,12 @@
 
 namespace fuseline {
 
-bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error) {
+bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
+                       const RowChoice* told) {
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
     int failed = 0;
-    taken = run_held<decltype(type), false>(a, device, stream, failed);
+    taken = run_held<decltype(type), false>(a, device, stream, failed, told);
     return failed;
   });
   return taken || error;

@@ -4,11 +4,43 @@
 namespace fuseline {
 namespace {
 
+// The table's layout for many rows of one dtype; null where rules lay them out. `adds`: 1 of a sum, 2 with a mask or a bias.
+const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backward, const Device& device) {
+  const auto rules = backward ? FUSELINE_LAYER_NORM_BACKWARD : FUSELINE_LAYER_NORM_FORWARD;
+  if (norm.dtype != norm.y_dtype || !device.clusters || row_overrides[rules].given) return nullptr;
+  const int size = norm.dtype == FUSELINE_FLOAT32 ? 4 : 2;
+  const int kind = norm.kind == FUSELINE_LAYER_NORM ? 0 : 1;
+  const auto family = fuseline_family(FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
+  if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
+  const RowChoice* const choice = choice_for(family, size, norm.n);
+  return choice && choice->way != RowWay::rules ? choice : nullptr;
+}
+
 // y has the dtype of what is normalized, or 16 bits where that is fp32; weights have y's dtype or fp32.
 bool dtypes_fit(const fuseline_norm& norm, bool weights) {
   if (!known_dtype(norm.dtype) || !known_dtype(norm.y_dtype)) return false;
   if (norm.y_dtype != norm.dtype && norm.dtype != FUSELINE_FLOAT32) return false;
   return !weights || weights_fit(norm.weight_dtype, norm.y_dtype);
+}
+
+// As it is told; false where there is no such kernel. `adds`: as above.
+bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype, const Device& device, void* stream, int& error) {
+  switch (told.way) {
+    case RowWay::held:
+    case RowWay::packed:
+      return (adds == 0   ? norm_forward_held
+              : adds == 1 ? add_norm_forward_held
+                          : add_norm_forward_masked)(a, dtype, device, stream, error, &told);
+    case RowWay::copied:
+    case RowWay::light:
+      return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &told);
+    case RowWay::ring:
+      return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &told);
+    case RowWay::pieces:
+      return norm_forward_pieces(a, dtype, device, stream, error, &told);
+    default:
+      return false;
+  }
 }
 
 int forward(const fuseline_norm& norm, void* workspace, void* stream) {
@@ -28,6 +60,11 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
+  const int adds = !norm.residual ? 0 : norm.x_bias || a.dropout.seed ? 2 : 1;
+  if (const RowChoice* const choice = choice_for_many(norm, adds, false, device)) {
+    if (forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
+    if (choice->longest == INT64_MAX) return FUSELINE_UNSUPPORTED;  // it is to be measured
+  }
   if (norm.dtype == norm.y_dtype) {
     if (norm_forward_teams(a, workspace, norm.dtype, device, stream, failed)) return failed;
     if (norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
@@ -44,6 +81,16 @@ size_t forward_workspace_bytes(const fuseline_norm& norm) {
 // Whether the backward has more to do than that of a norm alone.
 bool adds(const fuseline_norm& norm) {
   return norm.grad_sum || norm.grad_dropped || norm.grad_x_bias || (norm.kind == FUSELINE_RMS_NORM && norm.grad_bias);
+}
+
+// That of its sums, and its layout.
+int added_sums(const fuseline_norm& norm) {
+  return norm.grad_dropped || norm.grad_x_bias ? 2 : norm.grad_sum ? 1 : 0;
+}
+
+const RowChoice* choice_of_backward(const fuseline_norm& norm, const Device& device) {
+  if (norm.kind == FUSELINE_RMS_NORM && norm.grad_bias) return nullptr;
+  return choice_for_many(norm, added_sums(norm), true, device);
 }
 
 int backward(const fuseline_norm& norm, void* workspace, void* stream) {
@@ -78,12 +125,24 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
   const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
   int failed = 0;
+  if (const RowChoice* const choice = choice_of_backward(norm, device)) {
+    if (choice->way == RowWay::pieces) {
+      if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) return failed;
+    } else if (choice->way == RowWay::held) {
+      failed = run(a, norm.dtype, norm.y_dtype, device, stream, choice);
+      if (failed != FUSELINE_UNSUPPORTED) return failed;
+      failed = 0;
+    } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
+      return failed;
+    }
+    if (choice->longest == INT64_MAX) return FUSELINE_UNSUPPORTED;  // it is to be measured
+  }
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  return run(a, norm.dtype, norm.y_dtype, device, stream);
+  if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, nullptr)) return failed;
+  return run(a, norm.dtype, norm.y_dtype, device, stream, nullptr);
 }
 
 // `sums`: those over rows are wanted, any of them.
@@ -102,7 +161,12 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
                                         : rms_norm_backward_ring_blocks;
   const int64_t few_blocks = norm.rows <= kMostFewRows ? kMostFewClusters : 0;
   const int64_t longest_blocks = norm_backward_pieces_blocks(norm.rows, norm.n, device);
-  const int64_t blocks = std::max({blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
+  int64_t told_blocks = 0;
+  if (const RowChoice* const choice = choice_of_backward(norm, device)) {
+    const int clusters = std::max(choice->cluster, 1), beside = choice->way == RowWay::held && clusters > 1 ? 2 : 1;
+    told_blocks = std::min(norm.rows, divide_up(beside * device.processors, clusters));
+  }
+  const int64_t blocks = std::max({told_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
                                    ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
                                    longest_blocks});
   return std::max(size_t(kinds * blocks * columns_of_partials(norm.n)) * sizeof(float), across_bytes);

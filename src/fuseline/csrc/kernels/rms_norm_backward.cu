@@ -3,9 +3,10 @@
 
 namespace fuseline {
 
-int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream) {
+int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
+                      const RowChoice* told) {
   return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return BackwardFamily<decltype(x), decltype(y), kSumsOfRmsNorm, false>::run(a, device, stream);
+    return BackwardFamily<decltype(x), decltype(y), kSumsOfRmsNorm, false>::run(a, device, stream, told);
   });
 }
 

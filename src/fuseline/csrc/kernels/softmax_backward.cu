@@ -324,6 +324,19 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   return fits || error;
 }
 
+// Aligned rows, as it is told; false where there is no such kernel.
+template <class T>
+bool run_told(SoftmaxBackward a, const RowChoice& told, const Device& device, void* stream, int& error) {
+  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
+  if (told.way != RowWay::copied) return false;
+  const Waiting plan = told_waiting<T>(told, a.n, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  if (plan.threads == 0) return false;
+  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
+  bool fits = false;
+  error = launch_waiting(softmax_backward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
+  return fits || error;
+}
+
 template <class T>
 int run(SoftmaxBackward a, const Device& device, void* stream) {
   const int offset = offset_in_vector(a.grad_out);
@@ -333,6 +346,12 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
   int failed = 0;
+  const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.n);
+  if (aligned && choice && choice->way != RowWay::rules &&
+      (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
+    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
+    if (measuring) return FUSELINE_UNSUPPORTED;
+  }
   if (aligned && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kVector<T>, kMostHeld, device);
   const bool few = aligned && !measuring && plan.fits;

@@ -267,6 +267,20 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   return fits || error;
 }
 
+// Aligned rows, as it is told; false where there is no such kernel.
+template <class T>
+bool run_told(SoftmaxForward a, const RowChoice& told, const Device& device, void* stream, int& error) {
+  if (told.way == RowWay::packed) return run_packed<T>(a, device, stream, error);
+  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
+  if (told.way != RowWay::copied || a.scale <= 0) return false;
+  const Waiting plan = told_waiting<T>(told, a.n, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  if (plan.threads == 0) return false;
+  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
+  bool fits = false;
+  error = launch_waiting(softmax_forward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
+  return fits || error;
+}
+
 template <class T>
 int run(SoftmaxForward a, const Device& device, void* stream) {
   constexpr int kSize = kVector<T>;
@@ -279,6 +293,12 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
                    a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
   int failed = 0;
+  const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.n);
+  if (plain && !masked && choice && choice->way != RowWay::rules &&
+      (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
+    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
+    if (measuring) return FUSELINE_UNSUPPORTED;
+  }
   if (plain && !masked && !measuring && run_few<T>(a, device, stream, failed)) return failed;
   RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);
   const bool few = plain && !measuring && plan.fits;

@@ -7,6 +7,20 @@
 
 namespace fuseline {
 
+// The kernels that take a row, where a family has several. What a line's numbers are where they are not what RowChoice
+// says: `held` of `copied` is how many pieces of x a warp has at a time (0: all); `stages` of `held` is 1 where weights are on
+// their way with the row, of `copied` 2 where x leaves the L2 first; of `tiles` none is anything.
+enum class RowWay : int {
+  rules,   // as the launchers lay out what no table was measured for
+  held,    // registers
+  packed,  // registers, as the row came
+  copied,  // shared memory, in bulk copies, by blocks that end with their row
+  light,   // the same by threads of fewer registers
+  ring,    // rows ahead in shared memory, by blocks that stay
+  tiles,   // several short rows a copy
+  pieces   // rows longer than a block's shared memory has ahead, piece by piece
+};
+
 // A line of the table: rows of up to `longest` elements are laid out so.
 struct RowChoice {
   int64_t longest;
@@ -16,6 +30,7 @@ struct RowChoice {
   int stages;   // 0: each block has one row (or several short ones) and ends. Else blocks stay, and this many rows are
                 // on their way through shared memory while one is computed; 1 in the norms' forward: blocks end with their
                 // row, which waits there
+  RowWay way = RowWay::rules;
 };
 
 struct RowChoices {

@@ -82,6 +82,12 @@ inline int power_of_two_from(int64_t value) {
   return power;
 }
 
+// Whether there are rows enough to fill the chip: those that the table was measured for.
+inline bool are_many(int64_t rows, int64_t bytes, const Device& device) {
+  constexpr int64_t kEach = 8, kLongRows = int64_t(64) << 20;  // rows a multiprocessor, or bytes of one or more
+  return rows > kEach * device.processors || (rows > device.processors && bytes > kLongRows);
+}
+
 // How the threads of a kernel that holds its rows in registers are laid out.
 struct RowPlan {
   int held = 0;            // 16-byte vectors a thread holds

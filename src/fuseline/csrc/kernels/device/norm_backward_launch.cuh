@@ -16,6 +16,8 @@ struct BackwardPlan {
   int blocks = 0;   // with partial sums of their own at most, a cluster counting once
 };
 
+constexpr int kMostBarriers = 15;  // of a block's groups, beside that of all its threads
+
 // Threads of a row in a block: a multiprocessor has two such groups, and one works while the other waits.
 constexpr int kTwoBlocks = 256;
 
@@ -45,7 +47,7 @@ struct BackwardFamily {
 
   static int most_slots(bool aligned) { return aligned ? kMostSlots : 2; }
 
-  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device) {
+  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device, const RowChoice* told = nullptr) {
     BackwardPlan plan;
     const int64_t slots = divide_up(n, kSize);
     const auto fits = [&](int held, int threads, int cluster) {
@@ -63,8 +65,8 @@ struct BackwardFamily {
                                    {1, kTwoBlocks, 4}, {2, kTwoBlocks, 4}, {1, kTwoBlocks, 8}, {2, kTwoBlocks, 8},
                                    {1, 512, 8},        {2, 512, 8},        {2, 512, 16},       {4, 512, 16},
                                    {2, 512, 1},        {4, 512, 1}};
-    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
-    const bool measured = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    const RowChoice* choice = told ? told : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const bool measured = told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const bool by_table = choice && choice->stages < 2 && (measured || (aligned && !kWide));
     if (!(by_table && fits(choice->held, choice->block, slots <= kWarp ? 1 : choice->cluster)) && !measured) {
       for (const Layout& layout : kLayouts) {
@@ -91,7 +93,8 @@ struct BackwardFamily {
     }
     // Few rows are spread over all multiprocessors rather than stacked on some.
     const int64_t spread = divide_up(turns, device.processors) * beside;
-    const int most_groups = most_threads_of(plan.slots, !aligned) / plan.threads / beside * beside;
+    const int room = most_threads_of(plan.slots, !aligned) / plan.threads / beside * beside;
+    const int most_groups = plan.one_warp ? room : std::min(room, kMostBarriers);
     plan.groups = int(std::min<int64_t>(std::max(beside, most_groups), spread));
     plan.blocks = int(std::min<int64_t>(device.processors, divide_up(turns, plan.groups / beside)));
     return plan;
@@ -143,10 +146,11 @@ struct BackwardFamily {
     return int(cudaGetLastError());
   }
 
-  static int run(const NormBackward& a, const Device& device, void* stream) {
+  static int run(const NormBackward& a, const Device& device, void* stream, const RowChoice* told) {
     const bool aligned = in_vectors<kSize>(a);
-    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device);
-    if (plan.slots == 0 && row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return FUSELINE_UNSUPPORTED;
+    if (told && !aligned) return FUSELINE_UNSUPPORTED;
+    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device, told);
+    if (plan.slots == 0 && (told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given)) return FUSELINE_UNSUPPORTED;
     const int error = run_rows(a, plan, aligned, device, stream);
     if (error || !a.partials) return error;
     return add_partials<Y>(a, kSums, plan.blocks, plan.slots > 0 && device.clusters, stream);

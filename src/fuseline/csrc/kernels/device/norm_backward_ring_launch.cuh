@@ -37,14 +37,15 @@ struct RingFamily {
     return int64_t(threads) * slots * kSize * (weight_bytes + past) + states + kStatic;
   }
 
-  // `weight_bytes`: of an element; `masked`: a sum's dropout has a mask.
-  static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, bool masked, const Device& device) {
+  // `weight_bytes`: of an element; `masked`: a sum's dropout has a mask; `told`: the layout, or null.
+  static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, bool masked, const Device& device,
+                       const RowChoice* told = nullptr) {
     RingPlan plan;
     if (!device.clusters) return plan;
     const int64_t vectors = divide_up(n, kSize), bytes = n * int64_t(sizeof(Y));
     const bool crosses = bytes % kHalfLine != 0;
     const bool ahead = masked && kLines && aligned && crosses && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
-    const bool measuring = row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    const bool measuring = told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
       const bool one_warp = kOneWarp && aligned && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
       if (!one_warp && (slots > kMostSlots || (slots != 2 && slots != 4))) return false;
@@ -54,8 +55,7 @@ struct RingFamily {
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
-      const bool alone = cluster > 1 || (masked && !measuring && kShort && aligned && threads == kAlone);
-      const int groups = alone ? 1 : std::min(kMostRingGroups, all / threads);
+      const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
       const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
       const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
@@ -71,16 +71,13 @@ struct RingFamily {
       plan.shared = std::max(plan.shared, sums);
       return true;
     };
-    const bool nearly = kShort && aligned && n > kNearly && n < kAll;
-    const RowChoice* choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), nearly ? kAll : n);
+    const RowChoice* choice = told ? told : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
     if (measuring && choice->stages < 2) return plan;
     const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
     if (!table && (measuring || bytes < kShortestRing)) return plan;
     if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
-    const bool two_warps = bytes > kWarp * 2 * 16 && bytes <= kWarp * 4 * 16;
-    const int most = ahead || (kAdded && two_warps && !masked) ? kFewerThreads : kMostThreads;
-    const bool by_warp = kOneWarp && two_warps && !masked && !measuring && fits(3, most, 1, kBehind);
-    const bool by_table = by_warp || (table && fits(choice->held, choice->block, choice->cluster, choice->stages));
+    const int most = ahead ? kFewerThreads : kMostThreads;
+    const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
     for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
       bool found = false;
@@ -118,13 +115,15 @@ struct RingFamily {
   }
 
   // All of the backward; false for rows that neither a ring nor tiles take.
-  static bool run(NormBackward a, const Device& device, void* stream, int& error) {
+  static bool run(NormBackward a, const Device& device, void* stream, int& error, const RowChoice* told) {
+    const bool rings = told ? told->way == RowWay::ring : row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     if constexpr (!kPast) {
-      if (!row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given && Tiles::run(a, device, stream, error)) return true;
+      if (!rings && Tiles::run(a, device, stream, error)) return true;
     }
+    if (told && !rings) return false;
     const bool aligned = in_vectors<kSize>(a);
     const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
-    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device);
+    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device, told);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     a.beside = kAdded && plan.cluster >= kBesideFrom && plan.cluster <= kMaxCluster;
@@ -150,18 +149,13 @@ struct RingFamily {
   // grant the cluster: with a mask 0.930 and 0.919 of the copy bandwidth at 512 and 2,048 elements of 16 bits, 0.915 and
   // 0.909 with 192 KB; 0.922 and 0.903 at 8,192, 0.908 and 0.895 at 65,536.
   static constexpr int64_t kMostAhead = 160 << 10, kLongestFew = 4096;
-  // A row of so many threads with a mask has a block alone: 0.934 at 4,096 elements, two of them beside each other 0.911.
-  static constexpr int kAlone = 256;
   // Of sums' rows over so many blocks and more a cluster has neighbours: 0.923 in place of 0.903 at 65,536, with a mask
   // 0.912 and 0.908, 0.904 and 0.894 at 32,768; of clusters of 2 and 16 and of blocks 0.01 to 0.1 less.
   static constexpr int kBesideFrom = 4;
-  // Of a block whose rows of a sum without a mask are two warps': 0.967 and, with kMostThreads, 0.955 at 1,024 elements.
-  // With a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480 in place of
-  // 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and 0.918. Three slots of one
-  // warp: 0.929, 0.933 and 0.950 at 520, 640 and 768, where two warps read 0.732, 0.912 and 0.938.
+  // Of a block with a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480
+  // elements of 16 bits in place of 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and 0.918.
   static constexpr int kFewerThreads = 384;
   static constexpr int64_t kLongestLined = 4096, kHalfLine = 64;  // bytes: rows of 1,600 read 0.950 at any place
-  static constexpr int64_t kNearly = 960, kAll = 1024;  // elements: these rows have the layout of kAll, as measured at 1,000
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself

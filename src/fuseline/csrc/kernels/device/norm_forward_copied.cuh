@@ -11,8 +11,7 @@ namespace fuseline {
 constexpr int64_t kLongestNorm = 256;  // elements of rows in tiles: of longer ones a thread has too many
 constexpr int64_t kFewNorms = 8;       // rows a multiprocessor, for which blocks are small,
 constexpr int64_t kMostFewVectors = 2048;  // if they have no more vectors than these
-constexpr int64_t kFewLight = 4;       // rows a multiprocessor, for which light blocks were not measured
-constexpr int kLightWarps = 4;         // of such a block
+constexpr int kMostLightWarps = 8;     // of a block of few registers
 constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bits, between which sums have blocks of their own
 
 struct FetchedPlan {
@@ -23,17 +22,6 @@ struct FetchedPlan {
   bool light = false;          // threads have fewer registers
   bool leaves = false;         // x leaves the L2 first
 };
-
-// Blocks of kLightWarps light warps that share one of many rows of 16 bits; 0 where other blocks have them. Shares of the copy
-// bandwidth: of layer norms in blocks of 4 or 8 a row at 32,768 0.961 and, by the table, 0.948; at 65,536 0.956 (0.951 by four)
-// and 0.943; at 131,072 0.944 and 0.937; of RMS norms 0.962 and 0.942 at 65,536. In five, six and eight warps by four blocks
-// 65,536 read 0.954, 0.953 and 0.953; clusters that stay, with weights in registers, no more than 0.89.
-inline int light_cluster(int64_t rows, int64_t vectors, bool centred, const Device& device) {
-  static_assert(kLightWarps * kMaxCluster <= kWarp);
-  if (rows <= kFewLight * device.processors || vectors <= 2048 || vectors > 16384) return 0;
-  if (!centred && (vectors <= 4096 || vectors > 8192)) return 0;
-  return vectors <= 4096 ? 4 : 8;
-}
 
 // Of rows of 16 bits with a mask, and of many of fp32 by their bytes, as lines of the table are for x alone: a warp has two
 // pieces of a row, or one. Shares of the copy bandwidth at 12,288 elements 0.946 (0.840 by twice the warps; in registers
@@ -75,19 +63,17 @@ inline const RingedSum* ringed_sum(const NormForward& a, size_t size, bool maske
 
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
-// against 0.947 in a layer norm. may_be_light: of x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
+// against 0.947 in a layer norm. may_leave: x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
 // kLongSum, not masked, which at 262,144 take 383.2 us of RMS norms in 8 blocks of 16 warps and 405.5 of layer norms in 16 of 8,
 // by the table 413.7 and 423.8; in 16 of 8 RMS norms 388.4, in 16 of 16 477.2 and layer norms 509.2.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_be_light, bool long_sums, const RingedSum* ringed, int most, int most_warps,
+                                bool may_leave, bool long_sums, const RingedSum* ringed, int most, int most_warps,
                                 const Device& device) {
   FetchedPlan plan;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, most_warps);
   if (tensors == 1 && !centred && plan.cluster == 4) plan.cluster *= 2;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  const int light = may_be_light && !given ? light_cluster(rows, vectors, centred, device) : 0;
-  if (light) plan.light = true, plan.cluster = light, plan.warps = kLightWarps;
   plan.cluster = std::min(plan.cluster, most);
   // Few rows have more blocks each, and more warps.
   while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors) plan.cluster *= 2;
@@ -97,7 +83,7 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   // 16.2 by four a block; RMS norms in 14.7 if x leaves the L2 before what is written. At 32,768 the eight of the table take
   // 29.0, two 37.2; at 65,536 four 51.6, two 55.8.
   const bool few = rows > device.processors && rows <= kFewNorms * device.processors && vectors <= kMostFewVectors;
-  if (!given && tensors == 1 && few) plan.warps = 2, plan.leaves = !centred && may_be_light;
+  if (!given && tensors == 1 && few) plan.warps = 2, plan.leaves = !centred && may_leave;
   if (!given && long_sums && rows > device.processors) {
     plan.cluster = centred ? most : kMaxCluster, plan.warps = centred ? 8 : 16;
   }
@@ -115,18 +101,38 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   return plan;
 }
 
+// As it is told; no warps: no block holds it.
+inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors, bool may_be_light, bool may_ring, int most_warps,
+                             const Device& device) {
+  FetchedPlan plan;
+  plan.cluster = told.cluster, plan.light = told.way == RowWay::light, plan.leaves = told.stages == 2, plan.ring = told.held;
+  const int warps = told.block / kWarp;
+  if (plan.cluster < 1 || plan.cluster > kMostBlocks || warps < 1 || warps > most_warps) return plan;
+  const bool lightens = may_be_light && warps <= kMostLightWarps && warps * plan.cluster <= kWarp;
+  if ((plan.light && !lightens) || (plan.ring && !may_ring)) return plan;
+  plan.part = int(divide_up(divide_up(vectors, plan.cluster * warps), 8) * 8);
+  if (plan.ring * kPieceSlots >= plan.part) plan.ring = 0;
+  const size_t branch = plan.ring ? size_t(plan.ring) * kPieceSlots : size_t(plan.part) * (tensors - 1);
+  plan.bytes = size_t(warps) * ((size_t(plan.part) + branch) * 16 + plan.cluster * sizeof(Moments));
+  if (plan.part <= kPartSlots && plan.bytes <= size_t(device.shared_a_block) - sizeof(FetchedBarriers)) plan.warps = warps;
+  return plan;
+}
+
 template <class T, bool kAdded, bool kMasked>
-bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error) {
+bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error, const RowChoice* told) {
   const bool as_masked = kMasked && (sizeof(T) == 2 || a.rows > device.processors);
   const RowChoice* choice = as_masked ? masked_choice(a.n * int64_t(sizeof(T)) / 2) : nullptr;
   if (!choice && !(kMasked && sizeof(T) == 2)) choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
-  if (!choice || choice->stages == 0) return false;
+  if (!told && (!choice || choice->stages == 0)) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
   const RingedSum* const ringed = kAdded ? ringed_sum(a, sizeof(T), kMasked, device) : nullptr;
-  const FetchedPlan plan = plan_fetched(*choice, a.rows, a.n / kVector<T>, kAdded ? 2 : 1, a.centred, may_be_light, long_sums,
-                                        ringed, most, kMostWarps, device);
+  constexpr int kTensors = kAdded ? 2 : 1;
+  const int64_t vectors = a.n / kVector<T>;
+  const FetchedPlan plan =
+      told ? plan_told(*told, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
+           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
@@ -141,7 +147,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
   if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
-    return cudaGetLastError(), run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error);
+    return cudaGetLastError(), !told && run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error, nullptr);
   }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
@@ -161,7 +167,7 @@ bool run_tiled(const NormForward& a, int offsets, const Device& device, void* st
 }
 
 template <class T, bool kAdded, bool kMasked = false>
-bool run_copied(const NormForward& a, const Device& device, void* stream, int& error) {
+bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* told) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
   const int offset = offset_in_vector(a.x);
   int offsets = 0;  // all together
@@ -171,11 +177,12 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
     offsets += offset;
   }
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
+  if (told && (!in_vectors || told->way == RowWay::tiles)) return false;
   if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded, kMasked>(a, offsets, device, stream, error);
   for (const void* weights : {a.weight, a.bias, kMasked ? a.x_bias : nullptr}) {
     if (offset_in_vector(weights) != 0) return false;
   }
-  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error);
+  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error, told);
 }
 
 }  // namespace fuseline

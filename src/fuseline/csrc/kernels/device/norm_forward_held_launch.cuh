@@ -187,6 +187,37 @@ inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, bool i
   return plan;
 }
 
+// As it is told; no vectors held: there is no kernel for it. A block has as many rows as its threads hold.
+template <class T, bool kAdded, bool kMasked>
+HeldPlan plan_told(const RowChoice& told, int64_t rows, int64_t vectors, bool may_pack, const Device& device) {
+  HeldPlan plan;
+  const int64_t threads = divide_up(vectors, int64_t(told.held) * told.cluster);
+  if (told.held < 1 || told.held > kMostHeld || told.cluster < 1 || told.cluster > kMaxCluster || threads > kMostThreads) {
+    return plan;
+  }
+  plan.cluster = told.cluster, plan.early = told.stages > 0, plan.packed = told.way == RowWay::packed;
+  if (plan.cluster == 1 && threads <= kWarp) {
+    if (plan.packed || (told.held == 3 && kAdded && !kMasked) || (told.held == 4 && kAdded)) return plan;
+    plan.held = told.held, plan.threads = int(threads);
+    share_warps(plan, rows, told.block, false, device);
+    return plan;
+  }
+  plan.threads = int(divide_up(threads, kWarp)) * kWarp;
+  if (plan.cluster == 1) plan.beside = plan.rows = std::max(1, std::min(told.block, kMostThreads) / plan.threads);
+  const bool large = plan.threads > kMostThreads / 2, half = std::is_same_v<T, __half>;
+  bool there = told.held < 3;
+  if (told.held == kMostHeld) {
+    there = plan.cluster > 1 ? large || (!kAdded && sizeof(T) == 2)
+                             : !kAdded && (!plan.early || (!half && plan.threads * plan.beside <= kMostThreads / 2));
+  }
+  if (plan.packed) {
+    there = may_pack && told.held == kPackedVectors && plan.cluster == 1 && packs(plan.threads, vectors);
+    plan.beside = plan.rows = 1;
+  }
+  if (there) plan.held = told.held;
+  return plan;
+}
+
 // Registers of a thread leave room for blocks enough; what a multiprocessor has at least.
 template <class T, bool kAdded, bool kMasked>
 auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
@@ -232,11 +263,11 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
 }
 
 template <class T, bool kAdded, bool kMasked = false>
-bool run_held(NormForward a, const Device& device, void* stream, int& error) {
+bool run_held(NormForward a, const Device& device, void* stream, int& error, const RowChoice* told) {
   const bool masked = a.x_bias || a.dropout.seed;
   if (kAdded && masked != kMasked) return false;
   const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
-  if (kMasked && measured.given && measured.choice.stages > 0) return false;  // the rings of norm_forward_added.cuh
+  if (kMasked && !told && measured.given && measured.choice.stages > 0) return false;  // the rings of norm_forward_added.cuh
   bool aligned = a.n % kVector<T> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
@@ -246,7 +277,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
-  const HeldPlan longest = measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
+  const HeldPlan longest = told || measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
   if (longest.held > 0) {
     const auto kernel = held_kernel<T, kAdded, kMasked>(longest);
     int count = 0;
@@ -258,8 +289,9 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
     }
     cudaGetLastError();  // larger clusters than all devices have
   }
-  const HeldPlan plan = kAdded ? plan_held_sum(a.rows, vectors, kMasked, in_thirds(a, vectors), device)
-                               : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);
+  const HeldPlan plan = told     ? plan_told<T, kAdded, kMasked>(*told, a.rows, vectors, may_pack, device)
+                        : kAdded ? plan_held_sum(a.rows, vectors, kMasked, in_thirds(a, vectors), device)
+                                 : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);
   if (plan.held == 0) return false;
   if constexpr (sizeof(T) == 2 && !kAdded) {
     if (plan.packed) {
@@ -270,7 +302,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error) {
   }
   if constexpr (sizeof(T) == 2 && !kMasked) {
     const bool own_weights = !(a.fp32_weights && (a.weight || a.bias));
-    const bool few = plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
+    const bool few = !(told && told->stages) && plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
     if (few && own_weights) {
       error = run_few<T, kAdded>(a, plan.threads, device, stream);
       return true;

@@ -275,6 +275,18 @@ Waiting plan_waiting(int64_t rows, int64_t n, bool aligned, int tensors, size_t 
   return plan;
 }
 
+// As it is told; no threads: no block holds it.
+template <class T>
+Waiting told_waiting(const RowChoice& told, int64_t n, int tensors, size_t room, const Device& device) {
+  Waiting plan{told.cluster, 0, 0, 0};
+  const int64_t warps = told.block / kWarp, vectors = n / kVector<T>;
+  if (!device.clusters || told.cluster < 1 || told.cluster > kMostBlocks || warps < 1 || told.block > kMostThreads) return plan;
+  plan.part = int(divide_up(divide_up(vectors, told.cluster * warps), 8) * 8);
+  plan.bytes = size_t(plan.part * warps * tensors * 16);
+  if (plan.part <= kPartSlots && plan.bytes + room <= size_t(device.shared_a_block)) plan.threads = int(warps * kWarp);
+  return plan;
+}
+
 // The same for rows too short for a block each, which costs as much as 1 KB of them: several of a few warps each, whose
 // parts are five vectors a lane or less. 0 threads for longer rows.
 template <class T>

@@ -1,0 +1,133 @@
+"""Layouts worth trying for many rows of the norms, and what launchers (csrc/kernels/norms.cu) make of one.
+
+A kernel refuses what it does not hold, so what stands here need not be exact: it leaves out what is idle, or
+far too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from fuseline.native.layouts import PART_VECTORS, RULES, VECTOR_BYTES, WARP, Layout
+
+CLUSTERS = (1, 2, 4, 8, 16)
+MOST_THREADS = 512
+RING_BLOCKS = (256, 320, 384, 448, 512, 576, 640)
+PIECE_VECTORS = 128
+"""Of such a part."""
+PIECE_COLUMNS = 1024
+"""Of a warp, where rows come in pieces."""
+SHORTEST_PIECES = 4096
+
+Taken = tuple[int | str, ...]
+
+
+def norm_layouts(norm: str, direction: str, n: int, element_size: int) -> Iterator[Layout]:
+    """Those that differ at this length.
+
+    `norm`: of `fuseline.native.kernels.NORMS`; `direction`: forward or backward.
+    """
+    seen: set[Taken] = set()
+    for layout in every_layout(direction):
+        key = taken(norm, direction, n, element_size, layout)
+        if key and key not in seen:
+            seen.add(key)
+            yield layout
+
+
+def every_layout(direction: str) -> Iterator[Layout]:
+    """Of any norm, dtype and length."""
+    yield RULES
+    if direction == "backward":
+        yield Layout(1, WARP, way="tiles")
+        for held, cluster in product((1, 2, 4), CLUSTERS):
+            yield Layout(held, 512, cluster, way="held")
+        for held, block, cluster, stages in product((2, 3, 4), RING_BLOCKS, CLUSTERS, (3, 4, 5, 6)):
+            yield Layout(held, block, cluster, stages, "ring")
+    else:
+        for held, block, cluster, stages in product((1, 2, 3, 4), (64, 128, 256, 512), CLUSTERS[:4], (0, 1)):
+            yield Layout(held, block, cluster, stages, "held")
+        yield Layout(4, 512, way="packed")
+        blocks = tuple(warps * WARP for warps in (2, 3, 4, 5, 6, 8, 10, 12, 16))
+        for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
+            yield Layout(pieces, block, cluster, stages, "copied")
+        for block, cluster, stages in product(blocks, CLUSTERS, (1, 2)):
+            yield Layout(0, block, cluster, stages, "light")
+        for block, cluster, blocks_beside, stages in product((256, 512), CLUSTERS, (1, 2), (3, 4)):
+            yield Layout(blocks_beside, block, cluster, stages, "ring")
+    for slots, cluster in product((1, 2), CLUSTERS[1:]):
+        yield Layout(slots, MOST_THREADS, cluster, way="pieces")
+
+
+def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) -> Taken | None:
+    """The same for layouts that are one at this length; None for those that no kernel has, or that idle."""
+    vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
+    way, held, block, cluster, stages = layout.way, layout.held, layout.block, layout.cluster, layout.stages
+    forward = direction == "forward"
+    if way == RULES.way:
+        return (way,)
+    if way == "tiles":
+        return (way,) if vectors <= WARP else None
+    if way == "pieces":
+        slots = held == 2 or (not forward and element_size == 4)
+        there = n >= SHORTEST_PIECES and (not forward or adds or element_size == 4)
+        return (
+            (way, held, cluster)
+            if slots and there and 2 <= -(-n // (cluster * PIECE_COLUMNS)) <= 16
+            else None
+        )
+    if way == "packed":
+        fits = element_size == 2 and not adds and vectors // 4 > WARP and -(-vectors // 4) <= MOST_THREADS
+        return (way,) if fits else None
+    if way in ("copied", "light"):
+        return _copied(vectors, adds, masked, element_size, layout)
+    threads = -(-vectors // (held * cluster))
+    whole = -(-threads // WARP) * WARP
+    if way == "ring" and forward:
+        warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
+        fits = adds and warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster)
+        return (way, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
+    if way == "ring":
+        most = min(block, 640 if held == 2 and not adds else MOST_THREADS)
+        one_warp = adds and element_size == 2 and vectors <= 3 * WARP
+        if whole > most or vectors <= WARP // 2 or (held == 3 and not one_warp) or (held == 4 and adds):
+            return None
+        if cluster > 1:
+            return (way, held, cluster, stages) if held != 3 and whole >= 2 * WARP else None
+        return way, held, 1, stages, min(16, most // whole), masked and element_size == 2 and block == 384
+    if direction == "backward":
+        if held > (2 if adds or element_size == 2 else 4):
+            return None
+        if vectors <= WARP:
+            return (way,) if (held, cluster) == (1, 1) else None
+        fits = threads <= (384 if adds and held > 1 else MOST_THREADS) and (
+            cluster == 1 or threads >= 4 * WARP
+        )
+        return (way, held, cluster) if fits else None
+    if cluster == 1 and threads <= WARP:
+        return (way, held, block) if held <= vectors and block <= 256 and stages == 0 else None
+    if held == 3 or whole > MOST_THREADS or (stages and held != 4 and (held != 1 or cluster > 1)):
+        return None
+    if cluster > 1:
+        return (way, held, cluster, stages) if whole >= 2 * WARP else None
+    beside = max(1, block // whole)
+    return (way, held, 1, stages, beside) if beside in (1, 2, 4) else None
+
+
+def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
+    pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
+    part = -(-vectors // (cluster * warps * 8)) * 8
+    if warps & (warps - 1) and vectors % (cluster * warps * WARP):
+        return None  # such numbers of warps are for rows that they share evenly
+    if (
+        not PART_VECTORS[0] <= part <= PART_VECTORS[1]
+        or (masked and warps > 8)
+        or (adds and layout.stages == 2)
+    ):
+        return None
+    if pieces and (not adds or element_size == 2 or part <= PIECE_VECTORS * pieces):
+        return None
+    if layout.way == "light" and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP):
+        return None
+    return layout.way, pieces, warps, cluster, layout.stages

@@ -1,0 +1,47 @@
+"""What is tried of the norms' layouts for many rows, and that the table's lines are of these."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuseline.native.kernels import FAMILIES, NORMS
+from fuseline.native.layouts import RULES, TABLE, WAYS, Layout, read
+from fuseline.native.norm_layouts import every_layout, norm_layouts, taken
+
+LENGTHS = (8, 64, 256, 384, 768, 1000, 1600, 4096, 12288, 16384, 65536, 131072, 262144)
+EACH = [(norm, direction, size) for norm in NORMS for direction in ("forward", "backward") for size in (2, 4)]
+
+
+@pytest.mark.parametrize(("norm", "direction", "size"), EACH)
+def test_layouts_that_are_tried_differ_and_are_known(norm: str, direction: str, size: int) -> None:
+    for n in LENGTHS:
+        tried = list(norm_layouts(norm, direction, n, size))
+        assert RULES in tried
+        assert len({taken(norm, direction, n, size, layout) for layout in tried}) == len(tried)
+        assert {layout.way for layout in tried} <= set(WAYS)
+
+
+def test_a_sum_comes_in_rings_and_x_alone_in_lighter_blocks() -> None:
+    ways = {norm: {one.way for one in norm_layouts(norm, "forward", 32768, 2)} for norm in NORMS}
+    assert "light" in ways["rms_norm"]
+    assert "ring" not in ways["rms_norm"]
+    assert "ring" in ways["add_rms_norm"]
+    assert "light" not in ways["add_rms_norm"]
+
+
+def test_blocks_of_several_rows_are_told_by_how_many_they_have() -> None:
+    one = [taken("layer_norm", "forward", 4096, 2, Layout(4, block, way="held")) for block in (64, 128, 256)]
+    assert one[0] == one[1] != one[2]
+    assert taken("layer_norm", "forward", 65536, 2, Layout(4, 512, way="held")) is None
+
+
+def test_every_family_of_many_rows_is_a_norm_and_a_direction() -> None:
+    many = [family for family in FAMILIES if family.startswith("many_")]
+    assert many == [f"many_{norm}_{way}" for norm in NORMS for way in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(("norm", "direction", "size"), EACH)
+def test_the_tables_lines_are_layouts_of_their_longest_rows(norm: str, direction: str, size: int) -> None:
+    for longest, layout in read(TABLE.read_text()).get((f"many_{norm}_{direction}", size), []):
+        assert layout in set(every_layout(direction))
+        assert taken(norm, direction, longest, size, layout), longest
