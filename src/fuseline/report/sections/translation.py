@@ -125,7 +125,7 @@ def _epoch_table(records: Sequence[Record]) -> Table | None:
     ]
     reading = (
         "The fusable share is that of the step operator by operator; the limit is what removing it gives. An "
-        "eager step mostly waits for the host: with nothing fusable it makes fewer calls, forward and "
+        "eager step waits for the host: with nothing fusable it makes fewer calls, forward and "
         "backward, and fused ops still make theirs. A graph makes all at once, and comes near its limit."
     )
     reading += "".join(_compiled_limit(group, records) for group in grouped(records, _way).values())
