@@ -169,6 +169,22 @@ def test_forward(kind: str, dtype: torch.dtype) -> None:
                 assert one is None or torch.equal(one, other), what
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+def test_rms_norms_in_turns(dtype: torch.dtype) -> None:
+    """Clusters that take one row after the other: as many rows as they have turns for, and a few more."""
+    for rows, n in ((32, 65544), (47, 131072), (132, 131072), (100, 200704), (133, 262136), (150, 262144)):
+        x = place(rows, n, dtype, 0, shift=0.5)
+        _, scale = statistics(x.double(), False)
+        for weight in (place(1, n, dtype, 0, scale=0.25, shift=1.0)[0], None):
+            given = (n,), weight, None, 1e-5, None, 0.0, None, False
+            first, again = (torch.ops.fuseline.norm_forward("rms_norm", x, None, *given) for _ in range(2))
+            exact = x.double() * scale * (1.0 if weight is None else weight.double())
+            near(first[0], exact, 2 * torch.finfo(dtype).eps, f"{rows} x {n}")
+            near(first[3], scale[:, 0], 1e-5, f"{rows} x {n}")
+            assert torch.equal(first[0], again[0])
+            assert torch.equal(first[3], again[3])
+
+
 @pytest.mark.parametrize("rows", [4, 140])
 @pytest.mark.parametrize("n", [50257, 131071, 131072, 262144])
 def test_rows_far_from_zero(n: int, rows: int) -> None:

@@ -57,7 +57,7 @@ _SIGNATURES: dict[str, tuple[list[type], type]] = {
     ),
     "fuseline_cross_entropy_forward": (
         [
-            *(_POINTER, _POINTER, _INT, *[_POINTER] * 6),
+            *(_POINTER, _POINTER, _INT, *[_POINTER] * 3, _INT, *[_POINTER] * 3),
             *(*[_SIZE] * 4, *[_DOUBLE] * 3, _INT, _POINTER),
         ],
         _INT,
@@ -154,7 +154,7 @@ class Kernels:
     ) -> None:
         """The loss of each row and, if `grad` is given (it may be the logits), the gradient of their sum."""
         rows, n = logits.shape
-        pointers = address(logits), address(target), target.element_size(), None, None, None
+        pointers = address(logits), address(target), target.element_size(), None, None, None, 0
         results = map(address, (loss, statistics, grad))
         options = ignore_index, label_smoothing, soft_cap, z_loss, DTYPES[logits.dtype], _stream(logits)
         self._check(self.library.fuseline_cross_entropy_forward(*pointers, *results, rows, n, n, *options))

@@ -6,12 +6,14 @@
 // Moves: logits read once, and the gradient written once, in their place if asked. Does: two exponentials and about 14
 // operations an element (two more of each with a cap). Limit: HBM bandwidth.
 //
-// Threads: rows of a warp or less are packed into blocks (cross_entropy_packed.cuh). Longer rows have a block, or a
+// Threads: a warp has a row that its lanes' registers hold (cross_entropy_short.cuh), of which those with options or at odd
+// addresses, and parts of warps shorter ones, are packed into blocks (cross_entropy_packed.cuh). Longer rows have a block, or a
 // cluster, that ends with them, and wait in shared memory (waiting.cuh): the maximum and the sum are taken as pieces
 // arrive, and once the row has met they are read again for the gradient. The losses alone of many rows are taken in
 // passing. What fits no cluster is read twice.
 
 #include "device/cross_entropy_packed.cuh"
+#include "device/cross_entropy_short.cuh"
 #include "device/powers.cuh"
 
 namespace fuseline {
@@ -137,8 +139,7 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   __shared__ __align__(16) WaitingRoom<State> room;
   const CrossEntropy a = known<kPlain>(given);
   Seat<State> seat(room, a.cluster, 1);
-  let_next_start();
-  wait_for_earlier();
+  begin(a);
   const int64_t row = seat.row;
   const Part<T> part(a.logits, row, a.rows, a.width, seat.rank * seat.warps + seat.warp, a.part);
   uint4* const slots = ring + seat.warp * a.part;
@@ -146,7 +147,6 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   const int64_t target = target_of(a, row);
   const bool mine = seat.rank == 0 && threadIdx.x == 0;
   float score = score_of_target(a, part.at, target, mine);
-  const float scale = scale_of(a, row);
   const float unit = unit_of<T>(1.f);
   const int n = int(a.n);
   Powers<T> powers;
@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   const Top<T> top(whole.max, unit);
   const float rest = kPlain ? top.rest(unit) : 1.f;
   whole.sum *= rest;
-  const RowGradient gradient = finish_row<T>(a, row, target, scale, score, whole, mine);
+  wait_for_total(a);
+  const RowGradient gradient = finish_row<T>(a, row, target, scale_of(a, row), score, whole, mine);
   if (!a.grad) return;
   const bool ignored = is_ignored(a, target);
   const int column = is_column(a, target) ? int(target) : -kVector<T>;
@@ -216,16 +217,19 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   if (seat.lane == 0) wait_for_copies_out();
 }
 
-constexpr int kPassing = 256;
+constexpr int kMostPassing = 512, kFewerPassing = 256;  // threads of a row that passes
 
-// The losses alone of rows without cap, smoothing and class weights: nothing of a row is wanted twice.
-template <class T>
-__global__ void __launch_bounds__(kPassing, 4) cross_entropy_passing(const CrossEntropy given) {
-  __shared__ Powers<T> states[kPassing / kWarp];
-  let_next_start();
-  wait_for_earlier();
+// The losses alone of rows without cap, smoothing and class weights: nothing of a row is wanted twice. us of 8,192 rows by blocks
+// of 256 threads and by 512, whose vectors leave the L2 first: fp32 16,384 columns 192.7 and 183.7 (184.0 if not first, by 128
+// threads 197.9, waiting in shared memory 197.5), 65,536 775.7 and 714.8, bf16 50,304 291.2 and 290.2, 131,072 717.6 and 714.8;
+// 4,096 of fp32, that half of 512 threads have, 58.0 and 94.7.
+template <class T, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) cross_entropy_passing(const CrossEntropy given) {
+  __shared__ Powers<T> states[kThreads / kWarp];
+  begin(given);
   const CrossEntropy a = known<true>(given);
   constexpr int kSize = kVector<T>;
+  constexpr bool kLeaves = kThreads == kMostPassing;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const int64_t row = blockIdx.x;
   const T* const x = static_cast<const T*>(a.logits) + row * a.width;
@@ -233,13 +237,18 @@ __global__ void __launch_bounds__(kPassing, 4) cross_entropy_passing(const Cross
   const int64_t target = target_of(a, row);
   const float score = score_of_target(a, x, target, threadIdx.x == 0);
   const float unit = unit_of<T>(1.f);
+  [[maybe_unused]] const uint64_t policy = policy_of(true);
   Powers<T> mine;
 #pragma unroll 1
-  for (int from = int(threadIdx.x) * kSize - head; from < n; from += kPiece * kPassing * kSize) {
+  for (int from = int(threadIdx.x) * kSize - head; from < n; from += kPiece * kThreads * kSize) {
     uint4 raw[kPiece];
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
-      const int first = from + k * kPassing * kSize;
+      const int first = from + k * kThreads * kSize;
+      if (kLeaves && first >= 0 && first + kSize <= n) {
+        raw[k] = load_by(x + first, policy);
+        continue;
+      }
       raw[k] = load_vector<T, false>(x, first, n, true);
       if (first < 0 || first + kSize > n) blank<T>(raw[k], first, n, kNothing<T>);
     }
@@ -249,7 +258,7 @@ __global__ void __launch_bounds__(kPassing, 4) cross_entropy_passing(const Cross
   if (lane == 0) states[warp] = mine;
   __syncthreads();
   if (warp > 0) return;
-  const Powers<T> whole = gather(states, kPassing / kWarp, unit);
+  const Powers<T> whole = gather(states, kThreads / kWarp, unit);
   const MaxSum<T> reduced{whole.max, 0.f, whole.sum * Top<T>(whole.max, unit).rest(unit)};
   finish_row<T>(a, row, target, 1.f, score, reduced, lane == 0);
 }
@@ -259,8 +268,7 @@ template <class T>
 __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const CrossEntropy a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>> group(shared, 1);
-  let_next_start();
-  wait_for_earlier();
+  begin(a);
   constexpr int kSize = kVector<T>;
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
@@ -269,7 +277,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const 
   const int64_t target = target_of(a, row);
   const bool mine = group.lane == 0;
   const float score = score_of_target(a, x, target, mine);
-  const float scale = scale_of(a, row);
   Running<T> running;
   for (int64_t from = begin; from < a.width; from += kPiece * step) {
     uint4 raw[kPiece];
@@ -278,7 +285,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const 
     running.take(a, raw, from, step, a.width);
   }
   const MaxSum<T> whole = meet<T, true>(running.of_warp(group), group);
-  const RowGradient gradient = finish_row<T>(a, row, target, scale, score, whole, mine);
+  wait_for_total(a);
+  const RowGradient gradient = finish_row<T>(a, row, target, scale_of(a, row), score, whole, mine);
   if (!a.grad) return;
   T* const grad = static_cast<T*>(a.grad) + row * a.width;
   for (int64_t from = begin; from < a.width; from += step) {
@@ -297,7 +305,9 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error,
   if ((!told && a.width <= kShortRow) || (a.grad && !a.grad_vectors)) return false;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
   if (!told && plain && !a.grad && a.rows >= 2 * device.processors) {
-    error = launch(cross_entropy_passing<T>, a, a.rows, dim3(kPassing), 0, 1, stream, device.clusters);
+    const bool most = a.width >= int64_t(2 * kPiece) * kMostPassing * kVector<T>;
+    const auto kernel = most ? cross_entropy_passing<T, kMostPassing> : cross_entropy_passing<T, kFewerPassing>;
+    error = launch(kernel, a, a.rows, dim3(most ? kMostPassing : kFewerPassing), 0, 1, stream, device.clusters);
     return true;
   }
   const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
@@ -319,6 +329,7 @@ int run(CrossEntropy a, const Device& device, void* stream) {
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
   int error = 0;
   const bool measuring = row_overrides[FUSELINE_CROSS_ENTROPY].given;
+  if (!measuring && run_short<T>(a, device, stream, error)) return error;
   const RowChoice* const choice = choice_for(FUSELINE_CROSS_ENTROPY, sizeof(T), a.width);
   if (choice && choice->way == RowWay::copied && a.grad &&
       (measuring || are_many(a.rows, a.rows * a.width * int64_t(sizeof(T)), device))) {
@@ -344,9 +355,10 @@ int run(CrossEntropy a, const Device& device, void* stream) {
 }  // namespace fuseline
 
 int fuseline_cross_entropy_forward(const void* logits, const void* target, int target_bytes, const float* weight,
-                                   const float* weight_sum, const float* total, float* loss, float* statistics,
-                                   void* grad, int64_t rows, int64_t n, int64_t width, int64_t ignore_index,
-                                   double label_smoothing, double soft_cap, double z_loss, int dtype, void* stream) {
+                                   const float* weight_sum, const float* total, int counted, float* loss,
+                                   float* statistics, void* grad, int64_t rows, int64_t n, int64_t width,
+                                   int64_t ignore_index, double label_smoothing, double soft_cap, double z_loss, int dtype,
+                                   void* stream) {
   using namespace fuseline;
   if (rows < 0 || n < 0 || width < n) return FUSELINE_BAD_SIZE;
   if (!known_dtype(dtype) || (target_bytes != 4 && target_bytes != 8)) return FUSELINE_UNSUPPORTED;
@@ -360,6 +372,6 @@ int fuseline_cross_entropy_forward(const void* logits, const void* target, int t
   a.rows = rows, a.n = n, a.width = width, a.ignore_index = ignore_index;
   a.label_smoothing = float(label_smoothing), a.z_loss = float(z_loss);
   a.soft_cap = float(soft_cap), a.inverse_cap = soft_cap > 0 ? float(1 / soft_cap) : 0.f;
-  a.int32_targets = target_bytes == 4;
+  a.int32_targets = target_bytes == 4, a.counted = counted && total && device.clusters;
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
 }

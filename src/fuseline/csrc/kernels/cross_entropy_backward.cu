@@ -149,14 +149,19 @@ __device__ __forceinline__ double2 warp_sum(double2 mine) {
   return mine;
 }
 
-// The sum over the block, in its first thread.
-__device__ __forceinline__ double2 block_sum(double2 mine) {
-  static_assert(kSumBlock == kWarp * kWarp);
-  __shared__ double2 warps[kWarp];
-  mine = warp_sum(mine);
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
-  __syncthreads();
-  return threadIdx.x < kWarp ? warp_sum(warps[threadIdx.x]) : mine;
+__device__ __forceinline__ double warp_sum(double mine) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) mine += from_lane(mine, step);
+  return mine;
+}
+
+__device__ __forceinline__ double sum_of_counts(double count) { return warp_sum(count); }
+__device__ __forceinline__ int sum_of_counts(int count) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, count);
+#else
+  return count;
+#endif
 }
 
 __device__ __forceinline__ void keep_sums(const SumRows& a, double2 sum) {
@@ -164,28 +169,62 @@ __device__ __forceinline__ void keep_sums(const SumRows& a, double2 sum) {
   if (a.total) *a.total = float(sum.y);
 }
 
+// Targets, which are there before what makes the losses has ended, are counted meanwhile: as integers without weights.
+template <bool kWeighted>
 __global__ void __launch_bounds__(kSumBlock) sum_rows(const SumRows a) {
-  let_next_start();
-  wait_for_earlier();
+  static_assert(kSumBlock == kWarp * kWarp);
+  constexpr int kEach = int(kSumRows) / kSumBlock;
+  using Count = std::conditional_t<kWeighted, double, int>;
+  __shared__ double sums[kWarp];
+  __shared__ Count counts[kWarp];
+  const int thread = int(threadIdx.x);
   const int64_t each = (a.rows + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * each;
   const int64_t end = begin + each < a.rows ? begin + each : a.rows;
-  double2 mine = make_double2(0., 0.);
-#pragma unroll 8
-  for (int64_t row = begin + threadIdx.x; row < end; row += kSumBlock) {
-    const int64_t target = a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row])
-                                           : static_cast<const int64_t*>(a.target)[row];
-    if (a.loss) mine.x += a.loss[row];
-    if (target != a.ignore_index) {
-      mine.y += !a.weight ? 1. : target >= 0 && target < a.n ? a.weight[target] : kInfinity - kInfinity;
+  if (!a.loss) wait_for_earlier();
+  let_next_start();
+  Count count = 0;
+#pragma unroll 1
+  for (int64_t first = begin + thread; first < end; first += kSumRows) {
+#pragma unroll
+    for (int u = 0; u < kEach; ++u) {
+      const int64_t row = first + u * kSumBlock;
+      if (row >= end) continue;
+      const int64_t target = a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row])
+                                             : static_cast<const int64_t*>(a.target)[row];
+      if (target == a.ignore_index) continue;
+      if constexpr (kWeighted) {
+        count += target >= 0 && target < a.n ? a.weight[target] : kInfinity - kInfinity;
+      } else {
+        ++count;
+      }
     }
   }
-  const double2 sum = block_sum(mine);
-  if (threadIdx.x > 0) return;
+  double sum = 0.;
+  if (a.loss) {
+    wait_for_earlier();
+#pragma unroll 1
+    for (int64_t first = begin + thread; first < end; first += kSumRows) {
+      float loss[kEach];
+#pragma unroll
+      for (int u = 0; u < kEach; ++u) loss[u] = first + u * kSumBlock < end ? a.loss[first + u * kSumBlock] : 0.f;
+      double two[2] = {0., 0.};
+#pragma unroll
+      for (int u = 0; u < kEach; ++u) two[u % 2] += double(loss[u]);
+      sum += two[0] + two[1];
+    }
+    sum = warp_sum(sum);
+  }
+  count = sum_of_counts(count);
+  if (thread % kWarp == 0) sums[thread / kWarp] = sum, counts[thread / kWarp] = count;
+  __syncthreads();
+  if (thread >= kWarp) return;
+  const double2 whole = make_double2(warp_sum(sums[thread]), double(sum_of_counts(counts[thread])));
+  if (thread > 0) return;
   if (gridDim.x == 1) {
-    keep_sums(a, sum);
+    keep_sums(a, whole);
   } else {
-    a.partials[blockIdx.x] = sum;
+    a.partials[blockIdx.x] = whole;
   }
 }
 
@@ -252,7 +291,8 @@ int fuseline_cross_entropy_reduce(const float* loss, const void* target, int tar
   const cudaError_t failed = current_device(device);
   if (failed != cudaSuccess) return int(failed);
   const int64_t blocks = sum_blocks(rows);
-  const int error = launch(sum_rows, a, blocks, dim3(kSumBlock), 0, 1, stream, device.clusters);
+  const auto kernel = weight ? sum_rows<true> : sum_rows<false>;
+  const int error = launch(kernel, a, blocks, dim3(kSumBlock), 0, 1, stream, device.clusters);
   if (error || blocks == 1) return error;
   sum_partials<<<1, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(a, int(blocks));
   return int(cudaGetLastError());

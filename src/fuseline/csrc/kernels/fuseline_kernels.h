@@ -168,13 +168,15 @@ FUSELINE_API int fuseline_softmax_backward(const void* grad_out, const void* y, 
  * logits, grad: [rows, width] of dtype, of whose columns the first n count; the gradient of the others is 0. grad
  * may be logits. target: [rows] of int32 or int64 (target_bytes 4 or 8). A row whose target is ignore_index has
  * loss and gradient 0; one whose target is outside 0 .. n - 1 otherwise has NaN. weight: [n] fp32 or null for ones,
- * weight_sum: its sum, one value. total: one fp32 value that the gradient is divided by, or null.
+ * weight_sum: its sum, one value. total: one fp32 value that the gradient is divided by, or null; with `counted` the
+ * launch ahead on the stream is the fuseline_cross_entropy_reduce that makes it, beside which this one may begin.
  * loss: [rows] fp32. statistics: [rows, 2] fp32, 8-byte aligned: the largest z, and sum(e^(z - that)). */
 FUSELINE_API int fuseline_cross_entropy_forward(const void* logits, const void* target, int target_bytes,
                                                 const float* weight, const float* weight_sum, const float* total,
-                                                float* loss, float* statistics, void* grad, int64_t rows, int64_t n,
-                                                int64_t width, int64_t ignore_index, double label_smoothing,
-                                                double soft_cap, double z_loss, int dtype, void* stream);
+                                                int counted, float* loss, float* statistics, void* grad, int64_t rows,
+                                                int64_t n, int64_t width, int64_t ignore_index,
+                                                double label_smoothing, double soft_cap, double z_loss, int dtype,
+                                                void* stream);
 
 /* The gradient alone, from the forward's statistics. grad_out: the gradient of each row's loss, fp32: `rows` values, or
  * one for all with one_grad_out. */
@@ -190,6 +192,7 @@ FUSELINE_API size_t fuseline_cross_entropy_reduce_workspace(int64_t rows);
 
 /* Adds up rows in a fixed order: total = the sum of w[t] over the rows that are not ignored; sum = sum(loss), divided
  * by that total if `mean`. Each is one fp32 value; sum (and loss with it) or total may be null, weight too, for ones.
+ * What makes loss, if it lets this launch begin before it ends, did so when target and weight were there.
  * workspace: 16-byte aligned, uninitialized. */
 FUSELINE_API int fuseline_cross_entropy_reduce(const float* loss, const void* target, int target_bytes,
                                                const float* weight, float* sum, float* total, void* workspace,

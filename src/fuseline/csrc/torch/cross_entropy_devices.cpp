@@ -135,14 +135,15 @@ void forward_cuda(const Tensor& logits, const Tensor& target, const OptionalTens
     const Tensor rows = o.none() ? r.loss : at::empty({p.rows}, r.loss.options());
     float* const total = o.mean() && r.total.defined() ? r.total.mutable_data_ptr<float>() : nullptr;
     float* const statistics = r.statistics.defined() ? r.statistics.mutable_data_ptr<float>() : nullptr;
-    if (grad != nullptr && total != nullptr) reduce_cuda(p, o, nullptr, nullptr, total);
+    const bool counted = grad != nullptr && total != nullptr;
+    if (counted) reduce_cuda(p, o, nullptr, nullptr, total);
     static const auto launch = FUSELINE_KERNEL(fuseline_cross_entropy_forward);
     check_launch(launch(p.logits.const_data_ptr(), p.target.const_data_ptr(), target_bytes(p.target), floats(p.weight),
-                        floats(p.weight_sum), grad != nullptr ? total : nullptr, rows.mutable_data_ptr<float>(),
+                        floats(p.weight_sum), counted ? total : nullptr, counted, rows.mutable_data_ptr<float>(),
                         statistics, grad, p.rows, p.n, p.width, o.ignore_index,
                         o.label_smoothing, o.cap(), o.z_loss, kernel_dtype(logits, kName), current_stream(logits)),
                  kName);
-    if (!o.none()) reduce_cuda(p, o, &rows, r.loss.mutable_data_ptr<float>(), grad != nullptr ? nullptr : total);
+    if (!o.none()) reduce_cuda(p, o, &rows, r.loss.mutable_data_ptr<float>(), counted ? nullptr : total);
 }
 
 void backward_cuda(const Tensor& grad_out, const Tensor& logits, const Tensor& target, const Tensor& statistics,

@@ -3,6 +3,7 @@
 
 #include "launch.cuh"
 #include "max_sum.cuh"
+#include "overlap.cuh"
 
 namespace fuseline {
 
@@ -27,12 +28,24 @@ struct CrossEntropy {
   bool grad_vectors;         // grad stands in its 16-byte vectors as logits do
   int cluster;
   int part;                  // slots of a warp's part of a row that waits
+  bool counted;              // the launch ahead makes `total`, and waited for what was before it
 };
 
 // What a row's gradient is made of: factor * e^(z - shift) - smooth * weight, less `main` at the target.
 struct RowGradient {
   float shift, factor, smooth, main;
 };
+
+// The launch behind this one may count the targets at once: so it begins only when they are there.
+__device__ __forceinline__ void begin(const CrossEntropy& a) {
+  if (!a.counted) wait_for_earlier();
+  let_next_start();
+}
+
+// Before `total` is read, and before a thread ends.
+__device__ __forceinline__ void wait_for_total(const CrossEntropy& a) {
+  if (a.counted) wait_for_earlier();
+}
 
 __device__ __forceinline__ int64_t target_of(const CrossEntropy& a, int64_t row) {
   return a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row])

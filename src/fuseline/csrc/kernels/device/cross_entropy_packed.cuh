@@ -95,6 +95,7 @@ __device__ __forceinline__ void close_row(const CrossEntropy& a, Group<MaxSum<T>
   }
   warp.sum = group.warp_sum(warp.sum);
   const MaxSum<T> whole = meet<T, true>(warp, group);
+  wait_for_total(a);
   if (row >= a.rows) return;
   const Finished<T> done = finish<T>(a, row, target, whole);
   if (group.lane == 0 && group.rank == 0) keep_row<T>(a, row, done);
@@ -107,8 +108,7 @@ template <class T, int kHeld>
 __global__ void __launch_bounds__(most_threads(true), 2) cross_entropy_rows(const CrossEntropy a) {
   __shared__ MaxSum<T> shared[2 * kMaxStates];
   Group<MaxSum<T>, true> group(shared, 1);
-  let_next_start();
-  wait_for_earlier();
+  begin(a);
   const int step = group.threads * kVector<T>;
   const int64_t row = int64_t(group.first) * blockDim.y + threadIdx.y;
   const int inside = row < a.rows ? int(a.width) : 0;

@@ -13,6 +13,24 @@ __device__ __forceinline__ void known_by_now(uint64_t sum) {
 }
 __device__ __forceinline__ uint64_t number(const void* at) { return reinterpret_cast<uint64_t>(at); }
 
+// How the L2 treats what is read once: it leaves before all else, or as all else does.
+__device__ __forceinline__ uint64_t policy_of(bool leaves) {
+  uint64_t policy;
+  if (leaves) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+__device__ __forceinline__ uint4 load_by(const void* at, uint64_t policy) {
+  uint4 raw;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "l"(at), "l"(policy));
+  return raw;
+}
+
 __device__ __forceinline__ void store_now(uint4* at, const uint4& raw) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w) : "memory");
 }

@@ -5,6 +5,7 @@
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
+#include "norm_forward_turns.cuh"
 
 namespace fuseline {
 
@@ -277,6 +278,9 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error, con
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
+  if constexpr (sizeof(T) == 2 && !kAdded) {
+    if (!told && !measured.given && run_turns<T>(a, device, stream, error)) return true;
+  }
   const HeldPlan longest = told || measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
   if (longest.held > 0) {
     const auto kernel = held_kernel<T, kAdded, kMasked>(longest);
