@@ -13,12 +13,14 @@ from fuseline.cli.main import run
 from fuseline.data.tokenizers import ByteBPETokenizer
 from fuseline.generation.generate import generate
 from fuseline.models.gpt import GPT
+from fuseline.models.gpt_checkpoints import save_nanogpt
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.models.gpt_hugging_face import save_hugging_face
 from fuseline.models.llama import Llama, preset
 from fuseline.models.llama_hugging_face import save_llama
 from fuseline.models.pretrained import load_model
 from fuseline.training.checkpoint import save_weights
+from fuseline.training.text_generator import Wanted, load, memory
 
 CPU = ["--device", "cpu"]
 
@@ -138,6 +140,9 @@ def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert first == again != other
 
 
+DRAFTED = ["--preset", "llama-tiny", "--prompt", "a", "--draft", "llama3-8b"]
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
@@ -158,12 +163,25 @@ def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
         (["--preset", "llama-tiny", "--prompt", "a", "--save", "x"], "--save writes quantized models"),
         (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int8", "--save", __file__], "a folder"),
+        (["--preset", "llama-tiny", "--prompt-ids", ""], "Prompt 1 is empty"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--group-size", "48"], "not 48"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--method", "hpq"], "mean 'hqq'"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--method", "gptq"], "calibrate="),
+        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "fp8", "--method", "hqq"], "goes with int8"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--method", "hqq"], "name a format with --quant"),
+        (["--preset", "llama-tiny", "--prompt", "a", "--cache", "int5"], "int8"),
+        (DRAFTED, "knows 128256 tokens and the model 512"),
+        ([*DRAFTED[:-1], "llama-tiny", "--repetition-penalty", "1.1"], "do not go together"),
+        ([*DRAFTED[:-1], "llama-tiny", "--draft-tokens", "0"], "ahead is 0"),
+        ([*DRAFTED[:-1], "llama-tiny", "--max-new-tokens", "252"], "take 258 positions"),
+        ([*DRAFTED[:-1], "llama-tinny"], "Did you mean 'llama-tiny'"),
     ],
 )  # fmt: skip
 def test_one_clear_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", *CPU, *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told
+    assert "loading" not in told
     assert told.strip().count("\n") <= 1
 
 
@@ -178,7 +196,7 @@ def test_a_config_that_is_not_of_its_weights(
     assert "do not belong together" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["hugging face", "best.pt", "latest.pt"])
+@pytest.mark.parametrize("kind", ["hugging face", "best.pt", "latest.pt", "ckpt.pt"])
 def test_a_gpt_is_measured_before_it_is_read(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,9 +204,11 @@ def test_a_gpt_is_measured_before_it_is_read(
     model = GPT(GPTConfig(block_size=16, vocab_size=300, num_layers=1, num_heads=2, embed_dim=32))
     if kind == "hugging face":
         save_hugging_face(model, tmp_path)
+    elif kind == "ckpt.pt":
+        save_nanogpt(model, tmp_path / kind)
     else:
         save_weights(tmp_path / kind, model, step=1, validation_loss=1.0)
-    asked = ["--model", str(tmp_path), "--prompt-ids", "1,2"]
+    asked = ["--model", str(tmp_path / kind if kind == "ckpt.pt" else tmp_path), "--prompt-ids", "1,2"]
     whole = answered(capsys, *asked, "--max-new-tokens", "3")["tokens"]
     assert whole == generate(model.eval(), [[1, 2]], 3)
     assert run(["generate", *CPU, *asked, "--max-new-tokens", "15"]) == 2
@@ -197,6 +217,38 @@ def test_a_gpt_is_measured_before_it_is_read(
     monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: 2**10)
     assert run(["generate", *CPU, *asked, "--max-new-tokens", "3"]) == 2
     assert "GiB on cpu" in capsys.readouterr().err
+
+
+def test_a_draft_is_counted_before_anything_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for the model, or for the draft, and not for both."""
+    asked = ["--model", str(folder), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
+    takes = memory(folder, None, dtype=torch.float32, wanted=Wanted(1, 2, 5))
+    assert takes is not None
+    monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: int(1.5 * takes.total))
+    assert len(answered(capsys, *asked)["tokens"][0]) == 3
+    assert run(["generate", *CPU, *asked, "--draft", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "the draft 0.0 GiB" in told
+    assert "loading" not in told
+
+
+def test_weights_are_rounded_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", str(folder), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
+    for method in ("nearest", "fitted", "hqq"):
+        quantized = ["--quant", "int4", "--group-size", "32", "--method", method]
+        generator = load(
+            folder,
+            None,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            wanted=Wanted(1, 2, 5),
+            quant="int4",
+            group_size=32,
+            method=method,
+        )
+        assert answered(capsys, *asked, *quantized)["tokens"] == generate(generator.model, [[1, 2]], 3)
 
 
 def test_dry_run_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:

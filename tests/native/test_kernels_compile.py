@@ -1,4 +1,8 @@
-"""Every kernel compiles for every architecture we ship, and none spills more than two registers."""
+"""Every kernel compiles for every architecture we ship, and none spills more than two registers.
+
+Where bf16 and fp16 have a source each, which differ in that type alone, one is compiled for the newer
+architecture and the other for the older one.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,22 @@ def spills(report: str) -> list[str]:
         elif (match := FRAME.search(line)) and any(int(count) > SPARED for count in match.groups()):
             found.append(f"{function}: {match[0]}")
     return found
+
+
+def architectures_of(stem: str) -> tuple[str, ...]:
+    if stem.endswith("_sm90a"):
+        return ("sm_90a",)
+    if stem.endswith(("_bf16", "_bfloat16")):
+        return ("sm_90",)
+    return ("sm_80",) if stem.endswith(("_fp16", "_float16")) else ARCHITECTURES
+
+
+def test_every_source_of_16_bits_has_its_twin() -> None:
+    stems = {path.stem for path in KERNELS.glob("*.cu")}
+    for newer, older in (("_bf16", "_fp16"), ("_bfloat16", "_float16")):
+        of_newer = {stem.removesuffix(newer) for stem in stems if stem.endswith(newer)}
+        assert of_newer
+        assert of_newer == {stem.removesuffix(older) for stem in stems if stem.endswith(older)}
 
 
 def test_spills_reads_the_report() -> None:
@@ -81,7 +101,7 @@ def test_compiles_without_spills(source: Path, tmp_path: Path) -> None:
     search = find_nvcc()
     if search.compiler is None:
         pytest.skip(search.reason)
-    architectures = ("sm_90a",) if source.stem.endswith("_sm90a") else ARCHITECTURES
+    architectures = architectures_of(source.stem)
     targets = [f"-gencode=arch=compute_{name.removeprefix('sm_')},code={name}" for name in architectures]
     command = [*search.compiler.command, "-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings", *targets]
     command += ["-I", str(KERNELS), "-c", str(source), "-o", str(tmp_path / "kernel.o")]

@@ -73,6 +73,19 @@ def test_epochs_with_the_limit_and_what_failed(section: Section) -> None:
     assert "failed with Oops" in rows["torch's kernels"][1].detail
 
 
+def test_a_compiled_step_is_held_against_the_graph_of_nothing() -> None:
+    def timed(execution: str, **times: float) -> list[Record]:
+        outcomes = [Timed(name, [ms] * 8, batches_per_epoch=1) for name, ms in times.items()]
+        return epoch_records(outcomes, {"execution": execution, "dtype": "bf16"}, GPU)
+
+    graph = timed("graph", formulas=8.0, nothing=1.5)
+    (made,) = translation.sections(Shelf([*graph, *timed("inductor-graph", formulas=2.0, fuseline=1.6)]))
+    assert "25.0% of the compiled step (inductor-graph, bf16)" in tables(made)["Epochs"].reading
+    assert "a limit of 1.33" in tables(made)["Epochs"].reading
+    (made,) = translation.sections(Shelf(graph))
+    assert "compiled" not in tables(made)["Epochs"].reading
+
+
 def test_what_a_steps_kernels_do_and_how_much_of_it_they_fill(section: Section) -> None:
     shown = tables(section)["What a step's kernels do"]
     rows = {row.cells[1].text: [cell.text for cell in row.cells] for row in shown.rows}

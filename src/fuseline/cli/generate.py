@@ -59,6 +59,9 @@ class Options(Seeded):
     """Format of the linear layers: none, int8, int4, fp8; beside int4 the head is int8."""
     group_size: int = 128
     """Of int4: 32, 64, 128."""
+    method: str = "nearest"
+    """How weights of int8 and int4 are rounded: nearest, or on grids fitted to them, fitted (least squares),
+    hqq."""
     save: Path | None = None
     """Folder to write the quantized model to; --model takes it, and reads nothing but that."""
     cache: str = "model"
@@ -72,7 +75,8 @@ class Options(Seeded):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline.generation.generate import check_room, steps
+    from fuseline.generation.generate import check_prompts, check_room, steps
+    from fuseline.generation.speculation import check_draft
     from fuseline.generation.stopping import TextStream
     from fuseline.training import text_generator
 
@@ -93,7 +97,17 @@ def run(options: Options) -> int:
             f"The longest prompt has {longest} tokens, and {options.max_new_tokens} new ones were asked for; "
             f"the model's context is {config.block_size}. Shorten the prompt, or ask for fewer."
         )
+    if config is not None:
+        check_prompts(prompts, options.max_new_tokens, config.block_size, config.vocab_size)
     wanted = text_generator.Wanted(len(prompts), longest, capacity, options.cache)
+    draft = None
+    if options.draft is not None:
+        place = _place(options.draft)
+        draft_config = text_generator.config_of(*place)
+        if config is not None and draft_config is not None:
+            ahead = options.draft_tokens
+            check_draft(config, draft_config, capacity=capacity, ahead=ahead, sampling=sampling)
+        draft = text_generator.memory(*place, dtype=dtype, wanted=wanted)
     if options.dry_run:
         name = options.preset or path
         print(
@@ -110,9 +124,11 @@ def run(options: Options) -> int:
         wanted=wanted,
         quant=None if options.quant == "none" else options.quant,
         group_size=options.group_size,
+        method=options.method,
         vocabulary=vocabulary,
         seed=options.seed,
         timed=options.save is None,
+        draft=draft,
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
     check_room(generator.model, prompts, options.max_new_tokens)
@@ -163,6 +179,8 @@ def run(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
+    from fuseline.quant import Format, chosen_method
+
     named = [name for name in ("model", "checkpoint", "preset") if getattr(options, name) is not None]
     if len(named) != 1:
         raise InputError(
@@ -173,6 +191,12 @@ def _check(options: Options) -> None:
         raise unknown_name("dtype", options.dtype, DTYPES)
     if options.quant not in QUANTS:
         raise unknown_name("format of weights", options.quant, QUANTS)
+    if options.quant == "int4":
+        Format("int4", options.group_size)
+    if options.quant != "none":
+        chosen_method(options.quant, options.method, calibrated=False)
+    elif options.method != "nearest":
+        raise InputError("--method rounds quantized weights: name a format with --quant int8 or int4.")
     if options.save is not None and options.quant == "none":
         raise InputError("--save writes quantized models: name a format with --quant int8, int4 or fp8.")
     if options.batch < 1 or options.max_new_tokens < 1:
@@ -221,6 +245,12 @@ def _sampling(options: Options) -> Sampling:
     )
 
 
+def _place(model: str) -> tuple[Path | None, str | None]:
+    """A folder or file, or else the name of a preset."""
+    path = Path(model)
+    return (path, None) if path.exists() else (None, model)
+
+
 def _source(
     options: Options,
     generator: TextGenerator,
@@ -245,10 +275,8 @@ def _source(
         decoder = Decoder(generator.model, **chosen)
         decoder.prepare(wanted.prompt + 1, wanted.capacity)
         return decoder
-    path = Path(options.draft)
     draft = text_generator.load(
-        path if path.exists() else None,
-        None if path.exists() else options.draft,
+        *_place(options.draft),
         device=device,
         dtype=dtype,
         wanted=wanted,

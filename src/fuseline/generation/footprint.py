@@ -96,12 +96,15 @@ def available(device: torch.device) -> int:
     return 1 << 62
 
 
-def check_memory(wanted: Footprint, device: torch.device) -> None:
-    """`InputError` if `device` has less than that free, with what takes it and what would help."""
+def check_memory(wanted: Footprint, device: torch.device, draft: Footprint | None = None) -> None:
+    """`InputError` if `device` has less than that free, with what takes it and what would help. A `draft` is
+    loaded beside it, once it is as it will be kept."""
     free = available(device)
-    if wanted.total <= free:
+    running = wanted.weights + wanted.cache + wanted.prompt
+    total = max(wanted.total, running + draft.total) if draft is not None else wanted.total
+    if total <= free:
         return
-    if wanted.before > wanted.weights + wanted.cache + wanted.prompt:
+    if wanted.before == total:
         what = f"the weights before they are quantized take {wanted.before / GIB:.1f} GiB"
         mend = "Save the quantized model once on a larger machine, or take a smaller one"
     else:
@@ -109,8 +112,9 @@ def check_memory(wanted: Footprint, device: torch.device) -> None:
             f"weights {wanted.weights / GIB:.1f}, cache {wanted.cache / GIB:.1f} and prompt "
             f"{wanted.prompt / GIB:.1f} GiB"
         )
+        if draft is not None:
+            what += f", the draft {draft.total / GIB:.1f} GiB"
         mend = "Take fewer rows, a shorter context, int8 or int4 weights (--quant) or an int8 cache (--cache)"
     raise InputError(
-        f"This would take {wanted.total / GIB:.1f} GiB on {device} ({what}), "
-        f"and {free / GIB:.1f} are free. {mend}."
+        f"This would take {total / GIB:.1f} GiB on {device} ({what}), and {free / GIB:.1f} are free. {mend}."
     )

@@ -115,13 +115,19 @@ def steps(
 
 def check_room(model: CausalModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """`InputError` for prompts that are empty, foreign, or leave too little of the context."""
+    check_prompts(prompts, max_new_tokens, model.config.block_size, model.config.vocab_size)
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int, vocab_size: int
+) -> None:
+    """The same for a model that is not there yet."""
     if not prompts:
         raise InputError("There is no prompt. Give one or more.")
     if max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more.")
-    context = model.config.block_size
     for number, prompt in enumerate(prompts, 1):
-        check_prompt(prompt, number, model.config.vocab_size)
+        check_prompt(prompt, number, vocab_size)
         if len(prompt) > context:
             raise InputError(
                 f"Prompt {number} has {len(prompt)} tokens, and the model's context is {context}. Shorten it."

@@ -13,6 +13,7 @@ Shapes: B batch, K tokens drafted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,34 @@ from fuseline.generation.decoder import CausalModel, Decoder
 from fuseline.generation.static_cache import Continuation
 
 NOTHING = -1  # in the place of a token that was not kept
+
+
+class Sized(Protocol):
+    """What of a model's config says whether a draft fits it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def check_draft(model: Sized, draft: Sized, *, capacity: int, ahead: int, sampling: Sampling) -> None:
+    """`InputError` for configs that do not go together, too little context, and a repetition penalty."""
+    if ahead < 1:
+        raise InputError(f"ahead is {ahead}; a draft has a token or more.")
+    if sampling.repetition_penalty != 1:
+        raise InputError("A draft and a repetition penalty do not go together: leave one of them out.")
+    if model.vocab_size != draft.vocab_size:
+        raise InputError(
+            f"The draft knows {draft.vocab_size} tokens and the model {model.vocab_size}: both must have one "
+            "tokenizer."
+        )
+    room = capacity + ahead + 1
+    if room > min(model.block_size, draft.block_size):
+        raise InputError(
+            f"Prompt, new tokens and a draft of {ahead} take {room} positions; the contexts are "
+            f"{model.block_size} and the draft's {draft.block_size}. Ask for fewer."
+        )
 
 
 class Speculator:
@@ -46,21 +75,8 @@ class Speculator:
         storage: str = "model",
         graphs: bool | None = None,
     ) -> None:
-        if ahead < 1:
-            raise InputError(f"ahead is {ahead}; a draft has a token or more.")
-        if sampling.repetition_penalty != 1:
-            raise InputError("A draft and a repetition penalty do not go together: leave one of them out.")
-        sizes = model.config.vocab_size, draft.config.vocab_size
-        if sizes[0] != sizes[1]:
-            raise InputError(
-                f"The draft knows {sizes[1]} tokens and the model {sizes[0]}: both must have one tokenizer."
-            )
+        check_draft(model.config, draft.config, capacity=capacity, ahead=ahead, sampling=sampling)
         room = capacity + ahead + 1
-        if room > min(model.config.block_size, draft.config.block_size):
-            raise InputError(
-                f"Prompt, new tokens and a draft of {ahead} take {room} positions; the contexts are "
-                f"{model.config.block_size} and the draft's {draft.config.block_size}. Ask for fewer."
-            )
         self.ahead, self.sampling, self.capacity = ahead, sampling, capacity
         self.target = Decoder(
             model,

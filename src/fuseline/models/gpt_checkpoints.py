@@ -48,7 +48,19 @@ def load_nanogpt(path: Path | str, **options: Any) -> GPT:
     `activation="gelu_tanh"` for those. Raises `InputError` for a file that is truncated, foreign, or whose
     weights do not fit its own `model_args`.
     """
-    path = Path(path)
+    config, checkpoint = _opened_nanogpt(Path(path), options)
+    weights = {name.removeprefix("_orig_mod."): weight for name, weight in checkpoint["model"].items()}
+    # Without flash attention nanoGPT keeps its causal mask among the weights.
+    weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
+    return assemble(config, weights, Path(path))
+
+
+def nanogpt_config(path: Path | str) -> GPTConfig:
+    """The shape of the model in a nanoGPT `ckpt.pt`, whose weights are not read; `InputError` as above."""
+    return _opened_nanogpt(Path(path), {})[0]
+
+
+def _opened_nanogpt(path: Path, options: dict[str, Any]) -> tuple[GPTConfig, dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"There is no checkpoint at {path}.")
     if not zipfile.is_zipfile(path):
@@ -74,10 +86,7 @@ def load_nanogpt(path: Path | str, **options: Any) -> GPT:
         config = GPTConfig(**{**fields, **checked_options(options)})
     except TypeError as error:
         raise InputError(f"{path}: model_args {arguments!r} do not describe a GPT: {error}") from error
-    weights = {name.removeprefix("_orig_mod."): weight for name, weight in checkpoint["model"].items()}
-    # Without flash attention nanoGPT keeps its causal mask among the weights.
-    weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
-    return assemble(config, weights, path)
+    return config, checkpoint
 
 
 def save_nanogpt(

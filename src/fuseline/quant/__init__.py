@@ -4,7 +4,7 @@ from fuseline.ops.quant_bits import add_uint4, pack_uint4, unpack_uint4
 from fuseline.quant.formats import Format, Quantized, round_to_fitted, round_to_nearest
 from fuseline.quant.gptq import gptq
 from fuseline.quant.hqq import hqq
-from fuseline.quant.quantize import LayerReport, Quantization, quantize, quantize_linear
+from fuseline.quant.quantize import LayerReport, Quantization, chosen_method, quantize, quantize_linear
 from fuseline.quant.storage import load_quantized, save_quantized, saved_about
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Quantization",
     "Quantized",
     "add_uint4",
+    "chosen_method",
     "gptq",
     "hqq",
     "load_quantized",

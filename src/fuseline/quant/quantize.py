@@ -148,7 +148,7 @@ def quantize(
     if max_rows is not None and max_rows < 1:
         raise InputError(f"max_rows is {max_rows}; it is the number of rows a call has at most, 1 or more.")
     batches = None if calibrate is None else list(calibrate)
-    method = _method(format, method, batches is not None)
+    method = chosen_method(format, method, batches is not None)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if not linears:
         raise InputError("This model has no torch.nn.Linear layers that are not quantized already.")
@@ -182,7 +182,7 @@ def quantize_linear(
     method: str | None = None,
 ) -> tuple[QuantLinear, LayerReport]:
     """One layer; `method` is None for GPTQ if the Hessian of its inputs is given, else to the nearest."""
-    method = _method(format.name, method, hessian is not None)
+    method = chosen_method(format.name, method, hessian is not None)
     weight = linear.weight
     layer = QuantLinear(
         linear.in_features,
@@ -249,8 +249,9 @@ def _output_error(difference: torch.Tensor, weight: torch.Tensor, hessian: torch
     return (energy(difference) / max(energy(weight), 1e-30)) ** 0.5
 
 
-def _method(format: str, method: str | None, calibrated: bool) -> str:
-    """The method meant, for a format that has a use for it."""
+def chosen_method(format: str, method: str | None, calibrated: bool) -> str:
+    """The method meant. Raises `InputError` for one that does not exist, and for a format without a use for
+    it or for batches to calibrate with."""
     if method is not None and method not in METHODS:
         raise unknown_name("method", method, METHODS)
     if format not in ROUNDED and (calibrated or method not in (None, "nearest")):

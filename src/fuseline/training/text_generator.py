@@ -12,9 +12,10 @@ import torch
 
 from fuseline.data.tokenizers import load_tokenizer
 from fuseline.errors import InputError, unknown_name
-from fuseline.generation.footprint import HEAD_IN_INT8, check_memory, footprint
+from fuseline.generation.footprint import HEAD_IN_INT8, Footprint, check_memory, footprint
 from fuseline.models import gpt_config, gpt_hugging_face, llama_config
 from fuseline.models.gpt import GPT
+from fuseline.models.gpt_checkpoints import nanogpt_config
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.models.llama import Llama, Rotary
 from fuseline.models.llama_config import LlamaConfig
@@ -128,7 +129,7 @@ def vocabulary_of(path: Path | None) -> Vocabulary:
 
 
 def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig | None:
-    """The shape of a model, before its weights are read; None if only they can tell (nanoGPT's files)."""
+    """The shape of a model, before its weights are read; None if only they can tell."""
     if preset is not None:
         if preset in gpt_config.PRESETS:
             return gpt_config.preset(preset, norm="fuseline")
@@ -144,7 +145,7 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
     own = _checkpoint(path)
     if own is not None:
         shape = checkpoint.peek_shape(own)
-        return None if shape is None else GPTConfig(**shape)
+        return nanogpt_config(own) if shape is None else GPTConfig(**shape)
     folder = path if path.is_dir() else path.parent
     kind = read_json(folder / CONFIG).get("model_type", "gpt2") if (folder / CONFIG).exists() else None
     if kind in MODEL_TYPES:
@@ -158,6 +159,34 @@ def _checkpoint(path: Path) -> Path | None:
     return next((file for file in files if file.suffix == ".pt" and file.exists()), None)
 
 
+def memory(
+    path: Path | None,
+    preset: str | None,
+    *,
+    dtype: torch.dtype,
+    wanted: Wanted,
+    format: str | None = None,
+    group_size: int = 128,
+) -> Footprint | None:
+    """What a model takes with its linear layers in `format`, or in that of the file if it is quantized; None
+    if only its weights can tell."""
+    config = config_of(path, preset)
+    saved = None if path is None else _saved_quantized(path)
+    if config is None:
+        return None
+    return footprint(
+        config,
+        batch=wanted.batch,
+        prompt=wanted.prompt,
+        capacity=wanted.capacity,
+        dtype=dtype,
+        format=format if saved is None else saved.format,
+        group_size=group_size if saved is None else saved.group_size,
+        storage=wanted.storage,
+        ready=saved is not None,
+    )
+
+
 def load(
     path: Path | None,
     preset: str | None,
@@ -167,38 +196,30 @@ def load(
     wanted: Wanted,
     quant: str | None = None,
     group_size: int = 128,
+    method: str | None = None,
     vocabulary: Vocabulary | None = None,
     seed: int = 1337,
     timed: bool = False,
+    draft: Footprint | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TextGenerator:
     """The model at `path`, or of `preset` with random weights, its linear layers in the format `quant`.
 
     A folder that `save` wrote holds its layers quantized, and they are read as they are. `timed`: layers that
     would be slower in fp8 for the rows of a step (`wanted.batch`) stay as they are, and so does the memory
-    that they take. Raises `InputError` for what cannot be read, and if the memory will not suffice, before it
-    is taken.
+    that they take. `method` is how weights are rounded (`fuseline.quantize`). `draft` is what a model to be
+    loaded beside it will take. Raises `InputError` for what cannot be read, and if the memory will not
+    suffice, before it is taken.
     """
     config = config_of(path, preset)
     rows = wanted.batch if timed and quant in TIMED and device.type == "cuda" else None
     saved = None if path is None else _saved_quantized(path)
     if saved is not None and quant is not None:
         raise InputError(f"{path} is quantized already, to {saved.format}: leave the format out.")
-    if config is not None:
-        check_memory(
-            footprint(
-                config,
-                batch=wanted.batch,
-                prompt=wanted.prompt,
-                capacity=wanted.capacity,
-                dtype=dtype,
-                format=saved.format if saved is not None else quant if rows is None else None,
-                group_size=group_size if saved is None else saved.group_size,
-                storage=wanted.storage,
-                ready=saved is not None,
-            ),
-            device,
-        )
+    format = quant if rows is None else None
+    takes = memory(path, preset, dtype=dtype, wanted=wanted, format=format, group_size=group_size)
+    if takes is not None:
+        check_memory(takes, device, draft)
     progress("loading")
     model: LanguageModel
     stop_ids: tuple[int, ...] = ()
@@ -213,7 +234,7 @@ def load(
     left: tuple[LayerReport, ...] = ()
     if quant is not None:
         progress(f"quantizing to {quant}")
-        left = _quantize(model, quant, group_size, rows)
+        left = _quantize(model, quant, group_size, rows, method)
         if left:
             progress(f"{len(left)} layers stay as they are: the first for {left[0].reason}")
     name = preset or (str(path.name) if path else "")
@@ -221,7 +242,7 @@ def load(
 
 
 def _quantize(
-    model: LanguageModel, format: str, group_size: int, rows: int | None = None
+    model: LanguageModel, format: str, group_size: int, rows: int | None = None, method: str | None = None
 ) -> tuple[LayerReport, ...]:
     """All linear layers but those that would be slower in the format for so many rows, which it answers. The
     head, where it has a weight of its own, to int8 beside int8 and int4: tokens are chosen by it, and 8 bits
@@ -237,9 +258,9 @@ def _quantize(
             norms[width] = RMSNorm(width, device=x.device, dtype=x.dtype)
         return branch(layer, x, norm=norms[width])
 
-    done = quantize(model, format, skip=(head,), max_rows=rows, call=in_a_block, **options)
+    done = quantize(model, format, method=method, skip=(head,), max_rows=rows, call=in_a_block, **options)
     if format in HEAD_IN_INT8:
-        quantize(model, "int8")  # the head alone is left, or shares its weight and stays
+        quantize(model, "int8", method=method)  # the head alone is left, or shares its weight and stays
     return tuple(layer for layer in done.left if layer.name != head)
 
 

@@ -124,10 +124,33 @@ def _epoch_table(records: Sequence[Record]) -> Table | None:
         *(_column(metric) for metric in _EPOCH_METRICS),
     ]
     reading = (
-        "The fusable share is that of the step operator by operator; the limit is what removing it gives."
+        "The fusable share is that of the step operator by operator; the limit is what removing it gives. An "
+        "eager step waits for the host: with nothing fusable it makes fewer calls, forward and "
+        "backward, and fused ops still make theirs. A graph makes all at once, and comes near its limit."
     )
+    reading += "".join(_compiled_limit(group, records) for group in grouped(records, _way).values())
     measured = [r for r in records if r.metric != "skipped"]
     return table("Epochs", columns, rows, source(measured, samples="n (rounds)"), reading)
+
+
+def _compiled_limit(way: Sequence[Record], records: Sequence[Record]) -> str:
+    """What the step of nothing in one uncompiled graph leaves to a compiled one, which has no such step."""
+    case = way[0].case
+    if not str(case.get("execution")).startswith("inductor") or any(r.metric == "amdahl_limit" for r in way):
+        return ""
+    times = {
+        (r.case.get("execution"), r.case["kernels"]): r.value
+        for r in records
+        if r.metric == "iteration_ms" and r.case.get("dtype") == case.get("dtype")
+    }
+    mine, nothing = times.get((case.get("execution"), "formulas")), times.get(("graph", "nothing"))
+    if not mine or not nothing:
+        return ""
+    share = percent(1 - nothing / mine)
+    return (
+        f" The compiler removes what is computed for nothing. By the uncompiled step of nothing in one graph "
+        f"{share} of the compiled step ({_way(way[0])}) is left to fuse, a limit of {ratio(mine / nothing)}."
+    )
 
 
 def _work_table(records: Sequence[Record], epochs: Sequence[Record]) -> Table | None:
