@@ -24,7 +24,8 @@ bool dtypes_fit(const fuseline_norm& norm, bool weights) {
 }
 
 // As it is told; false where there is no such kernel. `adds`: as above.
-bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype, const Device& device, void* stream, int& error) {
+bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype, const Device& device, void* stream,
+                int& error) {
   switch (told.way) {
     case RowWay::held:
     case RowWay::packed:

@@ -120,8 +120,8 @@ struct RingFamily {
     if constexpr (!kPast) {
       if (!rings && Tiles::run(a, device, stream, error)) return true;
     }
-    if (told && !rings) return false;
     const bool aligned = in_vectors<kSize>(a);
+    if (told && !(rings && aligned)) return false;
     const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
     const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device, told);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
@@ -153,7 +153,8 @@ struct RingFamily {
   // 0.912 and 0.908, 0.904 and 0.894 at 32,768; of clusters of 2 and 16 and of blocks 0.01 to 0.1 less.
   static constexpr int kBesideFrom = 4;
   // Of a block with a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480
-  // elements of 16 bits in place of 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and 0.918.
+  // elements of 16 bits in place of 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and
+  // 0.918.
   static constexpr int kFewerThreads = 384;
   static constexpr int64_t kLongestLined = 4096, kHalfLine = 64;  // bytes: rows of 1,600 read 0.950 at any place
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers

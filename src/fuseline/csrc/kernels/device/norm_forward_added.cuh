@@ -192,7 +192,8 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   const int64_t states = kMeetings * int64_t(groups) * a.cluster * each * int64_t(sizeof(Moments));
   const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
   int stages = each > kWarps || (told && told->held == 1) ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
-  if (stages < 3 && !(told && told->held == 2)) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
+  const bool shares = told && told->held == 2;
+  if (stages < 3 && !shares) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
   if (told) stages = std::min(stages, told->stages);
   if (stages < 3) return false;
   const size_t bytes = size_t(stages * stage + states);

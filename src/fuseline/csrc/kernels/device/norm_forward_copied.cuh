@@ -102,8 +102,8 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
 }
 
 // As it is told; no warps: no block holds it.
-inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors, bool may_be_light, bool may_ring, int most_warps,
-                             const Device& device) {
+inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors, bool may_be_light, bool may_ring,
+                             int most_warps, const Device& device) {
   FetchedPlan plan;
   plan.cluster = told.cluster, plan.light = told.way == RowWay::light, plan.leaves = told.stages == 2, plan.ring = told.held;
   const int warps = told.block / kWarp;
@@ -132,7 +132,8 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   const int64_t vectors = a.n / kVector<T>;
   const FetchedPlan plan =
       told ? plan_told(*told, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
-           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps, device);
+           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps,
+                          device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {

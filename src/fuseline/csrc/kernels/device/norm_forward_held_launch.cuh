@@ -306,8 +306,8 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error, con
   }
   if constexpr (sizeof(T) == 2 && !kMasked) {
     const bool own_weights = !(a.fp32_weights && (a.weight || a.bias));
-    const bool few = !(told && told->stages) && plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
-    if (few && own_weights) {
+    const bool few = plan.held == 1 && !plan.one_warp && plan.cluster == 1 && plan.rows == 1 && plan.beside == 1;
+    if (few && own_weights && !plan.early) {
       error = run_few<T, kAdded>(a, plan.threads, device, stream);
       return true;
     }
