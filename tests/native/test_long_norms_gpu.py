@@ -1,4 +1,4 @@
-"""The norms of few of the longest rows against float64: beyond what the kernels for few rows hold."""
+"""The norms of the longest rows against float64: of few, beyond what others hold, and of many."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SHAPES = [
 ]
 SHORTER = [(16, 16384), (8, 16385), (4, 49152), (16, 65528), (64, 65536)]  # that go the same way backward
 BESIDE = [(17, 32768), (65, 131072)]  # that no longer do
+MANY = [(140, 131072), (133, 262144), (260, 50257), (200, 20001), (135, 65537), (133, 270000)]
 KINDS = (
     "layer_norm",
     "rms_norm",
@@ -114,6 +115,18 @@ def test_gradients_of_shorter_rows_and_of_more(kind: str) -> None:
         check_gradients(kind, rows, n, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_many_rows(kind: str, dtype: torch.dtype) -> None:
+    for rows, n in MANY:
+        check_gradients(kind, rows, n, dtype)
+    for offset in (1, 4):
+        check_gradients(kind, 134, 65536, dtype, offset=offset)
+        check_gradients(kind, 134, 50257, dtype, offset=offset)
+    check_gradients(kind, 140, 131072, dtype, affine=torch.float32)
+    check_gradients(kind, 140, 131072, dtype, sums=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None:
     check_gradients(kind, 40, 131071, torch.float32)  # odd rows that no cluster holds
@@ -128,7 +141,7 @@ def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward(kind: str, dtype: torch.dtype) -> None:
     centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
-    for rows, n in SHAPES:
+    for rows, n in SHAPES + MANY:
         for offset in (0, 1):
             what = f"{kind}, {rows} x {n} of {dtype}, {offset} elements off"
             x = place(rows, n, dtype, offset, shift=0.5)
@@ -156,9 +169,10 @@ def test_forward(kind: str, dtype: torch.dtype) -> None:
                 assert one is None or torch.equal(one, other), what
 
 
-@pytest.mark.parametrize("n", [131071, 131072, 262144])
-def test_rows_far_from_zero(n: int) -> None:
-    x = place(4, n, torch.float32, 0, shift=1e4)
+@pytest.mark.parametrize("rows", [4, 140])
+@pytest.mark.parametrize("n", [50257, 131071, 131072, 262144])
+def test_rows_far_from_zero(n: int, rows: int) -> None:
+    x = place(rows, n, torch.float32, 0, shift=1e4)
     y, _, mean, rstd = torch.ops.fuseline.norm_forward(
         "layer_norm", x, None, (n,), None, None, 1e-5, None, 0.0, None, True
     )
@@ -166,6 +180,39 @@ def test_rows_far_from_zero(n: int) -> None:
     near(y, (x.double() - middle) * scale, 1e-3, "y")
     near(rstd, scale[:, 0], 1e-5, "rstd")
     near(mean, middle[:, 0], 1e-6, "mean")
+
+
+def test_many_rows_on_streams_and_in_a_graph() -> None:
+    """Launches whose blocks all wait for each other, side by side, and again."""
+    rows, n = 140, 131072
+    x, residual, grad_y = (place(rows, n, torch.float32, 0) for _ in range(3))
+    weight, bias = torch.ones(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    word = torch.full((1,), 12345, device=DEVICE)
+
+    def both_ways() -> list[torch.Tensor]:
+        given = x, residual, (n,), weight, bias, 1e-5, bias, P, word, True
+        y, total, mean, rstd = torch.ops.fuseline.norm_forward("dropout_add_layer_norm", *given)
+        given = grad_y, y, total, (n,), mean, rstd, weight, bias, bias, P, word, [True] * 5
+        return [y, total, *torch.ops.fuseline.norm_backward("dropout_add_layer_norm", *given)]
+
+    exact = both_ways()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(both_ways())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [both_ways() for _ in range(2)]
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for results in found + captured:
+        for one, other in zip(results, exact, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_gradients_in_a_graph() -> None:

@@ -1,5 +1,7 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
+#include "device/norm_teams.h"
+#include "fuseline_long_norms.h"
 
 namespace fuseline {
 namespace {
@@ -11,7 +13,7 @@ bool dtypes_fit(const fuseline_norm& norm, bool weights) {
   return !weights || weights_fit(norm.weight_dtype, norm.y_dtype);
 }
 
-int forward(const fuseline_norm& norm, void* stream) {
+int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
   if (!dtypes_fit(norm, weights)) return FUSELINE_UNSUPPORTED;
@@ -28,8 +30,15 @@ int forward(const fuseline_norm& norm, void* stream) {
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
+  if (norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
+}
+
+size_t forward_workspace_bytes(const fuseline_norm& norm) {
+  Device device;
+  if (!norm.residual || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  return norm_forward_teams_bytes(norm.rows, norm.n, device);
 }
 
 // Whether the backward has more to do than that of a norm alone.
@@ -71,6 +80,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   int failed = 0;
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
+  if (norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
@@ -80,7 +90,8 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
 size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   Device device;
   if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const size_t across_bytes = norm_backward_across_bytes(norm.rows, norm.n, device);
+  const size_t across_bytes =
+      std::max(norm_backward_across_bytes(norm.rows, norm.n, device), norm_backward_teams_bytes(norm.rows, norm.n, device));
   if (!sums) return across_bytes;
   const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
   const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
@@ -100,7 +111,13 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
+int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, nullptr, stream); }
+
+size_t fuseline_norm_forward_workspace(const fuseline_norm* norm) { return fuseline::forward_workspace_bytes(*norm); }
+
+int fuseline_norm_forward_with(const fuseline_norm* norm, void* workspace, void* stream) {
+  return fuseline::forward(*norm, workspace, stream);
+}
 
 size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) {
   return fuseline::workspace_bytes(*norm, norm->grad_weight || norm->grad_bias || norm->grad_x_bias);
@@ -116,7 +133,7 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.eps = eps;
   norm.dtype = norm.y_dtype = dtype, norm.weight_dtype = weight_dtype;
   norm.x = x, norm.weight = weight, norm.bias = bias, norm.y = y, norm.mean = mean, norm.rstd = rstd;
-  return fuseline::forward(norm, stream);
+  return fuseline::forward(norm, nullptr, stream);
 }
 
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
