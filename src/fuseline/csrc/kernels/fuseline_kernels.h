@@ -100,12 +100,7 @@ typedef struct {
   void* grad_x_bias; /* needs grad_dropped, or without dropout grad_x */
 } fuseline_norm;
 
-/* Bytes of scratch that fuseline_norm_forward takes on the current device for the same struct, 0 but for many long rows;
- * without them, with workspace null, these take longer. */
-FUSELINE_API size_t fuseline_norm_forward_workspace(const fuseline_norm* norm);
-
-/* workspace: 16-byte aligned, uninitialized. */
-FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* workspace, void* stream);
+FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
 
 /* Bytes of scratch that fuseline_norm_backward needs on the current device for the same struct; with no gradient of
  * weight, bias or x_bias wanted workspace may be null, at which few of the longest rows take longer. */

@@ -1,45 +1,50 @@
 // The backward of norms, of x or of residual + dropout(x + x_bias), for many long rows: device/norm_backward_teams.cuh.
-#include <cstdlib>
-
+#include "device/choice.h"
 #include "device/norm_backward_teams.cuh"
 #include "device/norm_sums.cuh"
+#include "device/norm_teams.h"
 #include "device/norm_teams_launch.cuh"
 
 namespace fuseline {
 namespace {
 
-int setting(const char* name) {
-  const char* const value = std::getenv(name);
-  return value ? std::atoi(value) : 0;
-}
+// Rows that read more so. Shares of the copy bandwidth by norm_backward_pieces.cuh and here: with a mask, layer and RMS norms (and
+// the sums over rows of x's bias) fp32 131,072 0.370 and 0.964, 0.914 and 0.915 (by two teams), 262,144 0.378 and 0.962, 0.871; 16
+// bits 262,144 0.711 and 0.909, 0.882; of x alone at 262,144 fp32 0.871 and 0.939, 0.906 and 0.952, 16 bits 0.862 and 0.894, 0.908 and
+// 0.912. 50,257 with a mask fp32 0.761 and 0.906, 0.769 and 0.905, 16 bits 0.567 and 0.740, 0.615 and 0.798; of sums 0.873 and 0.905,
+// 0.862 and 0.875; of x 0.871 and 0.894, 0.877 and 0.897, 16 bits 0.779 and 0.794, 0.825 and 0.858. To 65,536 elements rows at
+// multiples of 16 bytes read as much there, or 0.01 to 0.07 more, and so do sums without a mask.
+constexpr int64_t kLongMasked4 = 65536, kLong = 131072, kLongOdd = 32768;  // elements; of fp32, of all, of rows at odd addresses
 
-constexpr int64_t kShortestTeams = 16384;
+bool is_long(const NormBackward& a, bool drops, bool fp32) {
+  if (a.n % (fp32 ? 4 : 8) != 0) return a.n > kLongOdd;
+  if (drops) return a.n > (fp32 ? kLongMasked4 : kLong);
+  return a.n > kLong && !a.grad_sum;
+}
 
 template <class T>
 int most_teams(int64_t n, const Device& device) {
   return teams_for(n, kVector<T>, kTeamVectors, device);
 }
 
-// How many teams. Fewer have rows of fewer bytes a block, of which more wait for mail: fp32 131,072 reads 0.964 of the copy
-// bandwidth by one, 0.942 by two.
+// Teams of as many blocks as their threads allow, but of fp32 twice these: rows of fewer bytes a block, more of which wait. fp32
+// 131,072 with a mask reads 0.964 by one team, 0.942 by two; 16 bits at 262,144 0.736 and 0.862.
 template <class T>
-int teams_of(const NormBackward& a, const Device& device) {
-  const int forced = setting("FUSELINE_N_TEAMS"), most = most_teams<T>(a.n, device);
-  if (forced < 0) return 0;
-  if (forced > 0) return forced <= most && forced * a.n % kVector<T> == 0 ? forced : most;
-  const int few = teams_for(a.n, kVector<T>, kTeamVectors / 2, device);
-  return sizeof(T) == 4 && few ? few : most;
+int teams_of(int64_t n, const Device& device) {
+  const int few = sizeof(T) == 4 ? teams_for(n, kVector<T>, kTeamVectors / 2, device) : 0;
+  return few ? few : most_teams<T>(n, device);
 }
 
-template <class T, int kSlots, bool kCentred, bool kDrops>
+template <class T, bool kCentred, bool kDrops>
 bool run(const NormBackward& a, void* workspace, const Device& device, void* stream, int& error) {
   TeamsBackward given{a};
   Team& team = given.team;
   given.tensors = a.grad_sum ? 3 : 2;
   int threads = 0;
   size_t bytes = 0;
-  if (!stand_alike<T>({a.x, a.grad_y, a.grad_sum, a.grad_x, a.grad_dropped}, a.dropout.seed) ||
-      !plan_teams<T>(team, teams_of<T>(a, device), a.n, given.tensors, kSlots, device, threads, bytes)) {
+  if (!is_long(a, kDrops, sizeof(T) == 4) ||
+      !stand_alike<T>({a.x, a.grad_y, a.grad_sum, a.grad_x, a.grad_dropped}, a.dropout.seed) ||
+      !plan_teams<T>(team, teams_of<T>(a.n, device), a.n, given.tensors, device, threads, bytes)) {
     return false;
   }
   const int sums = !a.partials || team.teams == 1 ? 0
@@ -47,14 +52,21 @@ bool run(const NormBackward& a, void* workspace, const Device& device, void* str
                    : a.mean                       ? kSumsOfLayerNorm
                                                   : kSumsOfRmsNorm;
   team.mail = reinterpret_cast<unsigned long long*>(static_cast<float*>(workspace) + sums * team.teams * a.columns);
-  const auto kernel = norm_backward_teams<T, kSlots, kCentred, kDrops>;
-  if (!launch_team(kernel, given, team, a.rows, threads, bytes, device, stream, error)) return false;
+  if (!launch_team(norm_backward_teams<T, kCentred, kDrops>, given, team, a.rows, threads, bytes, device, stream, error)) {
+    return false;
+  }
   if (!error && sums > 0) error = add_partials<T>(a, sums, team.teams, false, stream);
   return true;
 }
 
-bool takes(int64_t rows, int64_t n, const Device& device) {
-  return device.clusters && rows >= device.processors && n > kShortestTeams && n <= (int64_t(1) << 30);
+template <class T, bool kCentred>
+bool run_centred(const NormBackward& a, void* workspace, const Device& device, void* stream, int& error) {
+  return a.grad_dropped || a.grad_x_bias ? run<T, kCentred, true>(a, workspace, device, stream, error)
+                                         : run<T, kCentred, false>(a, workspace, device, stream, error);
+}
+
+bool many_long(int64_t rows, int64_t n, const Device& device) {
+  return device.clusters && rows >= device.processors && n > kLongOdd && n <= (int64_t(1) << 30);
 }
 
 }  // namespace
@@ -62,31 +74,16 @@ bool takes(int64_t rows, int64_t n, const Device& device) {
 bool norm_backward_teams(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
                          int& error) {
   if (row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given || !workspace) return false;
-  if (dtype != y_dtype || !takes(a.rows, a.n, device) || (a.grad_bias && !a.mean)) return false;
-  const bool drops = a.grad_dropped || a.grad_x_bias;
+  if (dtype != y_dtype || !many_long(a.rows, a.n, device) || (a.grad_bias && !a.mean)) return false;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if constexpr (sizeof(T) == 2) {
-      if (setting("FUSELINE_N_SLOTS") == 2) {
-        if (a.mean) {
-          return int(drops ? run<T, 2, true, true>(a, workspace, device, stream, error)
-                           : run<T, 2, true, false>(a, workspace, device, stream, error));
-        }
-        return int(drops ? run<T, 2, false, true>(a, workspace, device, stream, error)
-                         : run<T, 2, false, false>(a, workspace, device, stream, error));
-      }
-    }
-    if (a.mean) {
-      return int(drops ? run<T, 1, true, true>(a, workspace, device, stream, error)
-                       : run<T, 1, true, false>(a, workspace, device, stream, error));
-    }
-    return int(drops ? run<T, 1, false, true>(a, workspace, device, stream, error)
-                     : run<T, 1, false, false>(a, workspace, device, stream, error));
+    return int(a.mean ? run_centred<T, true>(a, workspace, device, stream, error)
+                      : run_centred<T, false>(a, workspace, device, stream, error));
   });
 }
 
 size_t norm_backward_teams_bytes(int64_t rows, int64_t n, const Device& device) {
-  if (!takes(rows, n, device)) return 0;
+  if (!many_long(rows, n, device)) return 0;
   const int64_t teams = std::max(most_teams<float>(n, device), most_teams<__half>(n, device));
   const size_t partials = size_t(kSumsOfAddedNorm * teams * columns_of_partials(n)) * sizeof(float);
   return teams == 0 ? 0 : partials + size_t(rows * device.processors) * sizeof(unsigned long long);

@@ -1,66 +1,56 @@
-// The forward of norms, of x or of residual + dropout(x + x_bias), for many long rows: device/norm_forward_teams.cuh.
-#include <cstdlib>
-
+// The forward of norms of residual + dropout(x + x_bias) for many long rows: device/norm_forward_teams.cuh.
+#include "device/choice.h"
 #include "device/norm_forward_teams.cuh"
+#include "device/norm_teams.h"
 #include "device/norm_teams_launch.cuh"
 
 namespace fuseline {
 namespace {
 
-int setting(const char* name) {
-  const char* const value = std::getenv(name);
-  return value ? std::atoi(value) : 0;
+// Rows that read more so. Shares of the copy bandwidth by norm_forward_copied.cuh or norm_forward_pieces.cuh and here: fp32 131,072
+// with a mask, layer and RMS norms, 0.840 and 0.928, 0.852 and 0.937, without 0.917 and 0.943; 262,144 0.692 and 0.942, 0.713 and 0.940,
+// 0.839 and 0.939; 50,257 0.885 and 0.890, 0.865 and 0.906, 0.887 and 0.911; 16 bits at 262,144 0.858 and 0.843, 0.894 and 0.913, 0.889
+// and 0.939 (by kernels that wrote a vector in four accesses). Elsewhere they read less: fp32 65,536 0.908 and 0.914, 32,768 0.971 and
+// 0.891, 16 bits 131,072 0.918 and 0.851, 50,257 0.599 and 0.546; norms of x alone 0.50 to 0.85.
+constexpr int64_t kLong4 = 65536, kLong2 = 131072, kLongOdd4 = 32768;  // elements, of fp32, of 16 bits, of fp32 at odd addresses
+
+bool is_long(int64_t n, bool fp32) {
+  if (fp32) return n > (n % 4 == 0 ? kLong4 : kLongOdd4);
+  return n > kLong2 && n % 8 == 0;
 }
 
-constexpr int64_t kShortestTeams = 16384;
-
-template <class T>
-int teams_of(const NormForward& a, const Device& device) {
-  const int forced = setting("FUSELINE_N_TEAMS"), most = teams_for(a.n, kVector<T>, kTeamVectors, device);
-  if (forced < 0) return 0;
-  if (forced > 0 && forced <= most && forced * a.n % kVector<T> == 0) return forced;
-  return most;
-}
-
-template <class T, int kSlots, bool kAdded, bool kMasked>
+template <class T, bool kMasked>
 bool run(const NormForward& a, void* workspace, const Device& device, void* stream, int& error) {
   TeamsForward given{a};
   int threads = 0;
   size_t bytes = 0;
-  if (!stand_alike<T>({a.x, a.residual, a.y, a.sum}, a.dropout.seed) ||
-      !plan_teams<T>(given.team, teams_of<T>(a, device), a.n, kAdded ? 2 : 1, kSlots, device, threads, bytes)) {
+  if (!is_long(a.n, sizeof(T) == 4) || !stand_alike<T>({a.x, a.residual, a.y, a.sum}, a.dropout.seed) ||
+      !plan_teams<T>(given.team, teams_for(a.n, kVector<T>, kTeamVectors, device), a.n, 2, device, threads, bytes)) {
     return false;
   }
   given.team.mail = static_cast<unsigned long long*>(workspace);
-  return launch_team(norm_forward_teams<T, kSlots, kAdded, kMasked>, given, given.team, a.rows, threads, bytes, device, stream, error);
+  return launch_team(norm_forward_teams<T, kMasked>, given, given.team, a.rows, threads, bytes, device, stream, error);
 }
 
-bool takes(int64_t rows, int64_t n, const Device& device) {
-  return device.clusters && rows >= device.processors && n > kShortestTeams && n <= (int64_t(1) << 30);
+bool many_long(int64_t rows, int64_t n, const Device& device) {
+  return device.clusters && rows >= device.processors && n > kLongOdd4 && n <= (int64_t(1) << 30);
 }
 
 }  // namespace
 
-bool norm_forward_teams(const NormForward& a, void* workspace, int dtype, const Device& device, void* stream, int& error) {
-  if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given || !workspace || !takes(a.rows, a.n, device)) return false;
-  const bool masked = a.x_bias || a.dropout.seed;
+bool norm_forward_teams(const NormForward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
+                        int& error) {
+  if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given || !workspace || !a.residual) return false;
+  if (dtype != y_dtype || !many_long(a.rows, a.n, device)) return false;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if constexpr (sizeof(T) == 2) {
-      if (setting("FUSELINE_N_SLOTS") == 2) {
-        if (!a.residual) return int(run<T, 2, false, false>(a, workspace, device, stream, error));
-        return int(masked ? run<T, 2, true, true>(a, workspace, device, stream, error)
-                          : run<T, 2, true, false>(a, workspace, device, stream, error));
-      }
-    }
-    if (!a.residual) return int(run<T, 1, false, false>(a, workspace, device, stream, error));
-    return int(masked ? run<T, 1, true, true>(a, workspace, device, stream, error)
-                      : run<T, 1, true, false>(a, workspace, device, stream, error));
+    return int(a.x_bias || a.dropout.seed ? run<T, true>(a, workspace, device, stream, error)
+                                          : run<T, false>(a, workspace, device, stream, error));
   });
 }
 
 size_t norm_forward_teams_bytes(int64_t rows, int64_t n, const Device& device) {
-  return takes(rows, n, device) ? size_t(rows * device.processors) * sizeof(unsigned long long) : 0;
+  return many_long(rows, n, device) ? size_t(rows * device.processors) * sizeof(unsigned long long) : 0;
 }
 
 }  // namespace fuseline

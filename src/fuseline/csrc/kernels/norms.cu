@@ -1,5 +1,7 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
+#include "device/norm_teams.h"
+#include "fuseline_long_norms.h"
 
 namespace fuseline {
 namespace {
@@ -62,20 +64,20 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
   const int adds = !norm.residual ? 0 : norm.x_bias || a.dropout.seed ? 2 : 1;
-  if (const RowChoice* const choice = choice_for_many(norm, adds, false, device)) {
+  const RowChoice* const choice = choice_for_many(norm, adds, false, device);
+  const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
+  if (!measured && norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
+  if (choice) {
     if (forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
-    if (choice->longest == INT64_MAX) return FUSELINE_UNSUPPORTED;  // it is to be measured
+    if (measured) return FUSELINE_UNSUPPORTED;
   }
-  if (norm.dtype == norm.y_dtype) {
-    if (norm_forward_teams(a, workspace, norm.dtype, device, stream, failed)) return failed;
-    if (norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
-  }
+  if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
 size_t forward_workspace_bytes(const fuseline_norm& norm) {
   Device device;
-  if (norm.dtype != norm.y_dtype || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  if (!norm.residual || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
   return norm_forward_teams_bytes(norm.rows, norm.n, device);
 }
 
@@ -126,7 +128,10 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
   const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
   int failed = 0;
-  if (const RowChoice* const choice = choice_of_backward(norm, device)) {
+  const RowChoice* const choice = choice_of_backward(norm, device);
+  const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
+  if (!measured && norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
+  if (choice) {
     if (choice->way == RowWay::pieces) {
       if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) return failed;
     } else if (choice->way == RowWay::held) {
@@ -136,11 +141,10 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
     } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
       return failed;
     }
-    if (choice->longest == INT64_MAX) return FUSELINE_UNSUPPORTED;  // it is to be measured
+    if (measured) return FUSELINE_UNSUPPORTED;
   }
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, nullptr)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream, nullptr);
@@ -176,9 +180,11 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
 }  // namespace
 }  // namespace fuseline
 
+int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, nullptr, stream); }
+
 size_t fuseline_norm_forward_workspace(const fuseline_norm* norm) { return fuseline::forward_workspace_bytes(*norm); }
 
-int fuseline_norm_forward(const fuseline_norm* norm, void* workspace, void* stream) {
+int fuseline_norm_forward_with(const fuseline_norm* norm, void* workspace, void* stream) {
   return fuseline::forward(*norm, workspace, stream);
 }
 

@@ -126,11 +126,6 @@ bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const D
 bool norm_backward_pieces_shifted(const NormBackward& a, int dtype, const Device& device, void* stream, int& error);
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
-// That of all families for many long rows, with so many bytes of workspace; false for rows that it does not take.
-bool norm_backward_teams(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
-                         int& error);
-size_t norm_backward_teams_bytes(int64_t rows, int64_t n, const Device& device);
-
 // That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
 bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
                           int& error);
@@ -140,10 +135,6 @@ size_t norm_backward_across_bytes(int64_t rows, int64_t n, const Device& device)
 constexpr int64_t kMostFewRows = 512;
 constexpr int kMostFewClusters = 8;
 bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
-
-// The same of the forward, of x of y's dtype.
-bool norm_forward_teams(const NormForward& a, void* workspace, int dtype, const Device& device, void* stream, int& error);
-size_t norm_forward_teams_bytes(int64_t rows, int64_t n, const Device& device);
 
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 // Those that they take, of x of y's dtype: false for others.

@@ -14,8 +14,8 @@ struct TeamsBackward {
 };
 
 // kDrops: there may be grad_dropped, and a sum of it over rows.
-template <class T, int kSlots, bool kCentred, bool kDrops>
-__global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_backward_teams(const TeamsBackward given) {
+template <class T, bool kCentred, bool kDrops>
+__global__ void __launch_bounds__(kTeamThreads, 1) norm_backward_teams(const TeamsBackward given) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSize = kVector<T>, kSums = kCentred ? 2 : 1;
   extern __shared__ __align__(128) unsigned char ring[];
@@ -91,29 +91,23 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_backward_teams(c
     return;
   }
 
-  TeamVector<T> vectors[kSlots];
-  float weight[kSlots][kSize], x_bias[kDrops ? kSlots : 1][kSize] = {};
-  ColumnSums<kSize, kSums> columns[kSlots] = {};
-  const auto vector_of = [&](int s) { return s * warps * kWarp + int(threadIdx.x); };
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    vectors[s] = TeamVector<T>(seat.part, vector_of(s), seat.head, int(a.n));
-    weights_of_columns<T, true>(a, vectors[s].inside ? vectors[s].column : int(a.n), weight[s]);
-  }
+  const int vector = int(threadIdx.x);
+  const TeamVector<T> columns(seat.part, vector, seat.head, int(a.n));
+  float weight[kSize], x_bias[kDrops ? kSize : 1] = {};
+  weights_of_columns<T, true>(a, columns.inside ? columns.first : int(a.n), weight);
+  ColumnSums<kSize, kSums> column_sums = {};
   const uint64_t seed = kDrops && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   RingPlace first_stage, first_meeting, stage, meeting;
   const auto first = [&] {
     barrier_wait(&statics.arrived[first_stage.at], first_stage.parity);
     const float2 statistics = statics.statistics[first_stage.at];
-    const unsigned char* const parts = ring + first_stage.at * stage_bytes;
     float2 sums = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!vectors[s].inside) continue;
+    if (columns.inside) {
+      const unsigned char* const here = ring + first_stage.at * stage_bytes + vector * 16;
       float values[kSize], grad[kSize];
-      vectors[s].take(parts + vector_of(s) * 16, values);
-      vectors[s].take(parts + t.part + vector_of(s) * 16, grad);
-      first_pass<kSize, kSums, kCentred>(values, grad, weight[s], statistics.x, statistics.y, columns[s], sums.x, sums.y);
+      columns.take(here, values);
+      columns.take(here + t.part, grad);
+      first_pass<kSize, kSums, kCentred>(values, grad, weight, statistics.x, statistics.y, column_sums, sums.x, sums.y);
     }
     if (wants_rows) {
       sums = sum_over_warp(sums);
@@ -128,46 +122,39 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_backward_teams(c
   const int ahead = min(t.ahead, count);
 #pragma unroll 1
   for (int k = 0; k < ahead; ++k) first();
-  int64_t row_at = seat.first_at;
+  int64_t at = seat.first_at + int64_t(vector) * kSize;
 #pragma unroll 1
-  for (int k = 0; k < count; ++k, row_at += seat.step) {
+  for (int k = 0; k < count; ++k, at += seat.step) {
     if (k + ahead < count) first();
     if (wants_rows) {
       [[maybe_unused]] uint32_t kept = 0;
-      if (kDrops && a.dropout.seed) {  // while others meet
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-          kept |= kept_of<kSize>(a.dropout, seed, row_at + int64_t(vector_of(s)) * kSize) << (s * kSize);
-        }
-        make_ready(kept);
+      if (kDrops && columns.inside && a.dropout.seed) {  // while the row meets
+        kept = kept_of_slots<kSize, 1>(a.dropout, seed, at, 0);
       }
       barrier_wait(&statics.ready[meeting.at], meeting.parity);
-      const float4 of_row = statics.terms[meeting.at];
-      const unsigned char* const parts = ring + stage.at * stage_bytes;
-      RowTerms terms;
-      terms.scale = of_row.x, terms.offset = of_row.y, terms.slope = of_row.z, terms.mean = of_row.w;
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-        if (!vectors[s].inside) continue;
-        const int64_t at = row_at + int64_t(vector_of(s)) * kSize;
+      if (columns.inside) {
+        const unsigned char* const here = ring + stage.at * stage_bytes + vector * 16;
+        const float4 of_row = statics.terms[meeting.at];
+        RowTerms terms;
+        terms.scale = of_row.x, terms.offset = of_row.y, terms.slope = of_row.z, terms.mean = of_row.w;
         float values[kSize], grad[kSize];
-        vectors[s].take(parts + vector_of(s) * 16, values);
-        vectors[s].take(parts + t.part + vector_of(s) * 16, grad);
-        second_pass<kSize, kCentred>(values, weight[s], terms, grad);
+        columns.take(here, values);
+        columns.take(here + t.part, grad);
+        second_pass<kSize, kCentred>(values, weight, terms, grad);
         if (given.tensors > 2) {
-          vectors[s].take(parts + 2 * t.part + vector_of(s) * 16, values);
+          columns.take(here + 2 * t.part, values);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
-        if (a.grad_x) vectors[s].put(static_cast<T*>(a.grad_x) + at, pack<T>(grad));
+        if (a.grad_x) columns.put(static_cast<T*>(a.grad_x) + at, pack<T>(grad));
         if constexpr (kDrops) {
           if (a.dropout.seed) {
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[i] *= kept >> (s * kSize + i) & 1 ? a.dropout.scale : 0.f;
+            for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
-          if (a.grad_dropped) vectors[s].put(static_cast<T*>(a.grad_dropped) + at, pack<T>(grad));
+          if (a.grad_dropped) columns.put(static_cast<T*>(a.grad_dropped) + at, pack<T>(grad));
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) x_bias[s][i] += grad[i];
+          for (int i = 0; i < kSize; ++i) x_bias[i] += grad[i];
         }
       }
     }
@@ -177,14 +164,14 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_backward_teams(c
     meeting.next(meetings);
   }
 
-  if (!a.partials) return;
-  const auto write = [&](int kind, void* result, int s, const auto& sums) {
-    if (!result || !vectors[s].inside) return;
+  if (!a.partials || !columns.inside) return;
+  const auto write = [&](int kind, void* result, const auto& sums) {
+    if (!result) return;
     float* const partials = a.partials + (int64_t(kind) * t.teams + seat.team) * a.columns;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const int c = vectors[s].column + i;
-      if (!vectors[s].has(i)) continue;
+      const int c = columns.first + i;
+      if (!columns.has(i)) continue;
       if (t.teams > 1) {
         partials[c] = sums[i];
       } else if (a.fp32_weights) {
@@ -194,12 +181,9 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_backward_teams(c
       }
     }
   };
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    write(0, a.grad_weight, s, columns[s].weight);
-    if constexpr (kSums > 1) write(1, a.grad_bias, s, columns[s].bias);
-    if constexpr (kDrops) write(2, a.grad_x_bias, s, x_bias[s]);
-  }
+  write(0, a.grad_weight, column_sums.weight);
+  if constexpr (kSums > 1) write(1, a.grad_bias, column_sums.bias);
+  if constexpr (kDrops) write(2, a.grad_x_bias, x_bias);
 #endif
 }
 

@@ -1,5 +1,5 @@
-// The norms' forward for many long rows by teams of blocks (norm_teams.cuh): a sum takes the place of its residual in shared
-// memory until its row has met.
+// The forward of norms of residual + dropout(x + x_bias) for many long rows by teams of blocks (norm_teams.cuh): a sum takes the
+// place of its residual in shared memory until its row has met.
 //
 // Moves: as norm_forward_rows.cuh. Limit: HBM bandwidth.
 #pragma once
@@ -14,28 +14,24 @@ struct TeamsForward {
   Team team;
 };
 
-// kAdded: of sums. kMasked: there may be a mask and a bias of x.
-template <class T, int kSlots, bool kAdded, bool kMasked>
-__global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_forward_teams(const TeamsForward given) {
+// kMasked: there may be a mask and a bias of x.
+template <class T, bool kMasked>
+__global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_teams(const TeamsForward given) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kSize = kVector<T>, kTensors = kAdded ? 2 : 1;
+  constexpr int kSize = kVector<T>;
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ TeamStatics statics;
   __shared__ float counts[kMostTeamWarps];  // columns of each warp
   const NormForward& a = given.norm;
   const Team& t = given.team;
   const int n = int(a.n), lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp);
-  const T* const normalized = static_cast<const T*>(kAdded ? a.residual : a.x);
-  const TeamSeat<T> seat(t, normalized, a.rows, a.n);
-  const int warps = seat.warps, count = seat.count, meetings = t.ahead + 1, stage_bytes = kTensors * t.part;
-  const auto vector_of = [&](int s) { return s * warps * kWarp + int(threadIdx.x); };
+  const TeamSeat<T> seat(t, a.residual, a.rows, a.n);
+  const int warps = seat.warps, count = seat.count, meetings = t.ahead + 1, stage_bytes = 2 * t.part;
+  const int vector = int(threadIdx.x);
+  const TeamVector<T> columns(seat.part, vector, seat.head, n);
   float own = 0.f;
   if (warp < warps) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const TeamVector<T> vector(seat.part, vector_of(s), seat.head, n);
-      if (vector.inside) own += float(min(n, vector.column + kSize) - max(0, vector.column));
-    }
+    if (columns.inside) own = float(min(n, columns.first + kSize) - max(0, columns.first));
     own = sum_over_warp(own);
     if (lane == 0) counts[warp] = own;
   }
@@ -50,11 +46,11 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_forward_teams(co
     for (int k = 0; k < count; ++k, at += seat.step) {
       if (k >= t.stages) barrier_wait(&statics.taken[to.at], to.parity ^ 1);
       uint64_t* const barrier = &statics.arrived[to.at];
-      barrier_expect(barrier, bytes * kTensors);
+      barrier_expect(barrier, bytes * 2);
       unsigned char* const stage = ring + to.at * stage_bytes;
       if (bytes > 0) {
-        copy_in(stage, normalized + at, bytes, barrier);
-        if (kAdded) copy_in(stage + t.part, static_cast<const T*>(a.x) + at, bytes, barrier);
+        copy_in(stage, static_cast<const T*>(a.residual) + at, bytes, barrier);
+        copy_in(stage + t.part, static_cast<const T*>(a.x) + at, bytes, barrier);
       }
       to.next(t.stages);
     }
@@ -119,80 +115,59 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_forward_teams(co
     return;
   }
 
-  TeamVector<T> vectors[kSlots];
-  float weight[kSlots][kSize], bias[kSlots][kSize], x_bias[kMasked ? kSlots : 1][kSize] = {};
+  float weight[kSize], bias[kSize], x_bias[kMasked ? kSize : 1] = {};
+  const int column = columns.inside ? columns.first : n;
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    vectors[s] = TeamVector<T>(seat.part, vector_of(s), seat.head, n);
-    const int column = vectors[s].inside ? vectors[s].column : n;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) weight[s][i] = 1.f, bias[s][i] = 0.f;
-    if (a.weight) load_weights<T, false>(a.weight, a.fp32_weights, column, n, weight[s]);
-    if (a.bias) load_weights<T, false>(a.bias, a.fp32_weights, column, n, bias[s]);
-    if constexpr (kMasked) {
-      if (a.x_bias) load_weights<T, false>(a.x_bias, a.fp32_weights, column, n, x_bias[s]);
-    }
+  for (int i = 0; i < kSize; ++i) weight[i] = 1.f, bias[i] = 0.f;
+  if (a.weight) load_weights<T, false>(a.weight, a.fp32_weights, column, n, weight);
+  if (a.bias) load_weights<T, false>(a.bias, a.fp32_weights, column, n, bias);
+  if constexpr (kMasked) {
+    if (a.x_bias) load_weights<T, false>(a.x_bias, a.fp32_weights, column, n, x_bias);
   }
   const bool masks = kMasked && a.dropout.seed;
   const uint64_t seed = masks ? uint64_t(*a.dropout.seed) : 0;
   const float scale = masks ? a.dropout.scale : 1.f, inverse = 1.f / fmaxf(own, 1.f);
   RingPlace first_stage, first_meeting, stage, meeting;
-  int64_t first_at = seat.first_at, row_at = seat.first_at;
+  int64_t first_at = seat.first_at + int64_t(vector) * kSize, at = first_at;
   const auto first = [&] {
     [[maybe_unused]] uint32_t kept = ~0u;
-    if (masks) {  // while the row is on its way
-      kept = 0;
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-        kept |= kept_of<kSize>(a.dropout, seed, first_at + int64_t(vector_of(s)) * kSize) << (s * kSize);
-      }
-      make_ready(kept);
-    }
+    if (masks && columns.inside) kept = kept_of_slots<kSize, 1>(a.dropout, seed, first_at, 0);  // while it is on its way
     barrier_wait(&statics.arrived[first_stage.at], first_stage.parity);
-    unsigned char* const parts = ring + first_stage.at * stage_bytes;
-    float values[kSlots][kSize] = {}, near = 0.f;
+    float values[kSize] = {}, near = 0.f;
+    if (columns.inside) {
+      unsigned char* const here = ring + first_stage.at * stage_bytes + vector * 16;
+      float added[kSize];
+      columns.take(here, values);
+      columns.take(here + t.part, added);
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!vectors[s].inside) continue;
-      uint4* const here = reinterpret_cast<uint4*>(parts + vector_of(s) * 16);
-      unpack<T>(*here, values[s]);
-      if constexpr (kAdded) {
-        float added[kSize];
-        unpack<T>(*reinterpret_cast<const uint4*>(parts + t.part + vector_of(s) * 16), added);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          if constexpr (kMasked) {
-            values[s][i] = fmaf(added[i] + x_bias[s][i], kept >> (s * kSize + i) & 1 ? scale : 0.f, values[s][i]);
-          } else {
-            values[s][i] += added[i];
-          }
+      for (int i = 0; i < kSize; ++i) {
+        if constexpr (kMasked) {
+          values[i] = fmaf(added[i] + x_bias[i], kept >> i & 1 ? scale : 0.f, values[i]);
+        } else {
+          values[i] += added[i];
         }
-        const uint4 raw = pack<T>(values[s]);
-        unpack<T>(raw, values[s]);
-        *here = raw;
-        vectors[s].put(static_cast<T*>(a.sum) + first_at + int64_t(vector_of(s)) * kSize, raw);
       }
-      if (s == 0) {
-        near = values[0][0];
-        if (!vectors[0].whole) {
+      const uint4 raw = pack<T>(values);
+      unpack<T>(raw, values);
+      *reinterpret_cast<uint4*>(here) = raw;
+      columns.put(static_cast<T*>(a.sum) + first_at, raw);
+      near = values[0];
+      if (!columns.whole) {
 #pragma unroll
-          for (int i = kSize - 1; i >= 0; --i) near = vectors[0].has(i) ? values[0][i] : near;
-        }
+        for (int i = kSize - 1; i >= 0; --i) near = columns.has(i) ? values[i] : near;
       }
     }
     if (a.centred) {
-      const float2 seen = sum_over_warp(vectors[0].inside ? make_float2(near, 1.f) : make_float2(0.f, 0.f));
+      const float2 seen = sum_over_warp(columns.inside ? make_float2(near, 1.f) : make_float2(0.f, 0.f));
       near = seen.y > 0.f ? seen.x / seen.y : 0.f;
     } else {
       near = 0.f;
     }
-    float2 sums = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!vectors[s].inside) continue;
+    float2 sums = make_float2(0.f, 0.f);  // of distances from it, and of their squares
+    if (columns.inside) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const float apart = vectors[s].whole || vectors[s].has(i) ? values[s][i] - near : 0.f;
+        const float apart = columns.whole || columns.has(i) ? values[i] - near : 0.f;
         sums.x += apart;
         sums.y = fmaf(apart, apart, sums.y);
       }
@@ -211,22 +186,19 @@ __global__ void __launch_bounds__(kTeamThreads<kSlots>, 1) norm_forward_teams(co
 #pragma unroll 1
   for (int k = 0; k < ahead; ++k) first();
 #pragma unroll 1
-  for (int k = 0; k < count; ++k, row_at += seat.step) {
+  for (int k = 0; k < count; ++k, at += seat.step) {
     if (k + ahead < count) first();
     barrier_wait(&statics.ready[meeting.at], meeting.parity);
-    const float4 of_row = statics.terms[meeting.at];
-    const Standard<T> standard(of_row.x, of_row.y);
-    const unsigned char* const parts = ring + stage.at * stage_bytes;
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!vectors[s].inside) continue;
+    if (columns.inside) {
+      const float4 of_row = statics.terms[meeting.at];
+      const Standard<T> standard(of_row.x, of_row.y);
       float values[kSize];
-      unpack<T>(*reinterpret_cast<const uint4*>(parts + vector_of(s) * 16), values);
+      unpack<T>(*reinterpret_cast<const uint4*>(ring + stage.at * stage_bytes + vector * 16), values);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weight[s][i], bias[s][i]);
-      vectors[s].put(static_cast<T*>(a.y) + row_at + int64_t(vector_of(s)) * kSize, pack<T>(values));
+      for (int i = 0; i < kSize; ++i) values[i] = fmaf(standard(values[i]), weight[i], bias[i]);
+      columns.put(static_cast<T*>(a.y) + at, pack<T>(values));
     }
-    if (kAdded) show_to_copies();  // copies take the place of sums
+    show_to_copies();  // they take the place of sums
     __syncwarp();
     if (lane == 0) barrier_arrive(&statics.taken[stage.at]);
     stage.next(t.stages);

@@ -5,7 +5,7 @@
 // A row's vectors of memory are divided evenly over the blocks of its team. All rows of a team begin at the same element of a
 // vector, so that threads own the same columns of each and move whole vectors, wherever rows stand.
 //
-// Warps: those that compute, kSlots vectors of each row a lane; one whose first lane sends for rows; one that adds up what the
+// Warps: those that compute, a vector of each row a lane; one whose first lane sends for rows; one that adds up what the
 // others have of a row and posts it; and two that wait for what all blocks of the team posted. A row computes its second pass
 // `ahead` rows after its first: it waits in shared memory meanwhile. A word of mail is there when it is no longer kNoMail, to
 // which all are set before the launch, and which no sum is.
@@ -16,17 +16,14 @@
 
 namespace fuseline {
 
-constexpr int kTeamVectors = 512;  // of a block's part of a row, at most
+constexpr int kTeamVectors = 512;  // of a block's part of a row, at most, and so many threads compute
 constexpr int kCollectors = 2;     // warps that wait for mail
 constexpr int kMostTeamWarps = kTeamVectors / kWarp;
+constexpr int kTeamThreads = kTeamVectors + (2 + kCollectors) * kWarp;
 constexpr int kMostTeamStages = 28, kMostTeamAhead = 16;
 constexpr int kMostTeamBlocks = 160;  // of a team
 constexpr int kLineVectors = 8;
 constexpr unsigned long long kNoMail = ~0ull;
-
-// Of a block; kSlots: vectors of a row that each has that computes.
-template <int kSlots>
-constexpr int kTeamThreads = kTeamVectors / kSlots + (2 + kCollectors) * kWarp;
 
 struct Team {
   unsigned long long* mail;  // [rows, blocks]
@@ -94,21 +91,20 @@ __device__ __forceinline__ void write_vector(void* to, const uint4& raw) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w) : "memory");
 }
 
-// A thread's vector of a row.
+// A thread's vector of a row: columns first .. first + kSize, of which the row's first and last vector have but some.
 template <class T>
 struct TeamVector {
   static constexpr int kSize = kVector<T>;
-  int column, n;
-  bool inside, whole;  // it has columns, or nothing else
+  int first, n;
+  bool inside, whole;  // it is one of the block's, and all of the row's
 
-  __device__ __forceinline__ TeamVector() {}
   __device__ __forceinline__ TeamVector(const TeamPart& part, int vector, int head, int width)
-      : column((part.first + vector) * kSize - head),
+      : first((part.first + vector) * kSize - head),
         n(width),
         inside(vector < part.count),
-        whole(column >= 0 && column + kSize <= width) {}
+        whole(first >= 0 && first + kSize <= width) {}
 
-  __device__ __forceinline__ bool has(int i) const { return column + i >= 0 && column + i < n; }
+  __device__ __forceinline__ bool has(int i) const { return first + i >= 0 && first + i < n; }
 
   __device__ __forceinline__ void take(const unsigned char* shared, float (&values)[kSize]) const {
     unpack<T>(*reinterpret_cast<const uint4*>(shared), values);
