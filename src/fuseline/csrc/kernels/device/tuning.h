@@ -47,6 +47,8 @@ inline constexpr RowChoice kSoftmaxBackward4[] = {
 inline constexpr RowChoice kCrossEntropy2[] = {
     {256, 1, 128, 1, 0},
     {1024, 4, 128, 1, 0},
+    {2048, 0, 64, 1, 1, RowWay::copied},
+    {3072, 0, 96, 1, 1, RowWay::copied},
     {5120, 0, 64, 1, 1, RowWay::copied},
     {12288, 0, 128, 1, 1, RowWay::copied},
     {16384, 0, 128, 2, 1, RowWay::copied},
