@@ -19,7 +19,7 @@ from fuseline.errors import InputError
 TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "device" / "tuning.h"
 VECTOR_BYTES = 16
 WARP = 32
-WORTH = 0.008
+WORTH = 0.005
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
 RING_HELD = (2, 4)
