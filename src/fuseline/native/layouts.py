@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fuseline.errors import InputError
 TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "device" / "tuning.h"
 VECTOR_BYTES = 16
 WARP = 32
-WORTH = 0.008
+WORTH = 0.005
 """A layout is taken over from the length before unless another is faster by more than this share."""
 
 RING_HELD = (2, 4)
@@ -29,6 +30,7 @@ PART_VECTORS = (64, 1024)
 """Of a warp's part of a row that waits in shared memory: fewer are idle, more are none's."""
 MOST_SHARED = 225 << 10
 """Bytes of a block."""
+WAITING_WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
@@ -87,12 +89,17 @@ def read(text: str) -> Table:
 def waits(n: int, element_size: int, tensors: int = 1) -> Iterator[Layout]:
     """Layouts of blocks that end with their row, which comes to their shared memory in bulk copies."""
     vectors = n * element_size // VECTOR_BYTES
-    for block in (64, 128, 256, 512):
-        for cluster in (1, 2, 4, 8, 16):
-            part = -(-vectors // (cluster * block // WARP * 8)) * 8
-            whole = part * block // WARP * tensors * VECTOR_BYTES
-            if PART_VECTORS[0] <= part <= PART_VECTORS[1] and whole <= MOST_SHARED:
-                yield Layout(0, block, cluster, 1, "copied")
+    for warps, cluster in product(WAITING_WARPS, (1, 2, 4, 8, 16)):
+        part = -(-vectors // (cluster * warps * 8)) * 8
+        room = part * warps * tensors * VECTOR_BYTES
+        fits = PART_VECTORS[0] <= part <= PART_VECTORS[1] and room <= MOST_SHARED
+        if fits and shares_evenly(vectors, warps, cluster):
+            yield Layout(0, warps * WARP, cluster, 1, "copied")
+
+
+def shares_evenly(vectors: int, warps: int, cluster: int) -> bool:
+    """Whether so many warps are worth trying for a row: those that are no power of two leave no lane idle."""
+    return not warps & (warps - 1) or vectors % (cluster * warps * WARP) == 0
 
 
 def _line(longest: str, held: str, block: str, cluster: str, stages: str, way: str) -> Line:

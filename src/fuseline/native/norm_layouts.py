@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from fuseline.native.layouts import PART_VECTORS, RULES, VECTOR_BYTES, WARP, Layout
+from fuseline.native.layouts import (
+    PART_VECTORS,
+    RULES,
+    VECTOR_BYTES,
+    WAITING_WARPS,
+    WARP,
+    Layout,
+    shares_evenly,
+)
 
 CLUSTERS = (1, 2, 4, 8, 16)
 MOST_THREADS = 512
@@ -49,7 +57,7 @@ def every_layout(direction: str) -> Iterator[Layout]:
         for held, block, cluster, stages in product((1, 2, 3, 4), (64, 128, 256, 512), CLUSTERS[:4], (0, 1)):
             yield Layout(held, block, cluster, stages, "held")
         yield Layout(4, 512, way="packed")
-        blocks = tuple(warps * WARP for warps in (2, 3, 4, 5, 6, 8, 10, 12, 16))
+        blocks = tuple(warps * WARP for warps in WAITING_WARPS)
         for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
             yield Layout(pieces, block, cluster, stages, "copied")
         for block, cluster, stages in product(blocks, CLUSTERS, (1, 2)):
@@ -118,8 +126,8 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
 def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
     pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
     part = -(-vectors // (cluster * warps * 8)) * 8
-    if warps & (warps - 1) and vectors % (cluster * warps * WARP):
-        return None  # such numbers of warps are for rows that they share evenly
+    if not shares_evenly(vectors, warps, cluster):
+        return None
     if (
         not PART_VECTORS[0] <= part <= PART_VECTORS[1]
         or (masked and warps > 8)
