@@ -334,8 +334,6 @@ inline constexpr RowChoice kManyAddRmsNormBackward4[] = {
     {3072, 2, 384, 1, 6, RowWay::ring},
     {4096, 2, 256, 2, 4, RowWay::ring},
     {8192, 2, 512, 2, 6, RowWay::ring},
-    {10240, 2, 512, 2, 0, RowWay::pieces},
-    {12288, 2, 384, 4, 3, RowWay::ring},
     {32768, 2, 512, 2, 0, RowWay::pieces},
     {49152, 2, 512, 8, 0, RowWay::pieces},
     {65536, 2, 512, 16, 3, RowWay::ring},
