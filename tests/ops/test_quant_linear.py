@@ -276,11 +276,12 @@ def test_a_row_of_odd_length_keeps_its_infinities() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_one_row_of_few_int8_weights_is_right(dtype: torch.dtype) -> None:
-    """Halves and quarters of tiles to a block, one step of a warp to six; and too many for either."""
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+def test_one_row_of_few_quantized_weights_is_right(name: str, dtype: torch.dtype) -> None:
+    """Whole tiles, halves and quarters to a block, one step of a warp to eight; and too many for any."""
     few = ((64, 16), (40, 33), (1000, 1000), (2000, 500), (3000, 3000), (1000, 4000), (4096, 4096))
-    for k, n in (*few, (4096, 4300)):
-        arguments = draw(1, k, n, FORMATS["int8"], dtype)
+    for k, n in (*few, (4096, 4300), (6000, 6000)):
+        arguments = draw(1, k, n, FORMATS[name], dtype)
         y = quant_linear(**arguments)
         assert_exact(y, exact(arguments), f"{k} x {n}")
         assert torch.equal(quant_linear(**arguments), y)
