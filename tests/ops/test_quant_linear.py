@@ -206,6 +206,51 @@ def test_more_rows_than_a_tile_has_are_right(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+def test_slices_are_right_at_odd_sizes(name: str, dtype: torch.dtype) -> None:
+    """Blocks of one warp to many, one tile of a warp to several; x at any address, with NaN around it."""
+    kernels = open_kernels()
+    step = 64 if name == "int8" else 128
+    for k, n in ((200, 33), (777, 513), (1000, 9000), (5001, 901), (4104, 2000)):
+        for rows in (3, 8, 13, 16, 27, 32) if name == "int8" else (3, 13, 16):
+            arguments = draw(rows, k, n, FORMATS[name], dtype)
+            wanted = exact(arguments)
+            x = torch.full((rows, k + 40), float("nan"), dtype=dtype, device="cuda")[:, 16 : 16 + k]
+            x.copy_(arguments.pop("x"))
+            arguments.pop("out_features")
+            for splits in (2, 3, 8):
+                if splits * step > k + step - 1:
+                    continue
+                y = torch.full((rows, n), float("nan"), dtype=dtype, device="cuda")
+                launch_quant_linear(kernels, x, y=y, **arguments, kernel="slices", splits=splits)
+                assert_exact(y, wanted, f"{rows} x {k} x {n}, {splits} splits")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+@pytest.mark.parametrize("rows", [7, 16])
+def test_wide_layers_one_after_another_wait_for_each_other(name: str, rows: int) -> None:
+    """Where clusters share the columns of a whole GPU's tiles."""
+    layers = [draw(rows, 4096, 4096, FORMATS[name], torch.bfloat16) for _ in range(2)]
+    assert_exact(quant_linear(**layers[0]), exact(layers[0]))
+
+    def chain(synchronize: bool) -> torch.Tensor:
+        x = layers[0]["x"]
+        for i in range(12):
+            x = quant_linear(**{**layers[i % 2], "x": x})
+            x = x / x.abs().amax() if i % 3 == 0 else x
+            if synchronize:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = chain(True)
+    assert wanted.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(chain(False), wanted)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 8, 12, 30, 64, 100, 200, 300])
 def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
@@ -218,7 +263,7 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
     arguments.pop("out_features")
     weight = arguments.pop("weight")
     taken = 0
-    for kernel in ("stream", "tiles", "gemv", "hundreds"):
+    for kernel in ("stream", "tiles", "gemv", "hundreds", "slices"):
         for splits in range(1, 9):
             y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
             plan: dict[str, Any] = {"kernel": kernel, "splits": splits}
@@ -288,11 +333,12 @@ def test_a_row_of_odd_length_keeps_its_infinities() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_one_row_of_few_int8_weights_is_right(dtype: torch.dtype) -> None:
-    """Halves and quarters of tiles to a block, one step of a warp to six; and too many for either."""
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+def test_one_row_of_few_quantized_weights_is_right(name: str, dtype: torch.dtype) -> None:
+    """Whole tiles, halves and quarters to a block, one step of a warp to eight; and too many for any."""
     few = ((64, 16), (40, 33), (1000, 1000), (2000, 500), (3000, 3000), (1000, 4000), (4096, 4096))
-    for k, n in (*few, (4096, 4300)):
-        arguments = draw(1, k, n, FORMATS["int8"], dtype)
+    for k, n in (*few, (4096, 4300), (6000, 6000)):
+        arguments = draw(1, k, n, FORMATS[name], dtype)
         y = quant_linear(**arguments)
         assert_exact(y, exact(arguments), f"{k} x {n}")
         assert torch.equal(quant_linear(**arguments), y)

@@ -10,7 +10,8 @@ namespace fuseline {
 
 int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream);       // linear_gemv.cu
 int launch_gemv_shifted(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv_shifted.cu
-int launch_gemv_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);     // linear_gemv_int8.cu
+int launch_gemv_quantized(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv_quantized.cu
+int run_slices(const LinearArguments& a, const fuseline_linear& call, void* stream);           // linear_slices.cu
 int run_hundreds_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);    // linear_hundreds_int8_sm90a.cu
 int run_hundreds_int4(const LinearArguments& a, const fuseline_linear& call, void* stream);    // linear_hundreds_int4_sm90a.cu
 
@@ -186,7 +187,11 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
   if (call->kernel == FUSELINE_LINEAR_GEMV || (!call->kernel && !call->splits)) {
     int answer = FUSELINE_UNSUPPORTED;
     if (plain) answer = shifted ? launch_gemv_shifted(a, *call, stream) : launch_gemv_16(a, *call, stream);
-    if (call->format == FUSELINE_WEIGHT_INT8) answer = launch_gemv_int8(a, *call, stream);
+    if (!plain) answer = launch_gemv_quantized(a, *call, stream);
+    if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
+  }
+  if (!plain && (!call->kernel || call->kernel == FUSELINE_LINEAR_SLICES)) {
+    const int answer = run_slices(a, *call, stream);
     if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
   }
   if (!plain) {

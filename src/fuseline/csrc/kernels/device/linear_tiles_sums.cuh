@@ -68,6 +68,9 @@ struct AroundSums {
   float scale[2], shift[2];
   int first;  // row of W
 
+  // Scale and shift of both rows at hand.
+  __device__ __forceinline__ AroundSums(float2 one, float2 other, int row)
+      : scale{one.x, other.x}, shift{one.y, other.y}, first(row) {}
   __device__ __forceinline__ AroundSums(const LinearArguments& a, int tile)
       : first(tile * kTileRows + int(threadIdx.x) % kWarp / 4) {
 #pragma unroll
