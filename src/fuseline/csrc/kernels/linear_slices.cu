@@ -14,7 +14,11 @@ struct SlicesPlan {
 constexpr int kSliceSplits[] = {2, 3, 4, 8};
 constexpr int kMostRounds = 6, kLeastWarps = 9;
 
-// What fills `a` for a plan; answers the bytes of shared memory, of which more than half a multiprocessor's are asked for.
+// Of shared memory: of a block at least, for no second one beside it; and of barriers, at most.
+int least_shared(const Device& device) { return device.shared_a_processor / 2; }
+constexpr int kBarriers = 1024;
+
+// What fills `a` for a plan; answers the bytes of shared memory.
 template <class Weights, int kColumnBlocks>
 int64_t deal_slices(LinearArguments& a, const SlicesPlan& plan, const Device& device) {
   a.splits = plan.splits, a.units = plan.clusters;
@@ -25,7 +29,7 @@ int64_t deal_slices(LinearArguments& a, const SlicesPlan& plan, const Device& de
   const int64_t x = int64_t(8 * kColumnBlocks) * x_pitch(a.steps_a_split * kSliceChunks<Weights>);
   const int64_t sums = own * a.splits * (kWarp * 16);
   a.x_bytes = int(std::min<int64_t>(x, 1 << 24)), a.scale_bytes = int(std::min<int64_t>(sums, 1 << 24));
-  return std::max<int64_t>(x + sums + own * kTileRows * 8, device.shared_a_processor / 2);
+  return std::max<int64_t>(x + sums + own * kTileRows * 8, least_shared(device));
 }
 
 // By microseconds, the bytes' own apart. The constants were fitted to 200 plans of 26 products, 8 to 32 rows by 4096 to 14336
@@ -43,7 +47,7 @@ SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call
     int clusters = 0;
     const auto kernel = linear_slices_kernel<T, Weights, kColumnBlocks>;
     const cudaError_t error =
-        resident_clusters(kernel, device, kSliceWarps * kWarp, size_t(device.shared_a_block), splits, clusters);
+        resident_clusters(kernel, device, kSliceWarps * kWarp, size_t(least_shared(device)), splits, clusters);
     if (error != cudaSuccess) cudaGetLastError();  // no machine code for this device
     if (error != cudaSuccess || clusters == 0) continue;
     for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
@@ -52,7 +56,7 @@ SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call
       plan.clusters = int(divide_up(given.tiles, plan.warps * rounds));
       LinearArguments a = given;
       const int64_t shared = deal_slices<Weights, kColumnBlocks>(a, plan, device);
-      if (shared > device.shared_a_block || a.steps < splits) continue;
+      if (shared > device.shared_a_block - kBarriers || a.steps < splits) continue;
       plan.shared = int(shared);
       const int steps = (a.base + (a.extra > 0)) * a.steps_a_split;  // of a block, 1 KB each
       plan.us = 0.022 * steps + kX * a.x_bytes + kRound * rounds + 0.071 * (rounds * a.steps_a_split);
@@ -72,6 +76,12 @@ int launch_slices(LinearArguments a, const fuseline_linear& call, const Device& 
   a.prefetched = Weights::kGrouped ? 0 : std::min(8, plan.rounds * a.steps_a_split / 4);
   a.y_pairs = a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0;
   const auto kernel = linear_slices_kernel<T, Weights, kColumnBlocks>;
+  if (plan.shared > least_shared(device)) {  // which the kernel has been allowed
+    int clusters = 0;
+    const cudaError_t error =
+        resident_clusters(kernel, device, plan.warps * kWarp, size_t(plan.shared), plan.splits, clusters);
+    if (error != cudaSuccess) return int(error);
+  }
   static thread_local int asked = -1;
   if (asked != device.index) {
     const cudaError_t error =
