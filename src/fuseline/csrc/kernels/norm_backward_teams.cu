@@ -8,12 +8,12 @@
 namespace fuseline {
 namespace {
 
-// Rows that read more so. Shares of the copy bandwidth by norm_backward_pieces.cuh and here: with a mask, layer and RMS norms (and
-// the sums over rows of x's bias) fp32 131,072 0.370 and 0.964, 0.914 and 0.915 (by two teams), 262,144 0.378 and 0.962, 0.871; 16
-// bits 262,144 0.711 and 0.909, 0.882; of x alone at 262,144 fp32 0.871 and 0.939, 0.906 and 0.952, 16 bits 0.862 and 0.894, 0.908 and
-// 0.912. 50,257 with a mask fp32 0.761 and 0.906, 0.769 and 0.905, 16 bits 0.567 and 0.740, 0.615 and 0.798; of sums 0.873 and 0.905,
-// 0.862 and 0.875; of x 0.871 and 0.894, 0.877 and 0.897, 16 bits 0.779 and 0.794, 0.825 and 0.858. To 65,536 elements rows at
-// multiples of 16 bytes read as much there, or 0.01 to 0.07 more, and so do sums without a mask.
+// Rows that read more so. Shares of the copy bandwidth by norm_backward_pieces.cuh and here: with a mask, of layer and RMS norms
+// (and with the gradient of x's bias), fp32 131,072 0.370 and 0.964, 0.914 and 0.915 (by two teams), 262,144 0.378 and 0.962, 0.871;
+// 16 bits 262,144 0.711 and 0.909, 0.882; of x alone at 262,144 fp32 0.871 and 0.939, 0.906 and 0.952, 16 bits 0.862 and 0.894, 0.908
+// and 0.912. 50,257 with a mask fp32 0.761 and 0.906, 0.769 and 0.905, 16 bits 0.567 and 0.740, 0.615 and 0.798; of sums 0.873 and
+// 0.905, 0.862 and 0.875; of x 0.871 and 0.894, 0.877 and 0.897, 16 bits 0.779 and 0.794, 0.825 and 0.858. To 65,536 elements rows
+// at multiples of 16 bytes read as much there, or 0.01 to 0.07 more, and so do sums without a mask.
 constexpr int64_t kLongMasked4 = 65536, kLong = 131072, kLongOdd = 32768;  // elements; of fp32, of all, of rows at odd addresses
 
 bool is_long(const NormBackward& a, bool drops, bool fp32) {

@@ -1,5 +1,6 @@
 // The norms' kernels of all families for many long rows, by teams of blocks (norm_teams.cuh): false for rows that they do not
-// take, which they tell before anything is launched. Each with the bytes of workspace that it needs, 0 for rows that it never takes.
+// take, which they tell before anything is launched. Each with the bytes of workspace that it needs; 0 for rows that it never
+// takes.
 #pragma once
 
 #include "norm.cuh"
