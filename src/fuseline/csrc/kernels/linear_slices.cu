@@ -34,8 +34,8 @@ int64_t deal_slices(LinearArguments& a, const SlicesPlan& plan, const Device& de
 
 // By microseconds, the bytes' own apart. The constants were fitted to 200 plans of 26 products, 8 to 32 rows by 4096 to 14336
 // columns; what it takes is 0.3% slower than the best of each on average. us beside 16 rows of int8 by blocks of a
-// cluster, warps and rounds: 4096 x 12288 2 x 12 x 1 18.7, 4 x 13 x 2 19.5, 8 x 13 x 4 20.1; 11008 x 4096 8 x 9 x 2 18.6,
-// 4 x 9 x 1 19.9.
+// cluster, warps and rounds: 4096 x 12288 2 x 12 x 1 18.7, 4 x 13 x 2 19.5, 8 x 13 x 4 20.1; 11008 x 4096, nothing asked of
+// the L2 ahead, 8 x 9 x 2 19.6, 4 x 9 x 1 20.9.
 template <class T, class Weights, int kColumnBlocks>
 SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call, const Device& device) {
   constexpr bool kInt4 = Weights::kGrouped;

@@ -133,7 +133,7 @@ int run_streams(const LinearArguments& a, const fuseline_linear& call, void* str
 
 template <class T, class Weights>
 int run(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  constexpr int kFastStreams = 16;  // rows of x up to which a stream is the fastest
+  constexpr int kFastStreams = 16;  // rows of x up to which a stream is the fastest, where slices are not
   constexpr int64_t kManyWeights = 32 << 20;  // but for more than 8 rows and so many weights
   constexpr int kMostStreams = 128;  // rows of x, beyond which the weight is better dequantized
   int answer = FUSELINE_UNSUPPORTED;
