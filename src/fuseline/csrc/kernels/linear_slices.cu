@@ -11,7 +11,6 @@ struct SlicesPlan {
   double us = 0;
 };
 
-constexpr int kSliceSplits[] = {2, 3, 4, 8};
 constexpr int kMostRounds = 6, kLeastWarps = 9;
 
 // Of shared memory: of a block at least, for no second one beside it; and of barriers, at most.
@@ -33,17 +32,17 @@ int64_t deal_slices(LinearArguments& a, const SlicesPlan& plan, const Device& de
 }
 
 // By microseconds, the bytes' own apart. The constants were fitted to 200 plans of 26 products, 8 to 32 rows by 4096 to 14336
-// columns; what it takes is 0.3% slower than the best of each on average. us beside 16 rows of int8 by blocks of a
+// columns; what it takes is 0.6% slower than the best of each on average. us beside 16 rows of int8 by blocks of a
 // cluster, warps and rounds: 4096 x 12288 2 x 12 x 1 18.7, 4 x 13 x 2 19.5, 8 x 13 x 4 20.1; 11008 x 4096, nothing asked of
 // the L2 ahead, 8 x 9 x 2 19.6, 4 x 9 x 1 20.9.
 template <class T, class Weights, int kColumnBlocks>
 SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call, const Device& device) {
   constexpr bool kInt4 = Weights::kGrouped;
-  constexpr double kX = (kInt4 ? 0.75 : kColumnBlocks == 4 ? 0.52 : 1.29) / 40960, kRound = kInt4 ? 0.2 : 0.4;
+  constexpr double kX = (kInt4 ? 0.75 : kColumnBlocks == 4 ? 0.52 : kColumnBlocks == 2 ? 1.29 : 2.) / 40960;
+  constexpr double kRound = kInt4 ? 0.2 : 0.4, kStep = kInt4 ? 0.083 : 0.071;
   SlicesPlan best;
   for (int splits = 2; splits <= kMaxCluster; ++splits) {
-    const bool listed = std::find(std::begin(kSliceSplits), std::end(kSliceSplits), splits) != std::end(kSliceSplits);
-    if (call.splits ? call.splits != splits : !listed) continue;
+    if (call.splits ? call.splits != splits : (splits & (splits - 1)) != 0) continue;
     int clusters = 0;
     const auto kernel = linear_slices_kernel<T, Weights, kColumnBlocks>;
     const cudaError_t error =
@@ -59,7 +58,7 @@ SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call
       if (shared > device.shared_a_block - kBarriers || a.steps < splits) continue;
       plan.shared = int(shared);
       const int steps = (a.base + (a.extra > 0)) * a.steps_a_split;  // of a block, 1 KB each
-      plan.us = 0.022 * steps + kX * a.x_bytes + kRound * rounds + 0.071 * (rounds * a.steps_a_split);
+      plan.us = 0.022 * steps + kX * a.x_bytes + kRound * rounds + kStep * rounds * a.steps_a_split + 0.013 * splits;
       if (best.splits == 0 || plan.us < best.us) best = plan;
     }
   }
