@@ -39,7 +39,7 @@ template <class T, class Weights, int kColumnBlocks>
 SlicesPlan plan_slices(const LinearArguments& given, const fuseline_linear& call, const Device& device) {
   constexpr bool kInt4 = Weights::kGrouped;
   constexpr double kX = (kInt4 ? 0.75 : kColumnBlocks == 4 ? 0.52 : kColumnBlocks == 2 ? 1.29 : 2.) / 40960;
-  constexpr double kRound = kInt4 ? 0.2 : 0.4, kStep = kInt4 ? 0.083 : 0.071;
+  constexpr double kRound = kInt4 ? 0.3 : 0.4, kStep = kInt4 ? 0.083 : 0.071;
   SlicesPlan best;
   for (int splits = 2; splits <= kMaxCluster; ++splits) {
     if (call.splits ? call.splits != splits : (splits & (splits - 1)) != 0) continue;
