@@ -9,12 +9,12 @@ namespace fuseline {
 namespace {
 
 // Rows that read more so. Shares of the copy bandwidth by norm_backward_pieces.cuh and here: with a mask, of layer and RMS norms
-// (and with the gradient of x's bias), fp32 131,072 0.370 and 0.964, 0.914 and 0.915 (by two teams), 262,144 0.378 and 0.962, 0.871;
-// 16 bits 262,144 0.711 and 0.909, 0.882; of x alone at 262,144 fp32 0.871 and 0.939, 0.906 and 0.952, 16 bits 0.862 and 0.894, 0.908
-// and 0.912. 50,257 with a mask fp32 0.761 and 0.906, 0.769 and 0.905, 16 bits 0.567 and 0.740, 0.615 and 0.798; of sums 0.873 and
-// 0.905, 0.862 and 0.875; of x 0.871 and 0.894, 0.877 and 0.897, 16 bits 0.779 and 0.794, 0.825 and 0.858. To 65,536 elements rows
-// at multiples of 16 bytes read as much there, or 0.01 to 0.07 more, and so do sums without a mask.
-constexpr int64_t kLongMasked4 = 65536, kLong = 131072, kLongOdd = 32768;  // elements; of fp32, of all, of rows at odd addresses
+// (and with the gradient of x's bias), fp32 131,072 0.370 and 0.971, 0.914 and 0.970, 262,144 0.378 and 0.973, 0.871 and 0.973; 16
+// bits 262,144 0.711 and 0.915, 0.882 and 0.927; of x alone at 262,144 fp32 0.871 and 0.968, 0.906 and 0.978, 16 bits 0.862 and
+// 0.910, 0.908 and 0.932. 50,257 with a mask fp32 0.761 and 0.928, 16 bits 0.567 and 0.775, 0.615 and 0.857; of sums 0.873 and 0.930,
+// 0.862 and 0.895; of x 0.871 and 0.894, 0.877 and 0.897, 16 bits 0.779 and 0.834, 0.825 and 0.858. To 65,536 elements rows at
+// multiples of 16 bytes read as much there, or 0.01 to 0.07 more; 98,304 with a mask reads 0.842 here.
+constexpr int64_t kLongMasked4 = 110000, kLong = 131072, kLongOdd = 32768;  // elements; of fp32, of all, of rows at odd addresses
 
 bool is_long(const NormBackward& a, bool drops, bool fp32) {
   if (a.n % (fp32 ? 4 : 8) != 0) return a.n > kLongOdd;
@@ -28,7 +28,7 @@ int most_teams(int64_t n, const Device& device) {
 }
 
 // Teams of as many blocks as their threads allow, but of fp32 twice these: rows of fewer bytes a block, more of which wait. fp32
-// 131,072 with a mask reads 0.964 by one team, 0.942 by two; 16 bits at 262,144 0.736 and 0.862.
+// 131,072 with a mask reads 0.971 by one team, 0.942 by two; 16 bits at 262,144 0.736 and 0.915.
 template <class T>
 int teams_of(int64_t n, const Device& device) {
   const int few = sizeof(T) == 4 ? teams_for(n, kVector<T>, kTeamVectors / 2, device) : 0;
