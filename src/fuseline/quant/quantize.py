@@ -131,8 +131,8 @@ def quantize(
             "fitted": on the grids with the least square error; "hqq": on grids fitted by half-quadratic
             quantization (`fuseline.quant.hqq`), no data needed either; "gptq": each weight's error made good
             by others (`fuseline.quant.gptq`), for what `calibrate` runs the model on. None: "gptq" with
-            `calibrate`, whose outputs are nearest by far, and "nearest" without: of those that need no data
-            it measures as well as any (`fuseline/quant/hqq.py` has the figures).
+            `calibrate`, which measures best by far, and "nearest" without: of those that need no data it cost
+            the least perplexity, HQQ diverged least (`fuseline/quant/hqq.py` has the figures).
         skip: names of modules, or patterns ("*.head"), whose linears are left; a module's name takes all
             within.
         calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on, of
