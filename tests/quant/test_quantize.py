@@ -15,7 +15,9 @@ from torch import nn
 
 import fuseline
 from fuseline.errors import InputError
+from fuseline.models.encoder_decoder import EncoderDecoder
 from fuseline.models.llama import Llama, preset
+from fuseline.models.translation_config import TranslationConfig
 from fuseline.nn import QuantLinear
 from fuseline.quant import (
     Format,
@@ -318,11 +320,27 @@ def test_what_others_read_is_left_and_told() -> None:
             "1": "it is a Sub",
             "2": "it is a Doubling",
             "3.self_attn.out_proj": "it is a NonDynamicallyQuantizableLinear",
-            "3.linear1": "torch's TransformerEncoderLayer reads its weight past it",
-            "3.linear2": "torch's TransformerEncoderLayer reads its weight past it",
+            "3.linear1": "TransformerEncoderLayer reads its weight past it",
+            "3.linear2": "TransformerEncoderLayer reads its weight past it",
         }
         assert "forward of its own" in str(done.left[1].reason)
         assert (model(x) - before).norm() < 0.02 * before.norm()
+
+
+def test_what_our_own_modules_read_is_left() -> None:
+    """A translation model's products without their bias, and a loss's table of classes."""
+    torch.manual_seed(0)
+    config = TranslationConfig(50, "encoder-decoder", num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64)
+    model = EncoderDecoder(config).eval()
+    source, target = torch.randint(1, 50, (2, 5)), torch.randint(1, 50, (2, 4))
+    with torch.no_grad():
+        before = model(source, target)
+        done = fuseline.quantize(model, "int8")
+        assert (model(source, target) - before).norm() < 0.05 * before.norm()
+    assert done.quantized
+    assert {layer.name.rsplit(".", 1)[1] for layer in done.left} >= {"out", "inner"}
+    loss = fuseline.nn.LinearCrossEntropyLoss(16, 7)
+    assert fuseline.quantize(loss, "int8").left[0].reason == "LinearCrossEntropyLoss reads its weight past it"
 
 
 def test_refuses_batches_that_miss_a_layer(model: Small, tokens: torch.Tensor) -> None:

@@ -39,6 +39,8 @@ class Cache(Protocol):
 class _Heads(nn.Module):
     """What self-attention and cross-attention share: heads, weighting, and the product at the end."""
 
+    reads_weight_of = ("out",)
+
     def __init__(self, config: TranslationConfig, kernels: Kernels) -> None:
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
@@ -95,6 +97,8 @@ class CrossAttention(_Heads):
 
 class FeedForward(nn.Module):
     """Two products with a GELU between. `out.bias` is left to the caller."""
+
+    reads_weight_of = ("inner", "out")
 
     def __init__(self, config: TranslationConfig, kernels: Kernels) -> None:
         super().__init__()

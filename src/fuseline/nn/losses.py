@@ -58,6 +58,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     `class_weight`, the other options and `chunk_size` are those of `fuseline.ops.linear_cross_entropy`.
     """
 
+    reads_weight_of = ("linear",)
     class_weight: torch.Tensor | None
 
     def __init__(

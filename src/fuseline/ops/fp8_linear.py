@@ -51,7 +51,8 @@ def fp8_linear(
         scales: [N], float32.
         bias: [N] of x's dtype.
 
-    Returns [.., N] in x's dtype. Its gradient is not computed. Raises ValueError for what does not fit.
+    Returns [.., N] in x's dtype; where torch's scaled product runs, rounded to bfloat16 on the way, in which
+    alone it scales rows. Its gradient is not computed. Raises ValueError for what does not fit.
     """
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():

@@ -9,6 +9,12 @@ so that the same constants fit any layer; the best grid of all turns is taken, a
 Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. Theirs keeps s
 and lets z be any number; here z is what the kernels read, an integer, and s is fitted with it. A grid centred
 at zero has s alone.
+
+What it is worth to a small GPT (4 layers of 256, Python's library, perplexity 46; 24,576 held-out tokens) in
+int4 with groups of 128, 64 and 32, in percent more perplexity than float32's, and in thousandths of a nat by
+which the distributions of the next token diverge: to the nearest 0.16, 0.21, 0.26 and 2.91, 2.43, 2.02; HQQ
+0.30, 0.36, 0.37 and 2.57, 2.13, 1.85; least squares 0.49, 0.47, 0.42 and 2.78, 2.38, 2.06; GPTQ, which reads
+data, 0.16, 0.12, 0.10 and 0.70, 0.65, 0.57.
 """
 
 from __future__ import annotations

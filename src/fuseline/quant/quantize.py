@@ -22,8 +22,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDED = ("int8", "int4")
 """Formats whose weights lie on grids."""
 METHODS = ("nearest", "fitted", "hqq", "gptq")
-READERS = (torch.nn.TransformerEncoderLayer,)
-"""Modules whose fast path for inference hands their linears' weights to one kernel of torch's."""
+TORCH_READS = {torch.nn.TransformerEncoderLayer: ("linear1", "linear2")}
+"""Layers of torch's whose fast path for inference hands linears' weights to one kernel."""
+READS = "reads_weight_of"
+"""What a module of any other kind may name so: its linears whose weight it takes past their forward."""
 HESSIAN_BYTES = 8 * 2**30
 """Of Hessians at a time; a model with more is calibrated in several runs, the first layers first."""
 
@@ -113,8 +115,9 @@ def quantize(
 ) -> Quantization:
     """Replace the `torch.nn.Linear` layers of `model` by quantized ones, in place.
 
-    Subclasses of `torch.nn.Linear` are left, and so are layers whose weight is read by other modules of
-    torch: the answer lists them with the reason.
+    Subclasses of `torch.nn.Linear` are left, and so are layers whose weight another module takes past their
+    forward (torch's encoder layers do, and modules that name such layers in a class attribute
+    `reads_weight_of`): the answer lists them with the reason.
 
     Args:
         model: any module; its dtype is that of the activations. Embeddings are not touched, and a head that
@@ -128,7 +131,8 @@ def quantize(
             "fitted": on the grids with the least square error; "hqq": on grids fitted by half-quadratic
             quantization (`fuseline.quant.hqq`), no data needed either; "gptq": each weight's error made good
             by others (`fuseline.quant.gptq`), for what `calibrate` runs the model on. None: "gptq" with
-            `calibrate`, which measures best, and "nearest" without.
+            `calibrate`, which measures best by far, and "nearest" without: of those that need no data it cost
+            the least perplexity, HQQ diverged least (`fuseline/quant/hqq.py` has the figures).
         skip: names of modules, or patterns ("*.head"), whose linears are left; a module's name takes all
             within.
         calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on, of
@@ -277,17 +281,21 @@ def _check_names(model: torch.nn.Module, skip: Sequence[str]) -> None:
 
 def _why_left(model: torch.nn.Module, name: str, linear: torch.nn.Linear, skip: Sequence[str]) -> str | None:
     path = name.split(".")
-    within = [".".join(path[: i + 1]) for i in range(len(path))]
+    parts = [".".join(path[: i + 1]) for i in range(len(path))]
     for pattern in skip:
-        if any(fnmatch.fnmatchcase(part, pattern) for part in within):
+        if any(fnmatch.fnmatchcase(part, pattern) for part in parts):
             return f"left out by skip={pattern!r}"
     kind = type(linear)
     if kind is not torch.nn.Linear:
         own = "with a forward of its own" if kind.forward is not torch.nn.Linear.forward else "a subclass"
         return f"it is a {kind.__name__}, {own}, whose weight others may read past it"
-    parent = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(parent, READERS):
-        return f"torch's {type(parent).__name__} reads its weight past it"
+    within, _, last = name.rpartition(".")
+    parent = model.get_submodule(within)
+    read = getattr(type(parent), READS, ())
+    for known, names in TORCH_READS.items():
+        read = (*read, *(names if isinstance(parent, known) else ()))
+    if last in read:
+        return f"{type(parent).__name__} reads its weight past it"
     if linear.weight.dtype not in DTYPES:
         return f"its weight is {linear.weight.dtype}"
     if linear.weight.is_meta:
