@@ -339,7 +339,7 @@ Three linear_cross_entropy_rows_backward_autograd(const Tensor& grad_out, const 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
           "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, str reduction=\"mean\", "
-          "float? soft_cap=None, float z_loss=0.0, SymInt? vocab_size=None, SymInt chunk_size=8192) -> Tensor",
+          "float? soft_cap=None, float z_loss=0.0, SymInt? vocab_size=None, SymInt chunk_size=4096) -> Tensor",
           {at::Tag::pt2_compliant_tag});
     m.def("linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
           "Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor loss, Tensor total, "

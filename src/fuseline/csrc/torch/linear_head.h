@@ -145,15 +145,15 @@ struct Head {
 // no logits.
 Tensor loss_without_logits(const Head& head, const Options& o);
 
-// The gradients of hidden, weight and bias, chunk after chunk. With several chunks, or where a sum over all rows may
-// leave fp16's range, those of weight and bias are added up in fp32.
+// The gradients of hidden, weight and bias, chunk after chunk. With more than two chunks, or where a sum over all rows may
+// leave fp16's range, those of weight and bias are added up in fp32. Two are added with one rounding more than one has.
 struct Gradients {
     const Head& head;
     std::array<bool, 3> wanted;
     Tensor hidden, weight, bias;
 
     Gradients(const Head& of, std::array<bool, 3> want, at::ScalarType sums) : head(of), wanted(want) {
-        const bool several = head.rows > head.each;
+        const bool several = head.rows > 2 * head.each;
         if (wanted[0]) hidden = at::empty(head.hidden.sizes(), head.hidden.options());
         const bool wide = several || sums != head.hidden.scalar_type();
         const auto options = head.weight.options().dtype(wide ? accumulator_type(sums) : sums);
