@@ -1,12 +1,15 @@
-"""Times the linear layer and GELU of a transformer's MLP, fused in different places, forward and both ways.
+"""Times a transformer's MLP and the GELU in it, fused in different places, forward and both ways.
 
     python benchmarks/linear_gelu.py
 
-Shapes are GPT-2's (16,384 tokens, 768 to 3,072, bf16). `linear+bias, gelu` adds the bias in the product's
-epilogue and runs our gelu; `linear, bias+gelu` leaves the bias to our gelu, whose backward sums its gradient
-up in the same pass; `_addmm_activation` is cuBLASLt's own epilogue, forward only, since it keeps nothing for
-a backward; `inductor` is torch.compile of the plain two. Each is timed with the L2 overwritten before every
-run, the variants in turn, and the median over the rounds is printed in microseconds.
+Shapes are GPT-2's (16,384 tokens, 768 to 3,072 and back, bf16). First the products that GELU and its
+gradient stand beside: `linear+bias, gelu` adds the bias in the product's epilogue and runs our gelu; `linear,
+bias+gelu` leaves the bias to our gelu, whose backward sums its gradient up in the same pass;
+`_addmm_activation` is cuBLASLt's own epilogue, which keeps nothing for a backward; GELU_AUX_BIAS keeps what
+it was given, DGELU and DGELU_BGRAD multiply by the gradient, the second summing up the bias's (each algorithm
+that is proposed; the tanh form alone). Then the whole MLP with our gelu, eager, and by torch.compile. Each is
+timed with the L2 overwritten before every run, the variants in turn, and the median over the rounds is
+printed in microseconds.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import tyro
+from cublaslt import DGELU, DGELU_BGRAD, GELU_AUX_BIAS, Product
 
 from fuseline import ops
 from fuseline.timing import time_calls
 
-Variant = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Call = Callable[[], object]
+Layer = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,113 @@ class Options:
     repeats: int = 20
 
 
-def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+@dataclass(frozen=True)
+class Inputs:
+    """An MLP's: x [tokens, width], weights [inner, width] and [width, inner], biases, and a gradient of y."""
+
+    x: torch.Tensor
+    weight_1: torch.Tensor
+    bias_1: torch.Tensor
+    weight_2: torch.Tensor
+    bias_2: torch.Tensor
+    grad_out: torch.Tensor
+
+    @classmethod
+    def drawn(cls, options: Options, device: torch.device) -> Inputs:
+        draw = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+        tokens, width, inner = options.tokens, options.width, options.inner
+        weight_1 = draw(inner, width) * width**-0.5
+        weight_2 = draw(width, inner) * inner**-0.5
+        return cls(draw(tokens, width), weight_1, draw(inner), weight_2, draw(width), draw(tokens, width))
+
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        given = self.x, self.weight_1, self.bias_1, self.weight_2, self.bias_2
+        return tuple(tensor.detach().requires_grad_() for tensor in given)
 
 
-def bias_in_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return ops.gelu(F.linear(x, weight, bias))
+def forward_products(given: Inputs) -> dict[str, Call]:
+    x, weight, bias = given.x, given.weight_1, given.bias_1
+    inner, kept = (torch.empty(len(x), len(weight), device=x.device, dtype=x.dtype) for _ in range(2))
+    product = Product(x, weight, inner, turned_right=True, epilogue=GELU_AUX_BIAS, bias=bias, aux=kept)
+    return {
+        "the product alone": lambda: F.linear(x, weight),
+        "linear+bias, gelu": lambda: ops.gelu(F.linear(x, weight, bias)),
+        "linear, bias+gelu": lambda: ops.gelu(F.linear(x, weight), bias),
+        "_addmm_activation": lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True),
+        **proposed("GELU_AUX_BIAS", product),
+    }
 
 
-def bias_in_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return ops.gelu(F.linear(x, weight), bias)
+def backward_products(given: Inputs) -> dict[str, Call]:
+    grad_out, weight, bias = given.grad_out, given.weight_2, given.bias_1
+    kept = F.linear(given.x, given.weight_1, bias)
+    grad, grad_bias = torch.empty_like(kept), torch.empty_like(bias)
+    gradient = torch.ops.fuseline.gelu_backward.default
+    alone = Product(grad_out, weight, grad, epilogue=DGELU, aux=kept)
+    summed = Product(grad_out, weight, grad, epilogue=DGELU_BGRAD, aux=kept, bias=grad_bias)
+    return {
+        "the product alone": lambda: grad_out @ weight,
+        "product, bias+gelu": lambda: gradient(grad_out @ weight, kept, bias, "tanh", [True, True]),
+        **proposed("DGELU", alone),
+        **proposed("DGELU_BGRAD", summed),
+    }
 
 
-def gelu_in_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+def proposed(name: str, product: Product) -> dict[str, Call]:
+    return {f"{name} {i}": functools.partial(product.run, i) for i in range(product.algorithms)}
 
 
-def in_turn(
-    calls: dict[str, Callable[[], object]], options: Options, device: torch.device
-) -> dict[str, float]:
+def bias_in_gelu(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor,
+) -> torch.Tensor:
+    return F.linear(ops.gelu(F.linear(x, weight_1), bias_1), weight_2, bias_2)
+
+
+def eager(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor,
+) -> torch.Tensor:
+    return F.linear(F.gelu(F.linear(x, weight_1, bias_1), approximate="tanh"), weight_2, bias_2)
+
+
+def whole(given: Inputs) -> dict[str, dict[str, Call]]:
+    """The MLP by each, forward and both ways."""
+    parameters = given.parameters()
+    layers: dict[str, Layer] = {
+        "linear, bias+gelu, linear": bias_in_gelu,
+        "eager": eager,
+        "inductor": torch.compile(eager, dynamic=False),
+    }
+
+    def forward(layer: Layer) -> torch.Tensor:
+        with torch.no_grad():
+            return layer(*parameters)
+
+    def both(layer: Layer) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(layer(*parameters), parameters, given.grad_out)
+
+    wide = [tensor.detach().float().requires_grad_() for tensor in parameters]
+    exact = torch.autograd.grad(eager(*wide), wide, given.grad_out.float())
+    for name, layer in layers.items():
+        errors = (
+            float(torch.linalg.vector_norm(found.float() - wanted) / torch.linalg.vector_norm(wanted))
+            for found, wanted in zip(both(layer), exact, strict=True)
+        )
+        print(f"errors of gradients, {name:<26}", *(f"{error:.1e}" for error in errors))
+    return {
+        "MLP forward": {name: functools.partial(forward, layer) for name, layer in layers.items()},
+        "MLP both ways": {name: functools.partial(both, layer) for name, layer in layers.items()},
+    }
+
+
+def in_turn(calls: dict[str, Call], options: Options, device: torch.device) -> dict[str, float]:
     """The median microseconds of each call over rounds that go forwards and backwards."""
     seen: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(options.rounds):
@@ -70,38 +163,11 @@ def main(options: Options) -> int:
         print("This times CUDA kernels, and torch sees no CUDA device.", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    draw = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x = draw(options.tokens, options.width).requires_grad_()
-    weight = (draw(options.inner, options.width) * options.width**-0.5).requires_grad_()
-    bias = draw(options.inner).requires_grad_()
-    grad_out = draw(options.tokens, options.inner)
-    variants: dict[str, Variant] = {
-        "linear+bias, gelu": bias_in_product,
-        "linear, bias+gelu": bias_in_gelu,
-        "eager": eager,
-        "inductor": torch.compile(eager, dynamic=False),
-    }
-
-    def forward(variant: Variant) -> torch.Tensor:
-        with torch.no_grad():
-            return variant(x, weight, bias)
-
-    def both(variant: Variant) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(variant(x, weight, bias), (x, weight, bias), grad_out)
-
-    exact = forward(lambda *inputs: eager(*(tensor.float() for tensor in inputs)))
-    for name, variant in {**variants, "_addmm_activation": gelu_in_product}.items():
-        error = torch.linalg.vector_norm(forward(variant).float() - exact) / torch.linalg.vector_norm(exact)
-        print(f"error of {name}: {float(error):.2e}")
-    calls: dict[str, Callable[[], object]] = {
-        name: functools.partial(forward, variant)
-        for name, variant in {**variants, "_addmm_activation": gelu_in_product}.items()
-    }
-    for name, time_us in in_turn(calls, options, device).items():
-        print(f"fw   {name:<20} {time_us:8.1f}")
-    calls = {name: functools.partial(both, variant) for name, variant in variants.items()}
-    for name, time_us in in_turn(calls, options, device).items():
-        print(f"fwbw {name:<20} {time_us:8.1f}")
+    given = Inputs.drawn(options, device)
+    groups = {"forward": forward_products(given), "backward": backward_products(given), **whole(given)}
+    for group, calls in groups.items():
+        for name, time_us in in_turn(calls, options, device).items():
+            print(f"{group:<14} {name:<28} {time_us:8.1f}")
     return 0
 
 
