@@ -194,6 +194,18 @@ def test_hundreds_of_rows_are_right_at_odd_sizes(name: str, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4-128", "int4-32z"])
+def test_more_rows_than_a_tile_has_are_right(name: str, dtype: torch.dtype) -> None:
+    """By the kernels to some rows, by torch's product from there on; the last tile of 256 with a part of its
+    rows."""
+    for k, n in ((520, 200), (1096, 777), (4104, 8300)):
+        for rows in (257, 300, 512, 513, 1000, 1025) if n < 1000 else (300, 1024, 1025):
+            arguments = draw(rows, k, n, FORMATS[name], dtype)
+            assert_exact(quant_linear(**arguments), exact(arguments), f"{rows} x {k} x {n}")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 8, 12, 30, 64, 100, 200, 300])
 def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:

@@ -9,9 +9,9 @@ x is [.., K] in float32, float16, bfloat16 or float64 and y [.., N] in the same;
 float64) and scales multiply them there, so that no weight is rounded. Quantized weights stand in the kernels'
 layout (`fuseline.ops.quant_layout` packs and unpacks them); int8 scales are [N] of float32, int4's bfloat16.
 
-On a GPU the kernels take up to 256 rows of x in 16 bits (plain: 4, and 8 where K is no multiple of 8, from 7
-on; 128 on other GPUs than Hopper's); more rows, and other dtypes, go over the dequantized weight and torch's
-matrix product, which rounds weights to x's dtype. So does the kernel for int4 from 33 rows of x on, from 17
+On a GPU the kernels take up to 512 rows of x in 16 bits and 1,024 beside 32 M weights and more (plain: 4, and
+8 where K is no multiple of 8, from 7 on; 128 on other GPUs than Hopper's); more rows, and other dtypes, go
+over the dequantized weight and torch's matrix product, which rounds weights to x's dtype. So does the kernel for int4 from 33 rows of x on, from 17
 with zero points or groups of fewer than 128.
 The gradient goes to x; weight, scales and bias are frozen. On Hopper a weight that an earlier call took,
 unwritten since, is read while the launch before still runs: writing it through `.data`, by a collective or

@@ -198,7 +198,11 @@ constexpr int64_t kStreamRows = 8;
 
 // Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster. It takes
 // four times as long as the weight's bytes for 8 rows where those of the weight begin at any element.
-int64_t kernel_rows(const Weight& w, int64_t K) { return !w.plain() ? 256 : K % 8 == 0 ? 4 : 8; }
+int64_t kernel_rows(const Weight& w, int64_t K) {
+    constexpr int64_t kManyWeights = 32 << 20;
+    if (w.plain()) return K % 8 == 0 ? 4 : 8;
+    return w.out_features * K < kManyWeights ? 512 : 1024;
+}
 
 Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                          FUSELINE_FORMAT_PARAMETERS) {
