@@ -2,7 +2,9 @@
 and a whole step of a small model.
 
 Not a test: the program that `test_sanitizer.py` runs under compute-sanitizer. --cases prints each call before
-it runs.
+it runs, --racecheck leaves out what racecheck cannot judge: in a whole step's kernel a thread that writes an
+element of the stream has received what another made of the element before, a word in global memory that
+carries its number, which is an order that the tool does not see.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fuseline.quant import Format, quantize_linear
 Call = Callable[[], object]
 
 
-def calls() -> Iterator[tuple[str, Call]]:
+def calls(racecheck: bool = False) -> Iterator[tuple[str, Call]]:
     """Contexts of one block, of clusters of two to eight, and of more blocks than a cluster has; each format
     with a norm, with SwiGLU and with a sum; the likeliest token by a cluster and by a warp; and steps of
     models with both kinds of norm."""
@@ -45,7 +47,8 @@ def calls() -> Iterator[tuple[str, Call]]:
             yield f"{name} {rows} added", linear(name, rows, 704, 88, residual=True)
     for rows, vocabulary in ((1, 32003), (3, 100)):
         yield f"likeliest {rows} of {vocabulary}", likeliest(rows, vocabulary)
-    yield "step of a GPT", step(GPT(GPTConfig(256, 300, 2, 2, 128, norm="fuseline")))
+    if not racecheck:
+        yield "step of a GPT", step(GPT(GPTConfig(256, 300, 2, 2, 128, norm="fuseline")))
     yield "step of a Llama", step(Llama(preset("llama-tiny")))
 
 
@@ -104,7 +107,7 @@ def step(model: GPT | Llama) -> Call:
 @torch.no_grad()
 def main() -> None:
     assert native.ready("cuda"), native.status()
-    for label, call in calls():
+    for label, call in calls("--racecheck" in sys.argv):
         if "--cases" in sys.argv:
             print(label, flush=True)
         call()

@@ -26,7 +26,7 @@ def test_every_op_is_clean(program: str, tool: str) -> None:
     # Only our own kernels: torch's are not ours to judge, and take most of the time.
     ours = ["--kernel-name", "kns=fuseline"]
     command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(HERE / program)]
-    if program == "sanitized.py" and tool == "racecheck":
+    if program in ("sanitized.py", "sanitized_decode.py") and tool == "racecheck":
         command.append("--racecheck")
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -45,15 +45,14 @@ class Options(Recorded, Seeded):
     """Leave out what would not be done in time (90s, 4m); --resume measures it."""
     resume: bool = False
     """Measure what the same commit has not measured into the folder yet."""
-    jobs: int | None = None
-    """Processes that compile for the peers beforehand; 0 for none, by default one a core on a GPU machine."""
+    jobs: int = 0
+    """Processes that compile for the peers beforehand, side by side; 0 for none."""
 
 
 def run(options: Options) -> int:
     import torch
 
     from fuseline.bench import decode as suite
-    from fuseline.bench.compiling import default_jobs
     from fuseline.bench.ladder.budget import parse_duration
 
     device = torch.device(resolve_device(options.device))
@@ -71,7 +70,7 @@ def run(options: Options) -> int:
         options.seed,
         None if options.budget is None else parse_duration(options.budget),
         options.resume,
-        jobs=default_jobs(device) if options.jobs is None else options.jobs,
+        jobs=options.jobs,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
