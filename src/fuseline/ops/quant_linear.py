@@ -11,8 +11,8 @@ layout (`fuseline.ops.quant_layout` packs and unpacks them); int8 scales are [N]
 
 On a GPU the kernels take up to 512 rows of x in 16 bits and 1,024 beside 32 M weights and more (plain: 4, and
 8 where K is no multiple of 8, from 7 on; 128 on other GPUs than Hopper's); more rows, and other dtypes, go
-over the dequantized weight and torch's matrix product, which rounds weights to x's dtype. So does the kernel for int4 from 33 rows of x on, from 17
-with zero points or groups of fewer than 128.
+over the dequantized weight and torch's matrix product, which rounds weights to x's dtype. So does the kernel
+for int4 from 33 rows of x on, from 17 with zero points or groups of fewer than 128.
 The gradient goes to x; weight, scales and bias are frozen. On Hopper a weight that an earlier call took,
 unwritten since, is read while the launch before still runs: writing it through `.data`, by a collective or
 by a kernel of one's own, which no version counts, wants a synchronization.
