@@ -224,9 +224,12 @@ def test_only_skipped_rungs_make_a_page(tmp_path, ladder_records):
 
 def test_two_machines_have_their_own_sections_and_file_names(tmp_path, make_ladder, cpu):
     records = [*make_ladder(), *make_ladder(cpu, gpu=False)]
-    page = Page(report.build(records, tmp_path).read_text())
+    html = report.build(records, tmp_path).read_text()
+    page = Page(html)
     assert {"ladder-1", "ladder-2"} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)
+    named = re.findall(r'<span class="name">([^<]*)<', html)
+    assert len(set(named)) == len(named) == 2
 
 
 @pytest.mark.parametrize("missing", ["lever", "slot", "order", "kept", "mode", "baseline", "preset", "batch"])
