@@ -92,3 +92,12 @@ def _same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
     assert rows.is_contiguous()
     assert torch.equal(scales.cpu(), wanted_scales)
     assert torch.equal(rows.cpu().view(torch.uint8), wanted_rows.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_backward_through_it_is_refused() -> None:
+    x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rows, scales = quantize_rows(torch.randn(32, 64, device="cuda"))
+    y = x.sum() + fp8_linear(x, rows, scales[:, 0]).sum()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        y.backward()

@@ -100,6 +100,15 @@ def test_each_format_is_as_near_as_its_bits(format: Format, bound: float) -> Non
     assert (layer(x) - wanted).norm() <= tolerance * wanted.norm()
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("width", [99, 101, 128])
+def test_rows_of_another_width_are_refused(format: str, width: int) -> None:
+    layer = quantize_linear(nn.Linear(100, 40), Format(format, group_size=32 if format == "int4" else 0))[0]
+    assert layer(torch.randn(3, 100)).shape == (3, 40)
+    with pytest.raises(ValueError, match=rf"100 inputs was given x of shape \[3, {width}\]"):
+        layer(torch.randn(3, width))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fp8_takes_rows_however_they_lie(device: str) -> None:
     layer = quantize_linear(nn.Linear(64, 32, device=device), Format("fp8"))[0]

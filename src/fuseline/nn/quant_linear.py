@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuseline.errors import unknown_name
+from fuseline.errors import InputError, unknown_name
 from fuseline.ops.fp8_linear import fp8_linear
 from fuseline.ops.quant_layout import TILE_COLUMNS, TILE_ROWS, dequantize
 from fuseline.ops.quant_linear import quant_linear
@@ -84,6 +84,10 @@ class QuantLinear(torch.nn.Module):
         if self.format == "fp8":
             assert scales is not None
             return fp8_linear(x, weight, scales, bias)
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise InputError(
+                f"A quantized linear of {self.in_features} inputs was given x of shape {list(x.shape)}."
+            )
         return quant_linear(
             x,
             weight,

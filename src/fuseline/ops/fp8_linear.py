@@ -36,6 +36,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
+    if x.requires_grad and torch.is_grad_enabled():  # a gradient that is wanted is refused, not forgotten
+        return False
     served = x.device.type == "cuda" and x.dtype is not torch.float64 and x.shape[-1] % ROW_STEP == 0
     return served and x.shape[-1] > 0 and native.ready("cuda")
 
@@ -52,7 +54,7 @@ def fp8_linear(
         bias: [N] of x's dtype.
 
     Returns [.., N] in x's dtype; where torch's scaled product runs, rounded to bfloat16 on the way, in which
-    alone it scales rows. Its gradient is not computed. Raises ValueError for what does not fit.
+    alone it scales rows. On a GPU a backward through it is refused. Raises ValueError for what does not fit.
     """
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():

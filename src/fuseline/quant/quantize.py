@@ -292,6 +292,7 @@ def _why_left(model: torch.nn.Module, name: str, linear: torch.nn.Linear, skip: 
     within, _, last = name.rpartition(".")
     parent = model.get_submodule(within)
     read = getattr(type(parent), READS, ())
+    read = (read,) if isinstance(read, str) else read
     for known, names in TORCH_READS.items():
         read = (*read, *(names if isinstance(parent, known) else ()))
     if last in read:
@@ -334,8 +335,11 @@ def _too_slow(
 
 
 def _left(name: str, linear: torch.nn.Linear, reason: str) -> LayerReport:
-    dtype = str(linear.weight.dtype).removeprefix("torch.")
-    size = linear.weight.nbytes
+    weight = getattr(linear, "weight", None)  # a subclass may keep its own
+    if not isinstance(weight, torch.Tensor):
+        return LayerReport(name, "?", linear.in_features, linear.out_features, 0, 0, reason)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    size = weight.nbytes
     return LayerReport(name, dtype, linear.in_features, linear.out_features, size, size, reason)
 
 

@@ -106,6 +106,8 @@ def step_work(
             for _ in range(WARM_UP):
                 learner.advance()
             outcome.by_kind = work_of(learner.advance, device)
+            if not outcome.all.ms:
+                outcome.skipped = "the profiler saw no kernels"
         except Exception as error:  # a compiler may raise anything, and the others still count
             outcome.skipped = describe_failure(error)
             continue

@@ -153,7 +153,7 @@ int launch_int4(const LinearArguments& a, const Device& device, void* stream) {
 
 int launch_gemv_quantized(const LinearArguments& a, const fuseline_linear& call, void* stream) {
   const bool bare = !a.norm && !a.activation && !a.residual && !a.next_weight;
-  if (a.m != 1 || !a.x_vectors || !bare) return FUSELINE_UNSUPPORTED;
+  if (a.m != 1 || a.k == 0 || !a.x_vectors || !bare) return FUSELINE_UNSUPPORTED;
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);

@@ -127,11 +127,11 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
     } else if (choice->way == RowWay::held) {
       failed = run(a, norm.dtype, norm.y_dtype, device, stream, choice);
       if (failed != FUSELINE_UNSUPPORTED) return failed;
-      failed = 0;
     } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
       return failed;
     }
     if (measured) return FUSELINE_UNSUPPORTED;
+    failed = 0;
   }
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
