@@ -211,7 +211,12 @@ def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
     for record in records:
         if (record["family"], record["size"]) == (name, size) and record["times"]:
             n = record["n"]
-            times[n] = {family.taken(n, size, Layout(*row[1:])): row[0] for row in record["times"]}
+            found: dict[Layout, float] = {}
+            for us, *told in record["times"]:
+                layout = family.taken(n, size, Layout(*told))
+                if layout is not None:  # of times from elsewhere, what no kernel takes any more
+                    found[layout] = min(us, found.get(layout, us))
+            times[n] = found
     return choose(times, family.every, lambda n, layout: family.taken(n, size, layout))
 
 

@@ -199,7 +199,7 @@ def test_rows_far_from_zero(n: int, rows: int) -> None:
 
 
 def test_many_rows_on_streams_and_in_a_graph() -> None:
-    """Launches whose blocks all wait for each other, side by side, and again."""
+    """Launches that fill the GPU, side by side, and again."""
     rows, n = 140, 131072
     x, residual, grad_y = (place(rows, n, torch.float32, 0) for _ in range(3))
     weight, bias = torch.ones(n, device=DEVICE), torch.zeros(n, device=DEVICE)

@@ -69,7 +69,8 @@ def run(options: Options) -> int:
     out = options.out or DEFAULT_OUT
     if options.dry_run:
         products = len(bench.problems()) + (len(CPU_LAYERS) * len(bench.rows) if suite.ON_CPU in parts else 0)
-        what = f"{products} products by {', '.join(bench.peers)}"
+        peers = ("fuseline", "eager") if parts == (suite.ON_CPU,) else bench.peers
+        what = f"{products} products by {', '.join(peers)}"
         print(f"{what} on {bench.device}. Records would go to {out / 'linear.jsonl'}.")
         return 0
     torch.manual_seed(options.seed)

@@ -159,8 +159,12 @@ def test_layers_on_a_cpu_take_turns_with_float32(
     page = report.build(records, tmp_path / "page").read_text()
     assert "Layers on a CPU" in page
     assert "64 inputs, 32 outputs, 1 row" in page
+    assert command([*arguments, "--formats", "int8,int4", "--resume"]) == 0
+    assert len(read(tmp_path / "linear.jsonl")) == len(records)
     with pytest.raises(InputError, match="for --device cpu"):
         LinearBench(torch.device("cuda"), parts=("cpu",))
+    with pytest.raises(InputError, match="int8 and int4 beside float32's"):
+        LinearBench(torch.device("cpu"), parts=("cpu",), formats=("bf16",))
 
 
 def test_layers_have_a_table_each(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from fuseline.bench.linear.problems import CPU_LAYERS, GROUP_SIZE, Problem
+from fuseline.bench.linear.problems import CPU_LAYERS, GROUP_SIZE, Problem, case_of
 from fuseline.quant import Format, quantize_linear
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
@@ -29,9 +29,14 @@ ROUNDS = 4
 Call = Callable[[], torch.Tensor]
 
 
+def served(formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `formats` that a CPU has layers of."""
+    return tuple(format for format in formats if format in ("int8", "int4"))
+
+
 def problems(rows: tuple[int, ...], formats: tuple[str, ...]) -> Iterator[tuple[Problem, ...]]:
     """Those that take turns: a size and number of rows in float32 and each of the formats."""
-    kinds = (BASE, *(format for format in formats if format in ("int8", "int4")))
+    kinds = (BASE, *served(formats))
     for k, n in CPU_LAYERS:
         for m in rows:
             yield tuple(Problem("cpu", kind, m, k, n) for kind in kinds)
@@ -52,9 +57,9 @@ def measure(
         record = partial(
             Record.of,
             suite,
-            _case(problem),
+            case(problem),
             environment=environment,
-            peer="eager" if problem.format == BASE else "fuseline",
+            peer=peer_of(problem),
         )
         took = summarize(samples)
         bandwidth = problem.bytes / took.median / 1e3
@@ -88,17 +93,9 @@ def _calls_in_a_stretch(call: Call) -> int:
     return max(1, min(1000, round(STRETCH_SECONDS * 1e6 / max(0.1, _stretch(call, 3)))))
 
 
-def _case(problem: Problem) -> dict[str, Scalar]:
-    case: dict[str, Scalar] = {
-        "section": problem.section,
-        "format": problem.format,
-        "m": problem.m,
-        "k": problem.k,
-        "n": problem.n,
-        "dtype": "float32",
-        "captured": False,
-        "threads": torch.get_num_threads(),
-    }
-    if problem.format == "int4":
-        case["group_size"] = GROUP_SIZE
-    return case
+def case(problem: Problem) -> dict[str, Scalar]:
+    return {**case_of(problem, "float32", captured=False), "threads": torch.get_num_threads()}
+
+
+def peer_of(problem: Problem) -> str:
+    return "eager" if problem.format == BASE else "fuseline"

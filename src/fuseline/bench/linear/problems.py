@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fuseline.records.record import Scalar
+
 FORMATS = ("int8", "int4", "bf16")
 ALL_FORMATS = (*FORMATS, "fp8")
 GROUP_SIZE = 128
@@ -56,6 +58,24 @@ class Problem:
         """Weight, activations and outputs, once each."""
         itemsize = 4 if self.section == "cpu" else 2
         return self.weight_bytes + itemsize * self.m * (self.k + self.n)
+
+
+def case_of(problem: Problem, dtype: str, *, captured: bool) -> dict[str, Scalar]:
+    """The problem as it stands in records."""
+    case: dict[str, Scalar] = {
+        "section": problem.section,
+        "format": problem.format,
+        "m": problem.m,
+        "k": problem.k,
+        "n": problem.n,
+        "dtype": dtype,
+        "captured": captured,
+    }
+    if problem.format == "int4":
+        case["group_size"] = GROUP_SIZE
+    if problem.preset:
+        case["preset"] = problem.preset
+    return case
 
 
 def chart(sizes: tuple[int, ...] = CHART_SIZES, formats: tuple[str, ...] = FORMATS) -> Iterator[Problem]:

@@ -24,9 +24,9 @@ from fuseline.bench.linear.problems import (
     ALL_FORMATS,
     CHART_SIZES,
     FORMATS,
-    GROUP_SIZE,
     ROWS,
     Problem,
+    case_of,
     chart,
     layers,
     place,
@@ -84,6 +84,8 @@ class LinearBench:
             raise InputError(f"Rows {self.rows} and sizes {self.sizes} are 1 or more.")
         if ON_CPU in self.parts and self.device.type != "cpu":
             raise InputError(f"The part {ON_CPU!r} is for --device cpu, not for {self.device}.")
+        if ON_CPU in self.parts and not on_cpu.served(self.formats):
+            raise InputError(f"A CPU has layers of int8 and int4 beside float32's: formats {self.formats}.")
 
     def problems(self) -> list[Problem]:
         found: list[Problem] = []
@@ -114,7 +116,7 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     missing = [problem for problem in problems if wanted[problem]]
     records: list[Record] = []
     if ON_CPU in bench.parts:
-        records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment)
+        records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment, budget, done)
     dense: dict[tuple[int, int, int], float] = {}
     with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         for number, problem in enumerate(missing):
@@ -135,11 +137,21 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
 
 
 def _measure_on_cpu(
-    bench: LinearBench, file: Path, observe: Observer, copy_gbs: float, environment: Environment
+    bench: LinearBench,
+    file: Path,
+    observe: Observer,
+    copy_gbs: float,
+    environment: Environment,
+    budget: Budget,
+    done: set[earlier.Done],
 ) -> list[Record]:
     records: list[Record] = []
     sizes = list(on_cpu.problems(bench.rows, bench.formats))
     for number, together in enumerate(sizes):
+        if all(earlier.of(on_cpu.peer_of(of), on_cpu.case(of)) in done for of in together):
+            continue
+        if budget.left() <= 0:
+            break
         observe(f"{together[0].m} x {together[0].k} x {together[0].n}", number, len(sizes))
         turns = bench.repeats * on_cpu.ROUNDS
         new = list(on_cpu.measure(together, turns, copy_gbs, environment, SUITE))
@@ -223,17 +235,4 @@ def _time(bench: LinearBench, peer: str, problem: Problem, x: torch.Tensor) -> S
 
 
 def _case(problem: Problem) -> dict[str, Scalar]:
-    case: dict[str, Scalar] = {
-        "section": problem.section,
-        "format": problem.format,
-        "m": problem.m,
-        "k": problem.k,
-        "n": problem.n,
-        "dtype": "bfloat16",
-        "captured": True,
-    }
-    if problem.format == "int4":
-        case["group_size"] = GROUP_SIZE
-    if problem.preset:
-        case["preset"] = problem.preset
-    return case
+    return case_of(problem, "bfloat16", captured=True)
