@@ -19,6 +19,7 @@ from fuseline.models.encoder_decoder import EncoderDecoder
 from fuseline.models.llama import Llama, preset
 from fuseline.models.translation_config import TranslationConfig
 from fuseline.nn import QuantLinear
+from fuseline.ops.fp8_linear import fp8_linear, quantize_rows
 from fuseline.quant import (
     Format,
     Quantized,
@@ -118,6 +119,20 @@ def test_fp8_takes_rows_however_they_lie(device: str) -> None:
     assert layer(x.T[:0]).shape == (0, 32)
     with pytest.raises(ValueError, match=r"shape \[64, 7\]; it is floating, \[.., 64\]"):
         layer(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_fp8_rounds_to_no_dtype_between(dtype: torch.dtype) -> None:
+    """bf16, which torch's product scales rows in, would be off by 1.1e-3."""
+    x, bias = torch.randn(70, 1024).cuda().to(dtype), torch.randn(96).cuda().to(dtype)
+    weight, scales = quantize_rows(torch.randn(96, 1024).cuda())
+    rows, scales_of_x = quantize_rows(x)
+    wanted = (rows.double() * scales_of_x) @ (weight.double() * scales).T + bias.double()
+    y = fp8_linear(x, weight, scales[:, 0], bias)
+    assert y.dtype is dtype
+    assert (y.double() - wanted).norm() < 5e-4 * wanted.norm()
+    assert fp8_linear(x[:0], weight, scales[:, 0], bias).shape == (0, 96)
 
 
 @pytest.mark.parametrize("format", ALL[:4], ids=lambda f: str(f))

@@ -60,20 +60,31 @@ def fp8_linear(
     if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():
         raise InputError(f"fp8_linear: x is {x.dtype} of shape {list(x.shape)}; it is floating, [.., {k}].")
     rows, scale_x = quantize_rows(x.reshape(-1, k))
-    if runs_in_fp8(x.device, k, n):
-        y = torch._scaled_mm(
-            rows,
-            weight.t(),
-            scale_a=scale_x,
-            scale_b=scales[None],
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        ).to(x.dtype)
-        y = y if bias is None else y + bias
+    if runs_in_fp8(x.device, k, n) and len(rows):
+        y = _scaled_product(rows, weight, scale_x, scales, x.dtype)
+        y = (y if bias is None else y + bias).to(x.dtype)
     else:
         wide = F.linear(rows.float() * scale_x, weight.float() * scales[:, None])
         y = (wide if bias is None else wide + bias).to(x.dtype)
     return y.view(*x.shape[:-1], n)
+
+
+def _scaled_product(
+    rows: torch.Tensor, weight: torch.Tensor, scale_x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Torch's product scales rows in bf16 alone; for other dtypes it gives plain sums in float32, which are
+    scaled in another pass."""
+    narrow = dtype is torch.bfloat16
+    one = None if narrow else torch.ones((), device=rows.device)
+    sums = torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=scale_x if one is None else one,
+        scale_b=scales[None] if one is None else one,
+        out_dtype=torch.bfloat16 if narrow else torch.float32,
+        use_fast_accum=narrow,  # its sums have fewer bits, about what bf16 shows
+    )
+    return sums if narrow else sums * scale_x * scales
 
 
 def runs_in_fp8(device: torch.device, k: int, n: int) -> bool:
