@@ -1,5 +1,7 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
+#include "device/norm_teams.h"
+#include "fuseline_long_norms.h"
 
 namespace fuseline {
 namespace {
@@ -44,7 +46,7 @@ bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype
   }
 }
 
-int forward(const fuseline_norm& norm, void* stream) {
+int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
   if (!dtypes_fit(norm, weights)) return FUSELINE_UNSUPPORTED;
@@ -64,12 +66,19 @@ int forward(const fuseline_norm& norm, void* stream) {
   const int adds = !norm.residual ? 0 : norm.x_bias || a.dropout.seed ? 2 : 1;
   const RowChoice* const choice = choice_for_many(norm, adds, false, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
+  if (!measured && norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice) {
     if (forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
     if (measured) return FUSELINE_UNSUPPORTED;
   }
   if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
+}
+
+size_t forward_workspace_bytes(const fuseline_norm& norm) {
+  Device device;
+  if (!norm.residual || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  return norm_forward_teams_bytes(norm.rows, norm.n, device);
 }
 
 // Whether the backward has more to do than that of a norm alone.
@@ -121,6 +130,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   int failed = 0;
   const RowChoice* const choice = choice_of_backward(norm, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
+  if (!measured && norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice) {
     if (choice->way == RowWay::pieces) {
       if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) return failed;
@@ -144,7 +154,8 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
 size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   Device device;
   if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const size_t across_bytes = norm_backward_across_bytes(norm.rows, norm.n, device);
+  const size_t across_bytes =
+      std::max(norm_backward_across_bytes(norm.rows, norm.n, device), norm_backward_teams_bytes(norm.rows, norm.n, device));
   if (!sums) return across_bytes;
   const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
   const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
@@ -169,7 +180,13 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
+int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, nullptr, stream); }
+
+size_t fuseline_norm_forward_workspace(const fuseline_norm* norm) { return fuseline::forward_workspace_bytes(*norm); }
+
+int fuseline_norm_forward_with(const fuseline_norm* norm, void* workspace, void* stream) {
+  return fuseline::forward(*norm, workspace, stream);
+}
 
 size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) {
   return fuseline::workspace_bytes(*norm, norm->grad_weight || norm->grad_bias || norm->grad_x_bias);
@@ -185,7 +202,7 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.eps = eps;
   norm.dtype = norm.y_dtype = dtype, norm.weight_dtype = weight_dtype;
   norm.x = x, norm.weight = weight, norm.bias = bias, norm.y = y, norm.mean = mean, norm.rstd = rstd;
-  return fuseline::forward(norm, stream);
+  return fuseline::forward(norm, nullptr, stream);
 }
 
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
