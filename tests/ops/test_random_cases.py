@@ -93,6 +93,12 @@ def linear_cross_entropy_case(pick: random.Random, most: int) -> Case:
     return Case("drawn", case.shape, {**options, **extras, "embed_dim": pick.choice([1, 8, 24, 100])})
 
 
+def mlp_case(pick: random.Random, most: int) -> Case:
+    rows, n = rows_and_length(pick, most // 8)
+    sizes = {"inner": pick.choice([1, 24, 100, 257]), "out": pick.choice([1, 9, 40])}
+    return Case("drawn", (rows, n), {**sizes, **maybe(pick, approximate="none", biases=(False, True))})
+
+
 def gelu_case(pick: random.Random, most: int) -> Case:
     options = maybe(pick, bias=False, bias_dtype=torch.float32, approximate="none")
     return Case("drawn", rows_and_length(pick, most), options)
@@ -144,6 +150,7 @@ DRAWN: dict[str, Callable[[random.Random, int], Case]] = {
     "cross_entropy": cross_entropy_case,
     "linear_cross_entropy": linear_cross_entropy_case,
     "gelu": gelu_case,
+    "mlp": mlp_case,
     "swiglu": lambda pick, most: Case("drawn", rows_and_length(pick, most), maybe(pick, packed=True)),
     "geglu": lambda pick, most: Case("drawn", rows_and_length(pick, most), maybe(pick, packed=True)),
     "rope": rope_case,

@@ -31,6 +31,7 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
+from fuseline.nn.feed_forward import feed_forward
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -102,13 +103,13 @@ class MLP(nn.Module):
         self.dropout = _dropout(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self._inner(x_BTC)))
+        return self.dropout(self._found(x_BTC))
 
-    def _inner(self, x_BTC: Tensor) -> Tensor:
-        """In training the bias is left to the GELU if fused: its gradient is summed up on the way."""
-        if self.fused and self.training and type(self.c_fc) is nn.Linear and self.c_fc.bias is not None:
-            return ops.gelu(F.linear(x_BTC, self.c_fc.weight), self.c_fc.bias, self.gelu.approximate)
-        return self.gelu(self.c_fc(x_BTC))
+    def _found(self, x_BTC: Tensor) -> Tensor:
+        """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
+        if self.fused and self.training and type(self.c_fc) is type(self.c_proj) is nn.Linear:
+            return feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate)
+        return self.c_proj(self.gelu(self.c_fc(x_BTC)))
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from fuseline.nn.feed_forward import feed_forward
 from fuseline.nn.multihead_attention import MultiheadAttention
 from fuseline.ops import dropout_add_layer_norm, gelu, layer_norm
 
@@ -69,9 +70,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         if self.norm_first:
             normed = layer_norm(src, *_affine(self.norm1))
             normed, total = self._joined(self._attended(normed, *masks), src, self.dropout1, self.norm2)
-            return total + self.dropout2(self.linear2(self._hidden(normed)))
+            return total + self.dropout2(self._feed_forward(normed))
         x, _ = self._joined(self._attended(src, *masks), src, self.dropout1, self.norm1)
-        return self._joined(self.linear2(self._hidden(x)), x, self.dropout2, self.norm2)[0]
+        return self._joined(self._feed_forward(x), x, self.dropout2, self.norm2)[0]
 
     def _attended(
         self, x: torch.Tensor, mask: torch.Tensor | None, padding: torch.Tensor | None, is_causal: bool
@@ -87,13 +88,17 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             x = x.to(residual.dtype)
         return dropout_add_layer_norm(x, residual, *_affine(norm), p=dropout.p, training=self.training)
 
-    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
-        if self.activation is F.gelu or isinstance(self.activation, torch.nn.GELU):
-            approximate = getattr(self.activation, "approximate", "none")
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_gelu = self.activation is F.gelu or isinstance(self.activation, torch.nn.GELU)
+        approximate = getattr(self.activation, "approximate", "none")
+        drops = self.training and self.dropout.p > 0
+        if is_gelu and not drops and type(self.linear1) is type(self.linear2) is torch.nn.Linear:
+            return feed_forward(x, self.linear1, self.linear2, approximate)
+        if is_gelu:
             hidden = gelu(F.linear(x, self.linear1.weight), self.linear1.bias, approximate)
         else:
             hidden = self.activation(self.linear1(x))
-        return self.dropout(hidden)
+        return self.linear2(self.dropout(hidden))
 
 
 def _affine(

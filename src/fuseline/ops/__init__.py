@@ -15,6 +15,7 @@ from fuseline.ops.geglu import geglu
 from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
 from fuseline.ops.linear_cross_entropy import linear_cross_entropy
+from fuseline.ops.mlp import mlp
 from fuseline.ops.op import Case, Op, get, registered
 from fuseline.ops.quant_linear import quant_linear
 from fuseline.ops.rms_norm import rms_norm
@@ -41,6 +42,7 @@ __all__ = [
     "get",
     "layer_norm",
     "linear_cross_entropy",
+    "mlp",
     "quant_linear",
     "registered",
     "rms_norm",

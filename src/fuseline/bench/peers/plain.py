@@ -118,6 +118,17 @@ def _gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> T
     return F.gelu(x if bias is None else x + bias, approximate=approximate)
 
 
+def _mlp(
+    x: Tensor,
+    weight_1: Tensor,
+    bias_1: Tensor | None,
+    weight_2: Tensor,
+    bias_2: Tensor | None = None,
+    approximate: str = "tanh",
+) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, weight_1, bias_1), approximate=approximate), weight_2, bias_2)
+
+
 def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """The packed form holds gate and up side by side."""
     if up is not None:
@@ -186,6 +197,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Outputs]] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "gelu": _gelu,
+    "mlp": _mlp,
     "swiglu": _swiglu,
     "geglu": _geglu,
     "embedding": _embedding,

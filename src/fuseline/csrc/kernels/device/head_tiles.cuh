@@ -50,10 +50,11 @@ __host__ __device__ inline HeadPlace head_place(int item, int row_blocks, int ti
 }
 
 // Where a thread stands in the ring.
+template <int kStages = kHeadStages>
 struct HeadSlot {
   int slot = 0, parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++slot == kHeadStages) slot = 0, parity ^= 1;
+    if (++slot == kStages) slot = 0, parity ^= 1;
   }
 };
 
@@ -64,12 +65,12 @@ __device__ __forceinline__ int head_row(const HeadPlace& place, int rank) {
 
 // What a warpgroup that multiplies goes through the ring with. Work: what is done with a tile's sums (head_loss.cuh,
 // head_product.cuh).
-template <class T, class Work>
+template <class T, class Work, int kStages = kHeadStages>
 struct HeadProducts {
   uint32_t base;  // of the ring
   int warpgroup;
   uint64_t *full, *empty;
-  HeadSlot at;
+  HeadSlot<kStages> at;
   int held = -1;  // slot that products read which nobody has waited for
 
   __device__ __forceinline__ void release(int slot) const {
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_kernel(const __grid_cons
     give_registers<24>();
     if (threadIdx.x == 256) {
       fetch_tensor_map(&a.left), fetch_tensor_map(&a.right);
-      HeadSlot at;
+      HeadSlot<> at;
       for (int item = cluster; item < a.items; item += clusters) {
         const HeadPlace place = head_place(item, a.row_blocks, a.tiles, a.group);
         const int row = (place.block * kHeadCluster + rank) * kHeadRows;
@@ -246,6 +247,20 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_kernel(const __grid_cons
 
 // ---- launcher ----
 
+// The tiles of a product [m, n] over k, and the descriptors of its operands.
+template <class Work>
+int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype) {
+  const int64_t tiles = divide_up(n, kHeadWide), row_blocks = divide_up(m, kHeadCluster * kHeadRows);
+  a.tiles = int(tiles), a.row_blocks = int(row_blocks), a.items = int(tiles * row_blocks), a.steps = int(divide_up(k, kHeadStep));
+  a.group = int(std::min<int64_t>(row_blocks, k < 2048 ? 8 : 16));  // the fastest of 1 to 32 at 768, 4,096 and 50,304
+  const auto operand = [&](CUtensorMap& map, const void* at, bool turned, int64_t length, int box, int box_of_k) {
+    const int64_t rows = turned ? k : length, bytes = 2 * (turned ? length : k);
+    return make_tensor_map(map, {at, bytes / 2, rows, 1, bytes, bytes * rows, turned ? box_of_k : box, dtype});
+  };
+  const int error = operand(a.left, left, Work::kTurnLeft, m, kHeadRows, kHeadStep);
+  return error != 0 ? error : operand(a.right, right, Work::kTurnRight, n, kHeadWide / kHeadCluster, kHeadStep / kHeadCluster);
+}
+
 // Launches the product [m, n] over k if its tiles fill at least `full` of the time of the clusters that run at once.
 template <class T, class Work>
 int run_head(typename Work::Given& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype,
@@ -261,14 +276,7 @@ int run_head(typename Work::Given& a, const void* left, const void* right, int64
   if (resident == 0 || items > 0x3fffffff) return FUSELINE_UNSUPPORTED;
   const int64_t turns = divide_up(items, resident);
   if (double(m) * double(n) < full * double(turns * resident) * (kHeadCluster * kHeadRows * kHeadWide)) return FUSELINE_UNSUPPORTED;
-  a.tiles = int(tiles), a.row_blocks = int(row_blocks), a.items = int(items), a.steps = int(divide_up(k, kHeadStep));
-  a.group = int(std::min<int64_t>(row_blocks, k < 2048 ? 8 : 16));  // the fastest of 1 to 32 at 768, 4,096 and 50,304
-  const auto operand = [&](CUtensorMap& map, const void* at, bool turned, int64_t length, int box, int box_of_k) {
-    const int64_t rows = turned ? k : length, bytes = 2 * (turned ? length : k);
-    return make_tensor_map(map, {at, bytes / 2, rows, 1, bytes, bytes * rows, turned ? box_of_k : box, dtype});
-  };
-  int error = operand(a.left, left, Work::kTurnLeft, m, kHeadRows, kHeadStep);
-  if (error == 0) error = operand(a.right, right, Work::kTurnRight, n, kHeadWide / kHeadCluster, kHeadStep / kHeadCluster);
+  const int error = head_operands<Work>(a, left, right, m, n, k, dtype);
   if (error != 0) return error;
   return launch(kernel, a, std::min<int64_t>(resident, items) * kHeadCluster, dim3(kHeadThreads), size_t(kHeadShared),
                 kHeadCluster, stream);

@@ -1,0 +1,37 @@
+/* A linear layer with GELU at its end, and the product of a backward with GELU's gradient at its end (Hopper). Part of
+ * fuseline_kernels.h in all but name. */
+#ifndef FUSELINE_LINEAR_GELU_H
+#define FUSELINE_LINEAR_GELU_H
+
+#include "fuseline_kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Forward: z = left right^T, out = gelu(z + bias), of left [rows, width], right [inner, width], bias [inner] or null. kept: z,
+ * which is rounded, or null.
+ * Backward: out = (left right) * gelu'(kept + bias), of left [rows, width], right [width, inner]; sums: of each 64 rows their
+ * sum, [ceil(rows / 64), inner] fp32, or null.
+ *
+ * kept, out: [rows, inner]. All of one dtype, contiguous, 16-byte aligned. approximate: FUSELINE_GELU_TANH or FUSELINE_GELU_ERF.
+ * FUSELINE_UNSUPPORTED where fuseline_linear_gelu_takes says no. */
+typedef struct {
+  const void *left, *right, *bias;
+  void *kept, *out;
+  float* sums;
+  int64_t rows, inner, width;
+  int approximate, dtype;
+} fuseline_linear_gelu;
+
+/* Whether this device takes it: Hopper, bf16 or fp16, inner and width multiples of 8, width 256 and more, and so many tiles
+ * that few multiprocessors are left without work. */
+FUSELINE_API int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int dtype);
+FUSELINE_API int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream);
+FUSELINE_API int fuseline_linear_gelu_backward(const fuseline_linear_gelu* call, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,345 @@
+// Two linear layers with GELU between, and their gradients.
+//
+// The GELU stands at the end of the first product and its gradient, with that of the bias, at the end of the backward's
+// product with the second weight, where kernels take them (kernels/linear_gelu_sm90a.cu); elsewhere both are passes of
+// their own (gelu.cpp).
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <array>
+#include <tuple>
+
+#include "fuseline_linear_gelu.h"
+#include "fuseline_torch.h"
+
+namespace fuseline {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Wanted = std::array<bool, 5>;
+
+constexpr const char* kName = "mlp";
+
+// ---- the ops that are called ----
+
+Three forward_op(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+                 const OptionalTensor& bias_2, c10::string_view approximate) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_forward", "").typed<
+        Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, c10::string_view)>();
+    return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
+}
+
+Five backward_op(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                 const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
+                 const Wanted& wanted) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_backward", "").typed<
+        Five(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+             c10::string_view, std::array<bool, 5>)>();
+    return op.call(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
+}
+
+Tensor gelu_op(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu", "").typed<
+        Tensor(const Tensor&, const OptionalTensor&, c10::string_view)>();
+    return op.call(x, bias, approximate);
+}
+
+Two gelu_backward_op(const Tensor& grad_out, const Tensor& x, const OptionalTensor& bias, c10::string_view approximate,
+                     bool bias_wanted) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu_backward", "").typed<
+        Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)>();
+    return op.call(grad_out, x, bias, approximate, {true, bias_wanted});
+}
+
+// ---- what is given ----
+
+void check(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+           const OptionalTensor& bias_2, c10::string_view approximate) {
+    cpu_type(x, kName);
+    TORCH_CHECK_VALUE(approximate == "tanh" || approximate == "none", kName, ": approximate is '", approximate,
+                      "'; it is 'tanh' or 'none' (the error function).");
+    TORCH_CHECK_VALUE(x.dim() >= 1 && weight_1.dim() == 2 && weight_2.dim() == 2 && x.sym_size(-1) == weight_1.sym_size(1) &&
+                          weight_1.sym_size(0) == weight_2.sym_size(1),
+                      kName, ": x has shape ", x.sym_sizes(), ", weight_1 ", weight_1.sym_sizes(), " and weight_2 ",
+                      weight_2.sym_sizes(), "; they are [..., C], [F, C] and [D, F].");
+    const auto like_x = [&](const Tensor& given, const char* name) {
+        TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ", x.device(),
+                          ".");
+        TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), kName, ": ", name, " is ", given.scalar_type(), " and x ",
+                         x.scalar_type(), "; they are the same.");
+    };
+    const auto check_bias = [&](const OptionalTensor& bias, const Tensor& weight, const char* name) {
+        if (!bias.has_value()) return;
+        like_x(*bias, name);
+        TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kName, ": ", name, " has shape ",
+                          bias->sym_sizes(), "; it is [", weight.sym_size(0), "].");
+    };
+    like_x(weight_1, "weight_1");
+    like_x(weight_2, "weight_2");
+    check_bias(bias_1, weight_1, "bias_1");
+    check_bias(bias_2, weight_2, "bias_2");
+}
+
+// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
+struct WithoutAutocast {
+    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+Tensor rows_of(const Tensor& x) { return x.contiguous().view({-1, x.size(-1)}); }
+
+// ---- where kernels have both ----
+
+bool fused(const Tensor& x, int64_t rows, int64_t inner, int64_t width) {
+    if (!x.is_cuda() || !(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16)) return false;
+    static const auto takes = FUSELINE_KERNEL(fuseline_linear_gelu_takes);
+    return takes(rows, inner, width, kernel_dtype(x, kName));
+}
+
+// Contiguous, from an address that bulk copies take.
+Tensor aligned(const Tensor& x) {
+    const Tensor dense = x.contiguous();
+    return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+}
+
+fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, const Tensor& out, c10::string_view approximate) {
+    fuseline_linear_gelu call{};
+    call.left = left.const_data_ptr(), call.right = right.const_data_ptr(), call.out = out.mutable_data_ptr();
+    call.rows = left.size(0), call.inner = out.size(1), call.width = left.size(1);
+    call.approximate = approximate == "tanh" ? FUSELINE_GELU_TANH : FUSELINE_GELU_ERF;
+    call.dtype = kernel_dtype(left, kName);
+    return call;
+}
+
+// gelu(z + bias), z = x weight^T; z is not kept if it is undefined.
+Tensor linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& z,
+                   c10::string_view approximate) {
+    const Tensor left = aligned(x), right = aligned(weight), shift = bias.has_value() ? aligned(*bias) : Tensor();
+    const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options());
+    fuseline_linear_gelu call = call_of(left, right, inner, approximate);
+    call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
+    call.kept = z.defined() ? z.mutable_data_ptr() : nullptr;
+    static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_forward);
+    check_launch(launch(&call, current_stream(x)), kName);
+    return inner;
+}
+
+// (grad_out weight) * gelu'(z + bias), and where it is wanted the sum of its rows.
+Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& z, const OptionalTensor& bias,
+                         c10::string_view approximate, bool bias_wanted) {
+    constexpr int64_t kRows = 64;  // that the kernel adds up
+    const Tensor left = aligned(grad_out), right = aligned(weight), grad_z = at::empty_like(z);
+    const Tensor shift = bias.has_value() ? aligned(*bias) : Tensor();
+    fuseline_linear_gelu call = call_of(left, right, grad_z, approximate);
+    call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
+    call.kept = const_cast<void*>(z.const_data_ptr());
+    Tensor sums;
+    if (bias_wanted) {
+        sums = at::empty({(call.rows + kRows - 1) / kRows, call.inner}, z.options().dtype(at::kFloat));
+        call.sums = sums.mutable_data_ptr<float>();
+    }
+    static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_backward);
+    check_launch(launch(&call, current_stream(z)), "mlp_backward");
+    return {grad_z, bias_wanted ? sums.sum(at::IntArrayRef{0}).to(z.scalar_type()) : Tensor()};
+}
+
+// ---- kernels, for any device ----
+
+// The second product of `inner`, in the shape of x but for the last dimension.
+Tensor out_of(const Tensor& inner, const Tensor& weight, const OptionalTensor& bias, const Tensor& x) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = weight.size(0);
+    return (bias.has_value() ? at::addmm(*bias, inner, weight.contiguous().t()) : at::mm(inner, weight.contiguous().t())).view(sizes);
+}
+
+Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+           const OptionalTensor& bias_2, c10::string_view approximate) {
+    check(x, weight_1, bias_1, weight_2, bias_2, approximate);
+    const WithoutAutocast off;
+    const c10::DeviceGuard guard(x.device());
+    const Tensor rows = rows_of(x);
+    const Tensor inner = fused(x, rows.size(0), weight_1.size(0), rows.size(1))
+                             ? linear_gelu(rows, weight_1, bias_1, Tensor(), approximate)
+                             : gelu_op(at::mm(rows, weight_1.contiguous().t()), bias_1, approximate);
+    return out_of(inner, weight_2, bias_2, x);
+}
+
+Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+                  const OptionalTensor& bias_2, c10::string_view approximate) {
+    check(x, weight_1, bias_1, weight_2, bias_2, approximate);
+    const WithoutAutocast off;
+    const c10::DeviceGuard guard(x.device());
+    const Tensor rows = rows_of(x);
+    Tensor z, inner;
+    if (fused(x, rows.size(0), weight_1.size(0), rows.size(1))) {
+        z = at::empty({rows.size(0), weight_1.size(0)}, x.options());
+        inner = linear_gelu(rows, weight_1, bias_1, z, approximate);
+    } else {
+        z = at::mm(rows, weight_1.contiguous().t());
+        inner = gelu_op(z, bias_1, approximate);
+    }
+    return {out_of(inner, weight_2, bias_2, x), z, inner};
+}
+
+// The gradients of z and of the bias.
+Two inner_gradients(const Tensor& grad, const OptionalTensor& bias, const Tensor& weight, const Tensor& z,
+                    c10::string_view approximate, bool bias_wanted) {
+    if (fused(z, grad.size(0), z.size(1), grad.size(1))) {
+        return linear_gelu_gradient(grad, weight, z, bias, approximate, bias_wanted);
+    }
+    return gelu_backward_op(at::mm(grad, weight.contiguous()), z, bias, approximate, bias_wanted);
+}
+
+Five mlp_backward(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                  const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
+                  std::array<bool, 5> wanted) {
+    const WithoutAutocast off;
+    const c10::DeviceGuard guard(x.device());
+    const Tensor grad = rows_of(grad_out), rows = rows_of(x);
+    Tensor grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2;
+    if (wanted[0] || wanted[1] || wanted[2]) {
+        Tensor grad_z;
+        std::tie(grad_z, grad_bias_1) = inner_gradients(grad, bias_1, weight_2, z, approximate, wanted[2]);
+        if (wanted[0]) grad_x = at::mm(grad_z, weight_1.contiguous()).view(x.sizes());
+        if (wanted[1]) grad_weight_1 = at::mm(grad_z.t(), rows);
+    }
+    if (wanted[3]) grad_weight_2 = at::mm(grad.t(), inner);
+    if (wanted[4]) grad_bias_2 = grad.sum(at::IntArrayRef{0});
+    return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
+}
+
+// ---- Meta ----
+
+Tensor mlp_meta(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+                const OptionalTensor& bias_2, c10::string_view approximate) {
+    check(x, weight_1, bias_1, weight_2, bias_2, approximate);
+    auto sizes = x.sym_sizes().vec();
+    sizes.back() = weight_2.sym_size(0);
+    return at::empty_symint(sizes, x.options());
+}
+
+Three mlp_forward_meta(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+                       const OptionalTensor& bias_2, c10::string_view approximate) {
+    const Tensor out = mlp_meta(x, weight_1, bias_1, weight_2, bias_2, approximate);
+    c10::SymInt rows = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);
+    const std::array<c10::SymInt, 2> sizes = {rows, weight_1.sym_size(0)};
+    return {out, at::empty_symint(sizes, x.options()), at::empty_symint(sizes, x.options())};
+}
+
+Five mlp_backward_meta(const Tensor&, const Tensor& x, const Tensor& weight_1, const OptionalTensor&, const Tensor& weight_2,
+                       const Tensor&, const Tensor&, c10::string_view, std::array<bool, 5> wanted) {
+    const auto of = [&](bool want, c10::SymIntArrayRef sizes) {
+        return want ? at::empty_symint(sizes, x.options()) : Tensor();
+    };
+    return {of(wanted[0], x.sym_sizes()), of(wanted[1], weight_1.sym_sizes()), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
+            of(wanted[3], weight_2.sym_sizes()), of(wanted[4], weight_2.sym_sizes().slice(0, 1))};
+}
+
+// ---- autograd ----
+
+struct Mlp : torch::autograd::Function<Mlp> {
+    static constexpr bool is_traceable = true;
+
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                          const Tensor& weight_2, const OptionalTensor& bias_2, const std::string& approximate) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        auto [out, z, inner] = forward_op(x, weight_1, bias_1, weight_2, bias_2, approximate);
+        ctx->saved_data["approximate"] = approximate;
+        ctx->saved_data["biases"] = c10::List<bool>({bias_1.has_value(), bias_2.has_value()});
+        ctx->save_for_backward({x, weight_1, bias_1.value_or(Tensor()), weight_2, z, inner});
+        return out;
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const auto biases = ctx->saved_data["biases"].toBoolList();
+        // The edges of this node are the tensors that are there.
+        const size_t second = 2 + biases.get(0);
+        const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), biases.get(0) && ctx->needs_input_grad(2),
+                               ctx->needs_input_grad(second), biases.get(1) && ctx->needs_input_grad(second + 1)};
+        auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] =
+            backward_op(grads[0], saved[0], saved[1], biases.get(0) ? OptionalTensor(saved[2]) : std::nullopt, saved[3],
+                        saved[4], saved[5], ctx->saved_data["approximate"].toStringRef(), wanted);
+        return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2, Tensor()};
+    }
+};
+
+Tensor mlp_autograd(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
+                    const OptionalTensor& bias_2, c10::string_view approximate) {
+    if (at::GradMode::is_enabled() &&
+        (wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1) || wants_grad(weight_2) || wants_grad(bias_2))) {
+        return Mlp::apply(x, weight_1, bias_1, weight_2, bias_2, std::string(approximate));
+    }
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, c10::string_view)>();
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
+}
+
+Five mlp_backward_autograd(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                           const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
+                           std::array<bool, 5> wanted) {
+    auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
+    }();
+    if (!at::GradMode::is_enabled() || !(wants_grad(grad_out) || wants_grad(x) || wants_grad(weight_1) || wants_grad(weight_2))) {
+        return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
+    }
+    const Tensor& saved = wants_grad(x) ? x : wants_grad(weight_1) ? weight_1 : weight_2;
+    const auto refuse = [&](const Tensor& result) {
+        return result.defined() ? NoSecondDerivative::apply(result, grad_out, saved, std::string(kName)) : result;
+    };
+    return {refuse(grad_x), refuse(grad_weight_1), refuse(grad_bias_1), refuse(grad_weight_2), refuse(grad_bias_2)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("mlp(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2=None, str approximate=\"tanh\") "
+          "-> Tensor",
+          {at::Tag::pt2_compliant_tag});
+    m.def("mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
+          "-> (Tensor out, Tensor z, Tensor inner)",
+          {at::Tag::pt2_compliant_tag});
+    m.def("mlp_backward(Tensor grad_out, Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor z, Tensor inner, "
+          "str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
+          "Tensor grad_weight_2, Tensor grad_bias_2)",
+          {at::Tag::pt2_compliant_tag});
+}
+
+// The same code on every device: the work is done by matrix products and the ops it calls.
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("mlp", mlp);
+    m.impl("mlp_forward", mlp_forward);
+    m.impl("mlp_backward", mlp_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("mlp", mlp);
+    m.impl("mlp_forward", mlp_forward);
+    m.impl("mlp_backward", mlp_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("mlp", mlp_meta);
+    m.impl("mlp_forward", mlp_forward_meta);
+    m.impl("mlp_backward", mlp_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    m.impl("mlp", mlp_autograd);
+    m.impl("mlp_backward", mlp_backward_autograd);
+}
+
+}  // namespace fuseline

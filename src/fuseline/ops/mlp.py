@@ -1,0 +1,138 @@
+"""A transformer's MLP: two linear layers with GELU between.
+
+    y = gelu(x @ weight_1^T + bias_1) @ weight_2^T + bias_2
+
+x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases are optional. All have one
+dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the reference). GELU is that of
+`fuseline.ops.gelu`.
+
+On Hopper, in 16 bits and for many rows, GELU is computed from the first product's sums while the next tile's
+are made, and its gradient, with that of bias_1, from those of grad_y @ weight_2: neither is a pass of its
+own. Elsewhere both are. What GELU was given and what it gave are kept for the backward, [rows, F] each.
+
+Not twice differentiable. Source: Hendrycks, Gimpel, "Gaussian error linear units", 2016, section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
+
+from fuseline import native
+from fuseline.native import direct
+from fuseline.ops.op import Case, Op, register
+
+
+def reference(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor | None,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor | None = None,
+    approximate: str = "tanh",
+) -> torch.Tensor:
+    """The definition in plain PyTorch, for every device."""
+    inner = F.gelu(F.linear(x, weight_1, bias_1), approximate=approximate)
+    return F.linear(inner, weight_2, bias_2)
+
+
+def mlp(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor | None,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor | None = None,
+    approximate: str = "tanh",
+) -> torch.Tensor:
+    """gelu(x [..., C] @ weight_1^T + bias_1) @ weight_2^T + bias_2.
+
+    Args:
+        x: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype: give all in the
+            one to compute in.
+        weight_1: [F, C], of x's dtype.
+        bias_1: [F], of x's dtype, or None.
+        weight_2: [D, F], of x's dtype.
+        bias_2: [D], of x's dtype, or None.
+        approximate: GELU's, "tanh" or "none" (the error function).
+
+    Returns [..., D] in x's dtype.
+    Raises ValueError or TypeError for shapes, dtypes and names that do not fit.
+    """
+    if not is_dynamo_compiling():
+        y = direct.mlp(x, weight_1, bias_1, weight_2, bias_2, approximate)
+        if y is not None:
+            return y
+    device = x.device.type
+    if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        return torch.ops.fuseline.mlp.default(x, weight_1, bias_1, weight_2, bias_2, approximate)
+    return reference(x, weight_1, bias_1, weight_2, bias_2, approximate)
+
+
+def _inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    """`case.shape` is that of x; inside it is four times as wide, unless `inner` says."""
+    options = dict(case.options)
+    embed_dim = case.shape[-1]
+    inner, out = options.pop("inner", 4 * embed_dim), options.pop("out", embed_dim)
+    biases = options.pop("biases", (True, True))
+    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, **draw) / math.sqrt(max(1, columns))).to(dtype)
+
+    arguments: dict[str, Any] = {"x": torch.randn(case.shape, **draw).to(dtype)}
+    arguments["weight_1"] = matrix(inner, embed_dim)
+    arguments["bias_1"] = torch.randn(inner, **draw).to(dtype) if biases[0] else None
+    arguments["weight_2"] = matrix(out, inner)
+    arguments["bias_2"] = torch.randn(out, **draw).to(dtype) if biases[1] else None
+    return {**arguments, **options}
+
+
+def _sizes(case: Case) -> tuple[int, int, int, int]:
+    """rows, C, F and D."""
+    embed_dim = case.shape[-1]
+    inner = case.options.get("inner", 4 * embed_dim)
+    return math.prod(case.shape[:-1]), embed_dim, inner, case.options.get("out", embed_dim)
+
+
+def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    """x, weights, biases and y, in the backward with their gradients, and what is kept between the two."""
+    rows, embed_dim, inner, out = _sizes(case)
+    weights = inner * (embed_dim + out) + inner + out
+    if direction == "fw":
+        return itemsize * (rows * (embed_dim + out) + weights)
+    return itemsize * (rows * (2 * embed_dim + out + 2 * inner) + 2 * weights)
+
+
+def _flops(case: Case, direction: str) -> int:
+    rows, embed_dim, inner, out = _sizes(case)
+    return rows * inner * (embed_dim + out) * (2 if direction == "fw" else 4)
+
+
+MLP = register(
+    Op(
+        name="mlp",
+        function=mlp,
+        reference=reference,
+        inputs=_inputs,
+        differentiable=("x", "weight_1", "bias_1", "weight_2", "bias_2"),
+        cases=(
+            Case("40 rows of 24", (40, 24)),
+            Case("three dimensions", (2, 9, 16)),
+            Case("error function", (33, 16), {"approximate": "none"}),
+            Case("no biases", (33, 16), {"biases": (False, False)}),
+            Case("the second bias alone", (7, 9), {"biases": (False, True), "inner": 31, "out": 5}),
+            Case("one dimension", (24,)),
+            Case("no rows", (0, 16)),
+        ),
+        bytes_moved=_bytes_moved,
+        flops=_flops,
+        lengths=(768, 4096),
+        by_blas=True,
+    )
+)
