@@ -63,29 +63,33 @@ def statistics(wide: torch.Tensor, centred: bool) -> tuple[torch.Tensor, torch.T
 
 def check_gradients(
     kind: str, rows: int, n: int, dtype: torch.dtype, *, wide: torch.dtype | None = None, offset: int = 0,
-    affine: torch.dtype | None = None, sums: bool = True,
+    affine: torch.dtype | None = None, sums: bool = True, each: bool = True, p: float = P,
+    weighted: bool = True, shift: float = 0.1,
 ) -> None:  # fmt: skip
-    """`wide`: the dtype of what was normalized; `affine`: of the weights; `sums`: over rows are wanted."""
+    """`wide`: the dtype of what was normalized; `affine`: of the weights; `sums`: over rows are wanted;
+    `each`: of each row; `weighted`: there are a weight and a bias; `shift`: the mean of y's gradient."""
     what = f"{kind}, {rows} x {n} of {dtype}, {offset} elements off"
     centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
-    x, grad_y = place(rows, n, wide or dtype, offset, shift=0.5), place(rows, n, dtype, offset, shift=0.1)
+    x, grad_y = place(rows, n, wide or dtype, offset, shift=0.5), place(rows, n, dtype, offset, shift=shift)
     grad_sum = place(rows, n, wide or dtype, offset) if added else None
-    weight = place(1, n, affine or dtype, 0, scale=0.25, shift=1.0)[0]
-    bias, x_bias = (torch.zeros_like(weight) if given else None for given in (centred, drops))
+    ones = place(1, n, affine or dtype, 0, scale=0.25, shift=1.0)[0]
+    weight = ones if weighted else None
+    bias, x_bias = (torch.zeros_like(ones) if given else None for given in (centred and weighted, drops))
     middle, scale = statistics(x.double(), centred)
     mean, rstd = middle[:, 0].float() if centred else None, scale[:, 0].float()
-    word = torch.full((1,), 12345, device=DEVICE) if drops else None
+    word = torch.full((1,), 12345, device=DEVICE) if drops and p > 0 else None
     apart = drops or (added and wide is not None)
-    wanted = [True, apart, sums, sums and centred, sums and drops]
-    given = x, (n,), mean, rstd, weight, bias, x_bias, P if drops else 0.0, word, wanted
+    affine_wanted = sums and weighted
+    wanted = [each, each and apart, affine_wanted, affine_wanted and centred, sums and drops]
+    given = x, (n,), mean, rstd, weight, bias, x_bias, p if drops else 0.0, word, wanted
     found, again = (torch.ops.fuseline.norm_backward(kind, grad_y, grad_sum, *given) for _ in range(2))
 
     x_hat, grad = (x.double() - middle) * scale, grad_y.double()
-    weighted = grad * weight.double()
-    grad_x = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
-    grad_x = scale * (grad_x - weighted.mean(-1, keepdim=True) if centred else grad_x)
+    scaled = grad if weight is None else grad * weight.double()
+    grad_x = scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)
+    grad_x = scale * (grad_x - scaled.mean(-1, keepdim=True) if centred else grad_x)
     grad_x = grad_x if grad_sum is None else grad_x + grad_sum.double()
-    dropped = grad_x * multipliers(word, (rows, n), P) if word is not None else grad_x
+    dropped = grad_x * multipliers(word, (rows, n), p) if word is not None else grad_x
     exact = {
         "x": grad_x,
         "dropped": dropped,
@@ -125,6 +129,25 @@ def test_gradients_of_many_rows(kind: str, dtype: torch.dtype) -> None:
         check_gradients(kind, 134, 50257, dtype, offset=offset)
     check_gradients(kind, 140, 131072, dtype, affine=torch.float32)
     check_gradients(kind, 140, 131072, dtype, sums=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_many_rows_by_all_options(kind: str, dtype: torch.dtype) -> None:
+    rows, n = 133, 262144
+    check_gradients(kind, rows, n, dtype, affine=torch.float32)
+    check_gradients(kind, rows, n, dtype, each=False)
+    check_gradients(kind, rows, n, dtype, weighted=False)
+    check_gradients(kind, rows, 400000, dtype)
+    if "dropout" in kind:
+        check_gradients(kind, rows, n, dtype, p=0.0)
+    check_gradients(kind, rows, 50257, dtype, each=False)
+    check_gradients(kind, rows, 50257, dtype, weighted=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_over_very_many_rows_of_one_sign(kind: str) -> None:
+    check_gradients(kind, 1024, 131072, torch.float32, shift=2.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,6 +190,22 @@ def test_forward(kind: str, dtype: torch.dtype) -> None:
                 near(mean, middle[:, 0], 1e-5, what)
             for one, other in zip(first, again, strict=True):
                 assert one is None or torch.equal(one, other), what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_of_many_rows_in_16_bits_beside_float32_weights(kind: str) -> None:
+    centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
+    for rows, n in ((133, 262144), (133, 400000)):
+        x = place(rows, n, torch.bfloat16, 0, shift=0.5)
+        residual = place(rows, n, torch.bfloat16, 0) if added else None
+        weight, shift = (place(1, n, torch.float32, 0, scale=0.25, shift=1.0)[0] for _ in range(2))
+        given = (n,), weight, shift if centred else None, 1e-5, shift if drops else None, 0.0, None, centred
+        y, total, _, rstd = torch.ops.fuseline.norm_forward(kind, x, residual, *given)
+        summed = x.double() if residual is None else total.double()
+        middle, scale = statistics(summed, centred)
+        exact = (summed - middle) * scale * weight.double() + (shift.double() if centred else 0.0)
+        near(y, exact, 2 * torch.finfo(torch.bfloat16).eps, f"{kind}, {rows} x {n}")
+        near(rstd, scale[:, 0], 1e-5, f"{kind}, {rows} x {n}")
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)

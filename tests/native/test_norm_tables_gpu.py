@@ -14,6 +14,7 @@ from .guarded import DEVICE, randn
 pytestmark = pytest.mark.gpu
 
 P = 0.2
+MEAN = 2  # among what a forward returns
 SIZES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -67,9 +68,12 @@ def test_every_line_has_a_kernel(norm: str, size: int, direction: str) -> None:
 
     for longest, layout in read(TABLE.read_text())[family, size]:
         call = Norm(norm, longest, SIZES[size])
-        for one, other in zip(run(call, layout), run(call, RULES), strict=True):
+        for place, (one, other) in enumerate(zip(run(call, layout), run(call, RULES), strict=True)):
             if other is None or other.numel() == 0:
                 continue
-            error = (one.double() - other.double()).norm() / other.double().norm()
+            # Means of rows around zero are nearly nothing: their errors are in units of the rows' deviation.
+            is_mean = direction == "forward" and place == MEAN
+            unit = other.numel() ** 0.5 if is_mean else other.double().norm()
+            error = (one.double() - other.double()).norm() / unit
             most = (4 if size == 2 else 16) * torch.finfo(other.dtype).eps
             assert error < most, f"{longest} as {layout}: {error:.1e}"

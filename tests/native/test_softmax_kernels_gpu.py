@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuseline.native.kernels import Kernels, open_kernels
+from fuseline.native.layouts import TABLE, read
 
 from .guarded import DEVICE, DTYPES, OFFSETS, assert_as_good, guards_hold, place, randn, shapes
 
@@ -50,6 +51,37 @@ def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
             )
             what = f"rows {rows}, n {n}, offsets {offset}, {offset_out}"
             assert_as_good(grad_x, eager.to(dtype), exact, what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.dtype) -> None:
+    """Of the kernels that many rows alone would take, at the longest row of a line and at a shorter one."""
+    family = f"softmax_{direction}"
+    lines = [line for line in read(TABLE.read_text())[family, dtype.itemsize] if line[1].way != "rules"]
+    assert lines
+    for longest, layout in lines:
+        for n in (longest, longest * 3 // 4):
+            rows = 2**20 // n + 3
+            x, grad_out = (place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32)) for _ in range(2))
+            y = place(rows, n, dtype, fill=torch.softmax(x.float(), -1))
+            found = place(rows, n, dtype)
+            kernels.override_plan(family, layout)
+            try:
+                if direction == "forward":
+                    kernels.softmax_forward(x, found, scale=0.5)
+                else:
+                    kernels.softmax_backward(grad_out, y, found, scale=0.5)
+            finally:
+                kernels.override_plan(family, None)
+            exact, eager = (
+                torch.softmax(0.5 * x.to(wide), -1)
+                if direction == "forward"
+                else softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
+                for wide in (torch.float64, torch.float32)
+            )
+            assert_as_good(found, eager.to(dtype), exact, f"{rows} x {n} as {layout}")
+            assert guards_hold(found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -372,6 +372,6 @@ int fuseline_cross_entropy_forward(const void* logits, const void* target, int t
   a.rows = rows, a.n = n, a.width = width, a.ignore_index = ignore_index;
   a.label_smoothing = float(label_smoothing), a.z_loss = float(z_loss);
   a.soft_cap = float(soft_cap), a.inverse_cap = soft_cap > 0 ? float(1 / soft_cap) : 0.f;
-  a.int32_targets = target_bytes == 4, a.counted = counted && total && device.clusters;
+  a.int32_targets = target_bytes == 4, a.counted = counted && total && grad && device.clusters;
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
 }

@@ -78,6 +78,7 @@ bool launch_team(void (*kernel)(Arguments), const Arguments& arguments, const Te
   config.numAttrs = 1;
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments);
   const cudaError_t last = cudaGetLastError();
+  if (launched == cudaErrorCooperativeLaunchTooLarge) return false;  // the stream has a part of the multiprocessors
   error = int(launched != cudaSuccess ? launched : last);
   return true;
 }
