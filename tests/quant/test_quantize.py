@@ -263,6 +263,9 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
     "arguments, message",
     [
         ({"format": "int3"}, "no format named 'int3'"),
+        ({"format": "INT8"}, "named 'INT8'. Did you mean 'int8'"),
+        ({"format": torch.int8}, "no format named torch.int8. Did you mean 'int8'"),
+        ({"format": None}, "no format named None. Known: int8, int4, fp8, plain"),
         ({"format": "int4", "group_size": 48}, "32, 64 or 128 columns, not 48"),
         ({"format": "int8", "zero_points": True}, "go with int4"),
         ({"format": "int8", "skip": ["haed"]}, "no module to skip named 'haed'"),
@@ -272,13 +275,21 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
         ({"format": "int4", "method": "hpq"}, "no method named 'hpq'.*'hqq'"),
         ({"format": "int4", "method": "gptq"}, 'calibrate=, or take "hqq"'),
         ({"format": "fp8", "calibrate": [torch.zeros(1, 2, dtype=torch.long)]}, "calibrate= goes with int8"),
-        ({"format": "plain", "method": "hqq"}, "method='hqq' goes with int8 and int4"),
+        ({"format": "fp8", "method": "hqq"}, "each weight becomes the nearest"),
+        ({"format": "plain", "method": "hqq"}, "method='hqq' goes with int8 and int4; .* stays as it is"),
     ],
 )
 def test_refuses(model: Small, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fuseline.quantize(model, **arguments)  # type: ignore[arg-type]
     assert isinstance(model.up, nn.Linear)
+
+
+def test_an_empty_layer_says_what_it_lacks() -> None:
+    with pytest.raises(InputError, match="group_size is 0; int4 has"):
+        QuantLinear(64, 32, "int4")
+    with pytest.raises(InputError, match="no format named 'int5'"):
+        QuantLinear(64, 32, "int5")
 
 
 @pytest.mark.parametrize("method", ["nearest", "fitted", "hqq", "gptq"])

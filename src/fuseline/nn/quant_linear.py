@@ -55,6 +55,8 @@ class QuantLinear(torch.nn.Module):
         super().__init__()
         if format not in FORMATS:
             raise unknown_name("format", format, FORMATS)
+        if format == "int4" and group_size < 1:
+            raise InputError(f"group_size is {group_size}; int4 has a scale for 32, 64 or 128 columns each.")
         self.in_features, self.out_features = in_features, out_features
         self.format, self.group_size = format, group_size
         tiles, chunks = -(-out_features // TILE_ROWS), -(-in_features // TILE_COLUMNS)

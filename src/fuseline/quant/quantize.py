@@ -260,9 +260,10 @@ def chosen_method(format: str, method: str | None, calibrated: bool) -> str:
         raise unknown_name("method", method, METHODS)
     if format not in ROUNDED and (calibrated or method not in (None, "nearest")):
         given = "calibrate=" if calibrated else f"method={method!r}"
+        becomes = "stays as it is" if format == "plain" else "becomes the nearest number"
         raise InputError(
-            f"{given} goes with int8 and int4; {format} has nothing to calibrate or fit: each weight becomes "
-            "the nearest number. Leave it out."
+            f"{given} goes with int8 and int4; {format} has nothing to calibrate or fit: each weight "
+            f"{becomes}. Leave it out."
         )
     if method == "gptq" and not calibrated:
         raise InputError(
