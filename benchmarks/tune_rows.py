@@ -6,7 +6,8 @@ For every kernel, element size and row length it times the layouts that hold suc
 fastest with their shares of the copy bandwidth. A layout that is far behind after a few runs has no more; the
 best are timed again, in turns. With --write the table (csrc/kernels/device/tuning.h) is written anew; the
 next build takes it up. Families that are not measured keep their lines. Times are kept as JSON lines (--out),
-from which --times chooses again, without a GPU.
+from which --times chooses again, without a GPU. They are written as they come: a run that was stopped goes on
+with --resume, and --times takes what it left, telling what is missing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import tyro
 from norms import work
 
 from fuseline import native
+from fuseline.errors import InputError
 from fuseline.native import NativeError
 from fuseline.native.kernels import FAMILIES, NORMS, Kernels, open_kernels
 from fuseline.native.layouts import (
@@ -55,6 +57,8 @@ BEST = 3
 """So many are timed again, in turns."""
 
 Call = Callable[[], object]
+Point = tuple[str, int, int]
+"""Family, bytes of an element, row length."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Options:
     write: bool = False
     out: Path | None = None
     """Times as JSON lines."""
+    resume: bool = False
+    """Go on with the times in --out."""
     times: Path | None = None
     """Choose from these rather than measure."""
 
@@ -187,22 +193,73 @@ def measure(kernels: Kernels, name: str, size: int, n: int, repeats: int) -> dic
     return times
 
 
-def measure_all(options: Options) -> Iterator[dict[str, Any]]:
-    """A record of each family, element size and length, as --out keeps them."""
+def measure_all(options: Options, done: Collection[Point]) -> Iterator[dict[str, Any]]:
+    """A record of each family, element size and length but those `done`, as --out keeps them."""
     native.load()
     kernels = open_kernels()
     copy = copy_bandwidth_gbs(DEVICE)
-    print(f"{torch.cuda.get_device_name(DEVICE)}, copy {copy:.0f} GB/s")
-    for name in options.families:
-        for size in DTYPES:
-            for n in options.lengths:
-                times = measure(kernels, name, size, n, options.repeats)
-                ranked = sorted(times.items(), key=lambda item: item[1])
-                shares = MEASURED[name].moves * BYTES / 1e3 / copy
-                found = "   ".join(f"{shares / us:.3f} {layout}" for layout, us in ranked[:BEST])
-                print(f"{name:<40}{size:>2}{n:>8}  {found}", flush=True)
-                rows = [[us, *astuple(layout)] for layout, us in ranked]
-                yield {"family": name, "size": size, "n": n, "times": rows}
+    device = torch.cuda.get_device_name(DEVICE)
+    print(f"{device}, copy {copy:.0f} GB/s")
+    for name, size, n in points(options):
+        if (name, size, n) in done:
+            continue
+        times = measure(kernels, name, size, n, options.repeats)
+        ranked = sorted(times.items(), key=lambda item: item[1])
+        shares = MEASURED[name].moves * BYTES / 1e3 / copy
+        found = "   ".join(f"{shares / us:.3f} {layout}" for layout, us in ranked[:BEST])
+        print(f"{name:<40}{size:>2}{n:>8}  {found}", flush=True)
+        rows = [[us, *astuple(layout)] for layout, us in ranked]
+        yield {"family": name, "size": size, "n": n, "device": device, "times": rows}
+
+
+def points(options: Options) -> list[Point]:
+    return [(name, size, n) for name in options.families for size in DTYPES for n in options.lengths]
+
+
+def point(record: dict[str, Any]) -> Point:
+    return record["family"], record["size"], record["n"]
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    """The records of a file. The end of a line that was being written when its run was killed is cut off."""
+    whole = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=True)
+    return [json.loads(line) for line in whole]
+
+
+def begun(options: Options) -> list[dict[str, Any]]:
+    """What --out holds already, whole lines alone. Raises `InputError` if it must not be gone on with."""
+    if options.out is None:
+        if options.resume:
+            raise InputError("--resume goes on with the times in --out: name it.")
+        return []
+    if not options.out.exists():
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        return []
+    if not options.resume:
+        raise InputError(f"{options.out} holds times already: go on with --resume, or give another --out.")
+    records = kept(options.out)
+    device = torch.cuda.get_device_name(DEVICE)
+    others = {str(record.get("device", "a device it does not name")) for record in records} - {device}
+    if others:
+        raise InputError(
+            f"{options.out} has times on {', '.join(sorted(others))}; this is {device}. Give another --out."
+        )
+    with options.out.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return records
+
+
+def measured(options: Options) -> list[dict[str, Any]]:
+    """All records, each in --out as soon as it is there."""
+    records = begun(options)
+    if records:
+        print(f"going on with {len(records)} records of {options.out}")
+    for record in measure_all(options, {point(one) for one in records}):
+        records.append(record)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    return records
 
 
 def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
@@ -220,6 +277,16 @@ def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
     return choose(times, family.every, lambda n, layout: family.taken(n, size, layout))
 
 
+def missing(options: Options, records: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
+    """The lengths without times, by family and element size."""
+    there = {point(record) for record in records}
+    lacks: dict[tuple[str, int], list[int]] = {}
+    for name, size, n in points(options):
+        if (name, size, n) not in there:
+            lacks.setdefault((name, size), []).append(n)
+    return lacks
+
+
 def measured_on(text: str) -> str:
     """The device that a table's text names."""
     found = re.search(r"times on an (.*); edit", text)
@@ -227,24 +294,36 @@ def measured_on(text: str) -> str:
 
 
 def main(options: Options) -> int:
-    if options.times is not None:
-        records = [json.loads(line) for line in options.times.read_text().splitlines()]
-        device = None
-    elif torch.cuda.is_available():
-        records = list(measure_all(options))
-        device = torch.cuda.get_device_name(DEVICE)
-    else:
-        print("This times CUDA kernels, and torch sees no CUDA device.", file=sys.stderr)
+    try:
+        if options.times is not None:
+            records = kept(options.times)
+        elif torch.cuda.is_available():
+            records = measured(options)
+        else:
+            raise InputError("This times CUDA kernels, and torch sees no CUDA device.")
+    except InputError as error:
+        print(error, file=sys.stderr)
         return 2
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    except KeyboardInterrupt:
+        left = (
+            "nothing is kept without --out" if options.out is None else f"--resume goes on with {options.out}"
+        )
+        print(f"Stopped; {left}.", file=sys.stderr)
+        return 130
     table = read(TABLE.read_text())
+    lacks = missing(options, records)
     for name in options.families:
         for size in DTYPES:
-            if lines := lines_of(name, size, records):
+            lengths = lacks.get((name, size), [])
+            if lengths:
+                which = "any length" if len(lengths) == len(options.lengths) else ", ".join(map(str, lengths))
+                print(f"{name} of {size} bytes keeps its lines: there are no times of {which}")
+            elif lines := lines_of(name, size, records):
                 table[name, size] = lines
     if options.write:
-        TABLE.write_text(write(table, FAMILIES, device or measured_on(TABLE.read_text())))
+        devices = {record["device"] for record in records if "device" in record}
+        device = ", ".join(sorted(devices)) or measured_on(TABLE.read_text())
+        TABLE.write_text(write(table, FAMILIES, device))
         print(f"wrote {TABLE}")
     return 0
 

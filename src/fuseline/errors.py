@@ -10,10 +10,13 @@ class InputError(ValueError):
     """Bad input, told in one message. The command line prints it alone and exits with code 2."""
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """An `InputError` for a name that is not among `choices`, with the nearest ones suggested."""
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
+    """An `InputError` for a name that is not among `choices`, with the nearest ones suggested, whatever the
+    case of its letters. What is no text (None, a dtype) is told as Python writes it."""
     known = list(choices)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=3, cutoff=0.5)
+    near = [by_lower[one] for one in close]
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else f"Known: {', '.join(known)}."
     return InputError(f"There is no {kind} named {name!r}. {hint}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_a_saved_quantized_model_is_read_as_it_is(
     assert again["texts"] == told["texts"]
     assert again["weight_gib"] == told["weight_gib"]
     assert run(["generate", *CPU, "--model", str(tmp_path / "small"), *prompt, "--quant", "int8"]) == 2
-    assert "is quantized already, to int4" in capsys.readouterr().err
+    assert "is quantized already, to int4: leave --quant out" in capsys.readouterr().err
     monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: 2**10)
     assert run(["generate", *CPU, "--model", str(tmp_path / "small"), *prompt]) == 2
     assert "GiB on cpu (weights 0.0" in capsys.readouterr().err
@@ -140,7 +141,8 @@ def test_stops_and_seeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert first == again != other
 
 
-DRAFTED = ["--preset", "llama-tiny", "--prompt", "a", "--draft", "llama3-8b"]
+LLAMA = ["--preset", "llama-tiny", "--prompt", "a"]
+DRAFTED = [*LLAMA, "--draft", "llama3-8b"]
 
 
 @pytest.mark.parametrize(
@@ -153,26 +155,30 @@ DRAFTED = ["--preset", "llama-tiny", "--prompt", "a", "--draft", "llama3-8b"]
         (["--preset", "llama-tiny", "--prompt-ids", "512"], "ids from 512 to 512"),
         (["--preset", "llama-tiny", "--prompt-ids", "a"], "numbers separated by commas"),
         (["--preset", "llama-tiny", "--prompt", "a" * 300], "context is 256"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--max-new-tokens", "256"], "context is 256"),
+        ([*LLAMA, "--max-new-tokens", "256"], "context is 256"),
         (["--preset", "llama-tinny", "--prompt", "a"], "Did you mean 'llama-tiny'"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int3"], "Did you mean"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--dtype", "bf17"], "Did you mean 'bf16'"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--top-k", "0"], "top_k is 0"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--batch", "0"], "each is 1 or more"),
+        ([*LLAMA, "--quant", "int3"], "Did you mean"),
+        ([*LLAMA, "--dtype", "bf17"], "Did you mean 'bf16'"),
+        ([*LLAMA, "--top-k", "0"], "--top-k is 0"),
+        ([*LLAMA, "--temperature", "-1"], "--temperature is -1"),
+        ([*LLAMA, "--top-p", "2"], "--top-p is 2"),
+        ([*LLAMA, "--min-p", "2"], "--min-p is 2"),
+        ([*LLAMA, "--repetition-penalty", "0"], "--repetition-penalty is 0"),
+        ([*LLAMA, "--batch", "0"], "each is 1 or more"),
         (["--preset", "llama2-7b", "--batch", "4000000", "--prompt", "a"], "GiB on cpu"),
         (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--save", "x"], "--save writes quantized models"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int8", "--save", __file__], "a folder"),
+        ([*LLAMA, "--save", "x"], "--save writes quantized models"),
+        ([*LLAMA, "--quant", "int8", "--save", __file__], "a folder"),
         (["--preset", "llama-tiny", "--prompt-ids", ""], "Prompt 1 is empty"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--group-size", "48"], "not 48"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--method", "hpq"], "mean 'hqq'"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "int4", "--method", "gptq"], "calibrate="),
-        (["--preset", "llama-tiny", "--prompt", "a", "--quant", "fp8", "--method", "hqq"], "goes with int8"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--method", "hqq"], "name a format with --quant"),
-        (["--preset", "llama-tiny", "--prompt", "a", "--cache", "int5"], "int8"),
+        ([*LLAMA, "--quant", "int4", "--group-size", "48"], "--group-size is 48"),
+        ([*LLAMA, "--quant", "int4", "--method", "hpq"], "mean 'hqq'"),
+        ([*LLAMA, "--quant", "int4", "--method", "gptq"], "--method hqq, which"),
+        ([*LLAMA, "--quant", "fp8", "--method", "hqq"], "with --quant int8"),
+        ([*LLAMA, "--method", "hqq"], "name a format with --quant"),
+        ([*LLAMA, "--cache", "int5"], "int8"),
         (DRAFTED, "knows 128256 tokens and the model 512"),
         ([*DRAFTED[:-1], "llama-tiny", "--repetition-penalty", "1.1"], "do not go together"),
-        ([*DRAFTED[:-1], "llama-tiny", "--draft-tokens", "0"], "ahead is 0"),
+        ([*DRAFTED[:-1], "llama-tiny", "--draft-tokens", "0"], "--draft-tokens is 0"),
         ([*DRAFTED[:-1], "llama-tiny", "--max-new-tokens", "252"], "take 258 positions"),
         ([*DRAFTED[:-1], "llama-tinny"], "Did you mean 'llama-tiny'"),
     ],
@@ -182,6 +188,7 @@ def test_one_clear_message(arguments: list[str], message: str, capsys: pytest.Ca
     told = capsys.readouterr().err
     assert message in told
     assert "loading" not in told
+    assert not re.search(r"[a-z]_[a-z]|\w=", told.replace(__file__, ""))  # options, not Python
     assert told.strip().count("\n") <= 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Callable
@@ -277,6 +278,9 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
     "arguments, message",
     [
         ({"format": "int3"}, "no format named 'int3'"),
+        ({"format": "INT8"}, "named 'INT8'. Did you mean 'int8'"),
+        ({"format": torch.int8}, "no format named torch.int8. Did you mean 'int8'"),
+        ({"format": None}, "no format named None. Known: int8, int4, fp8, plain"),
         ({"format": "int4", "group_size": 48}, "32, 64 or 128 columns, not 48"),
         ({"format": "int8", "zero_points": True}, "go with int4"),
         ({"format": "int8", "skip": ["haed"]}, "no module to skip named 'haed'"),
@@ -286,13 +290,21 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
         ({"format": "int4", "method": "hpq"}, "no method named 'hpq'.*'hqq'"),
         ({"format": "int4", "method": "gptq"}, 'calibrate=, or take "hqq"'),
         ({"format": "fp8", "calibrate": [torch.zeros(1, 2, dtype=torch.long)]}, "calibrate= goes with int8"),
-        ({"format": "plain", "method": "hqq"}, "method='hqq' goes with int8 and int4"),
+        ({"format": "fp8", "method": "hqq"}, "each weight becomes the nearest"),
+        ({"format": "plain", "method": "hqq"}, "method='hqq' goes with int8 and int4; .* stays as it is"),
     ],
 )
 def test_refuses(model: Small, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fuseline.quantize(model, **arguments)  # type: ignore[arg-type]
     assert isinstance(model.up, nn.Linear)
+
+
+def test_an_empty_layer_says_what_it_lacks() -> None:
+    with pytest.raises(InputError, match="group_size is 0; int4 has"):
+        QuantLinear(64, 32, "int4")
+    with pytest.raises(InputError, match="no format named 'int5'"):
+        QuantLinear(64, 32, "int5")
 
 
 @pytest.mark.parametrize("method", ["nearest", "fitted", "hqq", "gptq"])
@@ -389,12 +401,49 @@ def test_a_dtype_reaches_the_bias_and_not_the_scales() -> None:
         assert layer(torch.randn(2, 64).bfloat16()).dtype is torch.bfloat16
 
 
-def test_autocast_casts_what_a_linear_casts() -> None:
-    layer, _ = quantize_linear(nn.Linear(64, 32), Format("int8"))
-    x = torch.randn(3, 64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer(x), layer(x.bfloat16()))
-        assert layer(x).dtype is torch.bfloat16
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ALL, ids=lambda f: str(f))
+def test_autocast_casts_what_a_linear_casts(format: Format, dtype: torch.dtype, device: str) -> None:
+    """The numbers are those of a layer and rows in that dtype, and the gradient is x's."""
+    linear = nn.Linear(64, 32, device=device)
+    layer, _ = quantize_linear(linear, format)
+    cast = copy.deepcopy(layer).to(dtype)
+    for given in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(3, 64, device=device).to(given)
+        with torch.autocast(device, dtype):
+            y, theirs = layer(x), linear(x)
+        assert y.dtype is theirs.dtype is dtype
+        if format.name == "plain":  # on a GPU by torch's kernel here, by ours there
+            torch.testing.assert_close(y, theirs)
+            torch.testing.assert_close(y, cast(x.to(dtype)))
+        else:
+            assert torch.equal(y, cast(x.to(dtype)))
+    x = torch.randn(3, 64, device=device, requires_grad=True)
+    if format.name != "fp8":
+        with torch.autocast(device, dtype):
+            layer(x).sum().backward()
+        torch.testing.assert_close(x.grad, layer.dequantized().sum(0).expand(3, 64), atol=0.02, rtol=0.02)
+
+
+def test_autocast_leaves_float64() -> None:
+    linear = nn.Linear(64, 32)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    for format in ALL[:5]:
+        layer, _ = quantize_linear(linear, format)
+        wanted = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), wanted)
+    layer, _ = quantize_linear(linear.double(), Format("plain"))
+    wanted = linear(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize("format", ALL, ids=lambda f: str(f))
+def test_shapes_alone_go_through(format: Format) -> None:
+    layer = quantize_linear(nn.Linear(64, 32), format)[0].to("meta")
+    assert layer(torch.empty(3, 64, device="meta")).shape == (3, 32)
 
 
 def test_compiles_without_a_break(model: Small, tokens: torch.Tensor) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 QUANTS = ("none", "int8", "int4", "fp8")
+METHODS = ("nearest", "fitted", "hqq")
+"""Those of `fuseline.quantize` that need no data."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,9 @@ def run(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    from fuseline.quant import Format, chosen_method
+    from fuseline.generation.static_cache import STORAGES
+    from fuseline.quant.formats import GROUP_SIZES
+    from fuseline.quant.quantize import ROUNDED
 
     named = [name for name in ("model", "checkpoint", "preset") if getattr(options, name) is not None]
     if len(named) != 1:
@@ -191,12 +195,26 @@ def _check(options: Options) -> None:
         raise unknown_name("dtype", options.dtype, DTYPES)
     if options.quant not in QUANTS:
         raise unknown_name("format of weights", options.quant, QUANTS)
-    if options.quant == "int4":
-        Format("int4", options.group_size)
-    if options.quant != "none":
-        chosen_method(options.quant, options.method, calibrated=False)
-    elif options.method != "nearest":
-        raise InputError("--method rounds quantized weights: name a format with --quant int8 or int4.")
+    if options.quant == "int4" and options.group_size not in GROUP_SIZES:
+        raise InputError(f"--group-size is {options.group_size}; groups of int4 are 32, 64 or 128 columns.")
+    if options.method == "gptq":
+        raise InputError(
+            "--method gptq rounds weights for the inputs they will meet, and there are none here: take "
+            "--method hqq, which needs none, or fuseline.quantize in Python, which takes batches of them."
+        )
+    if options.method not in METHODS:
+        raise unknown_name("method", options.method, METHODS)
+    if options.method != "nearest" and options.quant not in ROUNDED:
+        raise InputError(
+            "--method rounds quantized weights: name a format with --quant int8 or int4."
+            if options.quant == "none"
+            else f"--method {options.method} goes with --quant int8 and int4; {options.quant} has nothing to "
+            "fit: each weight becomes the nearest number. Leave it out."
+        )
+    if options.cache not in STORAGES:
+        raise unknown_name("cache storage", options.cache, STORAGES)
+    if options.draft_tokens < 1:
+        raise InputError(f"--draft-tokens is {options.draft_tokens}; a draft has a token or more.")
     if options.save is not None and options.quant == "none":
         raise InputError("--save writes quantized models: name a format with --quant int8, int4 or fp8.")
     if options.batch < 1 or options.max_new_tokens < 1:
@@ -240,9 +258,13 @@ def _prompts(options: Options, vocabulary: Vocabulary) -> list[list[int]]:
 def _sampling(options: Options) -> Sampling:
     from fuseline.generation.choice import Sampling
 
-    return Sampling(
-        options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
-    )
+    try:
+        return Sampling(
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
+        )
+    except InputError as error:  # it begins with the field's name, which is the option's
+        field, _, said = str(error).partition(" ")
+        raise InputError(f"--{field.replace('_', '-')} {said}") from None
 
 
 def _place(model: str) -> tuple[Path | None, str | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.ops.fp8_linear import fp8_linear
@@ -13,6 +14,8 @@ from fuseline.ops.quant_layout import TILE_COLUMNS, TILE_ROWS, dequantize
 from fuseline.ops.quant_linear import quant_linear
 
 FORMATS = ("int8", "int4", "fp8", "plain")
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What autocast casts for torch's own linear: float64 stays."""
 
 
 class QuantLinear(torch.nn.Module):
@@ -20,7 +23,8 @@ class QuantLinear(torch.nn.Module):
 
     Made empty, for a state_dict or for `fuseline.quant` to fill. Buffers are `weight`, `scales`, and `zeros`
     and `bias` where there are such; nothing is trained, but x gets its gradient (not through fp8).
-    `to(dtype)` changes the bias and a plain weight, and leaves scales as they are.
+    `to(dtype)` changes the bias and a plain weight, and leaves scales as they are. Under autocast x,
+    bias and a plain weight are cast as those of torch's linear.
 
     Args:
         in_features, out_features: K and N.
@@ -51,6 +55,8 @@ class QuantLinear(torch.nn.Module):
         super().__init__()
         if format not in FORMATS:
             raise unknown_name("format", format, FORMATS)
+        if format == "int4" and group_size < 1:
+            raise InputError(f"group_size is {group_size}; int4 has a scale for 32, 64 or 128 columns each.")
         self.in_features, self.out_features = in_features, out_features
         self.format, self.group_size = format, group_size
         tiles, chunks = -(-out_features // TILE_ROWS), -(-in_features // TILE_COLUMNS)
@@ -73,8 +79,10 @@ class QuantLinear(torch.nn.Module):
         self.register_buffer("bias", torch.empty(out_features, device=device, dtype=dtype) if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # as torch's own linear casts
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device = x.device.type
+        cast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype in CAST
+        if cast:
+            x = x.to(torch.get_autocast_dtype(device))
         # Past Module.__getattr__, which takes as long as a small layer on a CPU.
         held = self._buffers
         weight, scales, bias = held["weight"], held["scales"], held["bias"]
@@ -88,6 +96,8 @@ class QuantLinear(torch.nn.Module):
             raise InputError(
                 f"A quantized linear of {self.in_features} inputs was given x of shape {list(x.shape)}."
             )
+        if cast and self.format == "plain" and weight.dtype is not x.dtype:
+            return F.linear(x, weight.to(x.dtype), bias)  # no call has that weight again
         return quant_linear(
             x,
             weight,

@@ -64,7 +64,9 @@ def fp8_linear(
         y = _scaled_product(rows, weight, scale_x, scales, x.dtype)
         y = (y if bias is None else y + bias).to(x.dtype)
     else:
-        wide = F.linear(rows.float() * scale_x, weight.float() * scales[:, None])
+        device = "cpu" if x.device.type == "meta" else x.device.type  # autocast knows no meta
+        with torch.autocast(device, enabled=False):
+            wide = F.linear(rows.float() * scale_x, weight.float() * scales[:, None])
         y = (wide if bias is None else wide + bias).to(x.dtype)
     return y.view(*x.shape[:-1], n)
 

@@ -116,8 +116,9 @@ def quantize(
     """Replace the `torch.nn.Linear` layers of `model` by quantized ones, in place.
 
     Subclasses of `torch.nn.Linear` are left, and so are layers whose weight another module takes past their
-    forward (torch's encoder layers do, and modules that name such layers in a class attribute
-    `reads_weight_of`): the answer lists them with the reason.
+    forward, as modules say in a class attribute `reads_weight_of`: the answer lists them with the reason. A
+    `torch.nn.TransformerEncoderLayer` is left whole, for its fast path hands the linears' weights to one
+    kernel.
 
     Args:
         model: any module; its dtype is that of the activations. Embeddings are not touched, and a head that
@@ -260,9 +261,10 @@ def chosen_method(format: str, method: str | None, calibrated: bool) -> str:
         raise unknown_name("method", method, METHODS)
     if format not in ROUNDED and (calibrated or method not in (None, "nearest")):
         given = "calibrate=" if calibrated else f"method={method!r}"
+        becomes = "stays as it is" if format == "plain" else "becomes the nearest number"
         raise InputError(
-            f"{given} goes with int8 and int4; {format} has nothing to calibrate or fit: each weight becomes "
-            "the nearest number. Leave it out."
+            f"{given} goes with int8 and int4; {format} has nothing to calibrate or fit: each weight "
+            f"{becomes}. Leave it out."
         )
     if method == "gptq" and not calibrated:
         raise InputError(

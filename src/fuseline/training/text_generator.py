@@ -215,7 +215,7 @@ def load(
     rows = wanted.batch if timed and quant in TIMED and device.type == "cuda" else None
     saved = None if path is None else _saved_quantized(path)
     if saved is not None and quant is not None:
-        raise InputError(f"{path} is quantized already, to {saved.format}: leave the format out.")
+        raise InputError(f"{path} is quantized already, to {saved.format}: leave --quant out.")
     format = quant if rows is None else None
     takes = memory(path, preset, dtype=dtype, wanted=wanted, format=format, group_size=group_size)
     if takes is not None:

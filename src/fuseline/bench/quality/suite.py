@@ -189,19 +189,7 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         if kind.zero_points:
             of["zero_points"] = True
         try:
-            model = copy.deepcopy(whole)
-            if name != plain and not kind.cached:
-                batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
-                quantize(
-                    model,
-                    kind.format,
-                    calibrate=batches if kind.method == "gptq" else None,
-                    group_size=kind.group_size or 128,
-                    zero_points=kind.zero_points,
-                    method=kind.method,
-                )
-            attend = Rounded(kind.cached) if kind.cached else None
-            found = perplexity(model, read.crops(read.held_out, bench.batches), attend)
+            found = _perplexity_in(kind, whole, read, bench, quantized=name != plain and not kind.cached)
         except (InputError, RuntimeError, NotImplementedError) as error:
             of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]
@@ -217,6 +205,23 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
     return records
 
 
+def _perplexity_in(kind: Kind, whole: GPT, read: Texts, bench: QualityBench, *, quantized: bool) -> float:
+    """Of a copy of `whole`, the only one on the device, and gone afterwards."""
+    model = copy.deepcopy(whole).to(bench.device)
+    if quantized:
+        batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
+        quantize(
+            model,
+            kind.format,
+            calibrate=batches if kind.method == "gptq" else None,
+            group_size=kind.group_size or 128,
+            zero_points=kind.zero_points,
+            method=kind.method,
+        )
+    attend = Rounded(kind.cached) if kind.cached else None
+    return perplexity(model, read.crops(read.held_out, bench.batches), attend)
+
+
 def _tokens(text: Path, tokenizer: Tokenizer) -> np.ndarray:
     try:
         return np.asarray(tokenizer.encode(text.read_text(encoding="utf-8")), np.int64)
@@ -225,6 +230,7 @@ def _tokens(text: Path, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _model(bench: QualityBench, vocab_size: int) -> GPT:
+    """On the CPU, in the dtype that is measured."""
     best = bench.run / BEST
     model = load_weights(best if best.exists() else bench.run / LATEST, norm="fuseline", dropout=0.0)
     if model.config.vocab_size != vocab_size:
@@ -232,7 +238,7 @@ def _model(bench: QualityBench, vocab_size: int) -> GPT:
             f"{bench.run} knows {model.config.vocab_size} tokens, and its data now has {vocab_size}: the "
             "text or the tokenizer is not that of the run."
         )
-    return model.to(device=bench.device, dtype=bench.dtype).eval()
+    return model.to(bench.dtype).eval()
 
 
 @torch.no_grad()
