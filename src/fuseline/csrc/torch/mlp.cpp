@@ -313,9 +313,9 @@ Tensor mlp_autograd(const Tensor& x, const Tensor& weight_1, const OptionalTenso
     return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
 }
 
-Five mlp_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                           const Tensor& weight_2, const OptionalTensor& z, const OptionalTensor& inner,
-                           c10::string_view approximate, std::array<bool, 5> wanted) {
+Five mlp_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1,
+                           const OptionalTensor& bias_1, const Tensor& weight_2, const OptionalTensor& z,
+                           const OptionalTensor& inner, c10::string_view approximate, std::array<bool, 5> wanted) {
     const Five results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
