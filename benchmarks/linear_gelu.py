@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import tyro
 from cublaslt import DGELU, DGELU_BGRAD, GELU_AUX_BIAS, Product
 
-from fuseline import ops
+from fuseline import native, ops
 from fuseline.timing import time_calls
 
 Call = Callable[[], object]
@@ -163,6 +163,7 @@ def main(options: Options) -> int:
     if not torch.cuda.is_available():
         print("This times CUDA kernels, and torch sees no CUDA device.", file=sys.stderr)
         return 2
+    native.load()
     device = torch.device("cuda")
     given = Inputs.drawn(options, device)
     groups = {"forward": forward_products(given), "backward": backward_products(given), **whole(given)}

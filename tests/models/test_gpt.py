@@ -141,6 +141,63 @@ def test_compiles_to_one_graph_with_equal_gradients(backend: str, changes: dict[
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("norm, calls", [("fuseline", 2), ("torch", 0)])
+def test_compiled_training_takes_the_mlp_as_one_op(norm: str, calls: int) -> None:
+    model = make(small(norm=norm)).train()
+    targets: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    tokens, _ = draw(model.config)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(tokens), model(tokens))
+    assert targets.count(torch.ops.fuseline.mlp.default) == calls
+
+
+@pytest.mark.parametrize("name", ["c_fc", "gelu", "c_proj"])
+def test_hooks_of_the_mlp_are_called(name: str) -> None:
+    models = [make(small(norm=norm)).train() for norm in ("fuseline", "torch")]
+    tokens, targets = draw(models[0].config)
+    for model in models:
+        getattr(model.transformer.h[0].mlp, name).register_forward_hook(lambda module, given, out: out + 1)
+    torch.testing.assert_close(models[0](tokens, targets), models[1](tokens, targets))
+
+
+def test_runs_with_parameters_of_another() -> None:
+    models = [make(small(norm="fuseline"), seed).train() for seed in (0, 1)]
+    tokens, _ = draw(models[0].config)
+    state = {name: value.detach() for name, value in models[1].named_parameters()}
+    found = torch.func.functional_call(models[0], state, (tokens,))
+    torch.testing.assert_close(found, models[1](tokens))
+
+
+def test_trains_on_meta() -> None:
+    with torch.device("meta"):
+        model = GPT(small(norm="fuseline")).train()
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    model(tokens, tokens).backward()
+    assert model.transformer.h[0].mlp.c_fc.weight.grad.shape == (128, 32)
+
+
+@pytest.mark.gpu
+def test_wide_mlps_under_autocast_are_as_near_as_torchs() -> None:
+    """16,384 rows of 768, where kernels have GELU at the products' ends."""
+    sizes = {"num_layers": 1, "num_heads": 12, "embed_dim": 768, "block_size": 1024}
+    grads = []
+    for norm, dtype in (("torch", None), ("torch", torch.bfloat16), ("fuseline", torch.bfloat16)):
+        model = make(small(norm=norm, **sizes)).cuda().train()
+        tokens, targets = (ids.cuda() for ids in draw(model.config, batch=16, seqlen=1024))
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+            loss = model(tokens, targets)
+        loss.backward()
+        mlp = model.transformer.h[0].mlp
+        grads.append([parameter.grad for parameter in mlp.parameters()])
+    for exact, theirs, ours in zip(*grads, strict=True):
+        assert ours.dtype is torch.float32
+        assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
 @pytest.mark.parametrize("vocab_multiple", [1, 64])
 def test_autocast_gives_the_loss_in_fp32(vocab_multiple: int) -> None:
     model = make(small(vocab_multiple=vocab_multiple))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from fuseline.nn import TransformerEncoderLayer
 
@@ -91,6 +92,55 @@ def test_drops_in_training_alone() -> None:
     torch.manual_seed(3)
     assert torch.equal(one, ours(x))
     assert not torch.equal(one, ours(x))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", ["dropout", "dropout1", "dropout2"])
+def test_drops_where_a_dropout_is_in_training(name: str, norm_first: bool) -> None:
+    ours, _ = pair("cpu", dropout=0.5, norm_first=norm_first, activation="gelu", batch_first=True)
+    x = draw("cpu", B, S, E)
+    ours.eval()
+    assert torch.equal(ours(x), ours(x))
+    getattr(ours, name).train()
+    assert not torch.equal(ours(x), ours(x))
+
+
+def test_a_dropout_may_be_another_module() -> None:
+    ours, theirs = pair("cpu", activation="gelu", batch_first=True)
+    x = draw("cpu", B, S, E)
+    for name in ("dropout", "dropout1", "dropout2"):
+        setattr(ours, name, torch.nn.Identity())
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours.dropout1 = Doubled()
+    theirs.dropout1 = Doubled()
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ["linear1", "linear2", "activation"])
+def test_hooks_of_the_feed_forward_are_called(name: str) -> None:
+    layers = pair("cpu", activation=torch.nn.GELU(), batch_first=True)
+    x = draw("cpu", B, S, E)
+    for layer in layers:
+        getattr(layer, name).register_forward_hook(lambda module, given, out: out + 1)
+    torch.testing.assert_close(layers[0](x), layers[1](x))
+
+
+def test_a_pruned_weight_is_learned() -> None:
+    ours, theirs = pair("cpu", activation="gelu", batch_first=True)
+    x = draw("cpu", B, S, E)
+    grads = []
+    for layer in (ours, theirs):
+        prune.l1_unstructured(layer.linear1, "weight", 0.5)
+        layer(x).square().sum().backward()
+        with torch.no_grad():
+            layer.linear1.weight_orig.neg_()
+        grads.append((layer.linear1.weight_orig.grad, layer(x)))
+    torch.testing.assert_close(*grads)
 
 
 def test_stands_in_a_stack_of_torchs() -> None:

@@ -95,6 +95,19 @@ def _same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
+def test_another_default_dtype_changes_nothing() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(32, 64, device="cuda") for _ in range(2))
+    rows, scales = quantize_rows(weight)
+    wanted = fp8_linear(x, rows, scales[:, 0])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(fp8_linear(x, rows, scales[:, 0]), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.gpu
 def test_a_backward_through_it_is_refused() -> None:
     x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rows, scales = quantize_rows(torch.randn(32, 64, device="cuda"))

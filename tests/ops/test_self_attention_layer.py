@@ -182,6 +182,13 @@ def test_refuses_the_second_derivative() -> None:
     tensors, options = layer("own keys")
     out = ops.self_attention_layer(*tensors, **options)
     (grad,) = torch.autograd.grad(out.pow(2).sum(), tensors[0], create_graph=True)
+    for wanted in (tensors[0], tensors[1], tensors[3]):  # x and the weights
+        with pytest.raises(NotImplementedError, match="self_attention_layer has no second derivative"):
+            torch.autograd.grad(grad.sum(), wanted, retain_graph=True)
+    tensors = [None if t is None else t.detach() for t in tensors]
+    weight = tensors[1].requires_grad_()
+    out = ops.self_attention_layer(*tensors, **options)
+    (grad,) = torch.autograd.grad(out.sum(), weight, create_graph=True)
     with pytest.raises(NotImplementedError, match="self_attention_layer has no second derivative"):
         grad.sum().backward()
 

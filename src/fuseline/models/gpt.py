@@ -31,7 +31,7 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
-from fuseline.nn.feed_forward import feed_forward
+from fuseline.nn.feed_forward import feed_forward, is_plain
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -107,7 +107,8 @@ class MLP(nn.Module):
 
     def _found(self, x_BTC: Tensor) -> Tensor:
         """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
-        if self.fused and self.training and type(self.c_fc) is type(self.c_proj) is nn.Linear:
+        linear = is_plain(self.c_fc, nn.Linear) and is_plain(self.c_proj, nn.Linear)
+        if self.fused and self.training and linear and is_plain(self.gelu, nn.GELU):
             return feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate)
         return self.c_proj(self.gelu(self.c_fc(x_BTC)))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from fuseline.nn.feed_forward import feed_forward
+from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.multihead_attention import MultiheadAttention
 from fuseline.ops import dropout_add_layer_norm, gelu, layer_norm
 
@@ -86,19 +86,29 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         """The norm of residual + dropout(x), and that sum."""
         if not self.norm_first:  # what is normed is the next residual, and keeps its precision under autocast
             x = x.to(residual.dtype)
-        return dropout_add_layer_norm(x, residual, *_affine(norm), p=dropout.p, training=self.training)
+        p = _drops(dropout)
+        if p is None:
+            x, p = dropout(x), 0.0
+        return dropout_add_layer_norm(x, residual, *_affine(norm), p=p)
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_gelu = self.activation is F.gelu or isinstance(self.activation, torch.nn.GELU)
+        is_gelu = self.activation is F.gelu or is_plain(self.activation, torch.nn.GELU)
         approximate = getattr(self.activation, "approximate", "none")
-        drops = self.training and self.dropout.p > 0
-        if is_gelu and not drops and type(self.linear1) is type(self.linear2) is torch.nn.Linear:
+        fused = is_gelu and is_plain(self.linear1, torch.nn.Linear)
+        if fused and _drops(self.dropout) == 0 and is_plain(self.linear2, torch.nn.Linear):
             return feed_forward(x, self.linear1, self.linear2, approximate)
-        if is_gelu:
+        if fused:
             hidden = gelu(F.linear(x, self.linear1.weight), self.linear1.bias, approximate)
         else:
             hidden = self.activation(self.linear1(x))
         return self.linear2(self.dropout(hidden))
+
+
+def _drops(dropout: torch.nn.Module) -> float | None:
+    """With which probability, or None for a module that is no plain dropout."""
+    if not is_plain(dropout, torch.nn.Dropout):
+        return None
+    return dropout.p if dropout.training else 0.0
 
 
 def _affine(

@@ -53,8 +53,9 @@ def fp8_linear(
         scales: [N], float32.
         bias: [N] of x's dtype.
 
-    Returns [.., N] in x's dtype; where torch's scaled product runs, rounded to bfloat16 on the way, in which
-    alone it scales rows. On a GPU a backward through it is refused. Raises ValueError for what does not fit.
+    Returns [.., N] in x's dtype, to which sums of float32 are rounded once; but bfloat16 before the bias is
+    added, too, where torch's scaled product runs. On a GPU a backward through it is refused. Raises
+    ValueError for what does not fit.
     """
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():
@@ -77,7 +78,7 @@ def _scaled_product(
     """Torch's product scales rows in bf16 alone; for other dtypes it gives plain sums in float32, which are
     scaled in another pass."""
     narrow = dtype is torch.bfloat16
-    one = None if narrow else torch.ones((), device=rows.device)
+    one = None if narrow else torch.ones((), dtype=torch.float32, device=rows.device)
     sums = torch._scaled_mm(
         rows,
         weight.t(),

@@ -8,7 +8,8 @@ dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the referenc
 
 On Hopper, in 16 bits and for many rows, GELU is computed from the first product's sums while the next tile's
 are made, and its gradient, with that of bias_1, from those of grad_y @ weight_2: neither is a pass of its
-own. Elsewhere both are. What GELU was given and what it gave are kept for the backward, [rows, F] each.
+own. Elsewhere both are. For the backward are kept x if weight_1 wants a gradient, what GELU was given if x,
+weight_1 or bias_1 does, and what it gave if weight_2 does, the last two [rows, F] each.
 
 Not twice differentiable. Source: Hendrycks, Gimpel, "Gaussian error linear units", 2016, section 2.
 """

@@ -251,9 +251,14 @@ AttentionGradients attention_backward_autograd(const Tensor& grad_out, const Opt
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, grad_lse, out, lse, wanted, FUSELINE_ATTENTION_ARGUMENTS);
     }();
-    const bool tracked = wants_grad(grad_out) || wants_grad(grad_lse) || wants_grad(q) || wants_grad(k) || wants_grad(v);
-    if (!at::GradMode::is_enabled() || !tracked) return made;
-    const auto refuse = [&](const Tensor& x) { return NoSecondDerivative::apply(x, grad_out, q, std::string(kName)); };
+    if (!at::GradMode::is_enabled()) return made;
+    const std::array<OptionalTensor, 7> given = {grad_out, grad_lse, q, k, v, mask, sinks};
+    const auto refuse = [&](Tensor x) {
+        for (const OptionalTensor& each : given) {
+            if (wants_grad(each)) x = NoSecondDerivative::apply(x, grad_out, *each, std::string(kName));
+        }
+        return x;
+    };
     return {refuse(std::get<0>(made)), refuse(std::get<1>(made)), refuse(std::get<2>(made)), refuse(std::get<3>(made)),
             refuse(std::get<4>(made))};
 }

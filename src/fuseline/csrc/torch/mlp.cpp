@@ -11,6 +11,8 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <array>
@@ -39,12 +41,12 @@ Three forward_op(const Tensor& x, const Tensor& weight_1, const OptionalTensor& 
     return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
 }
 
-Five backward_op(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                 const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
+Five backward_op(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                 const Tensor& weight_2, const OptionalTensor& z, const OptionalTensor& inner, c10::string_view approximate,
                  const Wanted& wanted) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_backward", "").typed<
-        Five(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-             c10::string_view, std::array<bool, 5>)>();
+        Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+             const OptionalTensor&, c10::string_view, std::array<bool, 5>)>();
     return op.call(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
 }
 
@@ -95,14 +97,31 @@ struct WithoutAutocast {
     c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-Tensor rows_of(const Tensor& x) { return x.contiguous().view({-1, x.size(-1)}); }
+// The shape of x but for the last dimension.
+std::vector<int64_t> sizes_of(const Tensor& x, int64_t last) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = last;
+    return sizes;
+}
+
+Tensor rows_of(const Tensor& x) {
+    return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
 
 // ---- where kernels have both ----
 
-bool fused(const Tensor& x, int64_t rows, int64_t inner, int64_t width) {
-    if (!x.is_cuda() || !(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16)) return false;
+// Of rows [rows, width] and `inner` columns.
+bool fused(const Tensor& rows, int64_t inner) {
+    if (!rows.is_cuda() || !(rows.scalar_type() == at::kHalf || rows.scalar_type() == at::kBFloat16)) return false;
     static const auto takes = FUSELINE_KERNEL(fuseline_linear_gelu_takes);
-    return takes(rows, inner, width, kernel_dtype(x, kName));
+    return takes(rows.size(0), inner, rows.size(1), kernel_dtype(rows, kName));
+}
+
+// Whether a launch was taken. A part of a device may have no room for clusters.
+bool launched(int code, const char* op) {
+    if (code == FUSELINE_UNSUPPORTED) return false;
+    check_launch(code, op);
+    return true;
 }
 
 // Contiguous, from an address that bulk copies take.
@@ -120,45 +139,62 @@ fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, const Tens
     return call;
 }
 
-// gelu(z + bias), z = x weight^T; z is not kept if it is undefined.
-Tensor linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& z,
-                   c10::string_view approximate) {
+// z = x weight^T, undefined unless it is kept, and gelu(z + bias), undefined where no kernel takes it.
+Two linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
+    if (!fused(x, weight.size(0))) return {};
     const Tensor left = aligned(x), right = aligned(weight), shift = bias.has_value() ? aligned(*bias) : Tensor();
-    const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options());
+    const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options()), z = keep ? at::empty_like(inner) : Tensor();
     fuseline_linear_gelu call = call_of(left, right, inner, approximate);
     call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
-    call.kept = z.defined() ? z.mutable_data_ptr() : nullptr;
+    call.kept = keep ? z.mutable_data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_forward);
-    check_launch(launch(&call, current_stream(x)), kName);
-    return inner;
+    return launched(launch(&call, current_stream(x)), kName) ? Two(z, inner) : Two();
 }
 
-// (grad_out weight) * gelu'(z + bias), and where it is wanted the sum of its rows.
+// (grad_out weight) * gelu'(z + bias), undefined where no kernel takes it, and where it is wanted the sum of its rows.
 Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& z, const OptionalTensor& bias,
                          c10::string_view approximate, bool bias_wanted) {
     constexpr int64_t kRows = 64;  // that the kernel adds up
-    const Tensor left = aligned(grad_out), right = aligned(weight), grad_z = at::empty_like(z);
+    if (!fused(grad_out, weight.size(1))) return {};
+    const Tensor left = aligned(grad_out), right = aligned(weight), kept = aligned(z);
+    const Tensor grad_z = at::empty({grad_out.size(0), weight.size(1)}, grad_out.options());
     const Tensor shift = bias.has_value() ? aligned(*bias) : Tensor();
     fuseline_linear_gelu call = call_of(left, right, grad_z, approximate);
     call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
-    call.kept = const_cast<void*>(z.const_data_ptr());
+    call.kept = const_cast<void*>(kept.const_data_ptr());
     Tensor sums;
     if (bias_wanted) {
-        sums = at::empty({(call.rows + kRows - 1) / kRows, call.inner}, z.options().dtype(at::kFloat));
+        sums = at::empty({(call.rows + kRows - 1) / kRows, call.inner}, grad_z.options().dtype(at::kFloat));
         call.sums = sums.mutable_data_ptr<float>();
     }
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_backward);
-    check_launch(launch(&call, current_stream(z)), "mlp_backward");
-    return {grad_z, bias_wanted ? sums.sum(at::IntArrayRef{0}).to(z.scalar_type()) : Tensor()};
+    if (!launched(launch(&call, current_stream(grad_out)), "mlp_backward")) return {};
+    return {grad_z, bias_wanted ? sums.sum(at::IntArrayRef{0}).to(grad_z.scalar_type()) : Tensor()};
 }
 
 // ---- kernels, for any device ----
 
-// The second product of `inner`, in the shape of x but for the last dimension.
+// z, undefined unless it is kept, and gelu(z + bias).
+Two inner_of(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
+    const Two made = linear_gelu(rows, weight, bias, approximate, keep);
+    if (std::get<1>(made).defined()) return made;
+    const Tensor z = at::mm(rows, weight.contiguous().t());
+    return {keep ? z : Tensor(), gelu_op(z, bias, approximate)};
+}
+
+// The gradients of z and of the bias.
+Two inner_gradients(const Tensor& grad, const Tensor& weight, const Tensor& z, const OptionalTensor& bias,
+                    c10::string_view approximate, bool bias_wanted) {
+    const Two made = linear_gelu_gradient(grad, weight, z, bias, approximate, bias_wanted);
+    if (std::get<0>(made).defined()) return made;
+    return gelu_backward_op(at::mm(grad, weight.contiguous()), z, bias, approximate, bias_wanted);
+}
+
+// The second product of `inner`, in the shape of x but for the last dimension. cuBLASLt adds a contiguous bias alone.
 Tensor out_of(const Tensor& inner, const Tensor& weight, const OptionalTensor& bias, const Tensor& x) {
-    auto sizes = x.sizes().vec();
-    sizes.back() = weight.size(0);
-    return (bias.has_value() ? at::addmm(*bias, inner, weight.contiguous().t()) : at::mm(inner, weight.contiguous().t())).view(sizes);
+    const Tensor turned = weight.contiguous().t();
+    return (bias.has_value() ? at::addmm(bias->contiguous(), inner, turned) : at::mm(inner, turned))
+        .view(sizes_of(x, weight.size(0)));
 }
 
 Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -166,11 +202,7 @@ Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    const Tensor rows = rows_of(x);
-    const Tensor inner = fused(x, rows.size(0), weight_1.size(0), rows.size(1))
-                             ? linear_gelu(rows, weight_1, bias_1, Tensor(), approximate)
-                             : gelu_op(at::mm(rows, weight_1.contiguous().t()), bias_1, approximate);
-    return out_of(inner, weight_2, bias_2, x);
+    return out_of(std::get<1>(inner_of(rows_of(x), weight_1, bias_1, approximate, false)), weight_2, bias_2, x);
 }
 
 Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -178,41 +210,25 @@ Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor&
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    const Tensor rows = rows_of(x);
-    Tensor z, inner;
-    if (fused(x, rows.size(0), weight_1.size(0), rows.size(1))) {
-        z = at::empty({rows.size(0), weight_1.size(0)}, x.options());
-        inner = linear_gelu(rows, weight_1, bias_1, z, approximate);
-    } else {
-        z = at::mm(rows, weight_1.contiguous().t());
-        inner = gelu_op(z, bias_1, approximate);
-    }
+    const auto [z, inner] = inner_of(rows_of(x), weight_1, bias_1, approximate, true);
     return {out_of(inner, weight_2, bias_2, x), z, inner};
 }
 
-// The gradients of z and of the bias.
-Two inner_gradients(const Tensor& grad, const OptionalTensor& bias, const Tensor& weight, const Tensor& z,
-                    c10::string_view approximate, bool bias_wanted) {
-    if (fused(z, grad.size(0), z.size(1), grad.size(1))) {
-        return linear_gelu_gradient(grad, weight, z, bias, approximate, bias_wanted);
-    }
-    return gelu_backward_op(at::mm(grad, weight.contiguous()), z, bias, approximate, bias_wanted);
-}
-
-Five mlp_backward(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                  const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
+// x is there if weight_1's gradient is wanted, z if x's, weight_1's or bias_1's is, inner if weight_2's is.
+Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
+                  const Tensor& weight_2, const OptionalTensor& z, const OptionalTensor& inner, c10::string_view approximate,
                   std::array<bool, 5> wanted) {
     const WithoutAutocast off;
-    const c10::DeviceGuard guard(x.device());
-    const Tensor grad = rows_of(grad_out), rows = rows_of(x);
+    const c10::DeviceGuard guard(grad_out.device());
+    const Tensor grad = rows_of(grad_out);
     Tensor grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2;
     if (wanted[0] || wanted[1] || wanted[2]) {
         Tensor grad_z;
-        std::tie(grad_z, grad_bias_1) = inner_gradients(grad, bias_1, weight_2, z, approximate, wanted[2]);
-        if (wanted[0]) grad_x = at::mm(grad_z, weight_1.contiguous()).view(x.sizes());
-        if (wanted[1]) grad_weight_1 = at::mm(grad_z.t(), rows);
+        std::tie(grad_z, grad_bias_1) = inner_gradients(grad, weight_2, z.value(), bias_1, approximate, wanted[2]);
+        if (wanted[0]) grad_x = at::mm(grad_z, weight_1.contiguous()).view(sizes_of(grad_out, weight_1.size(1)));
+        if (wanted[1]) grad_weight_1 = at::mm(grad_z.t(), rows_of(x.value()));
     }
-    if (wanted[3]) grad_weight_2 = at::mm(grad.t(), inner);
+    if (wanted[3]) grad_weight_2 = at::mm(grad.t(), inner.value());
     if (wanted[4]) grad_bias_2 = grad.sum(at::IntArrayRef{0});
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
@@ -236,12 +252,15 @@ Three mlp_forward_meta(const Tensor& x, const Tensor& weight_1, const OptionalTe
     return {out, at::empty_symint(sizes, x.options()), at::empty_symint(sizes, x.options())};
 }
 
-Five mlp_backward_meta(const Tensor&, const Tensor& x, const Tensor& weight_1, const OptionalTensor&, const Tensor& weight_2,
-                       const Tensor&, const Tensor&, c10::string_view, std::array<bool, 5> wanted) {
+Five mlp_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tensor& weight_1, const OptionalTensor&,
+                       const Tensor& weight_2, const OptionalTensor&, const OptionalTensor&, c10::string_view,
+                       std::array<bool, 5> wanted) {
     const auto of = [&](bool want, c10::SymIntArrayRef sizes) {
-        return want ? at::empty_symint(sizes, x.options()) : Tensor();
+        return want ? at::empty_symint(sizes, grad_out.options()) : Tensor();
     };
-    return {of(wanted[0], x.sym_sizes()), of(wanted[1], weight_1.sym_sizes()), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
+    auto sizes = grad_out.sym_sizes().vec();
+    sizes.back() = weight_1.sym_size(1);
+    return {of(wanted[0], sizes), of(wanted[1], weight_1.sym_sizes()), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
             of(wanted[3], weight_2.sym_sizes()), of(wanted[4], weight_2.sym_sizes().slice(0, 1))};
 }
 
@@ -256,7 +275,14 @@ struct Mlp : torch::autograd::Function<Mlp> {
         auto [out, z, inner] = forward_op(x, weight_1, bias_1, weight_2, bias_2, approximate);
         ctx->saved_data["approximate"] = approximate;
         ctx->saved_data["biases"] = c10::List<bool>({bias_1.has_value(), bias_2.has_value()});
-        ctx->save_for_backward({x, weight_1, bias_1.value_or(Tensor()), weight_2, z, inner});
+        const bool of_z = wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1);
+        // Second derivatives are refused by what is kept: where x is not, z stands for it in the graph.
+        if (wants_grad(x) && !wants_grad(weight_1)) {
+            torch::autograd::impl::set_gradient_edge(z, torch::autograd::impl::gradient_edge(x));
+        }
+        const auto kept = [](bool keep, const Tensor& t) { return keep ? t : Tensor(); };
+        ctx->save_for_backward({kept(wants_grad(weight_1), x), weight_1, bias_1.value_or(Tensor()), weight_2, kept(of_z, z),
+                                kept(wants_grad(weight_2), inner)});
         return out;
     }
 
@@ -267,9 +293,10 @@ struct Mlp : torch::autograd::Function<Mlp> {
         const size_t second = 2 + biases.get(0);
         const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), biases.get(0) && ctx->needs_input_grad(2),
                                ctx->needs_input_grad(second), biases.get(1) && ctx->needs_input_grad(second + 1)};
+        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
         auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] =
-            backward_op(grads[0], saved[0], saved[1], biases.get(0) ? OptionalTensor(saved[2]) : std::nullopt, saved[3],
-                        saved[4], saved[5], ctx->saved_data["approximate"].toStringRef(), wanted);
+            backward_op(grads[0], optional(saved[0]), saved[1], optional(saved[2]), saved[3], optional(saved[4]),
+                        optional(saved[5]), ctx->saved_data["approximate"].toStringRef(), wanted);
         return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2, Tensor()};
     }
 };
@@ -286,21 +313,23 @@ Tensor mlp_autograd(const Tensor& x, const Tensor& weight_1, const OptionalTenso
     return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
 }
 
-Five mlp_backward_autograd(const Tensor& grad_out, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                           const Tensor& weight_2, const Tensor& z, const Tensor& inner, c10::string_view approximate,
-                           std::array<bool, 5> wanted) {
-    auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] = [&] {
+Five mlp_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1,
+                           const OptionalTensor& bias_1, const Tensor& weight_2, const OptionalTensor& z,
+                           const OptionalTensor& inner, c10::string_view approximate, std::array<bool, 5> wanted) {
+    const Five results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
     }();
-    if (!at::GradMode::is_enabled() || !(wants_grad(grad_out) || wants_grad(x) || wants_grad(weight_1) || wants_grad(weight_2))) {
-        return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
-    }
-    const Tensor& saved = wants_grad(x) ? x : wants_grad(weight_1) ? weight_1 : weight_2;
-    const auto refuse = [&](const Tensor& result) {
-        return result.defined() ? NoSecondDerivative::apply(result, grad_out, saved, std::string(kName)) : result;
+    if (!at::GradMode::is_enabled()) return results;
+    const std::array<OptionalTensor, 6> given = {grad_out, x, weight_1, bias_1, weight_2, z};
+    const auto refuse = [&](Tensor result) {
+        for (const OptionalTensor& each : given) {
+            if (!result.defined() || !wants_grad(each)) continue;
+            result = NoSecondDerivative::apply(result, grad_out, *each, std::string(kName));
+        }
+        return result;
     };
-    return {refuse(grad_x), refuse(grad_weight_1), refuse(grad_bias_1), refuse(grad_weight_2), refuse(grad_bias_2)};
+    return std::apply([&](const auto&... each) { return Five{refuse(each)...}; }, results);
 }
 
 }  // namespace
@@ -312,8 +341,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
           "-> (Tensor out, Tensor z, Tensor inner)",
           {at::Tag::pt2_compliant_tag});
-    m.def("mlp_backward(Tensor grad_out, Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor z, Tensor inner, "
-          "str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
+    m.def("mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? z, "
+          "Tensor? inner, str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
           "Tensor grad_weight_2, Tensor grad_bias_2)",
           {at::Tag::pt2_compliant_tag});
 }

@@ -256,9 +256,14 @@ Five self_attention_layer_backward_autograd(const Tensor& grad_out, const Tensor
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, x, qkv_weight, out_weight, mask, seed, qkv, attended, weights, FUSELINE_OPTIONS, wanted);
     }();
-    if (!at::GradMode::is_enabled() || !(wants_grad(grad_out) || wants_grad(x) || wants_grad(qkv_weight))) return results;
-    const auto refuse = [&](const Tensor& result) {
-        return result.defined() ? NoSecondDerivative::apply(result, grad_out, x, std::string(kName)) : result;
+    if (!at::GradMode::is_enabled()) return results;
+    const std::array<Tensor, 4> given = {grad_out, x, qkv_weight, out_weight};
+    const auto refuse = [&](Tensor result) {
+        for (const Tensor& each : given) {
+            if (!result.defined() || !wants_grad(each)) continue;
+            result = NoSecondDerivative::apply(result, grad_out, each, std::string(kName));
+        }
+        return result;
     };
     return std::apply([&](const auto&... each) { return Five{refuse(each)...}; }, results);
 }
