@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +132,55 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
         assert benchmarker.benchmark_gpu(lambda: 4) == 3.0
     assert timed == [1, ((1,), {"out": 2}), 4]
     assert CachingAutotuner.bench is module._untimed
+
+
+MEASURES = """
+import os, sys, time
+from pathlib import Path
+import torch
+from fuseline.bench.compiling import Compilers, Task
+
+def compile(folder, number):
+    Path(folder, f"{number}-{os.getpid()}").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with Compilers(torch.device("cpu"), jobs=2) as compilers:
+        compilers.run([Task(compile, (sys.argv[1], number), 0) for number in range(4)], lambda *_: None)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a process")
+def test_no_process_outlives_a_measuring_one_that_is_killed(tmp_path: Path) -> None:
+    program, begun = tmp_path / "measures.py", tmp_path / "begun"
+    program.write_text(MEASURES)
+    begun.mkdir()
+    measuring = subprocess.Popen([sys.executable, str(program), str(begun)])
+
+    def compiling() -> list[int]:
+        return [int(file.name.split("-")[1]) for file in begun.iterdir()]
+
+    def wait_until(there: int, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if len(compiling()) >= 2 and sum(map(is_alive, compiling())) == there:
+                return True
+            time.sleep(0.05)
+        return False
+
+    try:
+        assert wait_until(2, 60)
+    finally:
+        measuring.kill()
+        measuring.wait()
+    assert wait_until(0, 10)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # One that has ended stays by name until its new parent has asked after it.
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -13,12 +13,14 @@ import functools
 import math
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
@@ -154,6 +156,7 @@ def one_task(device: torch.device) -> Iterator[None]:
 
 def begin() -> None:
     """Of each process, before its first task. One core each: the processes are the parallelism."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch._inductor.config
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -164,6 +167,15 @@ def begin() -> None:
     # that would be most of what they do, and it is not kept.
     _kept["bench"] = CachingAutotuner.bench
     CachingAutotuner.bench = _untimed  # type: ignore[method-assign]
+
+
+def _end_with_parent() -> None:
+    """A measuring process that is killed ends no pool: its processes would go on, beside whatever is measured
+    next."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait_for([parent.sentinel])
+        os._exit(1)
 
 
 _kept: dict[str, Any] = {}
