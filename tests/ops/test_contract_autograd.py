@@ -116,6 +116,47 @@ def test_refuses_the_second_derivative_and_nothing_before_it(op: Op) -> None:
         grad.sum().backward()
 
 
+def second_derivatives(
+    function: Callable[..., Outputs], arguments: dict[str, Any], names: list[str]
+) -> dict[tuple[str, str], bool]:
+    """Whether the gradient of one depends on the other, for each two; refusals count.
+
+    The gradients of the outputs are constant, so that nothing of it comes from them.
+    """
+    own = {n: v.detach().clone().requires_grad_() if n in names else v for n, v in arguments.items()}
+    out = [o for o in outputs(function(**own)) if o.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads_out = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in out]
+    grads = torch.autograd.grad(out, [own[n] for n in names], grads_out, create_graph=True)
+    depends = {}
+    for name, grad in zip(names, grads, strict=True):
+        factor = torch.randn(grad.shape, generator=generator).to(
+            grad.dtype
+        )  # a softmax's gradients sum to zero
+        for other in names:
+            depends[name, other] = False
+            if not grad.requires_grad:
+                continue
+            try:
+                (second,) = torch.autograd.grad(
+                    grad, own[other], factor, retain_graph=True, allow_unused=True
+                )
+                depends[name, other] = second is not None and bool(second.abs().gt(1e-6).any())
+            except NotImplementedError:
+                depends[name, other] = True
+    return depends
+
+
+@pytest.mark.parametrize("op, case", CASES)
+def test_refuses_second_derivatives_by_all_they_depend_on(op: Op, case: Case) -> None:
+    arguments = draw(op, case)
+    all_names = differentiable(op, arguments)
+    for names in [[name] for name in all_names] + [all_names] * (len(all_names) > 1):
+        ours = second_derivatives(op.function, arguments, names)
+        wanted = second_derivatives(op.reference, arguments, names)
+        assert not [pair for pair, depends in wanted.items() if depends and not ours[pair]], names
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_needs_no_graph_without_gradients(op: Op) -> None:
     arguments = draw(op, op.cases[0])

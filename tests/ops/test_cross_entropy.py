@@ -70,6 +70,16 @@ def test_gradient_of_the_forward_pass_serves_once(device: str) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("power", [1, 2])
+def test_gradient_of_the_forward_pass_refuses_to_be_differentiated(inplace: bool, power: int) -> None:
+    logits, target = draw("cpu")
+    loss = ops.cross_entropy(logits * 2, target, grad_in_forward=True, inplace=inplace)
+    (grad,) = torch.autograd.grad(loss.pow(power), logits, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cross_entropy has no second derivative"):
+        grad.pow(2).sum().backward()
+
+
 def test_in_place_says_so_to_who_saved_the_logits() -> None:
     logits, target = draw("cpu")
     mine = logits * 1.0

@@ -46,6 +46,25 @@ def test_serves_two_backward_passes(device: str) -> None:
     torch.testing.assert_close([2 * grad for grad in first], list(second))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "wanting", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias")], ids=str
+)
+def test_second_derivatives_are_refused_by_all_they_depend_on(
+    wanting: tuple[str, ...], reduction: str
+) -> None:
+    hidden, weight, target = draw("cpu")
+    given = {"hidden": hidden, "weight": weight, "bias": torch.zeros(50)}
+    own = {name: tensor.detach().requires_grad_(name in wanting) for name, tensor in given.items()}
+    loss = ops.linear_cross_entropy(target=target, reduction=reduction, **own)
+    inputs = [own[name] for name in wanting]
+    grads = torch.autograd.grad(loss, inputs, torch.ones_like(loss), create_graph=True)
+    for grad in grads:
+        for leaf in inputs:
+            with pytest.raises(NotImplementedError, match="linear_cross_entropy has no second derivative"):
+                torch.autograd.grad(grad.pow(2).sum(), leaf, retain_graph=True)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_serves_several_gradients_of_the_loss_at_once(device: str) -> None:
     hidden, weight, target = draw(device)

@@ -180,17 +180,18 @@ def test_compiles_to_one_graph() -> None:
 
 def test_refuses_the_second_derivative() -> None:
     tensors, options = layer("own keys")
-    out = ops.self_attention_layer(*tensors, **options)
-    (grad,) = torch.autograd.grad(out.pow(2).sum(), tensors[0], create_graph=True)
-    for wanted in (tensors[0], tensors[1], tensors[3]):  # x and the weights
+    for power in (1, 2):
+        out = ops.self_attention_layer(*tensors, **options)
+        (grad,) = torch.autograd.grad(out.pow(power).sum(), tensors[0], create_graph=True)
+        for wanted in tensors[:4]:  # x, the weights and qkv_bias
+            with pytest.raises(NotImplementedError, match="self_attention_layer has no second derivative"):
+                torch.autograd.grad(grad.sum(), wanted, retain_graph=True)
+    for index in (1, 2):  # qkv_weight or qkv_bias alone
+        own = [t.detach().requires_grad_(i == index) for i, t in enumerate(tensors)]
+        out = ops.self_attention_layer(*own, **options)
+        (grad,) = torch.autograd.grad(out.sum(), own[index], create_graph=True)
         with pytest.raises(NotImplementedError, match="self_attention_layer has no second derivative"):
-            torch.autograd.grad(grad.sum(), wanted, retain_graph=True)
-    tensors = [None if t is None else t.detach() for t in tensors]
-    weight = tensors[1].requires_grad_()
-    out = ops.self_attention_layer(*tensors, **options)
-    (grad,) = torch.autograd.grad(out.sum(), weight, create_graph=True)
-    with pytest.raises(NotImplementedError, match="self_attention_layer has no second derivative"):
-        grad.sum().backward()
+            grad.sum().backward()
 
 
 @pytest.mark.parametrize(

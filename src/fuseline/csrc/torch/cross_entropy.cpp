@@ -247,7 +247,11 @@ struct CrossEntropyWithGradient : torch::autograd::Function<CrossEntropyWithGrad
         ctx->saved_data["spent"] = true;
         const Tensor grad = ctx->get_saved_variables()[0];
         scale_rows_op(grad, grads[0].to(accumulator_type(grad.scalar_type())));
-        return {grad, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+        const Tensor result =
+            at::GradMode::is_enabled()
+                ? NoSecondDerivative::apply(grad, grads[0], of_running_node(grad), std::string(kName))
+                : grad;
+        return {result, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
 };
 

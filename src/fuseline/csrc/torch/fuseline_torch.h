@@ -65,4 +65,8 @@ struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads);
 };
 
+// For a backward pass that is itself recorded: `kept`, made by the running node's forward pass, as a tensor that depends
+// on all the node was given.
+Tensor of_running_node(const Tensor& kept);
+
 }  // namespace fuseline

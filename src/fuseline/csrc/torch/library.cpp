@@ -3,6 +3,7 @@
 #include "fuseline_torch.h"
 
 #include <dlfcn.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
 
@@ -76,6 +77,12 @@ variable_list NoSecondDerivative::backward(AutogradContext* ctx, const variable_
     TORCH_CHECK_NOT_IMPLEMENTED(false, "fuseline.ops.", op, " has no second derivative. Its reference has one: "
                                 "fuseline.ops.get(\"", op, "\").reference(...) takes the same arguments.");
     return {};
+}
+
+Tensor of_running_node(const Tensor& kept) {
+    const Tensor result = kept.detach();  // `kept` itself would hold the node that holds it
+    torch::autograd::impl::set_gradient_edge(result, {torch::autograd::get_current_node(), 0});
+    return result;
 }
 
 }  // namespace fuseline

@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <initializer_list>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -277,7 +278,8 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
                 }
                 result = {scaled[0], scaled[1], scaled[2]};
             } else {
-                result = backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], static_cast<int64_t>(type), wanted);
+                const Tensor total = at::GradMode::is_enabled() ? of_running_node(saved[0]) : saved[0];
+                result = backward_op(grads[0], total, saved[1], saved[2], saved[3], static_cast<int64_t>(type), wanted);
             }
         }
         auto [grad_hidden, grad_weight, grad_bias] = result;
@@ -298,36 +300,40 @@ Tensor linear_cross_entropy_autograd(const Tensor& hidden, const Tensor& weight,
     return whole_op(hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS);
 }
 
-// The gradients as they are, refusing to be differentiated if `first` or `second` could be.
-Three refused(Three results, const Tensor& first, const Tensor& second) {
-    if (!at::GradMode::is_enabled() || !(wants_grad(first) || wants_grad(second))) return results;
-    const auto refuse = [&](const Tensor& result) {
-        return result.defined() ? NoSecondDerivative::apply(result, first, second, std::string(kName)) : result;
+// The gradients as they are, refusing to be differentiated by any of `given`.
+Three refused(const Three& results, std::initializer_list<OptionalTensor> given) {
+    if (!at::GradMode::is_enabled()) return results;
+    const auto refuse = [&](Tensor result) {
+        for (const OptionalTensor& each : given) {
+            if (!result.defined() || !wants_grad(each)) continue;
+            result = NoSecondDerivative::apply(result, *each, *each, std::string(kName));
+        }
+        return result;
     };
-    auto [grad_hidden, grad_weight, grad_bias] = results;
+    const auto& [grad_hidden, grad_weight, grad_bias] = results;
     return {refuse(grad_hidden), refuse(grad_weight), refuse(grad_bias)};
 }
 
 Three linear_cross_entropy_backward_autograd(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
                                              const Tensor& grad_weight, const Tensor& grad_bias,
                                              at::ScalarType weight_dtype, std::array<bool, 3> wanted) {
-    Three results = [&] {
+    const Three results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, total, grad_hidden, grad_weight, grad_bias, static_cast<int64_t>(weight_dtype),
                            wanted);
     }();
-    return refused(std::move(results), grad_out, grad_hidden);
+    return refused(results, {grad_out, total, grad_hidden, grad_weight, grad_bias});
 }
 
 Three linear_cross_entropy_rows_backward_autograd(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight,
                                                   const Tensor& target, const OptionalTensor& bias,
                                                   const OptionalTensor& class_weight, FUSELINE_OPTION_PARAMETERS,
                                                   std::array<bool, 3> wanted) {
-    Three results = [&] {
+    const Three results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return rows_backward_op(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS, wanted);
     }();
-    return refused(std::move(results), grad_out, hidden);
+    return refused(results, {grad_out, hidden, weight, bias});
 }
 
 }  // namespace

@@ -229,8 +229,9 @@ struct SelfAttentionLayer : torch::autograd::Function<SelfAttentionLayer> {
         const auto scale = (flags >> 10 & 1) != 0 ? std::optional<double>(options[4]) : std::nullopt;
         const Options o{static_cast<int64_t>(options[1]), static_cast<int64_t>(options[2]), (flags & 1) != 0,
                         (flags & 2) != 0, options[3], scale, (flags & 4) != 0};
+        const Tensor qkv = at::GradMode::is_enabled() ? of_running_node(saved[5]) : saved[5];
         auto [grad_x, grad_qkv_weight, grad_qkv_bias, grad_out_weight, grad_out_bias] =
-            backward_op(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5], saved[6],
+            backward_op(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), qkv, saved[6],
                         saved[7], o, wanted);
         return {grad_x, grad_qkv_weight, grad_qkv_bias, grad_out_weight, grad_out_bias, Tensor(), Tensor(), Tensor()};
     }
@@ -257,7 +258,7 @@ Five self_attention_layer_backward_autograd(const Tensor& grad_out, const Tensor
         return backward_op(grad_out, x, qkv_weight, out_weight, mask, seed, qkv, attended, weights, FUSELINE_OPTIONS, wanted);
     }();
     if (!at::GradMode::is_enabled()) return results;
-    const std::array<Tensor, 4> given = {grad_out, x, qkv_weight, out_weight};
+    const std::array<Tensor, 5> given = {grad_out, x, qkv_weight, out_weight, qkv};
     const auto refuse = [&](Tensor result) {
         for (const Tensor& each : given) {
             if (!result.defined() || !wants_grad(each)) continue;
