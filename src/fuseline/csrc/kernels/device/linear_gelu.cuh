@@ -17,7 +17,7 @@ namespace fuseline {
 
 constexpr int kGeluStages = 4;
 constexpr int kGeluThreads = 512;  // two warpgroups that multiply, seven warps that have their sums, one that copies
-constexpr int kGeluMultiplier = 152, kGeluWorker = 104;  // registers
+constexpr int kGeluMultiplier = 144, kGeluWorker = 112;  // registers
 constexpr int kGeluRows = 64;      // of a warpgroup
 constexpr int kGeluPanels = kHeadWide / 64;
 constexpr int kGeluPanelBytes = kGeluRows * 128;  // lines of 128 bytes, the 16-byte pieces of line r in the places piece ^ (r % 8)
