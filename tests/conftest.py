@@ -1,4 +1,5 @@
-"""Rules for all tests: GPU tests skip with the reason, workers share the cores, native code is built once."""
+"""Rules for all tests: GPU tests skip with the reason, workers share the cores, native code is built once,
+and what a test draws does not depend on those before it."""
 
 from __future__ import annotations
 
@@ -26,6 +27,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Build outside of any test: none is timed out by a compiler, none builds in a cache of its own."""
     if not session.config.option.collectonly:
         native.load()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,11 +27,6 @@ def exact_gradient(grad_out: torch.Tensor, ids: torch.Tensor, rows: int, skipped
     return exact.index_add_(0, ids[inside], grad_out.double()[inside])
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def assert_close(found: torch.Tensor, exact: torch.Tensor) -> None:
     most = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
     if found.device.type == "cpu" and found.dtype is torch.float32:
