@@ -90,6 +90,13 @@ def test_originals_are_not_kept_unless_asked(model: Small) -> None:
         fuseline.quantize(nn.Sequential(model.up), "int8")
 
 
+@pytest.mark.parametrize("skip", ["up", ["up"], ("u*",)])
+def test_a_name_or_several_are_left(model: Small, skip: str | list[str] | tuple[str, ...]) -> None:
+    done = fuseline.quantize(model, "int8", skip=skip)
+    assert [layer.name for layer in done.quantized] == ["down"]
+    assert [layer.name for layer in done.left] == ["up", "head"]
+
+
 def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
     done = fuseline.quantize(model, "int4", group_size=32, calibrate=[tokens, (tokens,), {"tokens": tokens}])
     for layer in done.quantized:

@@ -107,7 +107,7 @@ def quantize(
     group_size: int = 128,
     zero_points: bool = False,
     method: str | None = None,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     calibrate: Iterable[Any] | None = None,
     max_rows: int | None = None,
     call: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] | None = None,
@@ -134,8 +134,8 @@ def quantize(
             by others (`fuseline.quant.gptq`), for what `calibrate` runs the model on. None: "gptq" with
             `calibrate`, which measures best by far, and "nearest" without: of those that need no data it cost
             the least perplexity, HQQ diverged least (`fuseline/quant/hqq.py` has the figures).
-        skip: names of modules, or patterns ("*.head"), whose linears are left; a module's name takes all
-            within.
+        skip: a module's name, a pattern ("*.head"), or several of them: their linears are left; a module's
+            name takes all within.
         calibrate: batches (a tensor, a tuple or a mapping of arguments each) that the model is run on, of
             int8 and int4: for GPTQ, and for the report's output errors by any method.
         max_rows: the most rows of activations a call will have (batch times tokens). Each size of layer is
@@ -157,6 +157,7 @@ def quantize(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if not linears:
         raise InputError("This model has no torch.nn.Linear layers that are not quantized already.")
+    skip = (skip,) if isinstance(skip, str) else skip
     _check_names(model, skip)
     reports: dict[str, LayerReport] = {}
     timed: dict[tuple[int, int, bool], str | None] = {}
