@@ -53,8 +53,11 @@ def by_loops(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                     weight = math.exp(score) / total
                     if call.seed is not None:
                         position = ((b * H + h) * T + t) * S + s
-                        word = int(words(call.seed, position + 1)[position])
-                        weight *= (word >= call.dropout_p * 2**32) / (1 - call.dropout_p)
+                        place = position // 8 * 4 + position % 4
+                        word = int(words(call.seed, place + 1)[place])
+                        bits = word >> 16 if position % 8 < 4 else word & 0xFFFF
+                        dropped = round(call.dropout_p * 2**16)
+                        weight *= (bits >= dropped) / (1 - dropped / 2**16)
                     out[b, h, t] += weight * call.v[b, h * H_kv // H, s]
     return out, lse
 

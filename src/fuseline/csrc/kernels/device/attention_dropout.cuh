@@ -1,5 +1,5 @@
 // What dropout keeps of the probabilities, as bits: each lane draws blocks of four random words, of runs of keys that are its
-// own (attention_scores.cuh), in a rolled loop, since ten rounds of Philox are 60 instructions.
+// own (attention_scores.cuh), in a rolled loop, since a block of Philox is 30 instructions.
 #pragma once
 
 #include "attention_scores.cuh"
@@ -10,17 +10,20 @@ namespace fuseline {
 template <int kCount>
 __device__ __forceinline__ uint32_t kept_of_run(const Dropout& dropout, uint64_t seed, int64_t first, bool together) {
   uint32_t bits = 0;
-  if (kCount % 4 == 0 && together) {
+  if constexpr (kCount % 4 == 0) {
+    if (together) {
+      uint32_t words[kCount];
+      random_bits(seed, first, words);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const uint4 words = philox_uniform(seed, uint64_t(first + i) / 4);
-      bits |= (words.x >= dropout.threshold ? 1u << i : 0u) | (words.y >= dropout.threshold ? 2u << i : 0u) |
-              (words.z >= dropout.threshold ? 4u << i : 0u) | (words.w >= dropout.threshold ? 8u << i : 0u);
+      for (int i = 0; i < kCount; ++i) bits |= (words[i] >= dropout.threshold ? 1u : 0u) << i;
+      return bits;
     }
-  } else if (kCount == 2 && together) {  // half a block
-    const uint4 words = philox_uniform(seed, uint64_t(first) / 4);
-    bits = ((first & 2 ? words.z : words.x) >= dropout.threshold ? 1u : 0u) |
-           ((first & 2 ? words.w : words.y) >= dropout.threshold ? 2u : 0u);
+  }
+  if (kCount == 2 && together) {  // half of four
+    uint32_t words[4];
+    random_bits(seed, first & ~int64_t(3), words);
+    bits = ((first & 2 ? words[2] : words[0]) >= dropout.threshold ? 1u : 0u) |
+           ((first & 2 ? words[3] : words[1]) >= dropout.threshold ? 2u : 0u);
   } else {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) bits |= (dropout_multiplier(dropout, seed, first + i) != 0.f ? 1u : 0u) << i;

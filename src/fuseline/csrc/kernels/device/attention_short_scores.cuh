@@ -156,11 +156,12 @@ __device__ __forceinline__ RowSums exponentials(float (&scores)[kS / 8][4], cons
   return sums;
 }
 
-// What dropout keeps of elements first .. + 4, of one block of words, as bits.
+// What dropout keeps of elements first .. + 4, as bits; `first` is a multiple of 4.
 __device__ __forceinline__ uint32_t kept_of_four(const Dropout& dropout, uint64_t seed, int64_t first) {
-  const uint4 words = philox_uniform(seed, uint64_t(first) / 4);
-  return uint32_t(words.x >= dropout.threshold) | uint32_t(words.y >= dropout.threshold) << 1 |
-         uint32_t(words.z >= dropout.threshold) << 2 | uint32_t(words.w >= dropout.threshold) << 3;
+  uint32_t bits[4];
+  random_bits(seed, first, bits);
+  return uint32_t(bits[0] >= dropout.threshold) | uint32_t(bits[1] >= dropout.threshold) << 1 |
+         uint32_t(bits[2] >= dropout.threshold) << 2 | uint32_t(bits[3] >= dropout.threshold) << 3;
 }
 
 // The elements that dropout keeps, for each of the two rows. Where rows start at multiples of four elements, two lanes

@@ -9,13 +9,10 @@ namespace fuseline {
 // Which of elements first .. first + kCount of the tensor a dropout keeps, a bit each; `first` is a multiple of 4.
 template <int kCount>
 __device__ __forceinline__ uint32_t kept_of(const Dropout& dropout, uint64_t seed, int64_t first) {
-  uint32_t kept = 0;
+  uint32_t bits[kCount], kept = 0;
+  random_bits(seed, first, bits);
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const uint4 words = philox_uniform(seed, uint64_t(first + i) / 4);
-    kept |= (words.x >= dropout.threshold ? 1u : 0u) << i | (words.y >= dropout.threshold ? 2u : 0u) << i |
-            (words.z >= dropout.threshold ? 4u : 0u) << i | (words.w >= dropout.threshold ? 8u : 0u) << i;
-  }
+  for (int i = 0; i < kCount; ++i) kept |= (bits[i] >= dropout.threshold ? 1u : 0u) << i;
   return kept;
 }
 

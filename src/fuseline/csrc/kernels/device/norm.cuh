@@ -75,8 +75,10 @@ __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t see
     uint32_t words[kCount + 4];
 #pragma unroll
     for (int i = 0; i < kCount + 4; i += 4) {
-      const uint4 bits = philox_uniform(seed, uint64_t((first >> 2) + i / 4));
-      words[i] = bits.x, words[i + 1] = bits.y, words[i + 2] = bits.z, words[i + 3] = bits.w;
+      uint32_t bits[4];
+      random_bits(seed, (first & ~int64_t(3)) + i, bits);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[i + j] = bits[j];
     }
     shift_words<2>(words, int(first & 3));
 #pragma unroll

@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_turns(const Norm
   uint4* const slots = ring + warp * kTurnRing * a.part;
   uint64_t* const arrived = room.arrived[warp];
   let_next_start();
-  if (lane < kTurnRing) barrier_init(&arrived[lane], 1);
+  if (lane == 0) {
+    for (int slot = 0; slot < kTurnRing; ++slot) barrier_init(&arrived[slot], 1);
+  }
   if (threadIdx.x < kMeetings) barrier_init(&room.met[threadIdx.x], 1);
   publish_barriers();
   cluster_arrive_relaxed();
