@@ -35,6 +35,7 @@ from fuseline.native.layouts import (
     candidates,
     choose,
     clustered,
+    over_ranges,
     read,
     waiting,
     waits,
@@ -48,6 +49,11 @@ LENGTHS = (
     *(4096, 4608, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536),
     *(98304, 131072, 196608, 262144),
 )
+BETWEEN = (
+    *(16385, 20000, 24001, 28673, 32769, 40001, 50257, 57345, 65537, 80001, 100003, 131073, 180001, 229377),
+    262145,
+)
+"""For rows that wait in shared memory: what fills its copies at one length leaves one empty at others."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BYTES = 2**28
 DEVICE = torch.device("cuda")
@@ -66,7 +72,8 @@ class Options:
     """What to measure, and whether to write the table."""
 
     families: tuple[str, ...] = FAMILIES
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = ()
+    """Row lengths; none for those of each family. Lines for shorter ones than these stay."""
     repeats: int = 10
     write: bool = False
     out: Path | None = None
@@ -87,6 +94,7 @@ class Family:
     bind: Callable[[Kernels, torch.Tensor], Call]
     moves: int
     tried: Callable[[int, int], Iterable[Layout]]
+    lengths: tuple[int, ...] = LENGTHS
     every: tuple[Layout, ...] = ()
     """What a line may say, where layouts differ by length; else what was measured."""
     taken: Callable[[int, int, Layout], Any] = lambda n, size, layout: layout
@@ -155,10 +163,11 @@ def of_many(norm: str, direction: str) -> Family:
     )
 
 
+LONG = tuple(sorted({*LENGTHS, *BETWEEN}))
 MEASURED = {
-    "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1)),
-    "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2)),
-    "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1)),
+    "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1), LONG),
+    "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2), LONG),
+    "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1), LONG),
     "layer_norm_forward": Family(layer_norm_forward, 2, norm_forward_layouts),
     "layer_norm_backward": Family(
         layer_norm_backward, 3, lambda n, size: clustered(n, size, (1, 2) if size == 2 else (1, 2, 4))
@@ -212,8 +221,14 @@ def measure_all(options: Options, done: Collection[Point]) -> Iterator[dict[str,
         yield {"family": name, "size": size, "n": n, "device": device, "times": rows}
 
 
+def lengths_of(options: Options, name: str) -> tuple[int, ...]:
+    return options.lengths or MEASURED[name].lengths
+
+
 def points(options: Options) -> list[Point]:
-    return [(name, size, n) for name in options.families for size in DTYPES for n in options.lengths]
+    return [
+        (name, size, n) for name in options.families for size in DTYPES for n in lengths_of(options, name)
+    ]
 
 
 def point(record: dict[str, Any]) -> Point:
@@ -274,7 +289,7 @@ def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
                 if layout is not None:  # of times from elsewhere, what no kernel takes any more
                     found[layout] = min(us, found.get(layout, us))
             times[n] = found
-    return choose(times, family.every, lambda n, layout: family.taken(n, size, layout))
+    return choose(over_ranges(times), family.every, lambda n, layout: family.taken(n, size, layout))
 
 
 def missing(options: Options, records: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
@@ -316,10 +331,12 @@ def main(options: Options) -> int:
         for size in DTYPES:
             lengths = lacks.get((name, size), [])
             if lengths:
-                which = "any length" if len(lengths) == len(options.lengths) else ", ".join(map(str, lengths))
+                all_missing = len(lengths) == len(lengths_of(options, name))
+                which = "any length" if all_missing else ", ".join(map(str, lengths))
                 print(f"{name} of {size} bytes keeps its lines: there are no times of {which}")
             elif lines := lines_of(name, size, records):
-                table[name, size] = lines
+                shortest = min(n for of, width, n in map(point, records) if (of, width) == (name, size))
+                table[name, size] = [*(line for line in table[name, size] if line[0] < shortest), *lines]
     if options.write:
         devices = {record["device"] for record in records if "device" in record}
         device = ", ".join(sorted(devices)) or measured_on(TABLE.read_text())

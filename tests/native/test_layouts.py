@@ -15,6 +15,7 @@ from fuseline.native.layouts import (
     candidates,
     choose,
     clustered,
+    over_ranges,
     read,
     waiting,
     waits,
@@ -50,6 +51,24 @@ def test_layouts_that_are_one_at_a_length_have_one_time() -> None:
     times = {32: {4: 1.0, 2: 2.0}, 128: {1: 1.0, 4: 1.5}, 256: {0: 2.0, 2: 1.0}}
     layouts = [Layout(1, 128), Layout(1, 512)]
     assert choose(times, layouts, taken) == [(128, Layout(1, 128)), (256, Layout(1, 512))]
+
+
+def test_a_range_is_judged_by_both_its_ends() -> None:
+    high, low, fair = Layout(0, 64, way="copied"), Layout(0, 96, way="copied"), Layout(0, 128, way="copied")
+    times = {
+        8: {high: 1.0, low: 1.1},
+        16: {high: 1.0, low: 2.0},
+        17: {high: 1.0, low: 1.5},
+        64: {high: 1.0, low: 2.0, fair: 1.2},
+        65: {high: 3.0, low: 1.0, fair: 1.1},
+        90: {high: 1.0, low: 2.0, fair: 1.2},
+    }
+    found = over_ranges(times)
+    assert sorted(found) == [8, 16, 63, 64, 90]
+    assert [found[n] for n in (8, 16, 64)] == [times[n] for n in (8, 16, 64)]
+    assert found[63] == {high: 3.0, low: 1.5}  # from behind 16 to before 64
+    assert found[90] == {high: 3.0, low: 2.0, fair: 1.2}
+    assert over_ranges({8: {high: 1.0}, 16: {high: 2.0}}) == {8: {high: 1.0}, 16: {high: 2.0}}
 
 
 def test_a_length_that_nothing_runs_is_named() -> None:

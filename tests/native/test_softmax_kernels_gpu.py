@@ -56,16 +56,24 @@ def test_softmax_backward(kernels: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.dtype) -> None:
-    """Of the kernels that many rows alone would take, at the longest row of a line and at a shorter one."""
+    """Of the kernels that many rows alone would take, at the longest row of a line and at shorter ones; those
+    that wait stand anywhere in a line of memory."""
     family = f"softmax_{direction}"
     lines = [line for line in read(TABLE.read_text())[family, dtype.itemsize] if line[1].way != "rules"]
     assert lines
     for longest, layout in lines:
-        for n in (longest, longest * 3 // 4):
+        waits = layout.way == "copied"
+        for n, offset in (
+            (longest, 0),
+            (longest * 3 // 4, 0),
+            *(((longest - 1, 5), (longest, 8)) if waits else ()),
+        ):
             rows = 2**20 // n + 3
-            x, grad_out = (place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32)) for _ in range(2))
-            y = place(rows, n, dtype, fill=torch.softmax(x.float(), -1))
-            found = place(rows, n, dtype)
+            x, grad_out = (
+                place(rows, n, dtype, offset=offset, fill=4 * randn(rows, n, torch.float32)) for _ in range(2)
+            )
+            y = place(rows, n, dtype, offset=offset, fill=torch.softmax(x.float(), -1))
+            found = place(rows, n, dtype, offset=offset)
             kernels.override_plan(family, layout)
             try:
                 if direction == "forward":
@@ -80,7 +88,7 @@ def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.
                 else softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
                 for wide in (torch.float64, torch.float32)
             )
-            assert_as_good(found, eager.to(dtype), exact, f"{rows} x {n} as {layout}")
+            assert_as_good(found, eager.to(dtype), exact, f"{rows} x {n} at {offset} as {layout}")
             assert guards_hold(found)
 
 

@@ -187,7 +187,7 @@ def test_many_rows_of_a_large_head(
 def test_gradients_of_many_rows_of_a_large_head(
     rows: int, classes: int, embed_dim: int, dtype: torch.dtype
 ) -> None:
-    """In bf16, in turn: all products the op's own, tiles not whole; those of the loss; that of the weight."""
+    """In bf16, in turn: all products the op's own, tiles not whole; those of the loss; only that."""
     hidden, weight, target = draw("cuda", rows, classes, embed_dim, dtype)
     hidden = (hidden.detach() / 8).requires_grad_()
     target[3] = -100
@@ -208,6 +208,86 @@ def test_gradients_of_many_rows_of_a_large_head(
         for dim in (0, 1):
             error = (ours.float() - gradient).norm(dim=dim)
             assert (error <= share * gradient.norm(dim=dim) + 1e-3 * gradient.norm(dim=dim).mean()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0.2, 4, 60])
+@pytest.mark.parametrize("options", ["plain", "weighed", "padded"])
+@pytest.mark.parametrize("chunk_size", [None, 1152])
+def test_gradients_by_powers(spread: float, options: str, chunk_size: int | None) -> None:
+    """Logits between which all powers have room, most and next to none; targets likeliest, ignored."""
+    rows, classes, embed_dim = 2304, 8320, 768
+    hidden, weight, target = draw("cuda", rows, classes, embed_dim, torch.bfloat16)
+    hidden = (hidden.detach() * spread).requires_grad_()
+    every: dict[str, Any] = {"plain": {}, "weighed": {"z_loss": 1e-3}, "padded": {"vocab_size": 8200}}[
+        options
+    ]
+    counted = every.get("vocab_size", classes)
+    if options == "weighed":
+        every["class_weight"] = torch.rand(classes, device="cuda") + 0.5
+    with torch.no_grad():
+        likeliest = (hidden.detach() @ weight.detach().t())[:, :counted].argmax(1)
+        target = torch.where(torch.arange(rows, device="cuda") % 3 == 0, likeliest, target % counted)
+        target[7], target[rows - 1] = -100, -100
+        hidden[7] = float("nan")  # of a row that is ignored only its own gradient of hidden may tell
+    loss = ops.linear_cross_entropy(hidden, weight, target.int(), chunk_size=chunk_size, **every)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    with torch.no_grad():
+        hidden[7] = 0
+    exact = (hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+    wanted = LINEAR_CROSS_ENTROPY.reference(*exact, target, **every)
+    torch.testing.assert_close(loss.double(), wanted.detach(), rtol=2e-5, atol=2e-5)
+    for ours, gradient in zip(found, torch.autograd.grad(wanted, exact), strict=True):
+        error = (ours.double() - gradient).norm() / gradient.norm()
+        assert error < 6e-3
+        rows_apart = (ours.double() - gradient).norm(dim=1)
+        assert (rows_apart <= 0.03 * gradient.norm(dim=1) + 1e-3 * gradient.norm(dim=1).mean()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["target", "hidden", "infinite"])
+def test_what_is_no_number_is_told_by_its_row(what: str) -> None:
+    hidden, weight, target = draw("cuda", 2048, 8320, 768, torch.bfloat16)
+    with torch.no_grad():
+        if what == "target":
+            target[5] = 8320
+        else:
+            hidden[5, 3] = float("nan" if what == "hidden" else "inf")
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    (grad_hidden,) = torch.autograd.grad(loss, hidden)
+    assert loss.isnan()
+    assert grad_hidden[5].isnan().all()
+    others = torch.arange(2048, device="cuda") != 5
+    assert grad_hidden[others].isfinite().all()
+    with_none = torch.full_like(target, -100)
+    (nothing,) = torch.autograd.grad(
+        ops.linear_cross_entropy(hidden, weight, with_none, reduction="sum"), hidden
+    )
+    assert not nothing[others].any()
+
+
+@pytest.mark.gpu
+def test_gradients_by_powers_in_a_graph() -> None:
+    """Replayed the loss and its gradients are the same, and follow inputs to rows that are computed again."""
+    hidden, weight, target = draw("cuda", 2048, 8320, 768, torch.bfloat16)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        loss = ops.linear_cross_entropy(hidden, weight, target)
+        return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        both()
+        both()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = both()
+    with torch.no_grad():
+        hidden.mul_(60)
+    graph.replay()
+    for replayed, called in zip(kept, both(), strict=True):
+        assert torch.equal(replayed, called)
 
 
 @pytest.mark.parametrize(

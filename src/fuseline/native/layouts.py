@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ PART_VECTORS = (64, 1024)
 MOST_SHARED = 225 << 10
 """Bytes of a block."""
 WAITING_WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+LINE_BYTES = 128
+"""Of memory: where a row's copies begin, which at other addresses has some vectors more."""
 
 WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
@@ -88,12 +90,12 @@ def read(text: str) -> Table:
 
 def waits(n: int, element_size: int, tensors: int = 1) -> Iterator[Layout]:
     """Layouts of blocks that end with their row, which comes to their shared memory in bulk copies."""
-    vectors = n * element_size // VECTOR_BYTES
-    for warps, cluster in product(WAITING_WARPS, (1, 2, 4, 8, 16)):
+    whole = n * element_size % LINE_BYTES == 0
+    vectors = -(-(n * element_size + (0 if whole else LINE_BYTES - element_size)) // VECTOR_BYTES)
+    for warps, cluster in product(range(2, 17), (1, 2, 4, 8, 16)):
         part = -(-vectors // (cluster * warps * 8)) * 8
         room = part * warps * tensors * VECTOR_BYTES
-        fits = PART_VECTORS[0] <= part <= PART_VECTORS[1] and room <= MOST_SHARED
-        if fits and shares_evenly(vectors, warps, cluster):
+        if PART_VECTORS[0] <= part <= PART_VECTORS[1] and room <= MOST_SHARED:
             yield Layout(0, warps * WARP, cluster, 1, "copied")
 
 
@@ -135,6 +137,34 @@ def choose(
         behind = both or fine
         lines.append((n, min(behind, key=lambda layout: (behind[layout], layout))))
     return lines
+
+
+def over_ranges(times: Mapping[int, Mapping[Any, float]]) -> dict[int, Mapping[Any, float]]:
+    """Times for `choose` of lengths of which some have the next one measured, too (65,536 and 65,537).
+
+    From the first of those on a length stands for all behind the one before, and its layouts are judged by
+    the worse of that range's two ends, as multiples of the fastest there. A length whose next one was
+    measured fills its copies as none below it does: it has a line of its own, and the range ends before it.
+    """
+    lengths = [n for n in sorted(times) if n - 1 not in times]
+    first = min((n for n in lengths if n + 1 in times), default=math.inf)
+    found: dict[int, Mapping[Any, float]] = {}
+    for before, n in pairwise((0, *lengths)):
+        if n <= first:
+            found[n] = times[n]
+            continue
+        low, high = _multiples(times.get(before + 1, times[before])), _multiples(times.get(n + 1, times[n]))
+        worse = {layout: max(low[layout], high[layout]) for layout in low.keys() & high.keys()}
+        if n + 1 in times:
+            found[n - 1], found[n] = worse, times[n]
+        else:
+            found[n] = worse
+    return found
+
+
+def _multiples(times: Mapping[Any, float]) -> dict[Any, float]:
+    best = min(times.values(), default=1.0)
+    return {layout: time / best for layout, time in times.items()}
 
 
 def candidates(

@@ -1,12 +1,13 @@
 """Dropout masks that are a function of a seed and a position: Philox-4x32-7, in plain PyTorch.
 
-The element at flat index i of a contiguous tensor takes 16 bits of block i // 8, of word i % 4 the upper half if
-i % 8 < 4 and else the lower one, and is kept where these are at least p * 2^16: p is taken to the nearest 2^-16,
-and the scale of what is kept is that of the p that was taken. The kernels compute the same words (csrc/kernels/device/philox.cuh and
-csrc/torch/cpu/philox.h), so a mask is never stored: the backward computes it again.
+The element at flat index i of a contiguous tensor takes 16 bits of block i // 8, of word i % 4 the upper
+half if i % 8 < 4 and else the lower one, and is kept where these are at least p * 2^16: p is taken to the
+nearest 2^-16, and the scale of what is kept is that of the p that was taken. The kernels compute the same
+words (csrc/kernels/device/philox.cuh and csrc/torch/cpu/philox.h), so a mask is never stored: the backward
+computes it again.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011; seven rounds pass every
-test of BigCrush.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011; seven rounds pass
+every test of BigCrush.
 """
 
 from __future__ import annotations

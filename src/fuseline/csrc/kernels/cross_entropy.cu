@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   Seat<State> seat(room, a.cluster, 1);
   begin(a);
   const int64_t row = seat.row;
-  const Part<T> part(a.logits, row, a.rows, a.width, seat.rank * seat.warps + seat.warp, a.part);
+  const Part<T> part(a.logits, row, a.rows, a.width, seat.rank * seat.warps + seat.warp, a.part, a.line);
   uint4* const slots = ring + seat.warp * a.part;
   if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
   const int64_t target = target_of(a, row);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   const RowGradient gradient = finish_row<T>(a, row, target, scale_of(a, row), score, whole, mine);
   if (!a.grad) return;
   const bool ignored = is_ignored(a, target);
-  const int column = is_column(a, target) ? int(target) : -kVector<T>;
+  const int column = is_column(a, target) ? int(target) : -(1 << 30);  // before all that a part has
   const float factor = gradient.factor * rest;
   T* const grad = static_cast<T*>(a.grad) + row * a.width;
 #pragma unroll 1
@@ -310,13 +310,12 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error,
     error = launch(kernel, a, a.rows, dim3(most ? kMostPassing : kFewerPassing), 0, 1, stream, device.clusters);
     return true;
   }
-  const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
+  const Lines lines = lines_of<T>(a.width, a.logits, a.logits, a.grad ? a.grad : a.logits);
   const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
-  if (told && !aligned) return false;
-  const Waiting plan = told ? told_waiting<T>(*told, a.width, 1, room, device)
-                            : plan_waiting<T>(a.rows, a.width, aligned, 1, room, device);
+  const Waiting plan = told ? told_waiting<T>(*told, a.width, lines, 1, room, device)
+                            : plan_waiting<T>(a.rows, a.width, lines, 1, room, device);
   if (plan.threads == 0) return false;
-  a.cluster = plan.cluster, a.part = plan.part;
+  a.cluster = plan.cluster, a.part = plan.part, a.line = lines.bytes;
   bool fits = false;
   const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
   error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);

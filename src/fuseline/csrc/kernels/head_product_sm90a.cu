@@ -13,7 +13,7 @@ constexpr double kFull = 0.92;  // of the time of the blocks that run at once: b
 template <class T, bool kTurnLeft, bool kTurnRight>
 int run_product(const fuseline_head_product& call, int64_t m, int64_t n, int64_t k, void* stream) {
   HeadProduct a{};
-  a.out = call.out, a.m = int(m), a.n = int(n);
+  a.out = call.out, a.factors = call.factors, a.m = int(m), a.n = int(n);
   if (k < kHeadPieces * kHeadStep) return FUSELINE_UNSUPPORTED;
   return run_head<T, HeadProductTile<T, kTurnLeft, kTurnRight>>(a, call.left, call.right, m, n, k, call.dtype, kFull, stream);
 }
@@ -53,6 +53,7 @@ int fuseline_head_product_forward(const fuseline_head_product* given, void* stre
   const auto aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   if (call.rows > kMost || call.words > kMost || call.width > kMost) return FUSELINE_UNSUPPORTED;
   if (call.words % 8 != 0 || call.width % 8 != 0) return FUSELINE_UNSUPPORTED;
+  if (call.factors && call.product != FUSELINE_HEAD_GRAD_HIDDEN) return FUSELINE_UNSUPPORTED;
   if (!aligned(call.left) || !aligned(call.right) || !aligned(call.out)) return FUSELINE_UNSUPPORTED;
   Device device;
   const cudaError_t found = current_device(device);

@@ -30,6 +30,7 @@ struct SoftmaxBackward {
   int cluster;
   int part;             // slots of a warp's part of a row that waits, or rows of a tile
   int together;         // rows that wait in a block
+  int line;             // bytes, at which the parts of rows that wait begin
 };
 
 // Four vectors of each row are 32 registers.
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_waiting(cons
   if (kTogether && seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
-  const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, seat.place(), a.part);
-  const Part<T> y_part(a.y, seat.row, a.rows, a.n, seat.place(), a.part);
+  const Part<T> grad_part(a.grad_out, seat.row, a.rows, a.n, seat.place(), a.part, a.line);
+  const Part<T> y_part(a.y, seat.row, a.rows, a.n, seat.place(), a.part, a.line);
   uint4* const slots = ring + seat.warp * 2 * a.part;
   uint4* const y_slots = slots + a.part;
   if (seat.lane == 0) {
@@ -313,8 +314,10 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? long_row : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 2, device);
   const bool together = !aligned && plan.threads > 0;
+  const Lines lines = lines_of<T>(a.n, a.grad_out, a.y, a.grad_x);
+  a.line = together ? 16 : lines.bytes;
   if (!together) {
-    plan = plan_waiting<T>(a.rows, a.n, aligned, 2, sizeof(WaitingRoom<Sums<T>>), device);
+    plan = plan_waiting<T>(a.rows, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
   }
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
@@ -324,13 +327,15 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   return fits || error;
 }
 
-// Aligned rows, as it is told; false where there is no such kernel.
+// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
 template <class T>
 bool run_told(SoftmaxBackward a, const RowChoice& told, const Device& device, void* stream, int& error) {
   if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
   if (told.way != RowWay::copied) return false;
-  const Waiting plan = told_waiting<T>(told, a.n, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  const Lines lines = lines_of<T>(a.n, a.grad_out, a.y, a.grad_x);
+  const Waiting plan = told_waiting<T>(told, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
   if (plan.threads == 0) return false;
+  a.line = lines.bytes;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   error = launch_waiting(softmax_backward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
@@ -347,7 +352,8 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
   int failed = 0;
   const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.n);
-  if (aligned && choice && choice->way != RowWay::rules &&
+  const bool waits = choice && choice->way == RowWay::copied && alike;
+  if ((aligned || waits) && choice && choice->way != RowWay::rules &&
       (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
     if (run_told<T>(a, *choice, device, stream, failed)) return failed;
     if (measuring) return FUSELINE_UNSUPPORTED;

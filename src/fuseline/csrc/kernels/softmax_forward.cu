@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_waiting(const
   if (kTogether && seat.row >= a.rows) return;
   let_next_start();
   wait_for_earlier();
-  const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part);
+  const Part<T> part(a.x, seat.row, a.rows, a.n, seat.place(), a.part, a.line);
   uint4* const slots = ring + seat.warp * a.part;
   if (seat.lane == 0) part.fetch(slots, room.arrived[seat.warp]);
   const float unit = unit_of<T>(a.scale);
@@ -249,9 +249,11 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
   Waiting plan = plan_waiting_together<T>(a.n, 1, device);
   const bool together = !aligned && plan.threads > 0;
+  const Lines lines = lines_of<T>(a.n, a.x, a.y, a.y);
+  a.line = together ? 16 : lines.bytes;
   if (!together) {
     const int64_t most = aligned ? kBlockBytes<T> : kOddBlockBytes;
-    plan = plan_waiting<T>(a.rows, a.n, aligned, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
+    plan = plan_waiting<T>(a.rows, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
   if (plan.threads == 0) return false;
   const int64_t long_part = a.n / kVector<T> / (int64_t(plan.cluster) * kLongWarps);
@@ -267,14 +269,16 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   return fits || error;
 }
 
-// Aligned rows, as it is told; false where there is no such kernel.
+// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
 template <class T>
 bool run_told(SoftmaxForward a, const RowChoice& told, const Device& device, void* stream, int& error) {
   if (told.way == RowWay::packed) return run_packed<T>(a, device, stream, error);
   if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
   if (told.way != RowWay::copied || a.scale <= 0) return false;
-  const Waiting plan = told_waiting<T>(told, a.n, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  const Lines lines = lines_of<T>(a.n, a.x, a.y, a.y);
+  const Waiting plan = told_waiting<T>(told, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device);
   if (plan.threads == 0) return false;
+  a.line = lines.bytes;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
   bool fits = false;
   error = launch_waiting(softmax_forward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
@@ -294,7 +298,8 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
   int failed = 0;
   const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.n);
-  if (plain && !masked && choice && choice->way != RowWay::rules &&
+  const bool waits = choice && choice->way == RowWay::copied && a.y_vectors;
+  if ((plain || waits) && !masked && choice && choice->way != RowWay::rules &&
       (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
     if (run_told<T>(a, *choice, device, stream, failed)) return failed;
     if (measuring) return FUSELINE_UNSUPPORTED;

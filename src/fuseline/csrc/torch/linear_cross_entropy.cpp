@@ -113,6 +113,13 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
     const auto type = saved_type(hidden, weight);
     Gradients gradients(head, wanted, type);
+    const auto given = [&](const Tensor& gradient) { return gradient.defined() ? gradient : at::empty({0}, options); };
+    const auto results = [&](const Tensor& loss, const Tensor& total) -> Five {
+        const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
+        return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
+    };
+    const Tensor sum = loss_by_powers(head, o, gradients);
+    if (sum.defined()) return results(sum, o.mean() ? at::ones({}, options) : at::empty({0}, options));
     // The gradient of one chunk's mean is divided as it is written; that of fp16 would leave its range.
     const bool divided = o.mean() && head.rows > 0 && head.chunks == 1 && hidden.scalar_type() != at::kHalf;
     Tensor loss;
@@ -127,9 +134,7 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     Tensor total = at::empty({0}, options);
     if (o.mean()) total = divided ? at::ones({}, options) : divisor(head, o, options);
     if (o.mean() && !divided) loss.div_(total);
-    const auto given = [&](const Tensor& gradient) { return gradient.defined() ? gradient : at::empty({0}, options); };
-    const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
-    return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
+    return results(loss, total);
 }
 
 Tensor factor_of(const Tensor& grad_out, const Tensor& total) {

@@ -102,9 +102,10 @@ struct WithoutAutocast {
     c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// The products of a head where a kernel of ours is faster than the matrix library's, into `out`; false elsewhere.
+// The products of a head where a kernel of ours is faster than the matrix library's, into `out`; false elsewhere. `factors`
+// of rows, if they are given, multiply those of the gradient of hidden.
 bool multiply_logits(const Tensor& hidden, const Tensor& weight, const Tensor& out);
-bool multiply_grad_hidden(const Tensor& grad_logits, const Tensor& weight, const Tensor& out);
+bool multiply_grad_hidden(const Tensor& grad_logits, const Tensor& weight, const Tensor& out, const Tensor& factors = {});
 bool multiply_grad_weight(const Tensor& grad_logits, const Tensor& hidden, const Tensor& out);
 
 // The head as matrices of one dtype, and the rows in chunks of about equal size.
@@ -145,6 +146,12 @@ struct Head {
 // no logits.
 Tensor loss_without_logits(const Head& head, const Options& o);
 
+// What the gradients' products take of a chunk: the gradient of its logits and its rows of hidden; or, with `factors` of its
+// rows, powers whose product with them is that gradient, and hidden times them (kernels/fuseline_linear_head.h).
+struct ChunkGradient {
+    Tensor logits, hidden, factors;
+};
+
 // The gradients of hidden, weight and bias, chunk after chunk. With more than two chunks, or where a sum over all rows may
 // leave fp16's range, those of weight and bias are added up in fp32. Two are added with one rounding more than one has.
 struct Gradients {
@@ -178,13 +185,19 @@ struct Gradients {
     }
 
     void add(const Tensor& grad_logits, int64_t begin) {
-        const Tensor part = head.hidden.narrow(0, begin, grad_logits.size(0));
-        if (wanted[0]) {
-            Tensor to = hidden.narrow(0, begin, grad_logits.size(0));
-            if (!multiply_grad_hidden(grad_logits, head.weight, to)) at::mm_out(to, grad_logits, head.weight);
-        }
-        if (wanted[1]) add_weight(grad_logits, part, begin == 0);
+        add(ChunkGradient{grad_logits, head.hidden.narrow(0, begin, grad_logits.size(0)), {}}, begin);
         if (wanted[2]) bias.add_(grad_logits.sum(at::IntArrayRef{0}, false, bias.scalar_type()));
+    }
+
+    void add(const ChunkGradient& chunk, int64_t begin) {
+        if (wanted[0]) {
+            Tensor to = hidden.narrow(0, begin, chunk.logits.size(0));
+            if (!multiply_grad_hidden(chunk.logits, head.weight, to, chunk.factors)) {
+                at::mm_out(to, chunk.logits, head.weight);
+                if (chunk.factors.defined()) scale_rows_op(to, chunk.factors);
+            }
+        }
+        if (wanted[1]) add_weight(chunk.logits, chunk.hidden, begin == 0);
     }
 
     Tensor weight_as(at::ScalarType type) const { return wanted[1] ? weight.to(type) : Tensor(); }
@@ -200,6 +213,10 @@ inline Tensor divisor(const Head& head, const Options& o, const at::TensorOption
     const Tensor weights = head.class_weight->index_select(0, classes).to(options.dtype());
     return weights.mul(kept).sum();
 }
+
+// The loss of all rows, and the gradients of it, added to `gradients`, where kernels have them without a pass over logits;
+// undefined elsewhere. Those of a mean are divided.
+Tensor loss_by_powers(const Head& head, const Options& o, Gradients& gradients);
 
 // What saved gradients of the weight are kept in: no sum of fp16 products leaves the range of fp32.
 inline at::ScalarType saved_type(const Tensor& hidden, const Tensor& weight) {

@@ -28,6 +28,7 @@ struct CrossEntropy {
   bool grad_vectors;         // grad stands in its 16-byte vectors as logits do
   int cluster;
   int part;                  // slots of a warp's part of a row that waits
+  int line;                  // bytes, at which these parts begin
   bool counted;              // the launch ahead makes `total`, and waited for what was before it
 };
 

@@ -10,7 +10,7 @@
 namespace fuseline {
 
 struct HeadLoss : HeadTiles {
-  const void* target;
+  const void* target;  // null: no scores are taken
   float2* parts;   // [tiles][rows]: the largest logit, and the sum of exponentials against it
   float* scores;   // [rows]: the target's logit
   int rows, n;     // n: words that count
@@ -45,7 +45,7 @@ struct HeadLossTile {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       max[h] = -INFINITY, sum[h] = 0.f, target[h] = -1;
-      if (tile >= 0 && row + 8 * h < a.rows) {
+      if (a.target && tile >= 0 && row + 8 * h < a.rows) {
         const int64_t t = (a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row + 8 * h])
                                            : static_cast<const int64_t*>(a.target)[row + 8 * h]);
         if (t >= first && t < a.n && t < first + kHeadWide) target[h] = int(t - first);

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   const int blocks = a.cluster, rank = int(blockIdx.x) & (blocks - 1);
   const int place = rank * warps + warp, count = blocks * warps;  // among the warps that share the row
   const int64_t row = int64_t(blockIdx.x / unsigned(blocks));
-  Part<T> part(kAdded ? a.residual : a.x, row, a.rows, a.n, place, given.part);
+  Part<T> part(kAdded ? a.residual : a.x, row, a.rows, a.n, place, given.part, 16);
   part.head = 0, part.opens = part.ends = false;
   T* const sum = static_cast<T*>(a.sum) + row * a.n;
   T* const y = static_cast<T*>(a.y) + row * a.n;

@@ -22,6 +22,7 @@ struct SoftmaxForward {
   int cluster;
   int part;           // slots of a warp's part of a row that waits, or rows of a tile
   int together;       // rows that wait in a block
+  int line;           // bytes, at which the parts of rows that wait begin
 };
 
 // Where a row stands in [B, H, T], as its mask's first element and how many of its keys it may see.
