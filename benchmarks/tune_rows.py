@@ -73,7 +73,7 @@ class Options:
 
     families: tuple[str, ...] = FAMILIES
     lengths: tuple[int, ...] = ()
-    """Row lengths; none for those of each family. Lines for shorter ones than these stay."""
+    """Row lengths; none for those of each family. What is said of shorter ones than these stays."""
     repeats: int = 10
     write: bool = False
     out: Path | None = None
@@ -302,6 +302,14 @@ def missing(options: Options, records: list[dict[str, Any]]) -> dict[tuple[str, 
     return lacks
 
 
+def shorter(name: str, lines: list[Line], shortest: int) -> list[Line]:
+    """What a family's lines say of rows shorter than any that were measured now."""
+    if shortest <= MEASURED[name].lengths[0]:
+        return []
+    kept = [line for line in lines if line[0] < shortest - 1]
+    return [*kept, *((shortest - 1, layout) for _, layout in lines[len(kept) : len(kept) + 1])]
+
+
 def measured_on(text: str) -> str:
     """The device that a table's text names."""
     found = re.search(r"times on an (.*); edit", text)
@@ -336,7 +344,7 @@ def main(options: Options) -> int:
                 print(f"{name} of {size} bytes keeps its lines: there are no times of {which}")
             elif lines := lines_of(name, size, records):
                 shortest = min(n for of, width, n in map(point, records) if (of, width) == (name, size))
-                table[name, size] = [*(line for line in table[name, size] if line[0] < shortest), *lines]
+                table[name, size] = [*shorter(name, table[name, size], shortest), *lines]
     if options.write:
         devices = {record["device"] for record in records if "device" in record}
         device = ", ".join(sorted(devices)) or measured_on(TABLE.read_text())
