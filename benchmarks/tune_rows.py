@@ -73,7 +73,7 @@ class Options:
 
     families: tuple[str, ...] = FAMILIES
     lengths: tuple[int, ...] = ()
-    """Row lengths; none for those of each family. What is said of shorter ones than these stays."""
+    """Row lengths; none for those of each family. What is said of shorter and longer ones stays."""
     repeats: int = 10
     write: bool = False
     out: Path | None = None
@@ -344,7 +344,9 @@ def main(options: Options) -> int:
                 print(f"{name} of {size} bytes keeps its lines: there are no times of {which}")
             elif lines := lines_of(name, size, records):
                 shortest = min(n for of, width, n in map(point, records) if (of, width) == (name, size))
-                table[name, size] = [*shorter(name, table[name, size], shortest), *lines]
+                before = table[name, size]
+                longer = [line for line in before if line[0] > lines[-1][0]]
+                table[name, size] = [*shorter(name, before, shortest), *lines, *longer]
     if options.write:
         devices = {record["device"] for record in records if "device" in record}
         device = ", ".join(sorted(devices)) or measured_on(TABLE.read_text())

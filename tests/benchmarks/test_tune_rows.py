@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fuseline.native.layouts import TABLE, Layout, read
+from fuseline.native.layouts import TABLE, Layout, Line, Table, read
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 FAST, SLOW = Layout(1, 128), Layout(4, 128)
@@ -45,6 +45,11 @@ def tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
+def to_4096(table: Table, size: int) -> list[Line]:
+    """A family's lines where all rows to 4,096 are to be laid out as FAST."""
+    return [(4096, FAST), *(line for line in table[FAMILY, size] if line[0] > 4096)]
+
+
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "times.jsonl"
@@ -76,7 +81,7 @@ def test_a_stopped_run_goes_on(
     assert len(tune.kept(out)) == out.read_text().count("\n") == 4
     assert "keeps its lines" not in capsys.readouterr().out
     table, before = read(tune.TABLE.read_text()), read(TABLE.read_text())
-    assert table == {**before, (FAMILY, 2): [(4096, FAST)], (FAMILY, 4): [(4096, FAST)]}
+    assert table == {**before, (FAMILY, 2): to_4096(before, 2), (FAMILY, 4): to_4096(before, 4)}
     assert "from times on an Stand;" in tune.TABLE.read_text()
 
 
@@ -91,7 +96,24 @@ def test_partial_times_write_what_is_whole(
     assert f"{FAMILY} of 4 bytes keeps its lines: there are no times of 4096" in told
     assert "cross_entropy of 2 bytes keeps its lines: there are no times of any length" in told
     before = read(TABLE.read_text())
-    assert read(tune.TABLE.read_text()) == {**before, (FAMILY, 2): [(4096, FAST)]}
+    assert read(tune.TABLE.read_text()) == {**before, (FAMILY, 2): to_4096(before, 2)}
+
+
+def test_lines_for_lengths_that_were_not_measured_stay(
+    tune: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path
+) -> None:
+    assert run(tune, monkeypatch, Stand(), out=out, lengths=(20000, 40001), write=True) == 0
+    before, table = read(TABLE.read_text()), read(tune.TABLE.read_text())
+    for size in (2, 4):
+        found, was = table[FAMILY, size], before[FAMILY, size]
+        layout = next(layout for longest, layout in was if longest >= 19999)
+        shorter = [line for line in was if line[0] < 19999]
+        assert found == [
+            *shorter,
+            (19999, layout),
+            (40001, FAST),
+            *(line for line in was if line[0] > 40001),
+        ]
 
 
 def test_times_of_another_device_are_not_gone_on_with(

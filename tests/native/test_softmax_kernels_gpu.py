@@ -113,6 +113,26 @@ def test_softmax_of_more_rows_than_the_device_holds(
     assert_as_good(grad_x, eager.to(dtype), exact, "backward")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n"), [(64, 262140), (2, 262136), (132, 196596), (40, 131068), (133, 40004), (9, 262145)]
+)
+def test_long_rows_that_begin_within_a_line(kernels: Kernels, dtype: torch.dtype, rows: int, n: int) -> None:
+    """Just shorter than what fills their parts: those of the vectors before a row are of them, too."""
+    x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
+    y = place(rows, n, dtype)
+    kernels.softmax_forward(x, y)
+    assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), "forward")
+    grad_out = place(rows, n, dtype, fill=randn(rows, n, torch.float32))
+    grad_x = place(rows, n, dtype)
+    kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
+    exact, eager = (
+        softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
+        for wide in (torch.float64, torch.float32)
+    )
+    assert_as_good(grad_x, eager.to(dtype), exact, "backward")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [701, 2003])
 def test_softmax_of_many_rows_of_16_bits(kernels: Kernels, dtype: torch.dtype, rows: int) -> None:

@@ -211,7 +211,7 @@ def test_gradients_of_many_rows_of_a_large_head(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spread", [0.2, 4, 60])
+@pytest.mark.parametrize("spread", [0.2, 4, 20, 60])
 @pytest.mark.parametrize("options", ["plain", "weighed", "padded"])
 @pytest.mark.parametrize("chunk_size", [None, 1152])
 def test_gradients_by_powers(spread: float, options: str, chunk_size: int | None) -> None:
@@ -229,7 +229,7 @@ def test_gradients_by_powers(spread: float, options: str, chunk_size: int | None
         likeliest = (hidden.detach() @ weight.detach().t())[:, :counted].argmax(1)
         target = torch.where(torch.arange(rows, device="cuda") % 3 == 0, likeliest, target % counted)
         target[7], target[rows - 1] = -100, -100
-        hidden[7] = float("nan")  # of a row that is ignored only its own gradient of hidden may tell
+        hidden[7] = float("nan")  # of a row that is ignored nothing may tell
     loss = ops.linear_cross_entropy(hidden, weight, target.int(), chunk_size=chunk_size, **every)
     found = torch.autograd.grad(loss, (hidden, weight))
     with torch.no_grad():
@@ -242,6 +242,35 @@ def test_gradients_by_powers(spread: float, options: str, chunk_size: int | None
         assert error < 6e-3
         rows_apart = (ours.double() - gradient).norm(dim=1)
         assert (rows_apart <= 0.03 * gradient.norm(dim=1) + 1e-3 * gradient.norm(dim=1).mean()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "what", ["hidden alone", "weight alone", "float32 weight", "three chunks", "wide", "signs"]
+)
+def test_powers_serve_whatever_is_wanted(what: str) -> None:
+    rows, embed_dim = 3456 if what == "three chunks" else 1536, 1144 if what == "wide" else 768
+    hidden, weight, target = draw("cuda", rows, 8320, embed_dim, torch.bfloat16)
+    chunk_size = 1152 if what == "three chunks" else None
+    every: dict[str, Any] = {}
+    if what == "signs":
+        every["class_weight"] = torch.tensor([0.0, -0.5, 1.0, 2.0], device="cuda").repeat(8320 // 4)
+    if what == "float32 weight":
+        weight = weight.detach().float().requires_grad_()
+    inputs = [hidden, weight]
+    if what.endswith("alone"):
+        inputs = [hidden if what.startswith("hidden") else weight]
+        hidden.requires_grad_(inputs[0] is hidden)
+        weight.requires_grad_(inputs[0] is weight)
+    loss = ops.linear_cross_entropy(hidden, weight, target, chunk_size=chunk_size, **every)
+    found = torch.autograd.grad(loss, inputs)
+    assert [gradient.dtype for gradient in found] == [tensor.dtype for tensor in inputs]
+    exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted = LINEAR_CROSS_ENTROPY.reference(*exact, target, **every)
+    right = torch.autograd.grad(wanted, exact)
+    for ours, tensor in zip(found, inputs, strict=True):
+        gradient = right[0 if tensor is hidden else 1]
+        assert (ours.double() - gradient).norm() < 6e-3 * gradient.norm()
 
 
 @pytest.mark.gpu

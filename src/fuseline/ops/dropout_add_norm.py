@@ -104,7 +104,8 @@ def dropout_add_layer_norm(
             residual float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         x_bias: [*normalized_shape] in the dtype of weight and bias, added to x.
-        p: probability that an element of x + x_bias is made zero; the others are scaled by 1 / (1 - p).
+        p: probability that an element of x + x_bias is made zero, to the nearest 2^-16; the others are scaled
+            by 1 / (1 - p).
         training: False for no dropout.
         seed: one int64 on x's device that fixes the mask; None draws one from torch's generator there.
 

@@ -68,7 +68,7 @@ def embedding(
         positions: int64, [T] or of tokens' shape; 0, 1, .. if absent.
         padding_idx: the row of weight that gets no gradient; -1 for none.
         seed: one int64 on the device, of the mask of dropout; drawn from torch's generator if absent.
-        p: dropout probability; 0 for none.
+        p: dropout probability, to the nearest 2^-16; 0 for none.
 
     Returns [..., T, N] in weight's dtype, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.

@@ -8,6 +8,11 @@ hidden's. Logits exist for `chunk_size` rows at a time, in hidden's dtype; their
 them, and goes into the gradients of hidden, weight and bias at once. Over more than two chunks the gradients
 of weight and bias are added up in float32. The loss is float32 (float64 for float64).
 
+On Hopper, in bfloat16 and without bias, smoothing and cap, exp(logit) over a power of two of the row takes
+the place of the logits, and a factor a row makes the gradients of it: hidden times that factor is rounded to
+bfloat16 before it is multiplied. A row whose largest logit is more than 126 above the largest of 192 of its
+words is computed again by itself, which takes milliseconds a row.
+
 With reduction "none" the gradients wait for that of each row's loss: the backward pass computes the logits
 again. Not twice differentiable. Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (chunks of rows, and
 the gradient in the forward pass).

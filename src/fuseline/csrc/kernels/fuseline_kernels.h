@@ -79,7 +79,8 @@ typedef enum { FUSELINE_LAYER_NORM = 0, FUSELINE_RMS_NORM = 1 } fuseline_norm_ki
  *   layer norm: y = (sum - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((sum - mean)^2) + eps)
  *   RMS norm:   y = sum * rstd * weight + bias,          rstd = 1 / sqrt(mean(sum^2) + eps)  (Zhang, Sennrich 2019)
  * dropout: the probability that an element is made zero, by Philox words of the seed (one int64 on the device):
- * element i of the tensor takes word i % 4 of block i / 4, and is kept where that is at least dropout * 2^32. */
+ * element i of the tensor takes 16 bits of block i / 8, and is kept where these are at least dropout * 2^16, to the nearest
+ * whole number (device/philox.cuh). */
 typedef struct {
   int kind; /* a fuseline_norm_kind */
   int dtype, y_dtype, weight_dtype;

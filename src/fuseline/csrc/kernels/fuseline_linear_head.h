@@ -53,13 +53,13 @@ FUSELINE_API int fuseline_head_product_forward(const fuseline_head_product* call
  *   a p - w[t] y = factor * power,   power = exp(logit - shift) - y w[t] sum(exp(logit - shift)) / a,
  * so that no pass over the logits is left: the product writes their powers, of which one a row is changed.
  *
- *   powers   [rows, words] bf16; words from n on (padding) do not count, and have zeros
+ *   powers   [rows, words] bf16, 16-byte aligned; words from n on (padding) do not count, and have zeros
  *   factors  [rows] fp32, divided by *divisor if that is given: what the gradient of hidden, powers * weight, is multiplied by
- *   scaled   [rows, k] bf16, hidden * factor: the gradient of weight is powers^T * scaled. Or null
+ *   scaled   [rows, k] bf16, 16-byte aligned, hidden * factor: the gradient of weight is powers^T * scaled. Or null
  *
  * A row's shift comes from the largest of 192 of its logits; where that turns out to be too far from the largest of all (by
- * 86), or a row is not finite, the row is computed again by its own. Of ignored rows everything is 0; where the target is no
- * class, NaN. hidden, weight: bf16, 16-byte aligned; the rest as for fuseline_head_loss_forward. */
+ * 126), or a row is not finite, the row is computed again by a block of its own, which takes milliseconds. Of ignored rows loss,
+ * factor and scaled are 0, and powers are finite; where the target is no class, loss and factor are NaN. hidden, weight: bf16, 16-byte aligned; the rest as for fuseline_head_loss_forward. */
 typedef struct {
   const void *hidden, *weight, *target;
   const float *class_weight, *divisor;
@@ -73,7 +73,7 @@ typedef struct {
 
 /* Whether this device takes it (Hopper, where the product is large enough): asks for hidden, weight, rows, words, n and k. */
 FUSELINE_API int fuseline_head_powers_takes(const fuseline_head_powers* call);
-FUSELINE_API size_t fuseline_head_powers_workspace(int64_t rows, int64_t n);
+FUSELINE_API size_t fuseline_head_powers_workspace(int64_t rows, int64_t words);
 FUSELINE_API int fuseline_head_powers_forward(const fuseline_head_powers* call, void* stream);
 
 #ifdef __cplusplus

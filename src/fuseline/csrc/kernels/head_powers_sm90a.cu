@@ -12,9 +12,11 @@ namespace {
 using T = __nv_bfloat16;
 
 constexpr int kSettleRows = 32, kSettleParts = 16, kSettleThreads = kSettleRows * kSettleParts;
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kAgainThreads = 1024, kAgainWarps = kAgainThreads / kWarp;
-// Of the sum of a row's powers. The factor, 1 over it, leaves room below for elements of hidden that it is multiplied by.
-constexpr float kMostSum = 0x1p96f, kLeastSum = 0x1p-32f;
+// Of the sum of a row's powers. The factor, 1 over it, a mean's divisor and a word's weight, leaves room below for elements of
+// hidden that it is multiplied by. No finite row sums to less: its largest power is some 2^-kHeadRoom or more.
+constexpr float kMostSum = 0x1p96f, kLeastSum = 0x1p-96f;
 
 struct HeadRows {
   const T *hidden, *weight;
@@ -34,22 +36,21 @@ __device__ __forceinline__ int64_t target_of(const HeadRows& a, int row) {
   return a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[row]) : static_cast<const int64_t*>(a.target)[row];
 }
 
-// What a row's sum of powers settles: its loss, its factor, and its target's power.
-__device__ __forceinline__ float settle(const HeadRows& a, int row, float shift, float sum, float score) {
+// What a row's sum of powers settles: its loss, its factor, and its target's power. `own`: that power in fp32, taken as those
+// of the sum are, so that 1 - p is right where the target has next to all of it.
+__device__ __forceinline__ float settle(const HeadRows& a, int row, float lse, float sum, float score, float own) {
   const int64_t target = target_of(a, row);
   float loss = INFINITY - INFINITY, factor = loss;
   if (target == a.ignore_index) {
     loss = factor = 0.f;
   } else if (target >= 0 && target < a.n) {
-    const float lse = shift + logf(sum), weight = a.class_weight ? a.class_weight[target] : 1.f;
+    const float weight = a.class_weight ? a.class_weight[target] : 1.f;
     loss = weight * (lse - score) + a.z_loss * lse * lse;
     float of_power = weight + 2.f * a.z_loss * lse;
     // Of a row whose powers count for nothing its target's still does.
     if (fabsf(of_power) < 1e-6f * fabsf(weight)) of_power = copysignf(1e-6f * weight, of_power);
     factor = of_power / (a.divisor ? sum * *a.divisor : sum);
-    // From the score, of which no rounding is left where the target has next to all of the sum.
-    const float power = expf(score - shift) - sum * (weight / of_power);
-    if (of_power != 0.f) a.powers[int64_t(row) * a.words + target] = from_float<T>(power);
+    if (of_power != 0.f) a.powers[int64_t(row) * a.words + target] = from_float<T>(own - sum * (weight / of_power));
   }
   a.loss[row] = loss;
   a.factors[row] = factor;
@@ -70,6 +71,14 @@ __device__ __forceinline__ void scale_hidden(const HeadRows& a, int row, float f
   }
 }
 
+// Whether a row is no number, and nothing is left to compute. One that is ignored has zeros all the same.
+__device__ __forceinline__ bool is_lost(const HeadRows& a, int row, float sampled, float sum, float score) {
+  const int64_t target = target_of(a, row);
+  if (target == a.ignore_index) return false;
+  if (target < 0 || target >= a.n) return true;
+  return sum != sum && (fabsf(sampled) < INFINITY || score != score);
+}
+
 __global__ void __launch_bounds__(kSettleThreads) settle_kernel(const HeadRows a) {
   __shared__ float sums[kSettleParts][kSettleRows], factors[kSettleRows];
   const int lane = int(threadIdx.x) % kSettleRows, part = int(threadIdx.x) / kSettleRows;
@@ -84,9 +93,11 @@ __global__ void __launch_bounds__(kSettleThreads) settle_kernel(const HeadRows a
   if (part == 0 && row < a.rows) {
 #pragma unroll 1
     for (int i = 1; i < kSettleParts; ++i) sum += sums[i][lane];
-    const bool again = !(sum >= kLeastSum && sum <= kMostSum);
+    const float sampled = a.sampled[row].x, shift = head_shift(sampled), score = a.scores[row];
+    const bool again = !(sum >= kLeastSum && sum <= kMostSum) && !is_lost(a, row, sampled, sum, score);
     a.again[row] = again;
-    factors[lane] = again ? 0.f : settle(a, row, head_shift(a.sampled[row].x), sum, a.scores[row]);
+    const float lse = (shift + log2f(sum)) * kLn2;
+    factors[lane] = again ? 0.f : settle(a, row, lse, sum, score, head_power(score, shift));
   }
   __syncthreads();
   for (int i = part; i < kSettleRows && first + i < a.rows; i += kSettleParts) {
@@ -153,7 +164,7 @@ __global__ void __launch_bounds__(kAgainThreads) again_kernel(const HeadRows a) 
         if (lane == 0) powers[word] = from_float<T>(power);
       }
       __syncthreads();
-      if (threadIdx.x == 0) whole[1] = settle(a, row, max, sum, score);
+      if (threadIdx.x == 0) whole[1] = settle(a, row, max + logf(sum), sum, score, expf(score - max));
       __syncthreads();
       scale_hidden(a, row, whole[1], int(threadIdx.x), kAgainThreads);
       __syncthreads();
@@ -204,7 +215,11 @@ int fuseline_head_powers_takes(const fuseline_head_powers* given) {
   if (call.words % 8 != 0 || call.k % 8 != 0 || call.k < kHeadPieces * kHeadStep || call.k > kMostWidth) return false;
   if (!aligned(call.hidden) || !aligned(call.weight)) return false;
   Device device;
-  return current_device(device) == cudaSuccess && device.warpgroups;
+  int resident = 0;
+  if (current_device(device) != cudaSuccess || !device.warpgroups) return false;
+  const cudaError_t asked = resident_clusters(head_kernel<T, HeadPowersTile>, device, kHeadThreads, size_t(kHeadShared),
+                                              kHeadCluster, resident);
+  return asked == cudaSuccess && resident > 0;
 }
 
 int fuseline_head_powers_forward(const fuseline_head_powers* given, void* stream) {

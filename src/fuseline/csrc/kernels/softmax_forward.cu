@@ -256,10 +256,10 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
     plan = plan_waiting<T>(a.rows, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
   }
   if (plan.threads == 0) return false;
-  const int64_t long_part = a.n / kVector<T> / (int64_t(plan.cluster) * kLongWarps);
+  const int64_t vectors = vectors_of<T>(a.n, lines), long_part = vectors / (int64_t(plan.cluster) * kLongWarps);
   if (sizeof(T) == 4 && aligned && plan.cluster > kMaxCluster && plan.threads > kLongWarps * kWarp && long_part <= kPartSlots / 2) {
     plan.threads = kLongWarps * kWarp;
-    plan.part = int(divide_up(divide_up(a.n / kVector<T>, plan.cluster * kLongWarps), 8) * 8);
+    plan.part = int(divide_up(divide_up(vectors, plan.cluster * kLongWarps), 8) * 8);
     plan.bytes = size_t(plan.part * kLongWarps * 16);
   }
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;

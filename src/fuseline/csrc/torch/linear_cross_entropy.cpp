@@ -1,10 +1,10 @@
 // Cross-entropy of a linear head, hidden @ weight^T + bias, without its logits: they exist for a chunk of rows at a
-// time, and their gradient is written over them; where only the loss is wanted a kernel has it from the product's own
-// sums (linear_head_loss.cpp).
+// time, and their gradient is written over them, or powers from which it follows are written in their place; where only
+// the loss is wanted a kernel has it from the product's own sums (linear_head_loss.cpp).
 //
 // `linear_cross_entropy` is what callers call. Where a gradient will be wanted it runs `linear_cross_entropy_forward`,
-// which also returns the gradients: of one chunk, but in fp16, with a mean's divisor in them, else of the sum of the
-// rows' losses. The backward scales them, in one pass and in place where no other can follow, by the gradient of the
+// which also returns the gradients: by powers, or of one chunk, but in fp16, with a mean's divisor in them, else of the
+// sum of the rows' losses. The backward scales them, in one pass and in place where no other can follow, by the gradient of the
 // loss and what divisor is left. A loss for each row has its gradients computed in the backward
 // (`linear_cross_entropy_rows_backward`), from logits computed again.
 

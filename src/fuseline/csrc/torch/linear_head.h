@@ -147,7 +147,8 @@ struct Head {
 Tensor loss_without_logits(const Head& head, const Options& o);
 
 // What the gradients' products take of a chunk: the gradient of its logits and its rows of hidden; or, with `factors` of its
-// rows, powers whose product with them is that gradient, and hidden times them (kernels/fuseline_linear_head.h).
+// rows, powers whose product with them is that gradient, and hidden times them (kernels/fuseline_linear_head.h), which is
+// rounded once more; so is the gradient of hidden where the product is the matrix library's.
 struct ChunkGradient {
     Tensor logits, hidden, factors;
 };

@@ -103,7 +103,8 @@ def attention(
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
         soft_cap: c > 0 bounds scores to c * tanh(score / c), before the mask.
         sinks: [H]: for each head a logit that takes part in the sum of the softmax and has no value.
-        dropout_p: probability with which a weight is dropped, whenever it is above 0.
+        dropout_p: probability with which a weight is dropped, whenever it is above 0 (by our kernels to the
+            nearest 2^-16).
         seed: one int64 on q's device that fixes what is dropped (ops/philox.py over [B, H, T, S]); None draws
             from torch's generator.
         return_lse: return (out, lse) with lse [B, H, T] in float32: the natural logarithm of each row's sum.

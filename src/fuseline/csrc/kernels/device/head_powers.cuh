@@ -1,5 +1,5 @@
-// The powers of a linear head's logits in the place of the logits (Hopper): exp(logit - shift), with the sum of each row's and
-// tile's, and the target's logit (head_tiles.cuh). What is left to do for the gradient is a number a row.
+// The powers of a linear head's logits in the place of the logits (Hopper): exp(logit) / 2^shift, with the sum of each row's
+// and tile's, and the target's logit (head_tiles.cuh). What is left to do for the gradient is a number a row.
 //
 // Floor: that of head_product.cuh; the exponentials are taken beside the products, as in head_loss.cuh.
 #pragma once
@@ -19,18 +19,22 @@ struct HeadPowers : HeadTiles {
   bool int32_targets;
 };
 
-// Above the largest of a sample, in nats. The largest of a row is no less than the sample's, and then 20 below the shift; where it
-// is more than 86 above the sample's, the sum leaves what kMostSum allows.
-constexpr float kHeadRoom = 20.f;
+// A row's shift is a power of two, so far above the largest logit of a sample. The largest of all is no less than that: of
+// it, words to e^-27 keep their powers (those beyond are less than 1e-7 of a row together). Where it is more than 126 above
+// the sample's, the sum leaves what kMostSum allows.
+constexpr float kHeadRoom = 86.f;
+constexpr float kLog2E = 1.4426950408889634f;
 
-__device__ __forceinline__ float head_shift(float sampled) { return sampled + kHeadRoom; }
+__device__ __forceinline__ float head_shift(float sampled) { return rintf(sampled * kLog2E) + kHeadRoom; }
+
+// exp(logit) over 2^shift.
+__device__ __forceinline__ float head_power(float logit, float shift) { return power_of_two(fmaf(logit, kLog2E, -shift)); }
 
 // A thread's two rows of a tile whose sums are there.
 struct HeadPowersTile {
   using Given = HeadPowers;
   static constexpr bool kTurnLeft = false, kTurnRight = false;
   static constexpr int kBlocks = kHeadWide / 8;
-  static constexpr float kLog2 = 1.4426950408889634f;
   static_assert(2 * kHeadPieces == kBlocks);
 
   float shift[2], sum[2];
@@ -48,7 +52,7 @@ struct HeadPowersTile {
       const int r = row + 8 * h;
       shift[h] = sum[h] = 0.f, target[h] = -1;
       if (r < a.rows) {
-        shift[h] = head_shift(a.sampled[r].x) * kLog2;
+        shift[h] = head_shift(a.sampled[r].x);
         const int64_t t = a.int32_targets ? int64_t(static_cast<const int32_t*>(a.target)[r])
                                           : static_cast<const int64_t*>(a.target)[r];
         if (t >= first && t < a.n && t < first + kHeadWide) target[h] = int(t - first);
@@ -81,10 +85,11 @@ struct HeadPowersTile {
       float power[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        power[j] = power_of_two(fmaf(sums[2 * p + j / 2][2 * h + j % 2], kLog2, -shift[h]));
+        power[j] = head_power(sums[2 * p + j / 2][2 * h + j % 2], shift[h]);
       }
       sum[h] += (power[0] + power[1]) + (power[2] + power[3]);
-      const uint2 four = beside_next(pack_pair<__nv_bfloat16>(power[0], power[1]), pack_pair<__nv_bfloat16>(power[2], power[3]), odd);
+      const uint32_t left = pack_pair<__nv_bfloat16>(power[0], power[1]), right = pack_pair<__nv_bfloat16>(power[2], power[3]);
+      const uint2 four = beside_next(left, right, odd);
       if (r < a.rows && c < a.words) *reinterpret_cast<uint2*>(a.powers + int64_t(r) * a.words + c) = four;
     }
   }
