@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture we ship, and none spills more than two registers.
+"""Every kernel compiles for every architecture we ship, and none but one spills more than two registers.
 
 Where bf16 and fp16 have a source each, which differ in that type alone, one is compiled for the newer
 architecture and the other for the older one.
@@ -29,16 +29,19 @@ HOST_ONLY = (
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 # Bytes of a thread: two registers put aside cost less than a block a multiprocessor fewer.
 SPARED = 8
+# With a mask, at the registers of three blocks: what keys are copied by is put aside once a step.
+SPARED_BY = {"attention_backward_rows_panels": 64}
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def spills(report: str) -> list[str]:
-    """The kernels that `ptxas -v` reports a stack frame or a spill of more than SPARED bytes for."""
-    found, function = [], "?"
+    """The kernels that `ptxas -v` reports a frame or a spill for, of more bytes than they are spared."""
+    found, function, spared = [], "?", SPARED
     for line in report.splitlines():
         if match := FUNCTION.search(line):
             function = f"{match[1]} for {match[2]}"
-        elif (match := FRAME.search(line)) and any(int(count) > SPARED for count in match.groups()):
+            spared = next((most for name, most in SPARED_BY.items() if name in function), SPARED)
+        elif (match := FRAME.search(line)) and any(int(count) > spared for count in match.groups()):
             found.append(f"{function}: {match[0]}")
     return found
 

@@ -52,8 +52,15 @@ __device__ __forceinline__ Raw<T, kWide> gather(const void* table, int64_t row, 
   }
 }
 
+// Blocks of a multiprocessor; before sm_90 code for that many spills a mask's words.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocksOfMany = 5, kBlocksOfFew = 6;
+#else
+constexpr int kBlocksOfMany = 6, kBlocksOfFew = 8;
+#endif
+
 template <class T, int kWide, bool kPositions, int kRows>
-__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == kManyRows ? 6 : 8)
+__global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == kManyRows ? kBlocksOfMany : kBlocksOfFew)
     embedding_forward(const EmbeddingForward a) {
   let_next_start();
   wait_for_earlier();

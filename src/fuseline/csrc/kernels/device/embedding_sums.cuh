@@ -14,6 +14,12 @@ namespace fuseline {
 
 constexpr int kSumBlock = 256;
 constexpr int kSumWarps = kSumBlock / kWarp;
+// Of a multiprocessor; before sm_90 code for four spills a mask's words.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kSumsAtOnce = 3;
+#else
+constexpr int kSumsAtOnce = 4;
+#endif
 constexpr int kItemsAhead = 4;  // loaded before the first is added; 8 are 3% slower
 constexpr uint32_t kNoRow = 0xffffu;
 
@@ -94,7 +100,7 @@ __device__ __forceinline__ void find_share(const RowSums& a, bool of_bin, uint32
 }
 
 template <class T, int kWide, bool kBinned>
-__global__ void __launch_bounds__(kSumBlock, 4) embedding_row_sums(const RowSums a) {
+__global__ void __launch_bounds__(kSumBlock, kSumsAtOnce) embedding_row_sums(const RowSums a) {
   let_next_start();
   wait_for_earlier();
   extern __shared__ uint4 sums_shared[];
