@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from fuseline.native.layouts import (
     TABLE,
     Layout,
     Line,
+    by_layout,
     candidates,
     choose,
     clustered,
@@ -49,11 +50,14 @@ LENGTHS = (
     *(4096, 4608, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536),
     *(98304, 131072, 196608, 262144),
 )
-BETWEEN = (
-    *(16385, 20000, 24001, 28673, 32769, 40001, 50257, 57345, 65537, 80001, 100003, 131073, 180001, 229377),
-    262145,
-)
-"""For rows that wait in shared memory: what fills its copies at one length leaves one empty at others."""
+BETWEEN = (20000, 24001, 28673, 40001, 50257, 57345, 80001, 100003, 180001, 229377)
+FOLLOWING = {n: n + 1 for n in (16384, 32768, 65536, 131072, 262144)}
+BETWEEN_IN_VECTORS = (20000, 24000, 28672, 40000, 50304, 57344, 80000, 100000, 180000, 229376)
+FOLLOWING_IN_VECTORS = {
+    n: n + 8 for n in (1024, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536, 131072, 262144)
+}
+"""What fills a layout's copies at one length leaves one nearly empty at others: places between the lengths,
+and what follows those that fill them. The latter pair is for kernels of rows that keep to 16 bytes."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BYTES = 2**28
 DEVICE = torch.device("cuda")
@@ -94,11 +98,16 @@ class Family:
     bind: Callable[[Kernels, torch.Tensor], Call]
     moves: int
     tried: Callable[[int, int], Iterable[Layout]]
-    lengths: tuple[int, ...] = LENGTHS
+    between: tuple[int, ...] = BETWEEN
+    following: Mapping[int, int] = field(default_factory=FOLLOWING.copy)
     every: tuple[Layout, ...] = ()
     """What a line may say, where layouts differ by length; else what was measured."""
     taken: Callable[[int, int, Layout], Any] = lambda n, size, layout: layout
     """The same for layouts that are one at a length."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({*LENGTHS, *self.between, *self.following.values()}))
 
 
 def softmax_forward(kernels: Kernels, x: torch.Tensor) -> Call:
@@ -158,19 +167,26 @@ def of_many(norm: str, direction: str) -> Family:
         bind=lambda kernels, x: work(norm, short, x)[1],
         moves=moves,
         tried=lambda n, size: norm_layouts(norm, direction, n, size),
+        between=BETWEEN_IN_VECTORS,
+        following=FOLLOWING_IN_VECTORS,
         every=tuple(every_layout(direction)),
         taken=lambda n, size, layout: taken(norm, direction, n, size, layout),
     )
 
 
-LONG = tuple(sorted({*LENGTHS, *BETWEEN}))
 MEASURED = {
-    "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1), LONG),
-    "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2), LONG),
-    "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1), LONG),
-    "layer_norm_forward": Family(layer_norm_forward, 2, norm_forward_layouts),
+    "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1)),
+    "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2)),
+    "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1)),
+    "layer_norm_forward": Family(
+        layer_norm_forward, 2, norm_forward_layouts, BETWEEN_IN_VECTORS, FOLLOWING_IN_VECTORS
+    ),
     "layer_norm_backward": Family(
-        layer_norm_backward, 3, lambda n, size: clustered(n, size, (1, 2) if size == 2 else (1, 2, 4))
+        layer_norm_backward,
+        3,
+        lambda n, size: clustered(n, size, (1, 2) if size == 2 else (1, 2, 4)),
+        BETWEEN_IN_VECTORS,
+        FOLLOWING_IN_VECTORS,
     ),
     **{f"many_{norm}_{way}": of_many(norm, way) for norm in NORMS for way in ("forward", "backward")},
 }
@@ -289,7 +305,9 @@ def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
                 if layout is not None:  # of times from elsewhere, what no kernel takes any more
                     found[layout] = min(us, found.get(layout, us))
             times[n] = found
-    return choose(over_ranges(times), family.every, lambda n, layout: family.taken(n, size, layout))
+    every = family.every or sorted({layout for found in times.values() for layout in found})
+    said = by_layout(times, every, lambda n, layout: family.taken(n, size, layout))
+    return choose(over_ranges(said, family.following))
 
 
 def missing(options: Options, records: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:

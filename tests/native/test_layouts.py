@@ -12,6 +12,7 @@ from fuseline.native.layouts import (
     RULES,
     TABLE,
     Layout,
+    by_layout,
     candidates,
     choose,
     clustered,
@@ -50,7 +51,7 @@ def test_layouts_that_are_one_at_a_length_have_one_time() -> None:
 
     times = {32: {4: 1.0, 2: 2.0}, 128: {1: 1.0, 4: 1.5}, 256: {0: 2.0, 2: 1.0}}
     layouts = [Layout(1, 128), Layout(1, 512)]
-    assert choose(times, layouts, taken) == [(128, Layout(1, 128)), (256, Layout(1, 512))]
+    assert choose(by_layout(times, layouts, taken)) == [(128, Layout(1, 128)), (256, Layout(1, 512))]
 
 
 def test_a_range_is_judged_by_both_its_ends() -> None:
@@ -63,12 +64,12 @@ def test_a_range_is_judged_by_both_its_ends() -> None:
         65: {high: 3.0, low: 1.0, fair: 1.1},
         90: {high: 1.0, low: 2.0, fair: 1.2},
     }
-    found = over_ranges(times)
+    found = over_ranges(times, {16: 17, 64: 65, 128: 129})
     assert sorted(found) == [8, 16, 63, 64, 90]
     assert [found[n] for n in (8, 16, 64)] == [times[n] for n in (8, 16, 64)]
     assert found[63] == {high: 3.0, low: 1.5}  # from behind 16 to before 64
     assert found[90] == {high: 3.0, low: 2.0, fair: 1.2}
-    assert over_ranges({8: {high: 1.0}, 16: {high: 2.0}}) == {8: {high: 1.0}, 16: {high: 2.0}}
+    assert over_ranges({8: {high: 1.0}, 16: {high: 2.0}}, {16: 17}) == {8: {high: 1.0}, 16: {high: 2.0}}
 
 
 def test_a_length_that_nothing_runs_is_named() -> None:

@@ -108,18 +108,24 @@ def _line(longest: str, held: str, block: str, cluster: str, stages: str, way: s
     return int(longest), Layout(int(held), int(block), int(cluster), int(stages), way or WAYS[0])
 
 
-def choose(
-    times: Mapping[int, Mapping[Any, float]],
-    layouts: Iterable[Layout] = (),
-    taken: Callable[[int, Layout], Any] = lambda n, layout: layout,
-) -> list[Line]:
+def by_layout(
+    times: Mapping[int, Mapping[Any, float]], layouts: Iterable[Layout], taken: Callable[[int, Layout], Any]
+) -> dict[int, dict[Layout, float]]:
+    """Times of all that a line may say, from those by what `taken` says of a layout at a length: the same for
+    layouts that are one there."""
+    every = list(layouts)
+    return {
+        n: {layout: found[one] for layout in every if (one := taken(n, layout)) in found}
+        for n, found in times.items()
+    }
+
+
+def choose(times: Mapping[int, Mapping[Layout, float]]) -> list[Line]:
     """As few lines as stay within `WORTH` of the fastest of each length.
 
-    `times` are microseconds by row length and by what `taken` says of a layout at that length: the same for
-    layouts that are one there. Of several that a line could have it takes the one that is fastest in all,
-    and rules only where they are alone.
+    `times` are microseconds by row length and layout. Of several that a line could have it takes the one that
+    is fastest in all, and rules only where they are alone.
     """
-    every = list(layouts) or sorted({layout for found in times.values() for layout in found})
     lines: list[Line] = []
     behind: dict[Layout, float] = {}
     for n in sorted(times):
@@ -127,8 +133,7 @@ def choose(
         if not found:
             raise InputError(f"No layout runs rows of {n}: add one to what is tried.")
         best = min(found.values())
-        fine = {layout: found.get(taken(n, layout), math.inf) / best for layout in every}
-        fine = {layout: share for layout, share in fine.items() if share <= 1 + WORTH}
+        fine = {layout: time / best for layout, time in found.items() if time <= best * (1 + WORTH)}
         if len(fine) > 1:
             fine.pop(RULES, None)
         both = {layout: behind[layout] + fine[layout] for layout in behind.keys() & fine.keys()}
@@ -139,30 +144,34 @@ def choose(
     return lines
 
 
-def over_ranges(times: Mapping[int, Mapping[Any, float]]) -> dict[int, Mapping[Any, float]]:
-    """Times for `choose` of lengths of which some have the next one measured, too (65,536 and 65,537).
+def over_ranges(
+    times: Mapping[int, Mapping[Layout, float]], following: Mapping[int, int]
+) -> dict[int, Mapping[Layout, float]]:
+    """Times for `choose` where a line is to serve all lengths up to its own, and not that one alone.
 
+    `following` has for some lengths the next one that the kernel takes, measured too (65,537 for 65,536).
     From the first of those on a length stands for all behind the one before, and its layouts are judged by
-    the worse of that range's two ends, as multiples of the fastest there. A length whose next one was
-    measured fills its copies as none below it does: it has a line of its own, and the range ends before it.
+    the worse of that range's two ends, as multiples of the fastest there. A length that something follows
+    fills its copies as none below it does: it has a line of its own, and the range ends before it.
     """
-    lengths = [n for n in sorted(times) if n - 1 not in times]
-    first = min((n for n in lengths if n + 1 in times), default=math.inf)
-    found: dict[int, Mapping[Any, float]] = {}
+    following = {n: after for n, after in following.items() if n in times and after in times}
+    lengths = sorted(times.keys() - following.values())
+    first = min(following, default=math.inf)
+    found: dict[int, Mapping[Layout, float]] = {}
     for before, n in pairwise((0, *lengths)):
         if n <= first:
             found[n] = times[n]
             continue
-        low, high = _multiples(times.get(before + 1, times[before])), _multiples(times.get(n + 1, times[n]))
+        low, high = (_multiples(times[following.get(end, end)]) for end in (before, n))
         worse = {layout: max(low[layout], high[layout]) for layout in low.keys() & high.keys()}
-        if n + 1 in times:
+        if n in following:
             found[n - 1], found[n] = worse, times[n]
         else:
             found[n] = worse
     return found
 
 
-def _multiples(times: Mapping[Any, float]) -> dict[Any, float]:
+def _multiples(times: Mapping[Layout, float]) -> dict[Layout, float]:
     best = min(times.values(), default=1.0)
     return {layout: time / best for layout, time in times.items()}
 
