@@ -94,12 +94,15 @@ def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "n"), [(1061, 8200), (1061, 16384), (700, 32768), (700, 50257), (700, 65536), (140, 262144)]
+    ("rows", "n"),
+    [
+        *((1061, 8200), (1061, 16384), (700, 32768), (700, 50257), (700, 65536), (140, 262144)),
+        *((64, 262140), (2, 262136), (132, 196596), (40, 131068), (133, 40004), (9, 262145)),
+    ],
 )
-def test_softmax_of_more_rows_than_the_device_holds(
-    kernels: Kernels, dtype: torch.dtype, rows: int, n: int
-) -> None:
-    """Long ones in shared memory, of fp32 shorter ones of the gradient too, and in a cluster's blocks."""
+def test_softmax_of_long_rows(kernels: Kernels, dtype: torch.dtype, rows: int, n: int) -> None:
+    """In shared memory and a cluster's blocks, more than the device holds; and some that begin within a
+    line of memory, just shorter than what fills their parts without it."""
     x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
     y = place(rows, n, dtype)
     kernels.softmax_forward(x, y)
@@ -110,26 +113,6 @@ def test_softmax_of_more_rows_than_the_device_holds(
     normalize = dtype != torch.float32
     eager = softmax_gradient(grad_out.float(), y.float(), normalize=normalize)
     exact = softmax_gradient(grad_out.double(), y.double(), normalize=normalize)
-    assert_as_good(grad_x, eager.to(dtype), exact, "backward")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "n"), [(64, 262140), (2, 262136), (132, 196596), (40, 131068), (133, 40004), (9, 262145)]
-)
-def test_long_rows_that_begin_within_a_line(kernels: Kernels, dtype: torch.dtype, rows: int, n: int) -> None:
-    """Just shorter than what fills their parts: those of the vectors before a row are of them, too."""
-    x = place(rows, n, dtype, fill=4 * randn(rows, n, torch.float32))
-    y = place(rows, n, dtype)
-    kernels.softmax_forward(x, y)
-    assert_as_good(y, torch.softmax(x.float(), -1).to(dtype), torch.softmax(x.double(), -1), "forward")
-    grad_out = place(rows, n, dtype, fill=randn(rows, n, torch.float32))
-    grad_x = place(rows, n, dtype)
-    kernels.softmax_backward(grad_out, y, grad_x, scale=0.5)
-    exact, eager = (
-        softmax_gradient(grad_out.to(wide), y.to(wide), normalize=dtype != torch.float32)
-        for wide in (torch.float64, torch.float32)
-    )
     assert_as_good(grad_x, eager.to(dtype), exact, "backward")
 
 
