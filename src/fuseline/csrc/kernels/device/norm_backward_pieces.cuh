@@ -21,15 +21,13 @@ constexpr int kPieceColumns = 32;         // of a thread
 
 struct PiecesNorm {
   NormBackward norm;
-  int classes;       // of rows, by how far into a vector they begin; the rows of one are as many apart
   int pieces, past;  // of a warp's rings
   // Places in shared memory behind the rings, in bytes.
   int past_at, states_at, weights_at, x_bias_at;
 };
 
-// kSumsOfXBias: 0 for none, 1 in registers, 2 in shared memory. kDropsRows: grad_dropped is written. kShiftedRows: rows begin
-// anywhere in a vector, in all tensors alike: a cluster has only rows that begin as far into one, so that what it has of them, of
-// weights and of sums over rows keeps its lanes.
+// kSumsOfXBias: 0 for none, 1 in registers, 2 in shared memory. kDropsRows: grad_dropped is written. kShiftedRows: rows stand
+// at any address, and a lane has every kWarp-th column of a piece.
 template <class Type, bool kCentredRows, int kSumsOfXBias, bool kDropsRows, bool kShiftedRows, int kSlotsTogether>
 struct PiecesKind {
   using T = Type;
@@ -38,7 +36,7 @@ struct PiecesKind {
   static constexpr int kSize = kVector<T>, kSlots = kPieceColumns / kSize, kXBias = kSumsOfXBias;
   static constexpr bool kCentred = kCentredRows, kDrops = kDropsRows, kShifted = kShiftedRows;
   static constexpr int kTogether = kSlotsTogether;  // slots of a piece
-  static constexpr int kPiece = kTogether * kWarp * 16;  // bytes of a tensor
+  static constexpr int kPiece = kTogether * kWarp * 16 + (kShifted ? 16 : 0);  // bytes of a tensor
   static constexpr int kSums = kCentred ? 2 : 1;  // of weight and bias
 };
 
@@ -63,12 +61,7 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   const int lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp), warps = int(blockDim.x) / kWarp;
   const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
-  // From a row to the next of this cluster's: clusters with rows of one class take turns.
-  const int of_class = kShifted ? (blocks - block % given.classes + given.classes - 1) / given.classes : blocks;
-  const int stride = kShifted ? of_class * given.classes : blocks;
-  // Elements before a row in its first vector, which count as columns.
-  const int head = kShifted ? elements_into_vector(static_cast<const T*>(a.x) + int64_t(block) * a.n) : 0;
-  const int from = (rank * warps + warp) * kStep * kSlots - head, start = from + lane * kSize;
+  const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane * (kShifted ? 1 : kSize);
   const bool wants_rows = a.wants_rows(), past = past_pieces > 0;
 
   // Places in the ring, in bytes.
@@ -85,32 +78,30 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     return reinterpret_cast<float4*>(ring + given.x_bias_at)[(warp * (kPieceColumns / 4) + i) * kWarp + lane];
   };
 
-  // Of a piece's columns, in whole vectors: those at the ends of a row bring elements of its neighbours along.
-  const auto bytes_from = [&](int column) {
-    return (max(0, min(kColumns, n - column)) * int(sizeof(T)) + (kShifted ? 15 : 0)) / 16 * 16;
-  };
   // One lane sends for piece number `piece` of `row`, or of rows after it.
   const auto fetch = [&](int row, int piece, int stage) {
     make_ready(piece);  // what follows is made anew, rather than kept for each piece
-    row += piece / kPieces * stride, piece %= kPieces;
+    row += piece / kPieces * blocks, piece %= kPieces;
     if (row >= rows) return;
-    const int column = from + piece * kColumns, bytes = bytes_from(column);
+    const int column = from + piece * kColumns, bytes = max(0, min(kColumns, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.arrived[stage][warp];
     unsigned char* const to = ring + place(stage);
     const int64_t at = row * a.n + column;
-    barrier_expect(barrier, 2 * bytes);
+    const Span<T, kShifted> x(a.x, at, bytes), grad_y(a.grad_y, at, bytes);
+    barrier_expect(barrier, x.bytes + grad_y.bytes);
     if (bytes == 0) return;
-    copy_in(to, static_cast<const T*>(a.x) + at, bytes, barrier);
-    copy_in(to + Kind::kPiece, static_cast<const T*>(a.grad_y) + at, bytes, barrier);
+    copy_in(to, x.first, x.bytes, barrier);
+    copy_in(to + Kind::kPiece, grad_y.first, grad_y.bytes, barrier);
   };
   const auto fetch_past = [&](int row, int piece, int stage) {
     make_ready(piece);
-    row += piece / kPieces * stride, piece %= kPieces;
+    row += piece / kPieces * blocks, piece %= kPieces;
     if (row >= rows) return;
-    const int column = from + piece * kColumns, bytes = bytes_from(column);
+    const int column = from + piece * kColumns, bytes = max(0, min(kColumns, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.past_arrived[stage][warp];
-    barrier_expect(barrier, bytes);
-    if (bytes > 0) copy_in(ring + past_place(stage), static_cast<const T*>(a.grad_sum) + row * a.n + column, bytes, barrier);
+    const Span<T, kShifted> span(a.grad_sum, row * a.n + column, bytes);
+    barrier_expect(barrier, span.bytes);
+    if (bytes > 0) copy_in(ring + past_place(stage), span.first, span.bytes, barrier);
   };
 
   let_next_start();
@@ -139,20 +130,40 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     if constexpr (kShifted) {
-      weights().keep_within(a, k, start + k * kStep);
+      weights().keep_apart(a, k, start + k * kStep);
     } else {
       weights().keep(a, k, start + k * kStep);
     }
   }
-  const auto take = [&](const unsigned char* part, float (&values)[kSize]) {
-    take_slot<T, kSize, false>(part, lane).values(0, values);
-  };
-  const auto put = [&](T* row_of, int column, const float (&values)[kSize]) {
+  // A lane's elements of a piece, and of shifted rows something beyond these; `head`: how far into its first vector it begins.
+  const auto take = [&](const unsigned char* part, int head, float (&values)[kSize]) {
     if constexpr (kShifted) {
-      store_vector<T, false>(row_of, column, n, true, values);
+      const T* const elements = reinterpret_cast<const T*>(part) + head + lane;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = to_float(elements[i * kWarp]);
+    } else {
+      take_slot<T, kSize, false>(part, lane).values(0, values);
+    }
+  };
+  const auto put = [&](T* row_of, int column, bool whole, const float (&values)[kSize]) {
+    if constexpr (kShifted) {
+      T* const to = row_of + column;
+      if (whole) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) to[i * kWarp] = from_float<T>(values[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          if (column + i * kWarp < n) to[i * kWarp] = from_float<T>(values[i]);
+        }
+      }
     } else {
       store_slot<T, kSize, false>(row_of, column, n, kWarp, values);
     }
+  };
+  // A piece's head is the same for all that a warp has of a row.
+  const auto head_of = [&](const void* tensor, int64_t row_at) {
+    return kShifted ? elements_into_vector(static_cast<const T*>(tensor) + row_at * a.n + from) : 0;
   };
   if constexpr (Kind::kXBias == 2) {
     for (int i = 0; i < kPieceColumns / 4; ++i) x_bias_sums(i) = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -165,13 +176,14 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
   int first_stage = 0, first_parity = 0, past_stage = 0, past_parity = 0;
   int row = block;
 #pragma unroll 1
-  for (int turn = 0; row < rows; ++turn, row += stride) {
+  for (int turn = 0; row < rows; ++turn, row += blocks) {
     RowTerms terms;
     int at = row;
     forget(at);  // that all lanes have it: a load known to be the same for all is waited for where it stands
     terms.mean = kCentred ? a.mean[at] : 0.f, terms.rstd = a.rstd[at];  // while pieces are on their way
     float sum = 0.f, product_sum = 0.f;
     int stage = first_stage, parity = first_parity;
+    const int x_head = head_of(a.x, at), grad_head = head_of(a.grad_y, at);
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
       const unsigned char* const part = ring + place(stage) + k % kTogether * kWarp * 16;
@@ -181,14 +193,14 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
       float weight[kSize];
       weights().take(k, weight);
       if (k % kTogether == 0) barrier_wait(&barriers.arrived[stage][warp], parity);
-      if (column < n) {
+      if (kShifted ? from + k * kStep < n : column < n) {
         float values[kSize], grad[kSize];
-        take(part, values);
-        take(part + Kind::kPiece, grad);
-        if (kShifted && (column < 0 || column + kSize > n)) {  // elements of its neighbours
+        take(part, x_head, values);
+        take(part + Kind::kPiece, grad_head, grad);
+        if (kShifted && from + (k + 1) * kStep > n) {
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            if (column + i < 0 || column + i >= n) values[i] = grad[i] = 0.f;
+            if (column + i * kWarp >= n) values[i] = grad[i] = 0.f;
           }
         }
         first_pass<kSize, kSums, kCentred>(values, grad, weight, terms.mean, terms.rstd, columns[k], sum, product_sum);
@@ -214,6 +226,14 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
     int64_t base = row * a.n;
     forget(base);  // kept, rather than multiplied anew for each store
     stage = first_stage;
+    const int past_head = past ? head_of(a.grad_sum, row) : 0;
+    // Of shifted rows the mask is made for the fours of elements that a piece stands in, and its bits go round the warp.
+    const int64_t masks_from = (base + from) / 4 * 4;
+    const int mask_head = int((base + from) % 4);
+    const auto masks_of = [&](int k) {
+      return kept_of_slots<kSize, 1>(a.dropout, barriers.seed, masks_from + k * kStep + lane * kSize, 0);
+    };
+    [[maybe_unused]] uint32_t masks = Kind::kDrops && kShifted && wants_rows && a.dropout.seed ? masks_of(0) : 0;
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
       const unsigned char* const part = ring + place(stage) + k % kTogether * kWarp * 16;
@@ -222,27 +242,40 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
       make_ready(column);
       column += k * kStep;
       [[maybe_unused]] uint32_t kept = 0;
-      if (wants_rows && column < n) {
-        if constexpr (Kind::kDrops) {
+      if constexpr (Kind::kDrops && kShifted) {
+        if (wants_rows && a.dropout.seed) {
+          const uint32_t next = masks_of(k + 1), beyond = __shfl_sync(kAllLanes, next, 0);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            const int at_bit = mask_head + i * kWarp + lane;
+            const uint32_t of_lane = __shfl_sync(kAllLanes, masks, at_bit / kSize);
+            kept |= ((at_bit < kWarp * kSize ? of_lane : beyond) >> (at_bit % kSize) & 1) << i;
+          }
+          masks = next;
+        }
+      }
+      const bool whole = from + (k + 1) * kStep <= n;
+      if (wants_rows && (kShifted ? from + k * kStep < n : column < n)) {
+        if constexpr (Kind::kDrops && !kShifted) {
           if (a.dropout.seed) kept = kept_of_slots<kSize, 1>(a.dropout, barriers.seed, base + column, 0);
         }
         float values[kSize], grad[kSize], weight[kSize];
         weights().take(k, weight);
-        take(part, values);
-        take(part + Kind::kPiece, grad);
+        take(part, x_head, values);
+        take(part + Kind::kPiece, grad_head, grad);
         second_pass<kSize, kCentred>(values, weight, terms, grad);
         if (past) {
-          take(ring + past_place(past_stage) + k % kTogether * kWarp * 16, values);
+          take(ring + past_place(past_stage) + k % kTogether * kWarp * 16, past_head, values);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
-        if (a.grad_x) put(static_cast<T*>(a.grad_x) + base, column, grad);
+        if (a.grad_x) put(static_cast<T*>(a.grad_x) + base, column, whole, grad);
         if constexpr (Kind::kDrops) {
           if (a.dropout.seed) {
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
-          if (a.grad_dropped) put(static_cast<T*>(a.grad_dropped) + base, column, grad);
+          if (a.grad_dropped) put(static_cast<T*>(a.grad_dropped) + base, column, whole, grad);
         }
         if constexpr (Kind::kXBias == 1) {
 #pragma unroll
@@ -277,8 +310,8 @@ __global__ void __launch_bounds__(kPiecesThreads, 1) norm_backward_pieces(const 
       for (int k = 0; k < kSlots; ++k) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
-          const int c = start + k * kStep + i;
-          if (c >= 0 && c < n) sums[c] = column(k, i);
+          const int c = start + k * kStep + i * kWarp;
+          if (c < n) sums[c] = column(k, i);
         }
       }
     } else {

@@ -17,13 +17,8 @@ bool run_pieces(NormBackward a, int cluster, const Device& device, void* stream,
   using T = typename Kind::T;
   if (!Kind::kShifted && !in_vectors<Kind::kSize>(a)) return false;
   PiecesNorm given{a};
-  given.norm.cluster = cluster, given.classes = 1;
-  if (Kind::kShifted) {
-    given.classes = classes_of<T>(a.n, {a.x, a.grad_y, a.grad_sum, a.grad_x, a.grad_dropped}, a.dropout.seed);
-  }
-  if (given.classes == 0) return false;
-  const int64_t columns_of_row = a.n + (Kind::kShifted ? Kind::kSize - 1 : 0);
-  const int warps = int(divide_up(divide_up(columns_of_row, kColumnsOfWarp), cluster));
+  given.norm.cluster = cluster;
+  const int warps = int(divide_up(divide_up(a.n, kColumnsOfWarp), cluster));
   if (warps > kPiecesWarps) return false;
   const int64_t room = device.shared_a_block - int64_t(sizeof(PiecesStatics));
   const int64_t columns = warps * kColumnsOfWarp;
@@ -50,7 +45,6 @@ bool run_pieces(NormBackward a, int cluster, const Device& device, void* stream,
     return cudaGetLastError(), false;  // it grants no such clusters
   }
   const int blocks = int(std::min<int64_t>({a.rows, count, divide_up(device.processors, cluster)}));
-  if (blocks < given.classes) return false;
   error = launch(kernel, given, int64_t(blocks) * cluster, dim3(warps * kWarp), bytes, cluster, stream, true);
   const int sums = a.grad_x_bias ? kSumsOfAddedNorm : a.mean ? kSumsOfLayerNorm : kSumsOfRmsNorm;
   if (!error && a.partials) error = add_partials<T>(a, sums, blocks, true, stream);

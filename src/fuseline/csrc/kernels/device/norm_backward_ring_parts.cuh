@@ -51,19 +51,22 @@ __device__ __forceinline__ int fetch_part(const NormBackward& a, const void* ten
   }
 }
 
-// How many classes rows of n elements fall into by how far into a vector they begin; 0 where `tensors` (null for none) do not begin
-// alike, or, with a mask, not with a four of its elements.
-template <class T>
-int classes_of(int64_t n, std::initializer_list<const void*> tensors, bool masked) {
-  const int head = offset_in_vector(*tensors.begin());
-  for (const void* tensor : tensors) {
-    if (tensor && offset_in_vector(tensor) != head) return 0;
+// So many bytes from element `at` on; of what is shifted all vectors that they stand in, which at a tensor's ends have up to
+// 15 bytes of others: never another page of memory, and no column takes them.
+template <class T, bool kShifted>
+struct Span {
+  const unsigned char* first;
+  int bytes;
+
+  __device__ __forceinline__ Span(const void* tensor, int64_t at, int wanted)
+      : first(static_cast<const unsigned char*>(tensor) + at * int64_t(sizeof(T))), bytes(wanted) {
+    if constexpr (kShifted) {
+      const int head = int(reinterpret_cast<uintptr_t>(first) % 16);
+      first -= head;
+      bytes = wanted > 0 ? (head + wanted + 15) / 16 * 16 : 0;
+    }
   }
-  if (masked && head / int(sizeof(T)) % 4 != 0) return 0;
-  int classes = kVector<T>;
-  for (; classes > 1 && n % 2 == 0; n /= 2) classes /= 2;
-  return classes;
-}
+};
 
 // A slot of a row out of shared memory: vectors `at` .. of the warp's part.
 template <class T, int kSize, bool kShifted>
@@ -104,14 +107,13 @@ struct RingWeights {
     }
   }
 
-  // The same where columns before the row and behind it are among them.
-  __device__ __forceinline__ void keep_within(const NormBackward& a, int slot, int first) const {
+  // The same for columns first, first + kWarp, ..
+  __device__ __forceinline__ void keep_apart(const NormBackward& a, int slot, int first) const {
     float weight[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const int c = first + i;
-      const bool inside = c >= 0 && c < int(a.n);
-      weight[i] = !inside ? 0.f : a.weight ? weight_at<typename Kind::Y>(a.weight, a.fp32_weights, c) : 1.f;
+      const int c = first + i * kWarp;
+      weight[i] = c >= int(a.n) ? 0.f : a.weight ? weight_at<typename Kind::Y>(a.weight, a.fp32_weights, c) : 1.f;
     }
     put(slot, weight);
   }

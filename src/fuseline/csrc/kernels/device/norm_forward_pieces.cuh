@@ -1,10 +1,11 @@
 // The norms' forward for long rows at any address, by blocks that stay (sm_90): the same results as in norm_forward_rows.cuh, for
 // x of y's dtype, or for sum = residual + dropout(x + x_bias), which is returned, too.
 //
-// Moves: as there. Limit: HBM bandwidth. Threads: a cluster has a row at a time, of rows that begin as far into a vector, in all
-// tensors alike, so that no element is shifted; each warp has neighbouring columns, the same ones row after row, and a ring of its
-// own of pieces of rows, which come in bulk copies. A lane holds its vectors while the row meets. A piece's place takes another as
-// soon as it is read. Weights are in shared memory, each lane's beside each other.
+// Moves: as there. Limit: instructions, beside HBM bandwidth. Threads: a cluster has a row at a time; each warp has neighbouring
+// columns, the same ones row after row, and a ring of its own of pieces of rows, which come in bulk copies with the vectors that
+// they stand in. A lane has every kWarp-th column of its warp, so that no element is shifted: it reads elements from shared
+// memory, holds them while the row meets, and writes them as they are. A piece's place takes another as soon as it is read.
+// Weights are in shared memory, each lane's beside each other.
 #pragma once
 
 #include "kept.cuh"
@@ -19,7 +20,6 @@ constexpr int kStayingColumns = 32;  // of a thread
 
 struct StayingNorm {
   NormForward norm;
-  int classes;    // of rows, by how far into a vector they begin; the rows of one are as many apart
   int pieces;     // of a warp's ring
   int states_at;  // behind the ring, in bytes
   int weights_at[3];  // of weight, bias and x_bias
@@ -30,7 +30,7 @@ struct StayingKind {
   using Y = T;
   static constexpr bool kShifted = true;
   static constexpr int kSize = kVector<T>, kSlots = kStayingColumns / kSize, kTogether = 2;  // slots of a piece
-  static constexpr int kPiece = kTogether * kWarp * 16;                                      // bytes of a tensor
+  static constexpr int kPiece = kTogether * kWarp * 16 + 16;                                 // bytes of a tensor
 };
 
 struct StayingStatics {
@@ -51,12 +51,8 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
   const int lane = int(threadIdx.x) % kWarp, warp = of_warp(int(threadIdx.x) / kWarp), warps = int(blockDim.x) / kWarp;
   const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);
   const int block = int(blockIdx.x) / cluster, blocks = int(gridDim.x) / cluster;  // a cluster counts once
+  const int from = (rank * warps + warp) * kStep * kSlots, start = from + lane;
   const T* const normalized = static_cast<const T*>(kAdded ? a.residual : a.x);
-  // From a row to the next of this cluster's: clusters with rows of one class take turns.
-  const int stride = (blocks - block % given.classes + given.classes - 1) / given.classes * given.classes;
-  // Elements before a row in its first vector, which count as columns.
-  const int head = elements_into_vector(normalized + int64_t(block) * a.n);
-  const int from = (rank * warps + warp) * kStep * kSlots - head, start = from + lane * kSize;
   const T* const branch = kAdded ? static_cast<const T*>(a.x) : nullptr;
 
   const auto place = [&](int stage) { return (warp * pieces + stage) * (kTensors * Kind::kPiece); };
@@ -68,16 +64,16 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
   // One lane sends for piece number `piece` of `row`, or of rows after it.
   const auto fetch = [&](int row, int piece, int stage) {
     make_ready(piece);  // what follows is made anew, rather than kept for each piece
-    row += piece / kPieces * stride, piece %= kPieces;
+    row += piece / kPieces * blocks, piece %= kPieces;
     if (row >= rows) return;
-    const int column = from + piece * kColumns;
-    const int bytes = (max(0, min(kColumns, n - column)) * int(sizeof(T)) + 15) / 16 * 16;
+    const int column = from + piece * kColumns, bytes = max(0, min(kColumns, n - column)) * int(sizeof(T));
     uint64_t* const barrier = &barriers.arrived[stage][warp];
     const int64_t at = row * a.n + column;
-    barrier_expect(barrier, kTensors * bytes);
+    const Span<T, true> span(normalized, at, bytes), other(branch, at, kAdded ? bytes : 0);
+    barrier_expect(barrier, span.bytes + other.bytes);
     if (bytes == 0) return;
-    copy_in(ring + place(stage), normalized + at, bytes, barrier);
-    if (kAdded) copy_in(ring + place(stage) + Kind::kPiece, branch + at, bytes, barrier);
+    copy_in(ring + place(stage), span.first, span.bytes, barrier);
+    if (kAdded) copy_in(ring + place(stage) + Kind::kPiece, other.first, other.bytes, barrier);
   };
 
   let_next_start();
@@ -108,44 +104,75 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
       float values[kSize];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const int column = start + k * kStep + i;
-        values[i] = column >= 0 && column < n ? weight_at<T>(weights[which], a.fp32_weights, column) : 0.f;
+        const int column = start + k * kStep + i * kWarp;
+        values[i] = column < n ? weight_at<T>(weights[which], a.fp32_weights, column) : 0.f;
       }
       weights_of(which).put(k, values);
     }
   }
   cluster_wait();  // the others' barriers are there; weights are each thread's own
 
-  const int own = max(0, min(kStep * kSlots, n - from) + min(from, 0));  // columns of this warp
+  const int own = max(0, min(kStep * kSlots, n - from));  // columns of this warp
   const float inverse_n = 1.f / float(n), inverse = 1.f / float(max(own, 1));
-  const auto take = [&](const unsigned char* part, float (&values)[kSize]) {
-    take_slot<T, kSize, false>(part, lane).values(0, values);
+  const auto take = [&](const unsigned char* part, int head, float (&values)[kSize]) {
+    const T* const elements = reinterpret_cast<const T*>(part) + head + lane;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = to_float(elements[i * kWarp]);
   };
-  const auto put = [&](T* row_of, int column, const float (&values)[kSize]) {
-    store_vector<T, false>(row_of, column, n, true, values);
+  const auto put = [&](T* row_of, int column, bool whole, const float (&values)[kSize]) {
+    T* const to = row_of + column;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) to[i * kWarp] = from_float<T>(values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        if (column + i * kWarp < n) to[i * kWarp] = from_float<T>(values[i]);
+      }
+    }
   };
   int stage = 0, parity = 0, row = block;
 #pragma unroll 1
-  for (int turn = 0; row < rows; ++turn, row += stride) {
+  for (int turn = 0; row < rows; ++turn, row += blocks) {
     int64_t base = row * a.n;
     forget(base);  // kept, rather than multiplied anew for each store
+    const int head = elements_into_vector(normalized + base + from);
+    const int branch_head = kAdded ? elements_into_vector(branch + base + from) : 0;
+    // The mask is made for the fours of elements that a slot stands in, and its bits go round the warp.
+    const int64_t masks_from = (base + from) / 4 * 4;
+    const int mask_head = int((base + from) % 4);
+    const auto masks_of = [&](int k) {
+      return kept_of_slots<kSize, 1>(a.dropout, seed, masks_from + k * kStep + lane * kSize, 0);
+    };
     const bool masks = kMasked && a.dropout.seed;
+    [[maybe_unused]] uint32_t mask = masks ? masks_of(0) : 0;
     float values[kSlots][kSize], near = 0.f;  // the mean of the lanes' first elements
     float2 sums = make_float2(0.f, 0.f);      // of distances from it, and of their squares
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) {
       const unsigned char* const part = ring + place(stage) + k % kTogether * kWarp * 16;
       const int column = start + k * kStep;
+      const bool whole = from + (k + 1) * kStep <= n;
       [[maybe_unused]] uint32_t kept = ~0u;
       if constexpr (kMasked) {
-        if (masks) kept = kept_of_slots<kSize, 1>(a.dropout, seed, base + column, 0);
+        if (masks) {
+          const uint32_t next = masks_of(k + 1), beyond = __shfl_sync(kAllLanes, next, 0);
+          kept = 0;
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) {
+            const int at_bit = mask_head + i * kWarp + lane;
+            const uint32_t of_lane = __shfl_sync(kAllLanes, mask, at_bit / kSize);
+            kept |= ((at_bit < kStep ? of_lane : beyond) >> (at_bit % kSize) & 1) << i;
+          }
+          mask = next;
+        }
       }
       if (k % kTogether == 0) barrier_wait(&barriers.arrived[stage][warp], parity);
       if (from + k * kStep < n) {
-        take(part, values[k]);
+        take(part, head, values[k]);
         if constexpr (kAdded) {
           float added[kSize];
-          take(part + Kind::kPiece, added);
+          take(part + Kind::kPiece, branch_head, added);
           if constexpr (kMasked) {
             float x_bias[kSize] = {};
             if (a.x_bias) weights_of(2).take(k, x_bias);
@@ -159,17 +186,17 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
           }
 #pragma unroll
           for (int i = 0; i < kSize; ++i) values[k][i] = to_float(from_float<T>(values[k][i]));
-          put(static_cast<T*>(a.sum) + base, column, values[k]);
+          put(static_cast<T*>(a.sum) + base, column, whole, values[k]);
         }
         if (a.centred && k == 0) {
-          const bool there = column >= 0 && column < n;
+          const bool there = column < n;
           const float2 seen = sum_over_warp(there ? make_float2(values[0][0], 1.f) : make_float2(0.f, 0.f));
           near = seen.x / seen.y;
         }
-        if (column < 0 || column + kSize > n) {  // outside the row stand others, or nothing
+        if (!whole) {  // beyond the row stand others, or nothing
 #pragma unroll
           for (int i = 0; i < kSize; ++i) {
-            if (column + i < 0 || column + i >= n) values[k][i] = near;
+            if (column + i * kWarp >= n) values[k][i] = near;
           }
         }
 #pragma unroll
@@ -209,25 +236,23 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
       if (a.bias) weights_of(1).take(k, bias);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[k][i] = fmaf(standard(values[k][i]), weight[i], bias[i]);
-      put(static_cast<T*>(a.y) + base, start + k * kStep, values[k]);
+      put(static_cast<T*>(a.y) + base, start + k * kStep, from + (k + 1) * kStep <= n, values[k]);
     }
   }
 #endif
 }
 
-// The host's half. False for rows that it does not take: where tensors do not begin alike, or masks not with fours of elements.
+// The host's half. False for rows that it does not take.
 template <class T, bool kAdded, bool kMasked>
 bool run_staying(NormForward a, const Device& device, void* stream, int& error, const RowChoice* told) {
   using Kind = StayingKind<T>;
   constexpr int kTensors = kAdded ? 2 : 1;
   constexpr int64_t kColumnsOfWarp = int64_t(kWarp) * kStayingColumns;
-  const int classes = classes_of<T>(a.n, {a.x, a.residual, a.y, a.sum}, kMasked && a.dropout.seed);
-  if (classes == 0) return false;
   for (int cluster = told ? told->cluster : 2; cluster <= kMostBlocks; cluster *= 2) {  // as few blocks as hold a row
-    const int warps = int(divide_up(divide_up(a.n + kVector<T> - 1, kColumnsOfWarp), cluster));
+    const int warps = int(divide_up(divide_up(a.n, kColumnsOfWarp), cluster));
     if (warps > kStayingWarps) continue;
     StayingNorm given{a};
-    given.norm.cluster = cluster, given.classes = classes;
+    given.norm.cluster = cluster;
     const int64_t weights = warps * kColumnsOfWarp * (a.fp32_weights || sizeof(T) == 4 ? 4 : 2);
     const int64_t states = int64_t(2) * cluster * warps * int64_t(sizeof(Moments));
     const int64_t piece = int64_t(warps) * Kind::kPiece * kTensors;
@@ -251,7 +276,6 @@ bool run_staying(NormForward a, const Device& device, void* stream, int& error, 
       return cudaGetLastError(), false;  // it grants no such clusters
     }
     const int blocks = int(std::min<int64_t>({a.rows, count, divide_up(device.processors, cluster)}));
-    if (blocks < classes) return false;
     error = launch(kernel, given, int64_t(blocks) * cluster, dim3(warps * kWarp), size_t(at), cluster, stream, true);
     return true;
   }
