@@ -29,7 +29,7 @@ HOST_ONLY = (
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 # Bytes of a thread: two registers put aside cost less than a block a multiprocessor fewer.
 SPARED = 8
-# With a mask, at the registers of three blocks: what keys are copied by is put aside once a step.
+# With a mask, at the registers of three blocks: what keys are copied by is put aside.
 SPARED_BY = {"attention_backward_rows_panels": 64}
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -4,8 +4,8 @@
 //
 // `linear_cross_entropy` is what callers call. Where a gradient will be wanted it runs `linear_cross_entropy_forward`,
 // which also returns the gradients: by powers, or of one chunk, but in fp16, with a mean's divisor in them, else of the
-// sum of the rows' losses. The backward scales them, in one pass and in place where no other can follow, by the gradient of the
-// loss and what divisor is left. A loss for each row has its gradients computed in the backward
+// sum of the rows' losses. The backward scales them, in one pass and in place where no other can follow, by the gradient
+// of the loss and what divisor is left. A loss for each row has its gradients computed in the backward
 // (`linear_cross_entropy_rows_backward`), from logits computed again.
 
 #include <ATen/core/dispatch/Dispatcher.h>

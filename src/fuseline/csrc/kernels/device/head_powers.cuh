@@ -20,8 +20,8 @@ struct HeadPowers : HeadTiles {
 };
 
 // A row's shift is a power of two, so far above the largest logit of a sample. The largest of all is no less than that: of
-// it, words to e^-27 keep their powers (those beyond are less than 1e-7 of a row together). Where it is more than 126 above
-// the sample's, the sum leaves what kMostSum allows.
+// it, words to 2^-40 keep their powers, and those below are zeros. Where it is some 126 above the sample's, or more, the sum
+// leaves what kMostSum allows.
 constexpr float kHeadRoom = 86.f;
 constexpr float kLog2E = 1.4426950408889634f;
 

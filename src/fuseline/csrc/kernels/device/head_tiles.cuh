@@ -249,7 +249,8 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_kernel(const __grid_cons
 
 // The tiles of a product [m, n] over k, and the descriptors of its operands; of the right one every `every`-th line is taken.
 template <class Work>
-int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype, int64_t every) {
+int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype,
+                  int64_t every) {
   const int64_t tiles = divide_up(n, kHeadWide), row_blocks = divide_up(m, kHeadCluster * kHeadRows);
   a.tiles = int(tiles), a.row_blocks = int(row_blocks), a.items = int(tiles * row_blocks), a.steps = int(divide_up(k, kHeadStep));
   a.group = int(std::min<int64_t>(row_blocks, k < 2048 ? 8 : 16));  // the fastest of 1 to 32 at 768, 4,096 and 50,304
@@ -262,7 +263,8 @@ int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, 
   return operand(a.right, right, Work::kTurnRight, n, kHeadWide / kHeadCluster, kHeadStep / kHeadCluster, every);
 }
 
-// Launches the product [m, n] over k, of every `every`-th line of `right`, if its tiles fill at least `full` of the time of the clusters that run at once.
+// Launches the product [m, n] over k, of every `every`-th line of `right`, if its tiles fill at least `full` of the time of the
+// clusters that run at once.
 template <class T, class Work>
 int run_head(typename Work::Given& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype,
              double full, void* stream, int64_t every = 1) {
