@@ -10,8 +10,8 @@ of weight and bias are added up in float32. The loss is float32 (float64 for flo
 
 On Hopper, in bfloat16 and without bias, smoothing and cap, exp(logit) over a power of two of the row takes
 the place of the logits, and a factor a row makes the gradients of it: hidden times that factor is rounded to
-bfloat16 before it is multiplied, and probabilities under 2^-40 of the row's largest are zeros. A row whose
-largest logit is some 126 above the largest of 192 of its words is computed again by itself, which is slow.
+bfloat16 before it is multiplied. Where a row's largest logit is more than 126 above the largest of 192 of its
+words, the logits of its chunk are multiplied out twice more.
 
 With reduction "none" the gradients wait for that of each row's loss: the backward pass computes the logits
 again. Not twice differentiable. Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (chunks of rows, and

@@ -58,8 +58,9 @@ FUSELINE_API int fuseline_head_product_forward(const fuseline_head_product* call
  *   scaled   [rows, k] bf16, 16-byte aligned, hidden * factor: the gradient of weight is powers^T * scaled. Or null
  *
  * A row's shift comes from the largest of 192 of its logits; where that turns out to be too far from the largest of all (by
- * 126), or a row is not finite, the row is computed again by a block of its own, which is slow (two reads of the weight). Of ignored rows loss,
- * factor and scaled are 0, and powers are finite; where the target is no class, loss and factor are NaN. hidden, weight: bf16, 16-byte aligned; the rest as for fuseline_head_loss_forward. */
+ * 126), the logits of the chunk are multiplied out twice more, for the largest of each row. Of ignored rows loss, factor and
+ * scaled are 0, and powers are finite; where the target is no class, loss and factor are NaN. hidden, weight: bf16, 16-byte
+ * aligned; the rest as for fuseline_head_loss_forward. */
 typedef struct {
   const void *hidden, *weight, *target;
   const float *class_weight, *divisor;

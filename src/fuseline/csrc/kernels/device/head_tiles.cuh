@@ -31,6 +31,7 @@ static_assert(kHeadShared <= 227 * 1024);
 // A product [m, n] of left [m, k] and right [n, k]; an operand that is turned lies [k, m] or [k, n].
 struct HeadTiles {
   CUtensorMap left, right;
+  const int* wanted;  // 0 there: nothing is to be done. Or null
   int tiles, steps;
   int row_blocks;  // a cluster's
   int group;       // of these, that share what the L2 has of the right operand
@@ -181,6 +182,7 @@ template <class T, class Work>
 __global__ void __launch_bounds__(kHeadThreads, 1) head_kernel(const __grid_constant__ typename Work::Given a) {
 #if FUSELINE_HAS_WGMMA
   extern __shared__ char raw[];
+  if (a.wanted && *a.wanted == 0) return;
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
   uint64_t* const full = reinterpret_cast<uint64_t*>(raw + (base - shared_address(raw)) + kHeadStages * kHeadStageBytes);
   uint64_t* const empty = full + kHeadStages;
