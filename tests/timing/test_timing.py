@@ -17,6 +17,7 @@ from fuseline.timing import (
     mfu,
     paired_ratio,
     peak_flops,
+    queue_seconds,
     ran_out_of_memory,
     summarize,
     time_calls,
@@ -131,6 +132,8 @@ def test_a_slow_host_is_not_timed() -> None:
         return x + 1
 
     assert time_calls(slow, device, repeats=5, warmup=2).median < 500
+    assert queue_seconds(slow, device) > 2e-3
+    assert time_calls(slow, device, repeats=5, warmup=0, head_start=5 * 3e-3).median < 500
 
 
 def test_want_of_memory_is_seen_behind_another_error() -> None:

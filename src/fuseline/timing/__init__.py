@@ -1,6 +1,6 @@
 """How a number is taken: clocks, intervals, ceilings and FLOP conventions."""
 
-from fuseline.timing.calls import host_time_us, time_calls, time_captured
+from fuseline.timing.calls import host_time_us, queue_seconds, time_calls, time_captured
 from fuseline.timing.flops import flops_per_token, mfu, peak_flops
 from fuseline.timing.hardware import copy_bandwidth_gbs
 from fuseline.timing.memory import peak_memory_gib, ran_out_of_memory, reset_peak_memory, synchronize
@@ -18,6 +18,7 @@ __all__ = [
     "paired_ratio",
     "peak_flops",
     "peak_memory_gib",
+    "queue_seconds",
     "ran_out_of_memory",
     "reset_peak_memory",
     "summarize",

@@ -22,23 +22,27 @@ def time_calls(
     repeats: int = 50,
     warmup: int = 5,
     flush: bool = True,
+    head_start: float | None = None,
 ) -> Summary:
     """Device time of `call` in microseconds, each run after the L2 was overwritten; wall time on a CPU.
 
-    The device waits until about all runs are queued: a host that falls behind it is not timed.
+    The device waits until about all runs are queued: a host that falls behind it is not timed. `head_start`
+    are the seconds that the host takes to queue them, by default as seen in the warm-up. The wait is a rest,
+    and for some tens of milliseconds after it clocks are higher: peers that are compared rest equally long.
     """
-    queued = 0.0  # seconds of the host for one call
+    seen = 0.0
     for _ in range(warmup):
         begin = time.perf_counter()
         call()
-        queued = time.perf_counter() - begin
+        seen = time.perf_counter() - begin
     synchronize(device)
     if device.type != "cuda":
         return summarize([_wall_us(call) for _ in range(repeats)])
     scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flush else None
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-    torch.cuda._sleep(int(HEAD_START_CYCLES * min(queued * repeats, LONGEST_HEAD_START)))
+    wait = seen * repeats if head_start is None else head_start
+    torch.cuda._sleep(int(HEAD_START_CYCLES * min(wait, LONGEST_HEAD_START)))
     for start, end in zip(starts, ends, strict=True):
         if scratch is not None:
             scratch.zero_()
@@ -81,6 +85,18 @@ def time_captured(
         samples.append(1e3 * start.elapsed_time(end) / len(calls))
     del kept
     return summarize(samples)
+
+
+def queue_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """What the host takes to queue one call that has run before; nothing is queued on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
+    queued = time.perf_counter() - begin
+    synchronize(device)
+    return queued
 
 
 def host_time_us(

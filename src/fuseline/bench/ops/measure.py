@@ -15,7 +15,15 @@ from fuseline.bench.ops.bound import LOSSES, BoundCase, Computation, bind_inputs
 from fuseline.bench.ops.captured import capture_peer, rotation
 from fuseline.bench.peers import Peer, UnsupportedError
 from fuseline.ops import Case, Op
-from fuseline.timing import Ratio, Summary, paired_ratio, peak_memory_gib, summarize, time_calls
+from fuseline.timing import (
+    Ratio,
+    Summary,
+    paired_ratio,
+    peak_memory_gib,
+    queue_seconds,
+    summarize,
+    time_calls,
+)
 from fuseline.timing import reset_peak_memory as start_peak
 
 OURS = "fuseline"
@@ -28,7 +36,7 @@ FEWEST_REPEATS = 2
 # Of the median; a round that something else on the machine fell into reads 1.3 to 5 of it.
 WIDEST_INTERVAL = 0.05
 
-Clock = Callable[[], Summary]
+Clock = Callable[..., Summary]
 
 
 class BrokenDeviceError(Exception):
@@ -144,19 +152,23 @@ def _measure(
     device: torch.device,
     effort: Effort,
 ) -> None:
-    """Time one direction of all who compute what they should."""
+    """Time one direction of all who compute what they should, the device resting equally long before each."""
     clocks: dict[str, Clock] = {}
+    head_start = 0.0  # of the slowest host
     with torch.set_grad_enabled(direction != "fw"):
         for name, result in results.items():
             if result.skipped is None:
                 try:
                     call = _call(direction, result.peer, bound)
                     first = time_calls(call, device, repeats=1, warmup=2)
+                    queued = queue_seconds(call, device)
                 except Exception as error:
                     result.skipped = _describe(error, result.peer)
                     continue
                 repeats = effort.repeats_of(first.median)
+                head_start = max(head_start, queued * repeats)
                 clocks[name] = functools.partial(time_calls, call, device, repeats=repeats, warmup=1)
+        clocks = {name: functools.partial(clock, head_start=head_start) for name, clock in clocks.items()}
         _add(direction, _take_turns(clocks, effort), bound, results)
 
 
