@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,7 @@ def lines_of(name: str, size: int, records: list[dict[str, Any]]) -> list[Line]:
             times[n] = found
     every = family.every or sorted({layout for found in times.values() for layout in found})
     said = by_layout(times, every, lambda n, layout: family.taken(n, size, layout))
-    return choose(over_ranges(said, family.following))
+    return choose(over_ranges(said, family.following, family.between))
 
 
 def missing(options: Options, records: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
@@ -326,6 +327,11 @@ def shorter(name: str, lines: list[Line], shortest: int) -> list[Line]:
         return []
     kept = [line for line in lines if line[0] < shortest - 1]
     return [*kept, *((shortest - 1, layout) for _, layout in lines[len(kept) : len(kept) + 1])]
+
+
+def merged(lines: list[Line]) -> list[Line]:
+    """Of neighbours that say the same the longest."""
+    return [one for one, after in zip_longest(lines, lines[1:]) if after is None or after[1] != one[1]]
 
 
 def measured_on(text: str) -> str:
@@ -368,6 +374,7 @@ def main(options: Options) -> int:
     if options.write:
         devices = {record["device"] for record in records if "device" in record}
         device = ", ".join(sorted(devices)) or measured_on(TABLE.read_text())
+        table = {family: merged(lines) for family, lines in table.items()}
         TABLE.write_text(write(table, FAMILIES, device))
         print(f"wrote {TABLE}")
     return 0

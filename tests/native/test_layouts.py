@@ -64,11 +64,14 @@ def test_a_range_is_judged_by_both_its_ends() -> None:
         65: {high: 3.0, low: 1.0, fair: 1.1},
         90: {high: 1.0, low: 2.0, fair: 1.2},
     }
-    found = over_ranges(times, {16: 17, 64: 65, 128: 129})
+    found = over_ranges(times, {16: 17, 64: 65, 128: 129}, {90})
     assert sorted(found) == [8, 16, 63, 64, 90]
     assert [found[n] for n in (8, 16, 64)] == [times[n] for n in (8, 16, 64)]
     assert found[63] == {high: 3.0, low: 1.5}  # from behind 16 to before 64
     assert found[90] == {high: 3.0, low: 2.0, fair: 1.2}
+    found = over_ranges(times, {16: 17, 64: 65})
+    assert found[89] == {high: 3.0, low: 2.0, fair: 1.2}
+    assert found[90] == times[90]  # is asked for: it has a line of its own
     assert over_ranges({8: {high: 1.0}, 16: {high: 2.0}}, {16: 17}) == {8: {high: 1.0}, 16: {high: 2.0}}
 
 

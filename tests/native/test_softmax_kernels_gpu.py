@@ -63,9 +63,10 @@ def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.
     assert lines
     for longest, layout in lines:
         waits = layout.way == "copied"
+        unit = 1 if waits else 16 // dtype.itemsize  # others have rows that keep to 16 bytes
         for n, offset in (
-            (longest, 0),
-            (longest * 3 // 4, 0),
+            (longest // unit * unit, 0),
+            (longest * 3 // 4 // unit * unit, 0),
             *(((longest - 1, 5), (longest, 8)) if waits else ()),
         ):
             rows = 2**20 // n + 3

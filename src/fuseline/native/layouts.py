@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -145,14 +145,14 @@ def choose(times: Mapping[int, Mapping[Layout, float]]) -> list[Line]:
 
 
 def over_ranges(
-    times: Mapping[int, Mapping[Layout, float]], following: Mapping[int, int]
+    times: Mapping[int, Mapping[Layout, float]], following: Mapping[int, int], between: Collection[int] = ()
 ) -> dict[int, Mapping[Layout, float]]:
     """Times for `choose` where a line is to serve all lengths up to its own, and not that one alone.
 
     `following` has for some lengths the next one that the kernel takes, measured too (65,537 for 65,536).
     From the first of those on a length stands for all behind the one before, and its layouts are judged by
-    the worse of that range's two ends, as multiples of the fastest there. A length that something follows
-    fills its copies as none below it does: it has a line of its own, and the range ends before it.
+    the worse of that range's two ends, as multiples of the fastest there. The length itself has a line of its
+    own, before which the range ends, unless it is one of those `between` the lengths that people ask for.
     """
     following = {n: after for n, after in following.items() if n in times and after in times}
     lengths = sorted(times.keys() - following.values())
@@ -164,10 +164,10 @@ def over_ranges(
             continue
         low, high = (_multiples(times[following.get(end, end)]) for end in (before, n))
         worse = {layout: max(low[layout], high[layout]) for layout in low.keys() & high.keys()}
-        if n in following:
-            found[n - 1], found[n] = worse, times[n]
-        else:
+        if n in between:
             found[n] = worse
+        else:
+            found[n - 1], found[n] = worse, times[n]
     return found
 
 
