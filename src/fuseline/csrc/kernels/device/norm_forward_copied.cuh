@@ -1,5 +1,6 @@
-// The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd addresses
-// (norm_forward_tiled.cuh; few of them by elements, norm_forward_elements.cuh), and long ones (norm_forward_fetched.cuh).
+// The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd
+// addresses (norm_forward_tiled.cuh; few of them by elements, norm_forward_elements.cuh), and long ones
+// (norm_forward_fetched.cuh).
 #pragma once
 
 #include "choice.h"

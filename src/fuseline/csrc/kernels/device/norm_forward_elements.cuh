@@ -1,8 +1,8 @@
-// The norms' forward for few short rows that do not keep to 16-byte steps: the same results as in norm_forward_rows.cuh, for x of
-// y's dtype, or for sum = residual + x, which is returned, too.
+// The norms' forward for few short rows that do not keep to 16-byte steps: the same results as in norm_forward_rows.cuh,
+// for x of y's dtype, or for sum = residual + x, which is returned, too.
 //
-// Moves: as there. Limit: what a row waits for, one after the other: its elements, the sums of a warp; two bulk copies, as of many
-// such rows (norm_forward_tiled.cuh), are most of 2 us. Threads: a warp a row, kHeld single elements a lane.
+// Moves: as there. Limit: what a row waits for, one after the other: its elements, the sums of a warp; two bulk copies, as
+// of many such rows (norm_forward_tiled.cuh), are most of 2 us. Threads: a warp a row, kHeld single elements a lane.
 #pragma once
 
 #include "norm_row.cuh"
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kElementWarps * kWarp) norm_forward_elements(c
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     if (has(k)) {
-      static_cast<T*>(a.y)[base + lane + k * kWarp] = from_float<T>(fmaf((values[k][0] - whole.mean) * rstd, weight[k], bias[k]));
+      const float value = fmaf((values[k][0] - whole.mean) * rstd, weight[k], bias[k]);
+      static_cast<T*>(a.y)[base + lane + k * kWarp] = from_float<T>(value);
     }
   }
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   const Tile<T> tile(ring, rows, n);
   const int vectors = (given.rows * n + kVector<T> - 1) / kVector<T>;
   const Tile<T> branch(ring + (kAdded ? vectors : 0), rows, n);
-  // What a dropout keeps of each eight elements, as many as words of 16 bits come at once: blocks begin with a multiple of these.
+  // What a dropout keeps of each eight elements, as many as words of 16 bits come at once: blocks begin at such eights.
   [[maybe_unused]] uint8_t* const kept = reinterpret_cast<uint8_t*>(ring + 2 * vectors);
   let_next_start();
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, kAdded ? 2 : 1), publish_barriers();
