@@ -1,6 +1,5 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
-#include "device/norm_odd.h"
 #include "device/norm_teams.h"
 #include "fuseline_long_norms.h"
 
@@ -47,20 +46,6 @@ bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype
   }
 }
 
-NormForward arguments_of(const fuseline_norm& norm) {
-  NormForward a{};
-  a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
-  a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
-  a.rows = norm.rows, a.n = norm.n, a.eps = float(norm.eps);
-  a.dropout = dropout_of(norm.seed, norm.dropout);
-  a.centred = norm.kind == FUSELINE_LAYER_NORM;
-  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
-  return a;
-}
-
-// What a forward adds, as above.
-int added_by(const NormForward& a) { return !a.residual ? 0 : a.x_bias || a.dropout.seed ? 2 : 1; }
-
 int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
@@ -69,13 +54,18 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  const NormForward a = arguments_of(norm);
+  NormForward a{};
+  a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
+  a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
+  a.rows = norm.rows, a.n = norm.n, a.eps = float(norm.eps);
+  a.dropout = dropout_of(norm.seed, norm.dropout);
+  a.centred = norm.kind == FUSELINE_LAYER_NORM;
+  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
-  const int adds = added_by(a);
+  const int adds = !norm.residual ? 0 : norm.x_bias || a.dropout.seed ? 2 : 1;
   const RowChoice* const choice = choice_for_many(norm, adds, false, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
-  if (!measured && norm_forward_odd(a, choice, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (!measured && norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice) {
     if (forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
@@ -87,11 +77,8 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
 
 size_t forward_workspace_bytes(const fuseline_norm& norm) {
   Device device;
-  if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const size_t teams = norm.residual ? norm_forward_teams_bytes(norm.rows, norm.n, device) : 0;
-  const NormForward a = arguments_of(norm);
-  const bool many = choice_for_many(norm, added_by(a), false, device);
-  return std::max(teams, many ? norm_forward_odd_bytes(a, norm.dtype) : 0);
+  if (!norm.residual || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  return norm_forward_teams_bytes(norm.rows, norm.n, device);
 }
 
 // Whether the backward has more to do than that of a norm alone.
