@@ -1,8 +1,9 @@
-"""What the tests here share: all formats, and inputs as layers meet them."""
+"""What the tests here share: all formats, a model, and inputs as layers meet them."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from fuseline.quant import Format
 
@@ -14,6 +15,23 @@ ALL = (
     Format("fp8"),
     Format("plain"),
 )
+
+
+class Small(nn.Module):
+    """An embedding, two layers and a head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 96)
+        self.up = nn.Linear(96, 200)
+        self.down = nn.Linear(200, 96, bias=False)
+        self.norm = nn.LayerNorm(96)
+        self.head = nn.Linear(96, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.down(self.up(x).relu())))
 
 
 def skewed(rows: int, k: int, seed: int = 2) -> torch.Tensor:

@@ -1,17 +1,14 @@
-"""The walk over a model and back, what is left and why, autocast, and files."""
+"""The walk over a model and back, what is left and why, and autocast."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import fuseline
@@ -23,44 +20,13 @@ from fuseline.nn import QuantLinear
 from fuseline.quant import (
     Format,
     hqq,
-    load_quantized,
     quantize_linear,
     round_to_fitted,
     round_to_nearest,
-    save_quantized,
-    saved_about,
 )
 from fuseline.quant.speed import can_time, layer_time_us
 
-from .drawn import ALL, skewed
-
-
-class Small(nn.Module):
-    """An embedding, two layers and a head that shares its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 96)
-        self.up = nn.Linear(96, 200)
-        self.down = nn.Linear(200, 96, bias=False)
-        self.norm = nn.LayerNorm(96)
-        self.head = nn.Linear(96, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        return self.head(self.norm(x + self.down(self.up(x).relu())))
-
-
-@pytest.fixture
-def model() -> Small:
-    torch.manual_seed(0)
-    return Small().eval()
-
-
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(1))
+from .drawn import ALL, Small, skewed
 
 
 def test_walks_a_model_and_back(model: Small, tokens: torch.Tensor) -> None:
@@ -282,67 +248,6 @@ def test_compiles_without_a_break(model: Small, tokens: torch.Tensor) -> None:
     fuseline.quantize(model, "int4", group_size=32)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(tokens), model(tokens))
-
-
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "plain"])
-def test_files_give_back_the_same_bits(
-    model: Small, tokens: torch.Tensor, format: str, tmp_path: Path
-) -> None:
-    fuseline.quantize(model, format, group_size=32, zero_points=format == "int4")
-    path = tmp_path / "model.safetensors"
-    save_quantized(model, path)
-    torch.manual_seed(7)
-    fresh = load_quantized(Small().eval(), path)
-    assert torch.equal(fresh(tokens), model(tokens))
-    assert fresh.head.weight is fresh.embedding.weight
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor)
-    assert not list(tmp_path.glob(".*"))
-    load_quantized(fresh, path)  # also over a model that is quantized already
-    with torch.device("meta"):
-        empty = Small().eval()
-    filled = load_quantized(empty, path)  # nothing but what the file holds is ever there
-    assert torch.equal(filled(tokens), model(tokens))
-    assert filled.head.weight is filled.embedding.weight
-    assert saved_about(path) == {"layers": saved_about(path)["layers"]}
-
-
-def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    with pytest.raises(InputError, match="No layer of this model is quantized"):
-        save_quantized(model, path)
-    with pytest.raises(InputError, match="There is no file"):
-        load_quantized(model, path)
-    fuseline.quantize(model, "int8")
-    save_quantized(model, path)
-    whole = path.read_bytes()
-    other = Small()
-    other.up = nn.Linear(96, 201)
-    kept = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(InputError, match=r"another model: up has inputs, outputs and bias \(96, 200, True\)"):
-        load_quantized(other, path)
-    other.up = nn.Identity()
-    with pytest.raises(InputError, match="it has a linear layer up, and this one has not"):
-        load_quantized(other, path)
-    for length in (0, 7, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(InputError, match="not a whole safetensors file"):
-            load_quantized(Small(), path)
-    save_file({"up.weight": torch.ones(3)}, path)
-    with pytest.raises(InputError, match="not written by fuseline"):
-        load_quantized(Small(), path)
-    kind = "fuseline quantized model"
-    for said, message in (
-        ({"kind": kind, "version": 2}, "version 2"),
-        ({"kind": kind, "version": 1, "layers": {"up": {}}, "shared": {}}, "description of the layers"),
-        ({"kind": kind, "version": 1, "layers": {}, "shared": {}}, "it has no embedding.weight"),
-    ):
-        save_file({"up.weight": torch.ones(3)}, path, {"fuseline": json.dumps(said)})
-        fresh = Small()
-        with pytest.raises(InputError, match=message):
-            load_quantized(fresh, path)
-        assert isinstance(fresh.up, nn.Linear)
-    assert kept.keys() == Small().state_dict().keys()
 
 
 def stopwatch(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int]:
