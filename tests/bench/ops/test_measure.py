@@ -62,6 +62,28 @@ def test_every_peer_is_timed_both_ways_and_paired_with_ours() -> None:
     assert forward.paired.value <= forward.time_us.high / ours.time_us.low
 
 
+@pytest.mark.parametrize(("us", "rests"), [(2000.0, {0.02}), (200.0, {None})], ids=["long", "short"])
+def test_the_device_rests_equally_long_before_long_calls(
+    monkeypatch: pytest.MonkeyPatch, us: float, rests: set[float | None]
+) -> None:
+    given: set[float | None] = set()
+
+    def time(
+        call: object, device: object, *, repeats: int, warmup: int, head_start: float | None = None
+    ) -> Summary:
+        if warmup == 1:  # a round, not the first look
+            given.add(head_start)
+        return summarize([us])
+
+    queued = iter([0.004, 0.020, 0.004, 0.020])  # by ours and the other, forward and backward
+    monkeypatch.setattr(measure_module, "time_calls", time)
+    monkeypatch.setattr(measure_module, "queue_seconds", lambda call, device: next(queued))
+    effort = Effort(rounds=3, repeats=1)
+    peers = PEERS["fuseline"], PEERS["eager"]
+    measure_case(get("softmax"), Case("16x32", (16, 32)), torch.float32, peers, CPU, 0, effort)
+    assert given == rests
+
+
 def test_a_peer_that_computes_something_else_is_not_timed() -> None:
     result = measure(Other(lambda y: 1.5 * y))["other"]
     assert result.skipped == "computes something else: error 0.5 against float64"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ OURS = "fuseline"
 # processor, which sums bf16 gradients in bf16, is 0.08 away.
 LARGEST_ERROR = 0.3
 SHORT_US = 20.0  # below this the launch is a good part of the time: measured in a CUDA graph too
-LONG_US = 1e3  # fewer repeats of what takes longer: its noise is small beside it
+LONG_US = 1e3  # fewer repeats of what takes longer, for its noise is small beside it; equal rests before
 FEWEST_REPEATS = 2
 # Of the median; a round that something else on the machine fell into reads 1.3 to 5 of it.
 WIDEST_INTERVAL = 0.05
@@ -152,9 +153,10 @@ def _measure(
     device: torch.device,
     effort: Effort,
 ) -> None:
-    """Time one direction of all who compute what they should, the device resting equally long before each."""
+    """Time one direction of all who compute what they should, the device resting equally long before each
+    where the fastest is long enough to run into the power limit."""
     clocks: dict[str, Clock] = {}
-    head_start = 0.0  # of the slowest host
+    head_start, fastest = 0.0, math.inf  # of the slowest host; us
     with torch.set_grad_enabled(direction != "fw"):
         for name, result in results.items():
             if result.skipped is None:
@@ -166,9 +168,10 @@ def _measure(
                     result.skipped = _describe(error, result.peer)
                     continue
                 repeats = effort.repeats_of(first.median)
-                head_start = max(head_start, queued * repeats)
+                head_start, fastest = max(head_start, queued * repeats), min(fastest, first.median)
                 clocks[name] = functools.partial(time_calls, call, device, repeats=repeats, warmup=1)
-        clocks = {name: functools.partial(clock, head_start=head_start) for name, clock in clocks.items()}
+        if fastest >= LONG_US:
+            clocks = {name: functools.partial(clock, head_start=head_start) for name, clock in clocks.items()}
         _add(direction, _take_turns(clocks, effort), bound, results)
 
 
