@@ -37,7 +37,6 @@ int teams_of(int64_t n, const Device& device) {
 
 template <class T, bool kCentred, bool kDrops>
 bool run(const NormBackward& a, void* workspace, const Device& device, void* stream, int& error) {
-  constexpr int kEach = sizeof(T) == 2 ? 2 : 1;
   TeamsBackward given{a};
   Team& team = given.team;
   given.tensors = a.grad_sum ? 3 : 2;
@@ -45,7 +44,7 @@ bool run(const NormBackward& a, void* workspace, const Device& device, void* str
   size_t bytes = 0;
   if (!is_long(a, kDrops, sizeof(T) == 4) ||
       !stand_alike<T>({a.x, a.grad_y, a.grad_sum, a.grad_x, a.grad_dropped}, a.dropout.seed) ||
-      !plan_teams<T>(team, teams_of<T>(a.n, device), a.n, given.tensors, device, threads, bytes, kEach)) {
+      !plan_teams<T>(team, teams_of<T>(a.n, device), a.n, given.tensors, device, threads, bytes)) {
     return false;
   }
   const int sums = !a.partials || team.teams == 1 ? 0
@@ -53,7 +52,7 @@ bool run(const NormBackward& a, void* workspace, const Device& device, void* str
                    : a.mean                       ? kSumsOfLayerNorm
                                                   : kSumsOfRmsNorm;
   team.mail = reinterpret_cast<unsigned long long*>(static_cast<float*>(workspace) + sums * team.teams * a.columns);
-  if (!launch_team(norm_backward_teams<T, kCentred, kDrops, kEach>, given, team, a.rows, threads, bytes, device, stream, error)) {
+  if (!launch_team(norm_backward_teams<T, kCentred, kDrops>, given, team, a.rows, threads, bytes, device, stream, error)) {
     return false;
   }
   if (!error && sums > 0) error = add_partials<T>(a, sums, team.teams, false, stream);

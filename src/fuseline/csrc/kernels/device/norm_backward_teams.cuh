@@ -13,11 +13,9 @@ struct TeamsBackward {
   int tensors;  // x, grad_y, and grad_sum if there is one
 };
 
-// kDrops: there may be grad_dropped, and a sum of it over rows. kEach: vectors of a row that a thread has, as many threads apart:
-// of 16 bits a row costs a thread more than its vector does.
-template <class T, bool kCentred, bool kDrops, int kEach>
-__global__ void __launch_bounds__(kTeamVectors / kEach + kTeamThreads - kTeamVectors, 1)
-    norm_backward_teams(const TeamsBackward given) {
+// kDrops: there may be grad_dropped, and a sum of it over rows.
+template <class T, bool kCentred, bool kDrops>
+__global__ void __launch_bounds__(kTeamThreads, 1) norm_backward_teams(const TeamsBackward given) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSize = kVector<T>, kSums = kCentred ? 2 : 1;
   extern __shared__ __align__(128) unsigned char ring[];
@@ -93,31 +91,23 @@ __global__ void __launch_bounds__(kTeamVectors / kEach + kTeamThreads - kTeamVec
     return;
   }
 
-  const auto vector = [&](int e) { return int(threadIdx.x) + e * warps * kWarp; };
-  const auto columns_of = [&](int e) { return TeamVector<T>(seat.part, vector(e), seat.head, int(a.n)); };
-  float weight[kEach][kSize], x_bias[kEach][kDrops ? kSize : 1] = {};
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    const TeamVector<T> columns = columns_of(e);
-    weights_of_columns<T, true>(a, columns.inside ? columns.first : int(a.n), weight[e]);
-  }
-  ColumnSums<kSize, kSums> column_sums[kEach] = {};
+  const int vector = int(threadIdx.x);
+  const TeamVector<T> columns(seat.part, vector, seat.head, int(a.n));
+  float weight[kSize], x_bias[kDrops ? kSize : 1] = {};
+  weights_of_columns<T, true>(a, columns.inside ? columns.first : int(a.n), weight);
+  ColumnSums<kSize, kSums> column_sums = {};
   const uint64_t seed = kDrops && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   RingPlace first_stage, first_meeting, stage, meeting;
   const auto first = [&] {
     barrier_wait(&statics.arrived[first_stage.at], first_stage.parity);
     const float2 statistics = statics.statistics[first_stage.at];
     float2 sums = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const TeamVector<T> columns = columns_of(e);
-      if (!columns.inside) continue;
-      const unsigned char* const here = ring + first_stage.at * stage_bytes + vector(e) * 16;
+    if (columns.inside) {
+      const unsigned char* const here = ring + first_stage.at * stage_bytes + vector * 16;
       float values[kSize], grad[kSize];
       columns.take(here, values);
       columns.take(here + t.part, grad);
-      first_pass<kSize, kSums, kCentred>(values, grad, weight[e], statistics.x, statistics.y, column_sums[e], sums.x,
-                                         sums.y);
+      first_pass<kSize, kSums, kCentred>(values, grad, weight, statistics.x, statistics.y, column_sums, sums.x, sums.y);
     }
     if (wants_rows) {
       sums = sum_over_warp(sums);
@@ -132,46 +122,39 @@ __global__ void __launch_bounds__(kTeamVectors / kEach + kTeamThreads - kTeamVec
   const int ahead = min(t.ahead, count);
 #pragma unroll 1
   for (int k = 0; k < ahead; ++k) first();
-  int64_t at = seat.first_at + int64_t(threadIdx.x) * kSize;
+  int64_t at = seat.first_at + int64_t(vector) * kSize;
 #pragma unroll 1
   for (int k = 0; k < count; ++k, at += seat.step) {
     if (k + ahead < count) first();
     if (wants_rows) {
-      [[maybe_unused]] uint32_t kept[kEach] = {};
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        if (kDrops && columns_of(e).inside && a.dropout.seed) {  // while the row meets
-          kept[e] = kept_of_slots<kSize, 1>(a.dropout, seed, at + int64_t(e) * warps * (kWarp * kSize), 0);
-        }
+      [[maybe_unused]] uint32_t kept = 0;
+      if (kDrops && columns.inside && a.dropout.seed) {  // while the row meets
+        kept = kept_of_slots<kSize, 1>(a.dropout, seed, at, 0);
       }
       barrier_wait(&statics.ready[meeting.at], meeting.parity);
-      const float4 of_row = statics.terms[meeting.at];
-      RowTerms terms;
-      terms.scale = of_row.x, terms.offset = of_row.y, terms.slope = of_row.z, terms.mean = of_row.w;
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        const TeamVector<T> columns = columns_of(e);
-        if (!columns.inside) continue;
-        const unsigned char* const here = ring + stage.at * stage_bytes + vector(e) * 16;
-        const int64_t to = at + int64_t(e) * warps * (kWarp * kSize);
+      if (columns.inside) {
+        const unsigned char* const here = ring + stage.at * stage_bytes + vector * 16;
+        const float4 of_row = statics.terms[meeting.at];
+        RowTerms terms;
+        terms.scale = of_row.x, terms.offset = of_row.y, terms.slope = of_row.z, terms.mean = of_row.w;
         float values[kSize], grad[kSize];
         columns.take(here, values);
         columns.take(here + t.part, grad);
-        second_pass<kSize, kCentred>(values, weight[e], terms, grad);
+        second_pass<kSize, kCentred>(values, weight, terms, grad);
         if (given.tensors > 2) {
           columns.take(here + 2 * t.part, values);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[i] += values[i];
         }
-        if (a.grad_x) columns.put(static_cast<T*>(a.grad_x) + to, pack<T>(grad));
+        if (a.grad_x) columns.put(static_cast<T*>(a.grad_x) + at, pack<T>(grad));
         if constexpr (kDrops) {
           if (a.dropout.seed) {
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) grad[i] *= kept[e] >> i & 1 ? a.dropout.scale : 0.f;
+            for (int i = 0; i < kSize; ++i) grad[i] *= kept >> i & 1 ? a.dropout.scale : 0.f;
           }
-          if (a.grad_dropped) columns.put(static_cast<T*>(a.grad_dropped) + to, pack<T>(grad));
+          if (a.grad_dropped) columns.put(static_cast<T*>(a.grad_dropped) + at, pack<T>(grad));
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) x_bias[e][i] += grad[i];
+          for (int i = 0; i < kSize; ++i) x_bias[i] += grad[i];
         }
       }
     }
@@ -181,31 +164,26 @@ __global__ void __launch_bounds__(kTeamVectors / kEach + kTeamThreads - kTeamVec
     meeting.next(meetings);
   }
 
-  if (!a.partials) return;
+  if (!a.partials || !columns.inside) return;
+  const auto write = [&](int kind, void* result, const auto& sums) {
+    if (!result) return;
+    float* const partials = a.partials + (int64_t(kind) * t.teams + seat.team) * a.columns;
 #pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    const TeamVector<T> columns = columns_of(e);
-    if (!columns.inside) continue;
-    const auto write = [&](int kind, void* result, const auto& sums) {
-      if (!result) return;
-      float* const partials = a.partials + (int64_t(kind) * t.teams + seat.team) * a.columns;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const int c = columns.first + i;
-        if (!columns.has(i)) continue;
-        if (t.teams > 1) {
-          partials[c] = sums[i];
-        } else if (a.fp32_weights) {
-          static_cast<float*>(result)[c] = sums[i];
-        } else {
-          static_cast<T*>(result)[c] = from_float<T>(sums[i]);
-        }
+    for (int i = 0; i < kSize; ++i) {
+      const int c = columns.first + i;
+      if (!columns.has(i)) continue;
+      if (t.teams > 1) {
+        partials[c] = sums[i];
+      } else if (a.fp32_weights) {
+        static_cast<float*>(result)[c] = sums[i];
+      } else {
+        static_cast<T*>(result)[c] = from_float<T>(sums[i]);
       }
-    };
-    write(0, a.grad_weight, column_sums[e].weight);
-    if constexpr (kSums > 1) write(1, a.grad_bias, column_sums[e].bias);
-    if constexpr (kDrops) write(2, a.grad_x_bias, x_bias[e]);
-  }
+    }
+  };
+  write(0, a.grad_weight, column_sums.weight);
+  if constexpr (kSums > 1) write(1, a.grad_bias, column_sums.bias);
+  if constexpr (kDrops) write(2, a.grad_x_bias, x_bias);
 #endif
 }
 

@@ -26,10 +26,9 @@ inline int teams_for(int64_t n, int size, int64_t vectors, const Device& device)
   return 0;
 }
 
-// False where rows are not alike, or too long for all blocks together. each: vectors of a thread.
+// False where rows are not alike, or too long for all blocks together.
 template <class T>
-bool plan_teams(Team& team, int teams, int64_t n, int tensors, const Device& device, int& threads, size_t& bytes,
-                int each = 1) {
+bool plan_teams(Team& team, int teams, int64_t n, int tensors, const Device& device, int& threads, size_t& bytes) {
   if (teams == 0) return false;
   team.teams = teams, team.blocks = device.processors / teams;
   const int64_t vectors = most_vectors_of_part(n, kVector<T>, team.blocks);
@@ -39,7 +38,7 @@ bool plan_teams(Team& team, int teams, int64_t n, int tensors, const Device& dev
   const int64_t room = device.shared_a_block - int64_t(sizeof(TeamStatics)) - 1024;
   team.stages = int(std::min<int64_t>(kMostTeamStages, room / stage));
   team.ahead = std::min(kMostTeamAhead, team.stages * kWaitOfThree / 3);
-  threads = int(divide_up(vectors, each * kWarp) + 2 + kCollectors) * kWarp;
+  threads = int(divide_up(vectors, kWarp) + 2 + kCollectors) * kWarp;
   bytes = size_t(team.stages * stage);
   return team.ahead > 0;
 }
