@@ -163,7 +163,7 @@ def _measure(
                 try:
                     call = _call(direction, result.peer, bound)
                     first = time_calls(call, device, repeats=1, warmup=2)
-                    queued = queue_seconds(call, device)
+                    queued = queue_seconds(call, device) if first.median >= LONG_US else 0.0
                 except Exception as error:
                     result.skipped = _describe(error, result.peer)
                     continue
