@@ -173,8 +173,8 @@ def _fused_weights(scores: Tensor, scale: float, causal: bool, keep: Tensor | No
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor | None, p: float) -> Tensor:
-    # Two products with the fused softmax between them, as `naive_fused`, which the picker never offers: in fp32
-    # a step of the seed's model takes 4.83 ms so and 5.09 by what was picked (H100, one graph).
+    # Two products with the fused softmax between them, as `naive_fused`, which the picker never offers: in
+    # fp32 a step of the seed's model takes 4.83 ms so and 5.09 by what was picked (H100, one graph).
     if q.is_cuda and q.dtype == torch.float32 and torch.is_grad_enabled():
         return _attention_by_weights(q, k, v, causal, keep, p)
     return ops.attention(q, k, v, causal=causal, mask=keep, dropout_p=p)
