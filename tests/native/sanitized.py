@@ -46,7 +46,9 @@ def long_rows(**options: Any) -> tuple[Case, ...]:
 BEYOND: dict[str, tuple[Case, ...]] = {
     "layer_norm": (
         *long_rows(),
-        Case("tiles of rows of 31", (300, 31)),
+        Case("tiles of rows of 31", (600, 31)),
+        Case("few rows of 31 by elements", (300, 31)),
+        Case("many long rows at odd addresses", (1061, 8193)),
         Case("rows of a block", (9, 4096)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in clusters", (2, 70000)),
@@ -56,13 +58,15 @@ BEYOND: dict[str, tuple[Case, ...]] = {
         *long_rows(**MASKED),
         Case("many rows in pieces of two blocks", (264, 16384), MASKED),
         Case("more rows than all blocks share", (65, 131080), MASKED),
+        Case("many long rows at odd addresses", (1061, 8193), MASKED),
     ),
     "dropout_add_rms_norm": long_rows(**MASKED),
     "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (264, 16384))),
     "add_layer_norm": (
         *long_rows(),
         Case("many rows in pieces of two blocks", (264, 16384)),
-        Case("tiles of rows of 31", (300, 31)),
+        Case("tiles of rows of 31", (600, 31)),
+        Case("few rows of 31 by elements", (300, 31)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 20001)),
     ),

@@ -1,4 +1,4 @@
-"""The norms' forward against float64 where few rows, or the longest, have their own kernels."""
+"""The norms against float64 where few rows, or forward the longest, have their own kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 from fuseline import native
 
-from .guarded import randn
+from .guarded import place, randn
+from .norm_checks import KINDS, TYPES, check_forward, check_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +22,17 @@ def seed() -> None:
 
 
 def check_norm(
-    rows: int, n: int, dtype: torch.dtype, *, centred: bool, added: bool, weights: str = "same"
+    rows: int,
+    n: int,
+    dtype: torch.dtype,
+    *,
+    centred: bool,
+    added: bool,
+    weights: str = "same",
+    offset: int = 0,
 ) -> None:
-    x, residual = 3 * randn(rows, n, dtype) + 1, randn(rows, n, dtype) if added else None
+    x = place(rows, n, dtype, offset=offset, fill=3 * randn(rows, n, dtype) + 1)
+    residual = randn(rows, n, dtype) if added else None
     x[:, 0] = 100
     weight = bias = None
     if weights != "none":
@@ -76,3 +85,56 @@ def test_sums_of_the_longest_rows(dtype: torch.dtype, centred: bool) -> None:
     """More of them than multiprocessors have blocks of their own."""
     for rows, n in ((140, 262144), (140, 140000), (3, 262144)):
         check_norm(rows, n, dtype, centred=centred, added=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_few_short_rows_anywhere(dtype: torch.dtype, centred: bool, added: bool) -> None:
+    """Rows of single elements, of a warp or a block each."""
+    for rows in (1, 4, 33, 128, 512):
+        for n in (7, 31, 33, 63, 65, 255, 511, 1001, 4097, 8191):
+            for weights, offset in (("same", 0), ("fp32", 1), ("none", 3)):
+                check_norm(rows, n, dtype, centred=centred, added=added, weights=weights, offset=offset)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "dropout" in kind])
+def test_few_masked_rows_anywhere(kind: str, dtype: torch.dtype) -> None:
+    for rows, n in ((4, 31), (33, 63), (512, 65), (128, 511), (33, 1001), (4, 4097), (512, 8191)):
+        for offset in (0, 1):
+            check_forward(kind, rows, n, dtype, offset)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_few_rows(kind: str, dtype: torch.dtype) -> None:
+    """By blocks of rows and of columns: of single elements, and of vectors to 8,192 columns."""
+    for rows, n in (
+        (1, 31),
+        (4, 31),
+        (128, 31),
+        (512, 31),
+        (300, 7),
+        (4, 255),
+        (33, 257),
+        (129, 1001),
+        (4, 2047),
+    ):
+        check_gradients(kind, rows, n, dtype)
+        check_gradients(kind, rows, n, dtype, offset=1)
+    for rows, n in ((4, 5120), (128, 8192), (512, 6144), (31, 4104)):
+        check_gradients(kind, rows, n, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_few_rows_by_all_options(kind: str) -> None:
+    for rows, n in ((4, 31), (130, 33), (16, 5120)):
+        check_gradients(kind, rows, n, torch.bfloat16, affine=torch.float32)
+        check_gradients(kind, rows, n, torch.bfloat16, sums=False)
+        check_gradients(kind, rows, n, torch.bfloat16, each=False)
+        check_gradients(kind, rows, n, torch.bfloat16, weighted=False)
+        if "dropout" in kind:
+            check_gradients(kind, rows, n, torch.bfloat16, p=0.0)
+        if "add" in kind:
+            check_gradients(kind, rows, n, torch.bfloat16, wide=torch.float32)

@@ -35,6 +35,7 @@ FAMILIES = (
     "layer_norm_forward",
     "layer_norm_backward",
     *(f"many_{norm}_{direction}" for norm in NORMS for direction in ("forward", "backward")),
+    *(f"many_odd_{norm}_forward" for norm in NORMS),
 )
 """Kernels with a table of layouts (csrc/kernels/device/tuning.h), in the order of the header's numbers."""
 MASK_NONE, MASK_BOOL, MASK_ADD, MASK_ADD_FP32 = range(4)

@@ -38,7 +38,7 @@ WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
 """What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
 
-WAYS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces")
+WAYS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces", "elements")
 """The kernels that take a row, by number; RowWay in csrc/kernels/device/choice.h says what each is."""
 
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)

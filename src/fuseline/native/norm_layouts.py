@@ -7,9 +7,10 @@ far too much.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 from fuseline.native.layouts import (
+    LINE_BYTES,
     PART_VECTORS,
     RULES,
     VECTOR_BYTES,
@@ -27,6 +28,11 @@ PIECE_VECTORS = 128
 PIECE_COLUMNS = 1024
 """Of a warp, where rows come in pieces."""
 SHORTEST_PIECES = 4096
+SHORTEST_ODD = 512
+"""Of rows at odd addresses in bulk copies."""
+MOST_ELEMENT_THREADS = 1024
+MOST_IDLE = 1 / 16
+"""Of their lanes, by warps that are no power of two."""
 
 Taken = tuple[int | str, ...]
 
@@ -123,19 +129,52 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
     return (way, held, 1, stages, beside) if beside in (1, 2, 4) else None
 
 
+def odd_layouts(norm: str, n: int, element_size: int) -> Iterator[Layout]:
+    """Those worth trying forward for rows at odd addresses."""
+    return (layout for layout in every_odd_layout() if taken_odd(norm, n, element_size, layout))
+
+
+def every_odd_layout() -> Iterator[Layout]:
+    """Of any norm, dtype and length."""
+    copied = (one for one in every_layout("forward") if one.way in ("copied", "light") and not one.held)
+    single = (Layout(held, MOST_ELEMENT_THREADS, way="elements") for held in (1, 2, 4, 8))
+    return chain((RULES,), single, copied)
+
+
+def taken_odd(norm: str, n: int, element_size: int, layout: Layout) -> Layout | None:
+    """As `taken`: the layout itself. A row has the lines of memory that it stands in."""
+    if layout == RULES:
+        return layout
+    if layout.way == "elements":
+        return layout if 2 * WARP <= n // layout.held < layout.block else None
+    vectors = -(-(n * element_size + LINE_BYTES - element_size) // VECTOR_BYTES)
+    warps, adds = layout.block // WARP, "add" in norm
+    each = -(-vectors // (layout.cluster * warps))
+    idle = 1 - vectors / (layout.cluster * warps * WARP * -(-each // WARP))
+    if n < SHORTEST_ODD or (warps & (warps - 1) and idle > MOST_IDLE):
+        return None
+    fits = _fits(vectors, adds, "dropout" in norm, element_size, layout)
+    return layout if fits else None
+
+
 def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
+    warps, cluster = layout.block // WARP, layout.cluster
+    if not shares_evenly(vectors, warps, cluster) or not _fits(vectors, adds, masked, element_size, layout):
+        return None
+    return layout.way, layout.held, warps, cluster, layout.stages
+
+
+def _fits(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> bool:
+    """Whether blocks that end with their row have it in bulk copies."""
     pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
     part = -(-vectors // (cluster * warps * 8)) * 8
-    if not shares_evenly(vectors, warps, cluster):
-        return None
     if (
         not PART_VECTORS[0] <= part <= PART_VECTORS[1]
         or (masked and warps > 8)
         or (adds and layout.stages == 2)
     ):
-        return None
+        return False
     if pieces and (not adds or element_size == 2 or part <= PIECE_VECTORS * pieces):
-        return None
-    if layout.way == "light" and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP):
-        return None
-    return layout.way, pieces, warps, cluster, layout.stages
+        return False
+    light = layout.way == "light"
+    return not (light and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP))

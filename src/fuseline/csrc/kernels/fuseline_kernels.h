@@ -52,7 +52,8 @@ typedef enum {
   FUSELINE_LAYER_NORM_BACKWARD = 4,
   FUSELINE_MANY_NORMS = 5, /* rows that fill the chip: a forward and a backward of a layer norm and of an RMS norm, of x, then
                             * of residual + x, then of residual + dropout(x + x_bias) */
-  FUSELINE_FAMILIES = 17
+  FUSELINE_MANY_ODD_NORMS = 17, /* the forward of such rows that do not keep to 16-byte steps, in the same order */
+  FUSELINE_FAMILIES = 23
 } fuseline_family;
 
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.

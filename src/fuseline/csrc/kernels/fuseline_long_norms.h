@@ -11,7 +11,7 @@ extern "C" {
 /* Bytes of scratch with which fuseline_norm_forward is faster on the current device for the same struct; 0: it takes none. */
 FUSELINE_API size_t fuseline_norm_forward_workspace(const fuseline_norm* norm);
 
-/* fuseline_norm_forward. workspace: 8-byte aligned, uninitialized; null for none. */
+/* fuseline_norm_forward. workspace: 16-byte aligned, uninitialized; null for none. */
 FUSELINE_API int fuseline_norm_forward_with(const fuseline_norm* norm, void* workspace, void* stream);
 
 #ifdef __cplusplus

@@ -1,18 +1,31 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
+#include "device/norm_odd.h"
 #include "device/norm_teams.h"
 #include "fuseline_long_norms.h"
 
 namespace fuseline {
 namespace {
 
+bool keeps_to_vectors(const fuseline_norm& norm) {
+  bool all = norm.n % (norm.dtype == FUSELINE_FLOAT32 ? kVector<float> : kVector<__half>) == 0;
+  for (const void* tensor : {norm.x, norm.residual, norm.x_bias, norm.weight, norm.bias, static_cast<const void*>(norm.y),
+                             static_cast<const void*>(norm.sum)}) {
+    all = all && offset_in_vector(tensor) == 0;
+  }
+  return all;
+}
+
 // The table's layout for many rows of one dtype; null where rules lay them out. `adds`: 1 of a sum, 2 with a mask or a bias.
+// Forward rows at odd addresses have families of their own.
 const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backward, const Device& device) {
   const auto rules = backward ? FUSELINE_LAYER_NORM_BACKWARD : FUSELINE_LAYER_NORM_FORWARD;
   if (norm.dtype != norm.y_dtype || !device.clusters || row_overrides[rules].given) return nullptr;
   const int size = norm.dtype == FUSELINE_FLOAT32 ? 4 : 2;
   const int kind = norm.kind == FUSELINE_LAYER_NORM ? 0 : 1;
-  const auto family = fuseline_family(FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
+  const bool odd = !backward && !keeps_to_vectors(norm);
+  const auto family = fuseline_family(odd ? FUSELINE_MANY_ODD_NORMS + 2 * adds + kind
+                                          : FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
   if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
   const RowChoice* const choice = choice_for(family, size, norm.n);
   return choice && choice->way != RowWay::rules ? choice : nullptr;
@@ -36,6 +49,7 @@ bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype
                           : add_norm_forward_masked)(a, dtype, device, stream, error, &told);
     case RowWay::copied:
     case RowWay::light:
+    case RowWay::elements:
       return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &told);
     case RowWay::ring:
       return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &told);
@@ -46,6 +60,20 @@ bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype
   }
 }
 
+NormForward arguments_of(const fuseline_norm& norm) {
+  NormForward a{};
+  a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
+  a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
+  a.rows = norm.rows, a.n = norm.n, a.eps = float(norm.eps);
+  a.dropout = dropout_of(norm.seed, norm.dropout);
+  a.centred = norm.kind == FUSELINE_LAYER_NORM;
+  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
+  return a;
+}
+
+// What a forward adds, as above.
+int added_by(const NormForward& a) { return !a.residual ? 0 : a.x_bias || a.dropout.seed ? 2 : 1; }
+
 int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
@@ -54,31 +82,27 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  NormForward a{};
-  a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
-  a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
-  a.rows = norm.rows, a.n = norm.n, a.eps = float(norm.eps);
-  a.dropout = dropout_of(norm.seed, norm.dropout);
-  a.centred = norm.kind == FUSELINE_LAYER_NORM;
-  a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
+  const NormForward a = arguments_of(norm);
   const auto run = norm.residual ? add_norm_forward : norm_forward;
   int failed = 0;
-  const int adds = !norm.residual ? 0 : norm.x_bias || a.dropout.seed ? 2 : 1;
+  const int adds = added_by(a);
   const RowChoice* const choice = choice_for_many(norm, adds, false, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
+  const bool odd = choice && !keeps_to_vectors(norm);
+  if (odd && norm_forward_odd(a, *choice, workspace, norm.dtype, device, stream, failed)) return failed;
   if (!measured && norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (choice) {
-    if (forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
-    if (measured) return FUSELINE_UNSUPPORTED;
-  }
+  if (choice && forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
+  if (measured) return FUSELINE_UNSUPPORTED;
   if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
 size_t forward_workspace_bytes(const fuseline_norm& norm) {
   Device device;
-  if (!norm.residual || norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  return norm_forward_teams_bytes(norm.rows, norm.n, device);
+  if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  const size_t teams = norm.residual ? norm_forward_teams_bytes(norm.rows, norm.n, device) : 0;
+  const bool many = choice_for_many(norm, added_by(arguments_of(norm)), false, device);
+  return std::max(teams, many && !keeps_to_vectors(norm) ? norm_forward_odd_bytes(norm.n, norm.dtype) : 0);
 }
 
 // Whether the backward has more to do than that of a norm alone.

@@ -18,7 +18,8 @@ enum class RowWay : int {
   light,   // the same by threads of fewer registers
   ring,    // rows ahead in shared memory, by blocks that stay
   tiles,   // several short rows a copy
-  pieces   // rows longer than a block's shared memory has ahead, piece by piece
+  pieces,  // rows longer than a block's shared memory has ahead, piece by piece
+  elements  // single elements, `held` a thread, of rows at odd addresses
 };
 
 // A line of the table: rows of up to `longest` elements are laid out so.

@@ -1,8 +1,10 @@
-// The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd addresses
-// (norm_forward_tiled.cuh), and long ones (norm_forward_fetched.cuh).
+// The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd
+// addresses (norm_forward_tiled.cuh), and long ones (norm_forward_fetched.cuh). Others at odd addresses come by elements, few
+// or where the table says so (norm_forward_elements.cuh).
 #pragma once
 
 #include "choice.h"
+#include "norm_forward_elements.cuh"
 #include "norm_forward_fetched.cuh"
 #include "norm_forward_tiled.cuh"
 
@@ -162,7 +164,7 @@ template <class T, bool kAdded, bool kMasked>
 bool run_tiled(const NormForward& a, int offsets, const Device& device, void* stream, int& error) {
   Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
   if (plan.threads == 0) return false;
-  if (kMasked) plan.bytes += size_t(divide_up(plan.rows * a.n, 4));
+  if (kMasked) plan.bytes += size_t(divide_up(plan.rows * a.n, 8));
   error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, plan, device, stream, true);
   return true;
 }
@@ -170,6 +172,11 @@ bool run_tiled(const NormForward& a, int offsets, const Device& device, void* st
 template <class T, bool kAdded, bool kMasked = false>
 bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* told) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
+  const bool few = a.rows <= kMostFewRows && a.n <= kLongestElements && a.n % kVector<T> != 0;
+  if (told ? told->way == RowWay::elements : few) {
+    error = run_elements<T, kAdded, kMasked>(a, told ? told->held : 0, device, stream);
+    return true;
+  }
   const int offset = offset_in_vector(a.x);
   int offsets = 0;  // all together
   for (const void* tensor : {a.x, static_cast<const void*>(a.y), kAdded ? a.residual : a.x,

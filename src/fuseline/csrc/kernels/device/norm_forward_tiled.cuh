@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   const Tile<T> tile(ring, rows, n);
   const int vectors = (given.rows * n + kVector<T> - 1) / kVector<T>;
   const Tile<T> branch(ring + (kAdded ? vectors : 0), rows, n);
-  // What a dropout keeps of each four elements: blocks begin with a multiple of four.
+  // What a dropout keeps of each eight elements, as many as words of 16 bits come at once: blocks begin at such eights.
   [[maybe_unused]] uint8_t* const kept = reinterpret_cast<uint8_t*>(ring + 2 * vectors);
   let_next_start();
   if (threadIdx.x + threadIdx.y == 0) barrier_init(&arrived, kAdded ? 2 : 1), publish_barriers();
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
   [[maybe_unused]] const float scale = kMasked && a.dropout.seed ? a.dropout.scale : 1.f;
   if constexpr (kMasked) {
     const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
-    for (int four = int(threadIdx.y * blockDim.x + threadIdx.x); four * 4 < rows * n; four += kTileBlock) {
-      kept[four] = a.dropout.seed ? kept_of<4>(a.dropout, seed, first * n + four * 4) : 15;
+    for (int eight = int(threadIdx.y * blockDim.x + threadIdx.x); eight * 8 < rows * n; eight += kTileBlock) {
+      kept[eight] = a.dropout.seed ? kept_of<8>(a.dropout, seed, first * n + eight * 8) : 255;
     }
   }
   const float inverse = 1.f / float(n);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kTileBlock, 4) norm_forward_tiled(const TiledN
         float added = to_float(y[i]);
         if constexpr (kMasked) {
           const int element = at * n + i;
-          row[i] = from_float<T>(fmaf(added + x_bias[k], kept[element / 4] >> element % 4 & 1 ? scale : 0.f, values[k][0]));
+          row[i] = from_float<T>(fmaf(added + x_bias[k], kept[element / 8] >> element % 8 & 1 ? scale : 0.f, values[k][0]));
         } else {
           row[i] = from_float<T>(values[k][0] + added);
         }

@@ -190,6 +190,8 @@ struct Part {
   // The element that its vector number `slot` begins with.
   __device__ __forceinline__ int element(int slot) const { return (first + slot) * kVector<T> - head; }
   __device__ __forceinline__ int pieces() const { return (count + kPieceSlots - 1) / kPieceSlots; }
+  // Whether its vector number `slot` has elements of other rows.
+  __device__ __forceinline__ bool is_shared(int slot) const { return element(slot) < 0 || element(slot) + kVector<T> > n; }
 
   // Sends for its pieces; one lane calls. Of the vectors at the ends of the row the elements of its neighbours come
   // along, but nothing from outside the tensor.
