@@ -882,6 +882,8 @@ inline constexpr RowChoice kManyDropoutAddRmsNormBackward4[] = {
     {262144, 1, 32, 1, 0},
 };
 inline constexpr RowChoice kManyOddLayerNormForward2[] = {
+    {511, 1, 32, 1, 0},
+    {641, 8, 1024, 1, 0, RowWay::elements},
     {1001, 1, 32, 1, 0},
     {8191, 0, 64, 1, 1, RowWay::light},
     {12287, 0, 96, 1, 1, RowWay::light},
@@ -896,7 +898,8 @@ inline constexpr RowChoice kManyOddLayerNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddLayerNormForward4[] = {
-    {1535, 1, 32, 1, 0},
+    {511, 1, 32, 1, 0},
+    {1535, 8, 1024, 1, 0, RowWay::elements},
     {4095, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 96, 1, 1, RowWay::copied},
     {12287, 0, 160, 1, 1, RowWay::copied},
@@ -925,6 +928,8 @@ inline constexpr RowChoice kManyOddRmsNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddRmsNormForward4[] = {
+    {511, 1, 32, 1, 0},
+    {641, 8, 1024, 1, 0, RowWay::elements},
     {1535, 1, 32, 1, 0},
     {4095, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 96, 1, 1, RowWay::copied},
@@ -941,7 +946,9 @@ inline constexpr RowChoice kManyOddRmsNormForward4[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddAddLayerNormForward2[] = {
-    {1001, 1, 32, 1, 0},
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
+    {1001, 8, 1024, 1, 0, RowWay::elements},
     {6143, 0, 64, 1, 1, RowWay::copied},
     {12287, 0, 128, 1, 1, RowWay::copied},
     {20001, 0, 256, 1, 1, RowWay::copied},
@@ -956,7 +963,9 @@ inline constexpr RowChoice kManyOddAddLayerNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddAddLayerNormForward4[] = {
-    {511, 1, 32, 1, 0},
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
+    {1535, 8, 1024, 1, 0, RowWay::elements},
     {3071, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 128, 1, 1, RowWay::copied},
     {8191, 0, 256, 1, 1, RowWay::copied},
@@ -969,6 +978,9 @@ inline constexpr RowChoice kManyOddAddLayerNormForward4[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddAddRmsNormForward2[] = {
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
+    {767, 8, 1024, 1, 0, RowWay::elements},
     {1535, 1, 32, 1, 0},
     {6143, 0, 64, 1, 1, RowWay::copied},
     {12287, 0, 128, 1, 1, RowWay::copied},
@@ -985,7 +997,9 @@ inline constexpr RowChoice kManyOddAddRmsNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddAddRmsNormForward4[] = {
-    {1535, 1, 32, 1, 0},
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
+    {1535, 8, 1024, 1, 0, RowWay::elements},
     {3071, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 128, 1, 1, RowWay::copied},
     {12287, 0, 256, 1, 1, RowWay::copied},
@@ -1000,6 +1014,8 @@ inline constexpr RowChoice kManyOddAddRmsNormForward4[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddDropoutAddLayerNormForward2[] = {
+    {255, 1, 32, 1, 0},
+    {767, 4, 1024, 1, 0, RowWay::elements},
     {1001, 1, 32, 1, 0},
     {6143, 0, 64, 1, 1, RowWay::copied},
     {12287, 0, 128, 1, 1, RowWay::copied},
@@ -1014,7 +1030,8 @@ inline constexpr RowChoice kManyOddDropoutAddLayerNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddDropoutAddLayerNormForward4[] = {
-    {511, 1, 32, 1, 0},
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
     {3071, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 128, 1, 1, RowWay::copied},
     {12287, 0, 128, 2, 1, RowWay::copied},
@@ -1026,6 +1043,8 @@ inline constexpr RowChoice kManyOddDropoutAddLayerNormForward4[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddDropoutAddRmsNormForward2[] = {
+    {255, 1, 32, 1, 0},
+    {767, 4, 1024, 1, 0, RowWay::elements},
     {1001, 1, 32, 1, 0},
     {6143, 0, 64, 1, 1, RowWay::copied},
     {12287, 0, 128, 1, 1, RowWay::copied},
@@ -1039,7 +1058,8 @@ inline constexpr RowChoice kManyOddDropoutAddRmsNormForward2[] = {
     {262145, 0, 256, 16, 1, RowWay::copied},
 };
 inline constexpr RowChoice kManyOddDropoutAddRmsNormForward4[] = {
-    {511, 1, 32, 1, 0},
+    {255, 1, 32, 1, 0},
+    {511, 4, 1024, 1, 0, RowWay::elements},
     {3071, 0, 64, 1, 1, RowWay::copied},
     {6143, 0, 128, 1, 1, RowWay::copied},
     {12287, 0, 128, 2, 1, RowWay::copied},
