@@ -96,47 +96,6 @@ def test_forward(kind: str, dtype: torch.dtype) -> None:
             check_forward(kind, rows, n, dtype, offset)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
-    """Rows that begin at any element of a vector, and at any vector of a line of memory."""
-    a_vector, a_line = 16 // dtype.itemsize, 128 // dtype.itemsize
-    for rows, n, offsets in (
-        (700, 50257, (0, a_vector, a_line)),
-        (1061, 20001, (0, 3 * a_vector)),
-        (1060, 8193, (0, a_line)),
-        (1061, 16385, (0,)),
-        (520, 65538, (0,)),
-        (9001, 1001, (0, a_vector)),
-        (4500, 2049, (0,)),
-        (2100, 4097, (a_line,)),
-        (261, 131076, (0,)),
-    ):
-        for offset in offsets:
-            check_forward(kind, rows, n, dtype, offset)
-    check_forward(kind, 700, 50257, dtype, 0, weighted=False)
-    check_forward(kind, 1060, 33336, dtype, 0, affine_offset=1)
-
-
-def test_weights_of_odd_rows_are_the_calls_own() -> None:
-    """What is written of them for one call is not read by the next, which begins before it has ended."""
-    n = 50257
-    x, weights = place(700, n, torch.bfloat16, 0), [place(1, n, torch.bfloat16, 0)[0] for _ in range(2)]
-
-    def run(weight: torch.Tensor) -> torch.Tensor:
-        given = (n,), weight, None, 1e-5, None, 0.0, None, False
-        y: torch.Tensor = torch.ops.fuseline.norm_forward("rms_norm", x, None, *given)[0]
-        return y
-
-    apart = []
-    for weight in weights:
-        apart.append(run(weight))
-        torch.cuda.synchronize()
-    together = [run(weights[i % 2]) for i in range(8)]
-    for i, y in enumerate(together):
-        assert torch.equal(y, apart[i % 2]), i
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_of_many_rows_in_16_bits_beside_float32_weights(kind: str) -> None:
     centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind

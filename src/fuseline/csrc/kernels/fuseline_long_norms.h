@@ -1,4 +1,4 @@
-/* The norms' forward of many long rows, which takes scratch. Part of fuseline_kernels.h in all but name. */
+/* The norms' forward of many rows, long ones or at odd addresses, which takes scratch. Part of fuseline_kernels.h in all but name. */
 #ifndef FUSELINE_LONG_NORMS_H
 #define FUSELINE_LONG_NORMS_H
 

@@ -167,6 +167,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
     if (measured) return FUSELINE_UNSUPPORTED;
     failed = 0;
   }
+  if (norm_backward_elements(a, added, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
@@ -197,7 +198,7 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   }
   const int64_t blocks = std::max({told_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
                                    ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
-                                   longest_blocks});
+                                   longest_blocks, norm_backward_elements_blocks(norm.rows, norm.n, device)});
   return std::max(size_t(kinds * blocks * columns_of_partials(norm.n)) * sizeof(float), across_bytes);
 }
 

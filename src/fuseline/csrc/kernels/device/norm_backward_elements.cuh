@@ -1,0 +1,207 @@
+// The norms' backward for many rows that do not keep to 16-byte steps, of one dtype, longer than tiles are
+// (norm_backward_tiled.cuh) and shorter than a cluster's (norm_backward_pieces.cuh) (sm_90).
+//
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which rows run ahead of the arithmetic, and accesses to shared
+// memory, three an element and one more for each tensor that is added. To shift vectors into place takes more than to read
+// single elements: of 4,097 of 16 bits 0.44 of the copy bandwidth.
+//
+// Threads: blocks stay, and each has rows of its own. Thread t has elements t, t + threads, ... of each, and the sums of these
+// columns, so that lanes side by side read elements side by side, wherever in a vector a row begins. One thread sends for
+// rows, with the vectors that they stand in; a row's threads meet once, by when all of it is in registers but grad_sum.
+#pragma once
+
+#include "kept.cuh"
+#include "norm_backward_ring_parts.cuh"
+#include "norm_sums.cuh"
+
+namespace fuseline {
+
+constexpr int kElementsThreads = 1024;  // of a multiprocessor
+constexpr int kMostElementsBlocks = 16;
+constexpr int kFewElements = 4, kManyElements = 8;  // of a thread
+constexpr int kFewElementsThreads = 256;            // of a block, whose threads have few
+constexpr int kMostElementsStages = 8;
+constexpr int64_t kLongestElementsRow = kManyElements * kElementsThreads;
+
+struct ElementsBackward {
+  NormBackward norm;
+  int stages;
+  int part;  // bytes of a tensor's row in a stage
+};
+
+// Bytes of an n-element row's mask, by eights of the tensor's elements.
+__host__ __device__ inline int mask_bytes(int n) { return (n + 7) / 8 + 1; }
+
+template <class T, bool kCentred, bool kAdded, int kHeld>
+__global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : kElementsThreads,
+                                  kHeld == kFewElements ? kElementsThreads / kFewElementsThreads : 1)
+    norm_backward_elements(const ElementsBackward given) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kSums = kAdded ? kSumsOfAddedNorm : kCentred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
+  constexpr int kTensors = kAdded ? 3 : 2;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t arrived[kMostElementsStages];
+  __shared__ float2 states[2][kElementsThreads / kWarp];
+  const NormBackward& a = given.norm;
+  const int n = int(a.n), slot = int(threadIdx.x), threads = int(blockDim.x);
+  const int lane = slot % kWarp, warp = slot / kWarp, warps = threads / kWarp;
+  const int stages = given.stages, step = int(gridDim.x), stage_bytes = kTensors * given.part;
+  float* const weights = reinterpret_cast<float*>(ring + stages * stage_bytes);
+  unsigned char* const masks = reinterpret_cast<unsigned char*>(weights + n);  // of a row and of the next
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row >= a.rows) return;
+    unsigned char* const to = ring + stage * stage_bytes;
+    const int64_t at = row * n;
+    const Span<T, true> x(a.x, at, n * int(sizeof(T))), grad_y(a.grad_y, at, n * int(sizeof(T)));
+    const Span<T, true> grad_sum(a.grad_sum, at, kAdded && a.grad_sum ? n * int(sizeof(T)) : 0);
+    barrier_expect(&arrived[stage], x.bytes + grad_y.bytes + grad_sum.bytes);
+    copy_in(to, x.first, x.bytes, &arrived[stage]);
+    copy_in(to + given.part, grad_y.first, grad_y.bytes, &arrived[stage]);
+    if (kAdded && grad_sum.bytes > 0) copy_in(to + 2 * given.part, grad_sum.first, grad_sum.bytes, &arrived[stage]);
+  };
+  // A row's first element in a stage.
+  const auto row_in = [&](const void* tensor, int64_t row, int stage, int which) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + row * n);
+    return reinterpret_cast<const T*>(ring + stage * stage_bytes + which * given.part + at % 16);
+  };
+  const auto has = [&](int k) { return slot + k * threads < n; };
+
+  let_next_start();
+  if (slot == 0) {
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) barrier_init(&arrived[stage], 1);
+    publish_barriers();
+  }
+  __syncthreads();
+  wait_for_earlier();
+  if (slot == 0) {
+    for (int stage = 0; stage < stages; ++stage) fetch(blockIdx.x + int64_t(stage) * step, stage);
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (has(k)) weights[slot + k * threads] = weight_at<T>(a, slot + k * threads);  // each thread's own
+  }
+  const bool centred = kCentred && (!kAdded || a.mean), masked = kAdded && a.dropout.seed;
+  const uint64_t seed = masked ? uint64_t(*a.dropout.seed) : 0;
+  ColumnSums<kHeld, kSums> columns = {};
+  int stage = 0, parity = 0, turn = 0;
+#pragma unroll 1
+  for (int64_t row = blockIdx.x; row < a.rows; row += step, turn ^= 1) {
+    RowTerms terms;
+    terms.mean = centred ? a.mean[row] : 0.f, terms.rstd = a.rstd[row];
+    unsigned char* const mask = masks + turn * mask_bytes(n);
+    const int64_t base = row * n;
+    if (masked) {
+      for (int eight = slot; eight < mask_bytes(n); eight += threads) {
+        mask[eight] = kept_of<8>(a.dropout, seed, base / 8 * 8 + eight * 8);
+      }
+    }
+    barrier_wait(&arrived[stage], parity);
+    const T* const x_row = row_in(a.x, row, stage, 0);
+    const T* const grad_row = row_in(a.grad_y, row, stage, 1);
+    float apart[kHeld], weighted[kHeld];
+    float2 sums = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      apart[k] = weighted[k] = 0.f;
+      if (!has(k)) continue;
+      const int i = slot + k * threads;
+      const float grad = to_float(grad_row[i]);
+      apart[k] = to_float(x_row[i]) - terms.mean;
+      weighted[k] = grad * weights[i];
+      columns.weight[k] += grad * apart[k] * terms.rstd;
+      if constexpr (kSums > 1) columns.bias[k] += grad;
+      sums.x += weighted[k];
+      sums.y += weighted[k] * apart[k];
+    }
+    sums = sum_over_warp(sums);
+    if (warps > 1) {
+      if (lane == 0) states[turn][warp] = sums;
+      __syncthreads();
+      sums = sum_over_warp(lane < warps ? states[turn][lane] : make_float2(0.f, 0.f));
+    } else {
+      __syncwarp();
+    }
+    // Of sums the stage is read behind the meeting, too: the one before is free by now.
+    if (slot == 0) {
+      const int behind = kAdded ? 1 : 0, free = stage - behind < 0 ? stages - 1 : stage - behind;
+      const int64_t next = row + int64_t(stages - behind) * step;
+      if (!behind || row != blockIdx.x) fetch(next, free);
+    }
+    terms.set(a, centred, sums.x, sums.y);
+    const T* const sum_row = kAdded && a.grad_sum ? row_in(a.grad_sum, row, stage, 2) : nullptr;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if (!has(k)) continue;
+      const int i = slot + k * threads;
+      float grad = weighted[k] * terms.scale - terms.offset - apart[k] * terms.slope;
+      if (kAdded && sum_row) grad += to_float(sum_row[i]);
+      if (a.grad_x) static_cast<T*>(a.grad_x)[base + i] = from_float<T>(grad);
+      if constexpr (kAdded) {
+        if (masked) {
+          const int place = int(base % 8) + i;
+          grad = mask[place / 8] >> place % 8 & 1 ? grad * a.dropout.scale : 0.f;
+        }
+        columns.x_bias[k] += grad;
+        if (a.grad_dropped) static_cast<T*>(a.grad_dropped)[base + i] = from_float<T>(grad);
+      }
+    }
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  if (!a.partials) return;
+  const int64_t kind_step = int64_t(gridDim.x) * a.columns;
+  float* const mine = a.partials + blockIdx.x * a.columns;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int i = slot + k * threads;
+    if (i >= n) continue;
+    mine[i] = columns.weight[k];
+    if constexpr (kSums > 1) mine[kind_step + i] = columns.bias[k];
+    if constexpr (kSums > 2) mine[2 * kind_step + i] = columns.x_bias[k];
+  }
+#endif
+}
+
+// ---- host ----
+
+inline int elements_threads(int64_t n) {
+  const int held = n <= kFewElements * kFewElementsThreads ? kFewElements : kManyElements;
+  return int(divide_up(divide_up(n, held), kWarp)) * kWarp;
+}
+
+inline int64_t elements_blocks(int64_t rows, int64_t n, const Device& device) {
+  const int beside = std::min(kMostElementsBlocks, kElementsThreads / elements_threads(n));
+  return std::min<int64_t>(rows, int64_t(beside) * device.processors);
+}
+
+template <class T, bool kCentred, bool kAdded>
+bool run_elements_backward(const NormBackward& a, const Device& device, void* stream, int& error) {
+  constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = kAdded ? 3 : 2;
+  constexpr int64_t kStatic = 2048;  // bytes of a block beside its ring
+  const int threads = elements_threads(a.n);
+  ElementsBackward given{a};
+  given.part = int(divide_up(a.n * int64_t(sizeof(T)) + 30, 16)) * 16;
+  const int64_t kept = a.n * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
+  const int64_t stage = int64_t(kTensors) * given.part;
+  int64_t blocks = elements_blocks(a.rows, a.n, device) / device.processors;  // of a multiprocessor
+  const auto stages_of = [&] { return (device.shared_a_processor / blocks - kStatic - kept) / stage; };
+  while (blocks > 1 && stages_of() < kLeastStages) --blocks;
+  if (blocks < 1 || stages_of() < kLeastStages) return false;
+  given.stages = int(std::min<int64_t>(kMostElementsStages, stages_of()));
+  const size_t bytes = size_t(given.stages * stage + kept);
+  const auto kernel = a.n <= kFewElements * kFewElementsThreads
+                          ? norm_backward_elements<T, kCentred, kAdded, kFewElements>
+                          : norm_backward_elements<T, kCentred, kAdded, kManyElements>;
+  int count = 0;
+  error = int(resident_clusters(kernel, device, threads, bytes, 1, count));
+  if (error || count == 0) return error != 0;
+  const int64_t grid = std::min<int64_t>({count, blocks * device.processors, a.rows});
+  error = launch(kernel, given, grid, dim3(unsigned(threads)), bytes, 1, stream, true);
+  if (!error && a.partials) {
+    constexpr int kSums = kAdded ? kSumsOfAddedNorm : kCentred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
+    error = add_partials<T>(a, kSums, int(grid), true, stream);
+  }
+  return true;
+}
+
+}  // namespace fuseline
