@@ -198,7 +198,7 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   }
   const int64_t blocks = std::max({told_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
                                    ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
-                                   longest_blocks, norm_backward_elements_blocks(norm.rows, norm.n, device)});
+                                   longest_blocks, norm_backward_elements_blocks(norm.rows, norm.n, added, device)});
   return std::max(size_t(kinds * blocks * columns_of_partials(norm.n)) * sizeof(float), across_bytes);
 }
 

@@ -131,7 +131,7 @@ int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& devic
 // That of all families for many rows at odd addresses, neither short nor long; `added`: with the sums of an added norm.
 bool norm_backward_elements(const NormBackward& a, bool added, int dtype, int y_dtype, const Device& device, void* stream,
                             int& error);
-int64_t norm_backward_elements_blocks(int64_t rows, int64_t n, const Device& device);
+int64_t norm_backward_elements_blocks(int64_t rows, int64_t n, bool added, const Device& device);
 
 // That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
 bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,

@@ -7,7 +7,8 @@
 //
 // Threads: blocks stay, and each has rows of its own. Thread t has elements t, t + threads, ... of each, and the sums of these
 // columns, so that lanes side by side read elements side by side, wherever in a vector a row begins. One thread sends for
-// rows, with the vectors that they stand in; a row's threads meet once, by when all of it is in registers but grad_sum.
+// rows, with the vectors that they stand in; a row's threads meet once, by when all of it is in registers. Nothing is asked
+// of each element before that: beside a row they take its last, with a gradient of zero.
 #pragma once
 
 #include "kept.cuh"
@@ -16,12 +17,15 @@
 
 namespace fuseline {
 
-constexpr int kElementsThreads = 1024;  // of a multiprocessor
-constexpr int kMostElementsBlocks = 16;
 constexpr int kFewElements = 4, kManyElements = 8;  // of a thread
-constexpr int kFewElementsThreads = 256;            // of a block, whose threads have few
 constexpr int kMostElementsStages = 8;
-constexpr int64_t kLongestElementsRow = kManyElements * kElementsThreads;
+constexpr int kMostElementsBlocks = 32;  // of a multiprocessor
+constexpr int kFewElementsBlock = 512;   // threads, two such blocks a multiprocessor
+
+// Threads of a multiprocessor, by registers: of many elements that a sum is added to more.
+__host__ __device__ constexpr int elements_threads_of(bool added, int held) {
+  return added && held == kManyElements ? 768 : 1024;
+}
 
 struct ElementsBackward {
   NormBackward norm;
@@ -33,15 +37,15 @@ struct ElementsBackward {
 __host__ __device__ inline int mask_bytes(int n) { return (n + 7) / 8 + 1; }
 
 template <class T, bool kCentred, bool kAdded, int kHeld>
-__global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : kElementsThreads,
-                                  kHeld == kFewElements ? kElementsThreads / kFewElementsThreads : 1)
+__global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : elements_threads_of(kAdded, kHeld),
+                                  kHeld == kFewElements ? 2 : 1)
     norm_backward_elements(const ElementsBackward given) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSums = kAdded ? kSumsOfAddedNorm : kCentred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
   constexpr int kTensors = kAdded ? 3 : 2;
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostElementsStages];
-  __shared__ float2 states[2][kElementsThreads / kWarp];
+  __shared__ float2 states[2][kWarp];
   const NormBackward& a = given.norm;
   const int n = int(a.n), slot = int(threadIdx.x), threads = int(blockDim.x);
   const int lane = slot % kWarp, warp = slot / kWarp, warps = threads / kWarp;
@@ -65,6 +69,9 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : 
     return reinterpret_cast<const T*>(ring + stage * stage_bytes + which * given.part + at % 16);
   };
   const auto has = [&](int k) { return slot + k * threads < n; };
+  const bool centred = kCentred && (!kAdded || a.mean), masked = kAdded && a.dropout.seed, sums_up = kAdded && a.grad_sum;
+  const auto mean_of_row = [&](int64_t row) { return centred && row < a.rows ? a.mean[row] : 0.f; };
+  const auto rstd_of_row = [&](int64_t row) { return row < a.rows ? a.rstd[row] : 0.f; };
 
   let_next_start();
   if (slot == 0) {
@@ -79,16 +86,16 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : 
   }
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    if (has(k)) weights[slot + k * threads] = weight_at<T>(a, slot + k * threads);  // each thread's own
+    if (has(k)) weights[slot + k * threads] = weight_at<T>(a, slot + k * threads);
   }
-  const bool centred = kCentred && (!kAdded || a.mean), masked = kAdded && a.dropout.seed;
+  __syncthreads();
   const uint64_t seed = masked ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kHeld, kSums> columns = {};
   int stage = 0, parity = 0, turn = 0;
+  float mean = mean_of_row(blockIdx.x), rstd = rstd_of_row(blockIdx.x);
 #pragma unroll 1
   for (int64_t row = blockIdx.x; row < a.rows; row += step, turn ^= 1) {
-    RowTerms terms;
-    terms.mean = centred ? a.mean[row] : 0.f, terms.rstd = a.rstd[row];
+    const float next_mean = mean_of_row(row + step), next_rstd = rstd_of_row(row + step);
     unsigned char* const mask = masks + turn * mask_bytes(n);
     const int64_t base = row * n;
     if (masked) {
@@ -99,17 +106,17 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : 
     barrier_wait(&arrived[stage], parity);
     const T* const x_row = row_in(a.x, row, stage, 0);
     const T* const grad_row = row_in(a.grad_y, row, stage, 1);
-    float apart[kHeld], weighted[kHeld];
+    const T* const sum_row = sums_up ? row_in(a.grad_sum, row, stage, 2) : nullptr;
+    float apart[kHeld], weighted[kHeld], added[kAdded ? kHeld : 1];
     float2 sums = make_float2(0.f, 0.f);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      apart[k] = weighted[k] = 0.f;
-      if (!has(k)) continue;
-      const int i = slot + k * threads;
-      const float grad = to_float(grad_row[i]);
-      apart[k] = to_float(x_row[i]) - terms.mean;
+      const int i = min(slot + k * threads, n - 1);
+      const float grad = has(k) ? to_float(grad_row[i]) : 0.f;
+      apart[k] = to_float(x_row[i]) - mean;
+      if constexpr (kAdded) added[k] = sums_up ? to_float(sum_row[i]) : 0.f;
       weighted[k] = grad * weights[i];
-      columns.weight[k] += grad * apart[k] * terms.rstd;
+      columns.weight[k] += grad * apart[k] * rstd;
       if constexpr (kSums > 1) columns.bias[k] += grad;
       sums.x += weighted[k];
       sums.y += weighted[k] * apart[k];
@@ -122,30 +129,26 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : 
     } else {
       __syncwarp();
     }
-    // Of sums the stage is read behind the meeting, too: the one before is free by now.
-    if (slot == 0) {
-      const int behind = kAdded ? 1 : 0, free = stage - behind < 0 ? stages - 1 : stage - behind;
-      const int64_t next = row + int64_t(stages - behind) * step;
-      if (!behind || row != blockIdx.x) fetch(next, free);
-    }
+    if (slot == 0) fetch(row + int64_t(stages) * step, stage);
+    RowTerms terms;
+    terms.mean = mean, terms.rstd = rstd;
     terms.set(a, centred, sums.x, sums.y);
-    const T* const sum_row = kAdded && a.grad_sum ? row_in(a.grad_sum, row, stage, 2) : nullptr;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (!has(k)) continue;
       const int i = slot + k * threads;
       float grad = weighted[k] * terms.scale - terms.offset - apart[k] * terms.slope;
-      if (kAdded && sum_row) grad += to_float(sum_row[i]);
-      if (a.grad_x) static_cast<T*>(a.grad_x)[base + i] = from_float<T>(grad);
+      if constexpr (kAdded) grad += added[k];
+      if (a.grad_x && has(k)) static_cast<T*>(a.grad_x)[base + i] = from_float<T>(grad);
       if constexpr (kAdded) {
         if (masked) {
-          const int place = int(base % 8) + i;
+          const int place = int(base % 8) + min(i, n - 1);
           grad = mask[place / 8] >> place % 8 & 1 ? grad * a.dropout.scale : 0.f;
         }
         columns.x_bias[k] += grad;
-        if (a.grad_dropped) static_cast<T*>(a.grad_dropped)[base + i] = from_float<T>(grad);
+        if (a.grad_dropped && has(k)) static_cast<T*>(a.grad_dropped)[base + i] = from_float<T>(grad);
       }
     }
+    mean = next_mean, rstd = next_rstd;
     if (++stage == stages) stage = 0, parity ^= 1;
   }
   if (!a.partials) return;
@@ -164,32 +167,36 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsThreads : 
 
 // ---- host ----
 
-inline int elements_threads(int64_t n) {
-  const int held = n <= kFewElements * kFewElementsThreads ? kFewElements : kManyElements;
-  return int(divide_up(divide_up(n, held), kWarp)) * kWarp;
+// Elements of a thread: many of rows that a warp has, and of long ones; sums go further with few.
+inline int elements_held(int64_t n, bool added) {
+  const int64_t longest = (added ? 2 : 1) * 1024;
+  return n > kManyElements * kWarp && n <= longest ? kFewElements : kManyElements;
 }
 
-inline int64_t elements_blocks(int64_t rows, int64_t n, const Device& device) {
-  const int beside = std::min(kMostElementsBlocks, kElementsThreads / elements_threads(n));
+inline int elements_threads(int64_t n, int held) { return int(divide_up(divide_up(n, held), kWarp)) * kWarp; }
+
+inline int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
+  const int held = elements_held(n, added);
+  const int beside = std::min(kMostElementsBlocks, elements_threads_of(added, held) / elements_threads(n, held));
   return std::min<int64_t>(rows, int64_t(beside) * device.processors);
 }
 
 template <class T, bool kCentred, bool kAdded>
 bool run_elements_backward(const NormBackward& a, const Device& device, void* stream, int& error) {
-  constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = kAdded ? 3 : 2;
+  constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = 2;
   constexpr int64_t kStatic = 2048;  // bytes of a block beside its ring
-  const int threads = elements_threads(a.n);
+  const int held = elements_held(a.n, kAdded), threads = elements_threads(a.n, held);
   ElementsBackward given{a};
   given.part = int(divide_up(a.n * int64_t(sizeof(T)) + 30, 16)) * 16;
   const int64_t kept = a.n * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
   const int64_t stage = int64_t(kTensors) * given.part;
-  int64_t blocks = elements_blocks(a.rows, a.n, device) / device.processors;  // of a multiprocessor
+  int64_t blocks = elements_blocks(a.rows, a.n, kAdded, device) / device.processors;  // of a multiprocessor
   const auto stages_of = [&] { return (device.shared_a_processor / blocks - kStatic - kept) / stage; };
   while (blocks > 1 && stages_of() < kLeastStages) --blocks;
   if (blocks < 1 || stages_of() < kLeastStages) return false;
   given.stages = int(std::min<int64_t>(kMostElementsStages, stages_of()));
   const size_t bytes = size_t(given.stages * stage + kept);
-  const auto kernel = a.n <= kFewElements * kFewElementsThreads
+  const auto kernel = held == kFewElements
                           ? norm_backward_elements<T, kCentred, kAdded, kFewElements>
                           : norm_backward_elements<T, kCentred, kAdded, kManyElements>;
   int count = 0;
