@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class Family:
     bind: Callable[[Kernels, torch.Tensor], Call]
     moves: int
     tried: Callable[[int, int], Iterable[Layout]]
+    _: KW_ONLY
     places: tuple[int, ...] = LENGTHS
     between: tuple[int, ...] = BETWEEN
     following: Mapping[int, int] = field(default_factory=FOLLOWING.copy)
@@ -207,14 +208,18 @@ MEASURED = {
     "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2)),
     "cross_entropy": Family(cross_entropy, 2, softmax_layouts({2: (1, 4), 4: (1, 8)}, 1)),
     "layer_norm_forward": Family(
-        layer_norm_forward, 2, norm_forward_layouts, BETWEEN_IN_VECTORS, FOLLOWING_IN_VECTORS
+        layer_norm_forward,
+        2,
+        norm_forward_layouts,
+        between=BETWEEN_IN_VECTORS,
+        following=FOLLOWING_IN_VECTORS,
     ),
     "layer_norm_backward": Family(
         layer_norm_backward,
         3,
         lambda n, size: clustered(n, size, (1, 2) if size == 2 else (1, 2, 4)),
-        BETWEEN_IN_VECTORS,
-        FOLLOWING_IN_VECTORS,
+        between=BETWEEN_IN_VECTORS,
+        following=FOLLOWING_IN_VECTORS,
     ),
     **{f"many_{norm}_{way}": of_many(norm, way) for norm in NORMS for way in ("forward", "backward")},
     **{f"many_odd_{norm}_forward": of_many_odd(norm) for norm in NORMS},

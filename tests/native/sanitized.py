@@ -43,24 +43,34 @@ def long_rows(**options: Any) -> tuple[Case, ...]:
     )
 
 
+def odd_rows(**options: Any) -> tuple[Case, ...]:
+    """Many rows at odd addresses by elements: of a warp, of a block, of many elements a thread."""
+    return (
+        Case("rows of 67 by elements", (600, 67), options),
+        Case("rows of 513 by elements", (600, 513), options),
+        Case("rows of 2,049 by elements", (530, 2049), options),
+    )
+
+
 BEYOND: dict[str, tuple[Case, ...]] = {
     "layer_norm": (
         *long_rows(),
         Case("tiles of rows of 31", (600, 31)),
         Case("few rows of 31 by elements", (300, 31)),
+        *odd_rows(),
         Case("many long rows at odd addresses", (1061, 8193)),
         Case("rows of a block", (9, 4096)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in clusters", (2, 70000)),
     ),
-    "rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (150, 28680))),
+    "rms_norm": (*long_rows(), *odd_rows(), Case("many rows in pieces of two blocks", (150, 28680))),
     "dropout_add_layer_norm": (
         *long_rows(**MASKED),
         Case("many rows in pieces of two blocks", (264, 16384), MASKED),
         Case("more rows than all blocks share", (65, 131080), MASKED),
         Case("many long rows at odd addresses", (1061, 8193), MASKED),
     ),
-    "dropout_add_rms_norm": long_rows(**MASKED),
+    "dropout_add_rms_norm": (*long_rows(**MASKED), *odd_rows(**MASKED)),
     "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (264, 16384))),
     "add_layer_norm": (
         *long_rows(),

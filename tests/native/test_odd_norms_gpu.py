@@ -64,6 +64,8 @@ def test_weights_of_odd_rows_are_the_calls_own() -> None:
 def test_gradients_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
     """Of a warp, of blocks of few elements a thread and of many, in fewer turns than a ring has and more."""
     for rows, n, offset in (
+        (2000, 67, 0),
+        (9000, 127, 1),
         (513, 129, 0),
         (40000, 129, 1),
         (20000, 257, 0),

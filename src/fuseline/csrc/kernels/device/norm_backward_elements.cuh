@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
       if constexpr (kAdded) {
         if (masked) {
           const int place = int(base % 8) + min(i, n - 1);
-          grad = mask[place / 8] >> place % 8 & 1 ? grad * a.dropout.scale : 0.f;
+          grad *= mask[place / 8] >> place % 8 & 1 ? a.dropout.scale : 0.f;
         }
         columns.x_bias[k] += grad;
         if (a.grad_dropped && has(k)) static_cast<T*>(a.grad_dropped)[base + i] = from_float<T>(grad);

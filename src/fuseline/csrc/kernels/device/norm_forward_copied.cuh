@@ -172,7 +172,8 @@ bool run_tiled(const NormForward& a, int offsets, const Device& device, void* st
 template <class T, bool kAdded, bool kMasked = false>
 bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* told) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
-  const bool few = a.rows <= kMostFewRows && a.n <= kLongestElements && a.n % kVector<T> != 0;
+  const bool few = a.rows <= kMostFewRows && a.n <= kLongestElements && a.n % kVector<T> != 0 &&
+                   !row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
   if (told ? told->way == RowWay::elements : few) {
     error = run_elements<T, kAdded, kMasked>(a, told ? told->held : 0, device, stream);
     return true;
