@@ -7,10 +7,10 @@ namespace fuseline {
 namespace {
 
 constexpr int64_t kLongestTile = 16;  // vectors of a row that norm_backward_tiled.cuh has
+constexpr int64_t kLongestRow = 8192;  // elements
 
-bool are_between(int64_t rows, int64_t n, int size, bool added) {
-  const int64_t longest = kManyElements * elements_threads_of(added, kManyElements);
-  return rows > kMostFewRows && n * size > kLongestTile * 16 && n <= longest;
+bool are_between(int64_t rows, int64_t n, int size) {
+  return rows > kMostFewRows && n * size > kLongestTile * 16 && n <= kLongestRow;
 }
 
 }  // namespace
@@ -20,7 +20,7 @@ bool norm_backward_elements(const NormBackward& a, bool added, int dtype, int y_
   if (dtype != y_dtype || !device.clusters || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return false;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if (!are_between(a.rows, a.n, sizeof(T), added) || in_vectors<kVector<T>>(a)) return 0;
+    if (!are_between(a.rows, a.n, sizeof(T)) || in_vectors<kVector<T>>(a)) return 0;
     if (added) return int(run_elements_backward<T, true, true>(a, device, stream, error));
     return int(a.mean ? run_elements_backward<T, true, false>(a, device, stream, error)
                       : run_elements_backward<T, false, false>(a, device, stream, error));
@@ -28,7 +28,7 @@ bool norm_backward_elements(const NormBackward& a, bool added, int dtype, int y_
 }
 
 int64_t norm_backward_elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
-  return are_between(rows, n, sizeof(float), added) ? elements_blocks(rows, n, added, device) : 0;
+  return are_between(rows, n, sizeof(float)) ? elements_blocks(rows, n, added, device) : 0;
 }
 
 }  // namespace fuseline

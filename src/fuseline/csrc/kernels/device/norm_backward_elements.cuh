@@ -17,28 +17,29 @@
 
 namespace fuseline {
 
-constexpr int kFewElements = 4, kManyElements = 8;  // of a thread
 constexpr int kMostElementsStages = 8;
 constexpr int kMostElementsBlocks = 32;  // of a multiprocessor
-constexpr int kFewElementsBlock = 512;   // threads, two such blocks a multiprocessor
 
-// Threads of a multiprocessor, by registers: of many elements that a sum is added to more.
+// Threads of a multiprocessor that have so many elements each, by registers.
 __host__ __device__ constexpr int elements_threads_of(bool added, int held) {
-  return added && held == kManyElements ? 768 : 1024;
+  if (held <= 4) return 1024;
+  if (held <= 6) return added ? 768 : 1024;
+  if (held <= 8) return added ? 512 : 768;
+  return added ? 512 : 704;
 }
 
 struct ElementsBackward {
   NormBackward norm;
   int stages;
-  int part;  // bytes of a tensor's row in a stage
+  int part;   // bytes of a tensor's row in a stage
+  int group;  // warps of a block, up to a power of two
 };
 
 // Bytes of an n-element row's mask, by eights of the tensor's elements.
 __host__ __device__ inline int mask_bytes(int n) { return (n + 7) / 8 + 1; }
 
 template <class T, bool kCentred, bool kAdded, int kHeld>
-__global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : elements_threads_of(kAdded, kHeld),
-                                  kHeld == kFewElements ? 2 : 1)
+__global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
     norm_backward_elements(const ElementsBackward given) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSums = kAdded ? kSumsOfAddedNorm : kCentred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
   const NormBackward& a = given.norm;
   const int n = int(a.n), slot = int(threadIdx.x), threads = int(blockDim.x);
   const int lane = slot % kWarp, warp = slot / kWarp, warps = threads / kWarp;
+  const int group = given.group, beside = lane & (group - 1);  // lanes that add up a row's warps
   const int stages = given.stages, step = int(gridDim.x), stage_bytes = kTensors * given.part;
   float* const weights = reinterpret_cast<float*>(ring + stages * stage_bytes);
   unsigned char* const masks = reinterpret_cast<unsigned char*>(weights + n);  // of a row and of the next
@@ -63,10 +65,9 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
     copy_in(to + given.part, grad_y.first, grad_y.bytes, &arrived[stage]);
     if (kAdded && grad_sum.bytes > 0) copy_in(to + 2 * given.part, grad_sum.first, grad_sum.bytes, &arrived[stage]);
   };
-  // A row's first element in a stage.
-  const auto row_in = [&](const void* tensor, int64_t row, int stage, int which) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(static_cast<const T*>(tensor) + row * n);
-    return reinterpret_cast<const T*>(ring + stage * stage_bytes + which * given.part + at % 16);
+  // Where a row that begins with this element of its tensor begins in its vectors.
+  const auto head_of = [&](const void* tensor, int64_t element) {
+    return (uint32_t(reinterpret_cast<uintptr_t>(tensor)) + uint32_t(element) * uint32_t(sizeof(T))) % 16;
   };
   const auto has = [&](int k) { return slot + k * threads < n; };
   const bool centred = kCentred && (!kAdded || a.mean), masked = kAdded && a.dropout.seed, sums_up = kAdded && a.grad_sum;
@@ -104,9 +105,10 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
       }
     }
     barrier_wait(&arrived[stage], parity);
-    const T* const x_row = row_in(a.x, row, stage, 0);
-    const T* const grad_row = row_in(a.grad_y, row, stage, 1);
-    const T* const sum_row = sums_up ? row_in(a.grad_sum, row, stage, 2) : nullptr;
+    const unsigned char* const rows_here = ring + stage * stage_bytes;
+    const T* const x_row = reinterpret_cast<const T*>(rows_here + head_of(a.x, base));
+    const T* const grad_row = reinterpret_cast<const T*>(rows_here + given.part + head_of(a.grad_y, base));
+    const T* const sum_row = reinterpret_cast<const T*>(rows_here + 2 * given.part + head_of(a.grad_sum, base));
     float apart[kHeld], weighted[kHeld], added[kAdded ? kHeld : 1];
     float2 sums = make_float2(0.f, 0.f);
 #pragma unroll
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
     if (warps > 1) {
       if (lane == 0) states[turn][warp] = sums;
       __syncthreads();
-      sums = sum_over_warp(lane < warps ? states[turn][lane] : make_float2(0.f, 0.f));
+      sums = sum_of_lanes(beside < warps ? states[turn][beside] : make_float2(0.f, 0.f), group);
     } else {
       __syncwarp();
     }
@@ -167,16 +169,23 @@ __global__ void __launch_bounds__(kHeld == kFewElements ? kFewElementsBlock : el
 
 // ---- host ----
 
-// Elements of a thread: many of rows that a warp has, and of long ones; sums go further with few.
-inline int elements_held(int64_t n, bool added) {
-  const int64_t longest = (added ? 2 : 1) * 1024;
-  return n > kManyElements * kWarp && n <= longest ? kFewElements : kManyElements;
-}
-
 inline int elements_threads(int64_t n, int held) { return int(divide_up(divide_up(n, held), kWarp)) * kWarp; }
+
+// Elements of a thread, 0 where no multiprocessor holds a row: one costs it some 130 instructions and 25 for each element,
+// beside the row or not.
+inline int elements_held(int64_t n, bool added) {
+  int best = 0;
+  const auto cost = [&](int held) { return elements_threads(n, held) * (130 + 25 * held); };
+  for (const int held : {4, 6, 8, 12}) {
+    const bool fits = elements_threads(n, held) <= elements_threads_of(added, held);
+    if (fits && (best == 0 || cost(held) < cost(best))) best = held;
+  }
+  return best;
+}
 
 inline int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
   const int held = elements_held(n, added);
+  if (held == 0) return 0;
   const int beside = std::min(kMostElementsBlocks, elements_threads_of(added, held) / elements_threads(n, held));
   return std::min<int64_t>(rows, int64_t(beside) * device.processors);
 }
@@ -184,9 +193,12 @@ inline int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device
 template <class T, bool kCentred, bool kAdded>
 bool run_elements_backward(const NormBackward& a, const Device& device, void* stream, int& error) {
   constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = 2;
-  constexpr int64_t kStatic = 2048;  // bytes of a block beside its ring
-  const int held = elements_held(a.n, kAdded), threads = elements_threads(a.n, held);
+  constexpr int64_t kStatic = 1664;  // bytes of a block beside its ring
+  const int held = elements_held(a.n, kAdded);
+  if (held == 0) return false;
+  const int threads = elements_threads(a.n, held);
   ElementsBackward given{a};
+  given.group = power_of_two_from(threads / kWarp);
   given.part = int(divide_up(a.n * int64_t(sizeof(T)) + 30, 16)) * 16;
   const int64_t kept = a.n * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
   const int64_t stage = int64_t(kTensors) * given.part;
@@ -196,9 +208,10 @@ bool run_elements_backward(const NormBackward& a, const Device& device, void* st
   if (blocks < 1 || stages_of() < kLeastStages) return false;
   given.stages = int(std::min<int64_t>(kMostElementsStages, stages_of()));
   const size_t bytes = size_t(given.stages * stage + kept);
-  const auto kernel = held == kFewElements
-                          ? norm_backward_elements<T, kCentred, kAdded, kFewElements>
-                          : norm_backward_elements<T, kCentred, kAdded, kManyElements>;
+  const auto kernel = held == 4   ? norm_backward_elements<T, kCentred, kAdded, 4>
+                      : held == 6 ? norm_backward_elements<T, kCentred, kAdded, 6>
+                      : held == 8 ? norm_backward_elements<T, kCentred, kAdded, 8>
+                                  : norm_backward_elements<T, kCentred, kAdded, 12>;
   int count = 0;
   error = int(resident_clusters(kernel, device, threads, bytes, 1, count));
   if (error || count == 0) return error != 0;
