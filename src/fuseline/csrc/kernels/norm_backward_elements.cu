@@ -28,7 +28,8 @@ bool norm_backward_elements(const NormBackward& a, bool added, int dtype, int y_
 }
 
 int64_t norm_backward_elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
-  return are_between(rows, n, sizeof(float)) ? elements_blocks(rows, n, added, device) : 0;
+  if (!are_between(rows, n, sizeof(float))) return 0;
+  return std::max(elements_blocks<float>(rows, n, added, device), elements_blocks<__half>(rows, n, added, device));
 }
 
 }  // namespace fuseline

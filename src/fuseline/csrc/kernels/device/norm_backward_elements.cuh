@@ -1,14 +1,15 @@
 // The norms' backward for many rows that do not keep to 16-byte steps, of one dtype, longer than tiles are
 // (norm_backward_tiled.cuh) and shorter than a cluster's (norm_backward_pieces.cuh) (sm_90).
 //
-// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which rows run ahead of the arithmetic, and accesses to shared
-// memory, three an element and one more for each tensor that is added. To shift vectors into place takes more than to read
-// single elements: of 4,097 of 16 bits 0.44 of the copy bandwidth.
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which rows run ahead of the arithmetic, and instructions, of
+// which an element has some 20. To shift vectors into place takes more: 4,097 of 16 bits read 0.44 of the copy bandwidth. By
+// single elements of 16 bits, 36 instructions each, 513 read 0.58 to 0.73, and 1,001 0.68 to 0.76.
 //
-// Threads: blocks stay, and each has rows of its own. Thread t has elements t, t + threads, ... of each, and the sums of these
-// columns, so that lanes side by side read elements side by side, wherever in a vector a row begins. One thread sends for
-// rows, with the vectors that they stand in; a row's threads meet once, by when all of it is in registers. Nothing is asked
-// of each element before that: beside a row they take its last, with a gradient of zero.
+// Threads: blocks stay, and each has rows of its own. Thread t has units t, t + threads, ... of each row, single elements of
+// fp32 and pairs of 16 bits, and the sums of these columns; lanes side by side read units side by side, wherever in a vector
+// a row begins, pairs of a row that begins in the middle of a word out of two words. One thread sends for rows, with the
+// vectors that they stand in; a row's threads meet once, by when all of it is in registers. Nothing is asked of each unit
+// before that: beside a row threads take its last, with a gradient of zero.
 #pragma once
 
 #include "kept.cuh"
@@ -20,12 +21,42 @@ namespace fuseline {
 constexpr int kMostElementsStages = 8;
 constexpr int kMostElementsBlocks = 32;  // of a multiprocessor
 
-// Threads of a multiprocessor that have so many elements each, by registers.
+// Elements of a unit.
+template <class T>
+constexpr int kUnit = sizeof(T) == 2 ? 2 : 1;
+
+// Threads of a multiprocessor that have so many units each, by registers.
+template <class T>
 __host__ __device__ constexpr int elements_threads_of(bool added, int held) {
-  if (held <= 4) return 1024;
-  if (held <= 6) return added ? 768 : 1024;
-  if (held <= 8) return added ? 512 : 768;
-  return added ? 512 : 704;
+  return added && held * kUnit<T> > 6 ? 768 : 1024;
+}
+
+// Unit `unit` of a row out of shared memory.
+template <class T>
+__device__ __forceinline__ void take_unit(const unsigned char* row, int unit, float (&values)[kUnit<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    values[0] = reinterpret_cast<const float*>(row)[unit];
+  } else {
+    const bool inside = shared_address(row) & 2;  // of a word; the same for all threads
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(row - (inside ? 2 : 0)) + unit;
+    uint32_t pair = words[0];
+    if (inside) pair = __byte_perm(pair, words[1], 0x5432);
+    const float2 both = unpack_pair<T>(pair);
+    values[0] = both.x, values[1] = both.y;
+  }
+}
+
+// And to memory: elements `first` .. of a row of n.
+template <class T>
+__device__ __forceinline__ void put_unit(T* row, int first, int n, const float (&values)[kUnit<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    if (first < n) row[first] = values[0];
+  } else if (reinterpret_cast<uintptr_t>(row) % 4 == 0 && first + 1 < n) {
+    *reinterpret_cast<uint32_t*>(row + first) = pack_pair<T>(values[0], values[1]);
+  } else {
+    if (first < n) row[first] = from_float<T>(values[0]);
+    if (first + 1 < n) row[first + 1] = from_float<T>(values[1]);
+  }
 }
 
 struct ElementsBackward {
@@ -39,21 +70,21 @@ struct ElementsBackward {
 __host__ __device__ inline int mask_bytes(int n) { return (n + 7) / 8 + 1; }
 
 template <class T, bool kCentred, bool kAdded, int kHeld>
-__global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
+__global__ void __launch_bounds__(elements_threads_of<T>(kAdded, kHeld), 1)
     norm_backward_elements(const ElementsBackward given) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSums = kAdded ? kSumsOfAddedNorm : kCentred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
-  constexpr int kTensors = kAdded ? 3 : 2;
+  constexpr int kTensors = kAdded ? 3 : 2, kSize = kUnit<T>;
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostElementsStages];
   __shared__ float2 states[2][kWarp];
   const NormBackward& a = given.norm;
-  const int n = int(a.n), slot = int(threadIdx.x), threads = int(blockDim.x);
+  const int n = int(a.n), slot = int(threadIdx.x), threads = int(blockDim.x), units = (n + kSize - 1) / kSize;
   const int lane = slot % kWarp, warp = slot / kWarp, warps = threads / kWarp;
   const int group = given.group, beside = lane & (group - 1);  // lanes that add up a row's warps
   const int stages = given.stages, step = int(gridDim.x), stage_bytes = kTensors * given.part;
   float* const weights = reinterpret_cast<float*>(ring + stages * stage_bytes);
-  unsigned char* const masks = reinterpret_cast<unsigned char*>(weights + n);  // of a row and of the next
+  unsigned char* const masks = reinterpret_cast<unsigned char*>(weights + units * kSize);  // of a row and of the next
   const auto fetch = [&](int64_t row, int stage) {
     if (row >= a.rows) return;
     unsigned char* const to = ring + stage * stage_bytes;
@@ -69,7 +100,6 @@ __global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
   const auto head_of = [&](const void* tensor, int64_t element) {
     return (uint32_t(reinterpret_cast<uintptr_t>(tensor)) + uint32_t(element) * uint32_t(sizeof(T))) % 16;
   };
-  const auto has = [&](int k) { return slot + k * threads < n; };
   const bool centred = kCentred && (!kAdded || a.mean), masked = kAdded && a.dropout.seed, sums_up = kAdded && a.grad_sum;
   const auto mean_of_row = [&](int64_t row) { return centred && row < a.rows ? a.mean[row] : 0.f; };
   const auto rstd_of_row = [&](int64_t row) { return row < a.rows ? a.rstd[row] : 0.f; };
@@ -85,13 +115,10 @@ __global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
   if (slot == 0) {
     for (int stage = 0; stage < stages; ++stage) fetch(blockIdx.x + int64_t(stage) * step, stage);
   }
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    if (has(k)) weights[slot + k * threads] = weight_at<T>(a, slot + k * threads);
-  }
+  for (int i = slot; i < units * kSize; i += threads) weights[i] = i < n ? weight_at<T>(a, i) : 0.f;
   __syncthreads();
   const uint64_t seed = masked ? uint64_t(*a.dropout.seed) : 0;
-  ColumnSums<kHeld, kSums> columns = {};
+  ColumnSums<kSize, kSums> columns[kHeld] = {};
   int stage = 0, parity = 0, turn = 0;
   float mean = mean_of_row(blockIdx.x), rstd = rstd_of_row(blockIdx.x);
 #pragma unroll 1
@@ -106,22 +133,38 @@ __global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
     }
     barrier_wait(&arrived[stage], parity);
     const unsigned char* const rows_here = ring + stage * stage_bytes;
-    const T* const x_row = reinterpret_cast<const T*>(rows_here + head_of(a.x, base));
-    const T* const grad_row = reinterpret_cast<const T*>(rows_here + given.part + head_of(a.grad_y, base));
-    const T* const sum_row = reinterpret_cast<const T*>(rows_here + 2 * given.part + head_of(a.grad_sum, base));
-    float apart[kHeld], weighted[kHeld], added[kAdded ? kHeld : 1];
+    const unsigned char* const x_row = rows_here + head_of(a.x, base);
+    const unsigned char* const grad_row = rows_here + given.part + head_of(a.grad_y, base);
+    const unsigned char* const sum_row = rows_here + 2 * given.part + head_of(a.grad_sum, base);
+    float apart[kHeld][kSize], weighted[kHeld][kSize], added[kAdded ? kHeld : 1][kSize] = {};
     float2 sums = make_float2(0.f, 0.f);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int i = min(slot + k * threads, n - 1);
-      const float grad = has(k) ? to_float(grad_row[i]) : 0.f;
-      apart[k] = to_float(x_row[i]) - mean;
-      if constexpr (kAdded) added[k] = sums_up ? to_float(sum_row[i]) : 0.f;
-      weighted[k] = grad * weights[i];
-      columns.weight[k] += grad * apart[k] * rstd;
-      if constexpr (kSums > 1) columns.bias[k] += grad;
-      sums.x += weighted[k];
-      sums.y += weighted[k] * apart[k];
+      const int unit = min(slot + k * threads, units - 1), first = (slot + k * threads) * kSize;
+      float grad[kSize], weight[kSize];
+      take_unit<T>(grad_row, unit, grad);
+      take_unit<T>(x_row, unit, apart[k]);
+      if constexpr (kAdded) {
+        if (sums_up) take_unit<T>(sum_row, unit, added[k]);
+      }
+      if constexpr (kSize == 1) {
+        weight[0] = weights[unit];
+      } else {
+        const float2 both = reinterpret_cast<const float2*>(weights)[unit];
+        weight[0] = both.x, weight[1] = both.y;
+      }
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const bool inside = first + i < n;
+        if (!inside) grad[i] = 0.f;
+        apart[k][i] = i == 0 || inside ? apart[k][i] - mean : 0.f;  // what stands behind a row is no number
+        weighted[k][i] = grad[i] * weight[i];
+        const float product = grad[i] * apart[k][i];
+        columns[k].weight[i] = fmaf(product, rstd, columns[k].weight[i]);
+        if constexpr (kSums > 1) columns[k].bias[i] += grad[i];
+        sums.x += weighted[k][i];
+        sums.y = fmaf(product, weight[i], sums.y);
+      }
     }
     sums = sum_over_warp(sums);
     if (warps > 1) {
@@ -137,17 +180,22 @@ __global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
     terms.set(a, centred, sums.x, sums.y);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int i = slot + k * threads;
-      float grad = weighted[k] * terms.scale - terms.offset - apart[k] * terms.slope;
-      if constexpr (kAdded) grad += added[k];
-      if (a.grad_x && has(k)) static_cast<T*>(a.grad_x)[base + i] = from_float<T>(grad);
+      const int first = (slot + k * threads) * kSize;
+      float grad[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        grad[i] = fmaf(weighted[k][i], terms.scale, -terms.offset) - apart[k][i] * terms.slope;
+        if constexpr (kAdded) grad[i] += added[k][i];
+      }
+      if (a.grad_x) put_unit<T>(static_cast<T*>(a.grad_x) + base, first, n, grad);
       if constexpr (kAdded) {
-        if (masked) {
-          const int place = int(base % 8) + min(i, n - 1);
-          grad *= mask[place / 8] >> place % 8 & 1 ? a.dropout.scale : 0.f;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const int place = int(base % 8) + min(first + i, n - 1);
+          if (masked) grad[i] *= mask[place / 8] >> place % 8 & 1 ? a.dropout.scale : 0.f;
+          columns[k].x_bias[i] += grad[i];
         }
-        columns.x_bias[k] += grad;
-        if (a.grad_dropped && has(k)) static_cast<T*>(a.grad_dropped)[base + i] = from_float<T>(grad);
+        if (a.grad_dropped) put_unit<T>(static_cast<T*>(a.grad_dropped) + base, first, n, grad);
       }
     }
     mean = next_mean, rstd = next_rstd;
@@ -158,35 +206,48 @@ __global__ void __launch_bounds__(elements_threads_of(kAdded, kHeld), 1)
   float* const mine = a.partials + blockIdx.x * a.columns;
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    const int i = slot + k * threads;
-    if (i >= n) continue;
-    mine[i] = columns.weight[k];
-    if constexpr (kSums > 1) mine[kind_step + i] = columns.bias[k];
-    if constexpr (kSums > 2) mine[2 * kind_step + i] = columns.x_bias[k];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int column = (slot + k * threads) * kSize + i;
+      if (column >= n) continue;
+      mine[column] = columns[k].weight[i];
+      if constexpr (kSums > 1) mine[kind_step + column] = columns[k].bias[i];
+      if constexpr (kSums > 2) mine[2 * kind_step + column] = columns[k].x_bias[i];
+    }
   }
 #endif
 }
 
 // ---- host ----
 
-inline int elements_threads(int64_t n, int held) { return int(divide_up(divide_up(n, held), kWarp)) * kWarp; }
+// Units of a thread, of which one may have fewer or more.
+template <class T>
+constexpr int kFewUnits = sizeof(T) == 2 ? 3 : 4;
+template <class T>
+constexpr int kManyUnits = sizeof(T) == 2 ? 4 : 8;
 
-// Elements of a thread, 0 where no multiprocessor holds a row: one costs it some 130 instructions and 25 for each element,
-// beside the row or not.
-inline int elements_held(int64_t n, bool added) {
-  int best = 0;
-  const auto cost = [&](int held) { return elements_threads(n, held) * (130 + 25 * held); };
-  for (const int held : {4, 6, 8, 12}) {
-    const bool fits = elements_threads(n, held) <= elements_threads_of(added, held);
-    if (fits && (best == 0 || cost(held) < cost(best))) best = held;
-  }
-  return best;
+template <class T>
+int elements_threads(int64_t n, int held) {
+  return int(divide_up(divide_up(n, int64_t(held * kUnit<T>)), kWarp)) * kWarp;
 }
 
-inline int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
-  const int held = elements_held(n, added);
+// The units of a thread, 0 where no multiprocessor holds a row: a thread has some 110 instructions a row and 44 a unit, beside
+// the row or not. Of fp32 few, as long as a multiprocessor has two blocks.
+template <class T>
+int elements_held(int64_t n, bool added) {
+  constexpr int kFew = kFewUnits<T>, kMany = kManyUnits<T>;
+  const auto fits = [&](int held) { return elements_threads<T>(n, held) <= elements_threads_of<T>(added, held); };
+  const auto cost = [&](int held) { return elements_threads<T>(n, held) * (110 + 44 * held); };
+  const bool few = sizeof(T) == 4 ? elements_threads<T>(n, kFew) <= 512 : !fits(kMany) || cost(kFew) <= cost(kMany);
+  const int held = few ? kFew : kMany;
+  return fits(held) ? held : 0;
+}
+
+template <class T>
+int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device& device) {
+  const int held = elements_held<T>(n, added);
   if (held == 0) return 0;
-  const int beside = std::min(kMostElementsBlocks, elements_threads_of(added, held) / elements_threads(n, held));
+  const int beside = std::min(kMostElementsBlocks, elements_threads_of<T>(added, held) / elements_threads<T>(n, held));
   return std::min<int64_t>(rows, int64_t(beside) * device.processors);
 }
 
@@ -194,24 +255,22 @@ template <class T, bool kCentred, bool kAdded>
 bool run_elements_backward(const NormBackward& a, const Device& device, void* stream, int& error) {
   constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = 2;
   constexpr int64_t kStatic = 1664;  // bytes of a block beside its ring
-  const int held = elements_held(a.n, kAdded);
+  const int held = elements_held<T>(a.n, kAdded);
   if (held == 0) return false;
-  const int threads = elements_threads(a.n, held);
+  const int threads = elements_threads<T>(a.n, held);
   ElementsBackward given{a};
   given.group = power_of_two_from(threads / kWarp);
   given.part = int(divide_up(a.n * int64_t(sizeof(T)) + 30, 16)) * 16;
-  const int64_t kept = a.n * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
+  const int64_t kept = (a.n + 1) * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
   const int64_t stage = int64_t(kTensors) * given.part;
-  int64_t blocks = elements_blocks(a.rows, a.n, kAdded, device) / device.processors;  // of a multiprocessor
+  int64_t blocks = elements_blocks<T>(a.rows, a.n, kAdded, device) / device.processors;  // of a multiprocessor
   const auto stages_of = [&] { return (device.shared_a_processor / blocks - kStatic - kept) / stage; };
   while (blocks > 1 && stages_of() < kLeastStages) --blocks;
   if (blocks < 1 || stages_of() < kLeastStages) return false;
   given.stages = int(std::min<int64_t>(kMostElementsStages, stages_of()));
   const size_t bytes = size_t(given.stages * stage + kept);
-  const auto kernel = held == 4   ? norm_backward_elements<T, kCentred, kAdded, 4>
-                      : held == 6 ? norm_backward_elements<T, kCentred, kAdded, 6>
-                      : held == 8 ? norm_backward_elements<T, kCentred, kAdded, 8>
-                                  : norm_backward_elements<T, kCentred, kAdded, 12>;
+  const auto kernel = held == kFewUnits<T> ? norm_backward_elements<T, kCentred, kAdded, kFewUnits<T>>
+                                           : norm_backward_elements<T, kCentred, kAdded, kManyUnits<T>>;
   int count = 0;
   error = int(resident_clusters(kernel, device, threads, bytes, 1, count));
   if (error || count == 0) return error != 0;
