@@ -50,6 +50,10 @@ def test_the_roof_is_the_copy_bandwidth_and_then_the_products(section):
     assert {key.label for key in chart.legend} == {"eager", "fuseline"}
 
 
+def test_the_ceilings_are_its_summary(section):
+    assert section.summary == "a copy at 3000 GB/s, bf16 products at 790 TFLOP/s"
+
+
 def test_latencies_stand_beside_the_lectures(section):
     table = next(b for b in section.blocks if isinstance(b, Table) and b.title == "Latency of memory")
     assert [cell.text for cell in table.rows[0].cells] == ["L2", "150", "262", "200"]

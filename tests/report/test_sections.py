@@ -231,6 +231,22 @@ def test_ops_name_the_worst_error_and_the_peers_that_are_absent(op_section):
     assert details.items == (("quack", "not installed: `pip install quack-kernels`"),)
 
 
+def test_ops_are_summed_up_by_how_many_sizes_lead_or_nearly(all_records, op_section):
+    assert op_section.summary.startswith("72 of 72 sizes as fast as the fastest peer or within 3% of it, 1.")
+    ops = [r for r in all_records if r.suite == "ops"]
+    (first, *_) = (r for r in ops if r.metric == "time_us" and r.peer == "eager")
+    ours = next(
+        r for r in ops if (r.metric, r.peer, r.case) == ("time_us", "fuseline", first.case) and r.value
+    )
+    for ahead, told in ((0.98, "72 of 72"), (0.96, "71 of 72")):
+        beaten = [replace(r, value=ours.value * ahead) if r is first else r for r in ops]
+        (section,) = op_suite.sections(Shelf(beaten))
+        assert section.summary.startswith(told)
+    alone = [r for r in ops if r.peer in ("fuseline", "copy")]
+    (section,) = op_suite.sections(Shelf(alone))
+    assert section.summary == "layer_norm, softmax"
+
+
 def test_ops_on_the_reference_say_so(all_records):
     fallen = [
         replace(r, case={**r.case, "native": False}) if "native" in r.case else r

@@ -66,6 +66,16 @@ def test_the_headline_is_the_epochs_ratio(section: Section) -> None:
     assert any(label == "BLEU of the recipe" and "38.2" in value for label, value, _ in headline.tiles)
 
 
+def test_without_epochs_the_recipe_is_the_summary() -> None:
+    case = {"section": "recipe", "model": "decoder", "data": "made", "num_layers": 4}
+    records = [
+        Record.of("translation", case, "bleu", 97.5, GPU),
+        Record.of("translation", case, "training_s", 153.0, GPU),
+    ]
+    (made,) = translation.sections(Shelf(records))
+    assert made.summary == "BLEU 97.5 after 153 s of training"
+
+
 def test_epochs_with_the_limit_and_what_failed(section: Section) -> None:
     rows = {row.cells[1].text: row.cells for row in tables(section)["Epochs"].rows}
     assert rows["operator by operator"][3].text.startswith("2")  # 10 ms x 200

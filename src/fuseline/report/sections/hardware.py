@@ -53,7 +53,21 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         Details("What was not measured", skipped) if skipped else None,
     ]
     made = tuple(block for block in blocks if block is not None)
-    return Section(f"hardware-{index}", "Hardware", device, f"the ceilings of {device}", made)
+    return Section(
+        f"hardware-{index}", "Hardware", device, _summary(records) or f"the ceilings of {device}", made
+    )
+
+
+def _summary(records: Sequence[Record]) -> str:
+    copy, products = (
+        _value(records, "bandwidth", "copy", "bandwidth_gbs"),
+        _value(records, "matrix", "bf16", "tflops"),
+    )
+    told = [
+        f"a copy at {plain(copy)} GB/s" if copy else "",
+        f"bf16 products at {plain(products)} TFLOP/s" if products else "",
+    ]
+    return ", ".join(filter(None, told))
 
 
 def _plain_table(title: str, records: Sequence[Record], reading: str) -> Table | None:

@@ -8,7 +8,7 @@ from fuseline.records import Record
 from fuseline.report.blocks import Block, Cell, Column, Details, Drawing, Row, Section, Table, Tone, table
 from fuseline.report.charts import Axis, Figure, Line, Lines, Point
 from fuseline.report.metrics import cell
-from fuseline.report.numbers import percent, plain, tick, whole
+from fuseline.report.numbers import percent, plain, ratio, tick, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
@@ -45,8 +45,27 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     blocks.append(_on_cpu([r for r in records if r.case["section"] == "cpu" and r.value is not None]))
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
-    words = "products of a few rows of activations with int8, int4 and bf16 weights"
-    return Section(f"linear-{index}", "Linear layers for few rows", device, words, made)
+    return Section(f"linear-{index}", "Linear layers for few rows", device, _summary(records), made)
+
+
+def _summary(records: Sequence[Record]) -> str:
+    """What the formats are worth on the largest square; else how far they go on a CPU, or what there is."""
+    gains = [
+        r for r in records if r.case["section"] == "chart" and r.metric == "speedup" and r.peer == "fuseline"
+    ]
+    largest = max((_size(r) for r in gains), default=0.0)
+    shown = {str(r.case["format"]): r.value for r in gains if _size(r) == largest and r.value}
+    if shown:
+        told = ", ".join(f"{format} {ratio(shown[format])}" for format in DASHES if format in shown)
+        return f"one row times {whole(largest)} x {whole(largest)} weights, over bf16 in cuBLAS: {told}"
+    on_cpu = [r for r in records if r.case["section"] == "cpu" and r.metric == "paired_speedup" and r.value]
+    spans = []
+    for format, group in grouped(on_cpu, lambda r: str(r.case["format"])).items():
+        values = [r.value for r in group if r.value]
+        spans.append(f"{format} {ratio(min(values))} to {ratio(max(values))}")
+    if spans:
+        return f"one to few rows, over fp32 of torch: {', '.join(spans)}"
+    return "products of a few rows of activations with int8, int4 and bf16 weights"
 
 
 def _layer(record: Record) -> tuple[str, str, str]:

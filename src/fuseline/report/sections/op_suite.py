@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from fuseline.records import Record
 from fuseline.report.blocks import (
@@ -21,7 +22,7 @@ from fuseline.report.blocks import (
 )
 from fuseline.report.charts import Axis, Figure, Key, Line, Lines, Panels, Point
 from fuseline.report.metrics import cell, number, presentation
-from fuseline.report.numbers import percent_tick, plain, ratio_tick, tick, whole
+from fuseline.report.numbers import percent_tick, plain, ratio, ratio_tick, tick, whole
 from fuseline.report.palette import peer_role
 from fuseline.report.provenance import source
 from fuseline.report.sections import seed_shapes
@@ -33,6 +34,7 @@ DASHES: dict[str, tuple[float, ...]] = {"fuseline": (), "eager": (5, 3), "induct
 OTHER_DASH = (7.0, 3.0, 2.0, 3.0)
 # What is drawn against the row length: the first of these that was measured.
 DRAWN = ("share_of_floor", "share_of_copy", "bandwidth_gbs", "tflops", "time_us")
+NEARLY = 0.03
 CEILINGS = ("copy", "empty kernel", "all")  # what stands beside the ops, not an op
 _WHERE = frozenset({"op", "dtype", "rows", "n", "direction", "native", "reason"})
 
@@ -50,7 +52,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     apart = {id(r) for r in (*about_all, *homework)}
     by_op = grouped((r for r in records if id(r) not in apart), lambda r: str(r.case["op"]))
     blocks: list[Block | None] = [*_about_all(about_all, records), *seed_shapes.blocks(homework)]
-    for op, group in by_op.items():
+    for op, group in sorted(by_op.items()):
         stem = f"ops-{op}" + (f"-{index}" if index > 1 else "")
         blocks.append(Heading(op))
         for position, (variant, of_variant) in enumerate(sorted(grouped(group, _variant).items())):
@@ -58,9 +60,25 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
             blocks.append(_lines(op, variant, of_variant, name))
             blocks.append(_speedups(op, variant, of_variant, f"{name}-speedup"))
         blocks += [_worst(group), _host(group), _all(group)]
-    summary = f"{', '.join(by_op or dict.fromkeys(str(r.case['op']) for r in homework))} on {device}"
+    ops = sorted(by_op or {str(r.case["op"]) for r in homework})
+    summary = _against_the_best([r for r in records if id(r) not in apart]) or ", ".join(ops)
     made = tuple(b for b in blocks if b is not None)
     return Section(f"ops-{index}", "Ops against their peers", device, summary, made)
+
+
+def _against_the_best(records: Sequence[Record]) -> str:
+    """In how many places ours is as fast as the fastest peer, or nearly; "" where no peer was timed."""
+    ratios = []
+    for group in grouped((r for r in records if r.metric == "time_us" and r.value), _place).values():
+        ours = [r.value for r in group if r.peer == "fuseline" and r.value]
+        others = [r.value for r in group if r.peer != "fuseline" and r.value]
+        if ours and others:
+            ratios.append(min(others) / ours[0])
+    if not ratios:
+        return ""
+    near = sum(gain >= 1 - NEARLY for gain in ratios)
+    told = f"{whole(near)} of {whole(len(ratios))} sizes as fast as the fastest peer"
+    return f"{told} or within {NEARLY:.0%} of it, {ratio(geometric_mean(ratios))} in the mean"
 
 
 def _about_all(records: Sequence[Record], every: Sequence[Record]) -> list[Block]:

@@ -57,9 +57,18 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
         _recipe(by_part.get("recipe", [])),
     ]
     title = "Translation: a model trained with and without fused kernels"
-    summary = f"{headline.value} {headline.words}" if headline else title
+    summary = f"{headline.value} {headline.words}" if headline else _score(by_part.get("recipe", [])) or title
     made = tuple(block for block in blocks if block is not None)
     return Section(f"translation-{index}", title, device, summary, made)
+
+
+def _score(recipe: Sequence[Record]) -> str:
+    """What a training reached; "" where none was scored."""
+    found = {r.metric: cell(r).text for r in recipe if r.value is not None}
+    if "bleu" not in found:
+        return ""
+    took = f" after {found['training_s']} s of training" if "training_s" in found else ""
+    return f"BLEU {found['bleu']}{took}"
 
 
 def _headline(
