@@ -254,7 +254,7 @@ int64_t elements_blocks(int64_t rows, int64_t n, bool added, const Device& devic
 template <class T, bool kCentred, bool kAdded>
 bool run_elements_backward(const NormBackward& a, const Device& device, void* stream, int& error) {
   constexpr int kTensors = kAdded ? 3 : 2, kLeastStages = 2;
-  constexpr int64_t kStatic = 1664;  // bytes of a block beside its ring
+  constexpr int64_t kStatic = 1664, kGrain = 128;  // bytes of a block beside its ring, and what it is given a multiple of
   const int held = elements_held<T>(a.n, kAdded);
   if (held == 0) return false;
   const int threads = elements_threads<T>(a.n, held);
@@ -264,7 +264,8 @@ bool run_elements_backward(const NormBackward& a, const Device& device, void* st
   const int64_t kept = (a.n + 1) * 4 + (a.dropout.seed ? 2 * mask_bytes(int(a.n)) : 0);
   const int64_t stage = int64_t(kTensors) * given.part;
   int64_t blocks = elements_blocks<T>(a.rows, a.n, kAdded, device) / device.processors;  // of a multiprocessor
-  const auto stages_of = [&] { return (device.shared_a_processor / blocks - kStatic - kept) / stage; };
+  const auto room = [&] { return device.shared_a_processor / blocks / kGrain * kGrain; };
+  const auto stages_of = [&] { return (room() - kStatic - kept) / stage; };
   while (blocks > 1 && stages_of() < kLeastStages) --blocks;
   if (blocks < 1 || stages_of() < kLeastStages) return false;
   given.stages = int(std::min<int64_t>(kMostElementsStages, stages_of()));
