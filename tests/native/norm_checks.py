@@ -10,14 +10,6 @@ from fuseline.ops.philox import multipliers
 from .guarded import DEVICE
 
 P = 0.25
-KINDS = (
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "dropout_add_layer_norm",
-    "dropout_add_rms_norm",
-)
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

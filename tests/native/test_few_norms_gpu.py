@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fuseline import native
+from fuseline.native.kernels import NORMS
 
 from .guarded import place, randn
-from .norm_checks import KINDS, TYPES, check_forward, check_gradients
+from .norm_checks import TYPES, check_forward, check_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -99,7 +100,7 @@ def test_few_short_rows_anywhere(dtype: torch.dtype, centred: bool, added: bool)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "dropout" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in NORMS if "dropout" in kind])
 def test_few_masked_rows_anywhere(kind: str, dtype: torch.dtype) -> None:
     for rows, n in ((4, 31), (33, 63), (512, 65), (128, 511), (33, 1001), (4, 4097), (512, 8191)):
         for offset in (0, 1):
@@ -107,7 +108,7 @@ def test_few_masked_rows_anywhere(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_few_rows(kind: str, dtype: torch.dtype) -> None:
     """By blocks of rows and of columns: of single elements, and of vectors to 8,192 columns."""
     for rows, n in (
@@ -127,7 +128,7 @@ def test_gradients_of_few_rows(kind: str, dtype: torch.dtype) -> None:
         check_gradients(kind, rows, n, dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_few_rows_by_all_options(kind: str) -> None:
     for rows, n in ((4, 31), (130, 33), (16, 5120)):
         check_gradients(kind, rows, n, torch.bfloat16, affine=torch.float32)

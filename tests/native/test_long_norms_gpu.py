@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fuseline import native
+from fuseline.native.kernels import NORMS
 
 from .guarded import DEVICE
-from .norm_checks import KINDS, TYPES, P, check_forward, check_gradients, near, place, statistics
+from .norm_checks import TYPES, P, check_forward, check_gradients, near, place, statistics
 
 pytestmark = pytest.mark.gpu
 
@@ -34,21 +35,21 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients(kind: str, dtype: torch.dtype) -> None:
     for rows, n in SHAPES:
         for offset in (0, 1):
             check_gradients(kind, rows, n, dtype, offset=offset)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_shorter_rows_and_of_more(kind: str) -> None:
     for rows, n in SHORTER + BESIDE:
         check_gradients(kind, rows, n, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_many_rows(kind: str, dtype: torch.dtype) -> None:
     for rows, n in MANY:
         check_gradients(kind, rows, n, dtype)
@@ -60,7 +61,7 @@ def test_gradients_of_many_rows(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_many_rows_by_all_options(kind: str, dtype: torch.dtype) -> None:
     rows, n = 133, 262144
     check_gradients(kind, rows, n, dtype, affine=torch.float32)
@@ -73,12 +74,12 @@ def test_gradients_of_many_rows_by_all_options(kind: str, dtype: torch.dtype) ->
     check_gradients(kind, rows, 50257, dtype, weighted=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_sums_over_very_many_rows_of_one_sign(kind: str) -> None:
     check_gradients(kind, 1024, 131072, torch.float32, shift=2.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None:
     check_gradients(kind, 40, 131071, torch.float32)  # odd rows that no cluster holds
     for rows, n in ((16, 131072), (7, 131071)):
@@ -89,14 +90,14 @@ def test_gradients_where_dtypes_differ_or_sums_are_not_wanted(kind: str) -> None
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_forward(kind: str, dtype: torch.dtype) -> None:
     for rows, n in SHAPES + MANY:
         for offset in (0, 1):
             check_forward(kind, rows, n, dtype, offset)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_forward_of_many_rows_in_16_bits_beside_float32_weights(kind: str) -> None:
     centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
     for rows, n in ((133, 262144), (133, 400000)):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fuseline import native
+from fuseline.native.kernels import NORMS
 
-from .norm_checks import KINDS, TYPES, check_forward, check_gradients, place
+from .norm_checks import TYPES, check_forward, check_gradients, place
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_forward_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
     """Rows that begin at any element of a vector, and at any vector of a line of memory."""
     a_vector, a_line = 16 // dtype.itemsize, 128 // dtype.itemsize
@@ -60,7 +61,7 @@ def test_weights_of_odd_rows_are_the_calls_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
     """Of a warp, of blocks of few elements a thread and of many, in fewer turns than a ring has and more."""
     for rows, n, offset in (
@@ -81,7 +82,7 @@ def test_gradients_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_many_odd_rows_by_all_options(kind: str, dtype: torch.dtype) -> None:
     for rows, n in ((5000, 513), (1200, 3073)):
         check_gradients(kind, rows, n, dtype, affine=torch.float32)

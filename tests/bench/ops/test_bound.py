@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from fuseline.bench.ops.bound import bind_inputs
+from fuseline.native.kernels import NORMS
 from fuseline.ops import get
 from fuseline.ops.op import outputs
-
-NORMS = (
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "dropout_add_layer_norm",
-    "dropout_add_rms_norm",
-)
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

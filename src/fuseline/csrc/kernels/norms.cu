@@ -99,10 +99,11 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
 
 size_t forward_workspace_bytes(const fuseline_norm& norm) {
   Device device;
-  if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
+  const bool odd = !keeps_to_vectors(norm);
+  if (norm.rows <= 0 || norm.n <= 0 || !(norm.residual || odd) || current_device(device) != cudaSuccess) return 0;
   const size_t teams = norm.residual ? norm_forward_teams_bytes(norm.rows, norm.n, device) : 0;
-  const bool many = choice_for_many(norm, added_by(arguments_of(norm)), false, device);
-  return std::max(teams, many && !keeps_to_vectors(norm) ? norm_forward_odd_bytes(norm.n, norm.dtype) : 0);
+  const bool many = odd && choice_for_many(norm, added_by(arguments_of(norm)), false, device);
+  return std::max(teams, many ? norm_forward_odd_bytes(norm.n, norm.dtype) : 0);
 }
 
 // Whether the backward has more to do than that of a norm alone.

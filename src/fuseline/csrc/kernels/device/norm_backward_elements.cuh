@@ -1,9 +1,10 @@
 // The norms' backward for many rows that do not keep to 16-byte steps, of one dtype, longer than tiles are
 // (norm_backward_tiled.cuh) and shorter than a cluster's (norm_backward_pieces.cuh) (sm_90).
 //
-// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which rows run ahead of the arithmetic, and instructions, of
-// which an element has some 20. To shift vectors into place takes more: 4,097 of 16 bits read 0.44 of the copy bandwidth. By
-// single elements of 16 bits, 36 instructions each, 513 read 0.58 to 0.73, and 1,001 0.68 to 0.76.
+// Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, for which rows run ahead of the arithmetic, and instructions: to
+// shift vectors into place takes more, 4,097 of 16 bits read 0.40 to 0.44 of the copy bandwidth so, here 0.58 to 0.75. By
+// single elements of 16 bits, 36 instructions each, norms of x alone read 0.64 to 0.89 from 1,001 on (by pairs 0.65 to 0.80)
+// and sums of 1,001 0.69 (0.85).
 //
 // Threads: blocks stay, and each has rows of its own. Thread t has units t, t + threads, ... of each row, single elements of
 // fp32 and pairs of 16 bits, and the sums of these columns; lanes side by side read units side by side, wherever in a vector
@@ -231,8 +232,8 @@ int elements_threads(int64_t n, int held) {
   return int(divide_up(divide_up(n, int64_t(held * kUnit<T>)), kWarp)) * kWarp;
 }
 
-// The units of a thread, 0 where no multiprocessor holds a row: a thread has some 110 instructions a row and 44 a unit, beside
-// the row or not. Of fp32 few, as long as a multiprocessor has two blocks.
+// The units of a thread, 0 where no multiprocessor holds a row: a thread has 110 instructions a row, and by estimate 44 a unit,
+// beside the row or not. Of fp32 few, as long as a multiprocessor has two blocks.
 template <class T>
 int elements_held(int64_t n, bool added) {
   constexpr int kFew = kFewUnits<T>, kMany = kManyUnits<T>;
