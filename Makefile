@@ -4,28 +4,43 @@
 #   make demo PYTHON=/path/python  the same on top of an interpreter that has torch already
 #   make demo ARGS="--preset shakespeare"   any options of `fuseline ladder`
 #   make test                      lint, types, import rules, tests
-#   make test-slow                 the compilers at work: every kernel for every architecture, inductor
+#   make fuzz                      1,000 random cases of bad will of each suite (tests/fuzz/run.py)
+#   make fuzz ARGS="ops --cases 100000 --device cuda"   the same, as much as you like
+#   make test-slow                 the compilers at work: every kernel for Hopper, inductor
+#   make test-full                 all of these, every architecture, every model of the suites, a longer fuzz
+#   make docs                      the documentation as a site in build/site; warnings are errors
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-full fuzz lint docs clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/fuseline ladder $(ARGS)
 
 test: $(VENV)/.dev lint
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not full" $(ARGS)
 
 test-slow: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow and not full" $(ARGS)
+
+test-full: test docs
+	FUSELINE_TEST_FULL=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow or full" $(ARGS)
+	$(VENV)/bin/python tests/fuzz/run.py
+
+fuzz: $(VENV)/.dev
+	$(VENV)/bin/python tests/fuzz/run.py $(ARGS)
 
 lint: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests examples benchmarks
-	$(VENV)/bin/ruff format --check src tests examples benchmarks
+	$(VENV)/bin/ruff check src tests examples benchmarks docs/site
+	$(VENV)/bin/ruff format --check src tests examples benchmarks docs/site
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "The site is in build/site: open build/site/index.html."
 
 # An interpreter that has torch lends it (and what stands beside it) to the environment through a .pth
 # file; torch's own pin then falls away, all others hold.
@@ -46,6 +61,10 @@ $(VENV)/.demo: $(VENV)/constraints.txt pyproject.toml
 
 $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c $(VENV)/constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/constraints.txt pyproject.toml
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c $(VENV)/constraints.txt -e ".[docs]"
 	@touch $@ $(VENV)/.demo
 
 clean:

@@ -10,18 +10,24 @@ from fuseline.version import __version__
 
 if TYPE_CHECKING:
     from fuseline import picker
-    from fuseline.quant import quantize
+    from fuseline.acceleration.accelerate import accelerate
+    from fuseline.profiler import profile
+    from fuseline.quant.quantize import quantize
 
-__all__ = ["InputError", "__version__", "picker", "quantize"]
+__all__ = ["InputError", "__version__", "accelerate", "picker", "profile", "quantize"]
+
+_FUNCTIONS = {
+    "accelerate": "fuseline.acceleration",
+    "profile": "fuseline.profiler",
+    "quantize": "fuseline.quant",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: the command line answers before torch is there."""
     if name == "picker":
         return importlib.import_module("fuseline.picker")
-    if name != "quantize":
+    if name not in _FUNCTIONS:
         raise AttributeError(f"module 'fuseline' has no attribute {name!r}")
-    from fuseline.quant import quantize
-
-    globals()[name] = quantize
-    return quantize
+    globals()[name] = getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    return globals()[name]

@@ -30,7 +30,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     assert run(arguments) == 0
     printed = capsys.readouterr().out
     assert "20 iterations each, fp32, preset small, on cpu" in printed
-    assert printed.count("needs a CUDA device") == 4
+    assert printed.count("needs a CUDA device") == 8
     assert "gpt2" not in printed
     assert not out.exists()
     assert run([*arguments, "--json"]) == 0

@@ -13,7 +13,7 @@ from fuseline.bench.ops.measure import directions
 from fuseline.cli.main import run
 from fuseline.ops import registered
 
-TINY = ["--device", "cpu", "--quick", "--elements", "2048", "--lengths", "64", "--dtypes", "float32"]
+TINY = ["--device", "cpu", "--quick", "--elements", "2048", "--lengths", "64", "--precision", "fp32"]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     "arguments, message",
     [
         (["--ops", "softmacs"], "There is no op named 'softmacs'. Did you mean 'softmax'?"),
-        (["--dtypes", "float16,float"], "There is no dtype named 'float'."),
+        (["--precision", "fp16,float"], "There is no precision named 'float'."),
         (["--peers", "inducter"], "There is no peer named 'inducter'. Did you mean 'inductor'?"),
         (["--lengths", "-3"], "A row of length -3 has nothing in it"),
     ],

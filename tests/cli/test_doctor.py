@@ -25,7 +25,7 @@ BROKEN = Check("Correctness", "softmax on cpu", "bad", "wrong in float32", "FUSE
     ],
 )
 def test_the_exit_code_says_whether_it_is_usable(monkeypatch, capsys, checks, code, verdict):
-    monkeypatch.setattr(doctor, "examine", lambda: checks)
+    monkeypatch.setattr(doctor, "examine", lambda build: checks)
     assert run(["doctor"]) == code
     out = capsys.readouterr().out
     assert verdict in out
@@ -35,14 +35,14 @@ def test_the_exit_code_says_whether_it_is_usable(monkeypatch, capsys, checks, co
 
 
 def test_marks_are_words_not_colours_alone(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: [WELL, ABSENT, WARNED, BROKEN])
+    monkeypatch.setattr(doctor, "examine", lambda build: [WELL, ABSENT, WARNED, BROKEN])
     run(["doctor"])
     out = capsys.readouterr().out
     assert all(mark in out for mark in ("ok", "absent", "warning", "broken"))
 
 
 def test_json_holds_every_check(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: [WELL, BROKEN])
+    monkeypatch.setattr(doctor, "examine", lambda build: [WELL, BROKEN])
     assert run(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["usable"] is False

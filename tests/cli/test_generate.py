@@ -87,7 +87,7 @@ def test_batches_drafts_caches_and_formats(folder: Path, capsys: pytest.CaptureF
             str(folder),
             "--prompt-ids",
             "1,2",
-            "--batch",
+            "--batch-size",
             "2",
             "--max-new-tokens",
             "3",
@@ -155,17 +155,22 @@ DRAFTED = [*LLAMA, "--draft", "llama3-8b"]
         (["--preset", "llama-tiny", "--prompt-ids", "512"], "ids from 512 to 512"),
         (["--preset", "llama-tiny", "--prompt-ids", "a"], "numbers separated by commas"),
         (["--preset", "llama-tiny", "--prompt", "a" * 300], "context is 256"),
-        ([*LLAMA, "--max-new-tokens", "256"], "context is 256"),
+        (["--preset", "llama-tiny", "--prompt", "a" * 256], "no room for new ones"),
+        ([*LLAMA, "--temperature", "0", "--top-k", "5"], "takes the likeliest token: --top-k would"),
+        ([*LLAMA, "--seed", str(2**63)], "seed is 9223372036854775808"),
+        ([*LLAMA, "--seed", "-1"], "seed is -1"),
+        (["--preset", "llama-tiny", "--prompt", "caf\udce9"], "--prompt is not UTF-8 text"),
+        ([*LLAMA, "--stop", "\udcff"], "--stop is not UTF-8 text"),
         (["--preset", "llama-tinny", "--prompt", "a"], "Did you mean 'llama-tiny'"),
-        ([*LLAMA, "--quant", "int3"], "Did you mean"),
-        ([*LLAMA, "--dtype", "bf17"], "Did you mean 'bf16'"),
+        ([*LLAMA, "--quant", "int2"], "Did you mean"),
+        ([*LLAMA, "--precision", "bf17"], "Did you mean 'bf16'"),
         ([*LLAMA, "--top-k", "0"], "--top-k is 0"),
         ([*LLAMA, "--temperature", "-1"], "--temperature is -1"),
         ([*LLAMA, "--top-p", "2"], "--top-p is 2"),
         ([*LLAMA, "--min-p", "2"], "--min-p is 2"),
         ([*LLAMA, "--repetition-penalty", "0"], "--repetition-penalty is 0"),
-        ([*LLAMA, "--batch", "0"], "each is 1 or more"),
-        (["--preset", "llama2-7b", "--batch", "4000000", "--prompt", "a"], "GiB on cpu"),
+        ([*LLAMA, "--batch-size", "0"], "each is 1 or more"),
+        (["--preset", "llama2-7b", "--batch-size", "4000000", "--prompt", "a"], "GiB on cpu"),
         (["--model", "/nowhere", "--prompt", "a"], "/nowhere"),
         ([*LLAMA, "--save", "x"], "--save writes quantized models"),
         ([*LLAMA, "--quant", "int8", "--save", __file__], "a folder"),
@@ -175,11 +180,12 @@ DRAFTED = [*LLAMA, "--draft", "llama3-8b"]
         ([*LLAMA, "--quant", "int4", "--method", "gptq"], "--method hqq, which"),
         ([*LLAMA, "--quant", "fp8", "--method", "hqq"], "with --quant int8"),
         ([*LLAMA, "--method", "hqq"], "name a format with --quant"),
+        ([*LLAMA, "--quant", "nf4", "--method", "hqq"], "int3, int5; nf4 has nearest and fitted"),
         ([*LLAMA, "--cache", "int5"], "int8"),
         (DRAFTED, "knows 128256 tokens and the model 512"),
         ([*DRAFTED[:-1], "llama-tiny", "--repetition-penalty", "1.1"], "do not go together"),
         ([*DRAFTED[:-1], "llama-tiny", "--draft-tokens", "0"], "--draft-tokens is 0"),
-        ([*DRAFTED[:-1], "llama-tiny", "--max-new-tokens", "252"], "take 258 positions"),
+        ([*DRAFTED[:3], "a" * 251, "--draft", "llama-tiny"], "leaves no room for new ones"),
         ([*DRAFTED[:-1], "llama-tinny"], "Did you mean 'llama-tiny'"),
     ],
 )  # fmt: skip
@@ -218,8 +224,10 @@ def test_a_gpt_is_measured_before_it_is_read(
     asked = ["--model", str(tmp_path / kind if kind == "ckpt.pt" else tmp_path), "--prompt-ids", "1,2"]
     whole = answered(capsys, *asked, "--max-new-tokens", "3")["tokens"]
     assert whole == generate(model.eval(), [[1, 2]], 3)
-    assert run(["generate", *CPU, *asked, "--max-new-tokens", "15"]) == 2
-    assert "context is 16" in capsys.readouterr().err
+    assert run(["generate", *CPU, *asked, "--max-new-tokens", "15", "--json"]) == 0
+    told = capsys.readouterr()
+    assert len(json.loads(told.out)["tokens"][0]) == 14
+    assert "writing 14 new tokens, not 15: the model's context is 16" in told.err
     monkeypatch.setattr("fuseline.training.text_generator._read", None)
     monkeypatch.setattr("fuseline.generation.footprint.available", lambda device: 2**10)
     assert run(["generate", *CPU, *asked, "--max-new-tokens", "3"]) == 2
@@ -261,3 +269,27 @@ def test_weights_are_rounded_as_asked(folder: Path, capsys: pytest.CaptureFixtur
 def test_dry_run_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", *CPU, "--preset", "llama2-7b", "--prompt", "abc", "--dry-run"]) == 0
     assert "llama2-7b on cpu would write 128 tokens after 1 prompt(s)" in capsys.readouterr().out
+
+
+def test_filters_raise_the_temperature(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --temperature they draw; greedy tokens are the same whatever the seed."""
+    shape = ["--preset", "llama-tiny", "--prompt", "hello", "--max-new-tokens", "8"]
+    drawn = [answered(capsys, *shape, "--top-k", "50", "--seed", seed)["tokens"] for seed in ("1", "1", "2")]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_a_text_ends_at_any_of_the_ids_that_the_model_names(
+    where: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    asked = ["--model", str(tmp_path), "--prompt", "hello", "--max-new-tokens", "20"]
+    (whole,) = answered(capsys, *asked)["tokens"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 511}))
+    said = json.loads((tmp_path / where).read_text()) if (tmp_path / where).exists() else {}
+    (tmp_path / where).write_text(json.dumps({**said, "eos_token_id": [510, whole[5]]}))
+    (ended,) = answered(capsys, *asked)["tokens"]
+    assert ended == whole[: whole.index(whole[5])]

@@ -16,7 +16,13 @@ def records_file(tmp_path):
     environment = replace(describe("cpu"), device="Imaginary CPU (test data)")
     made = [
         Record.of(
-            "decode", {"model": "gpt", "format": f}, "tokens_per_s", v, environment, low=v - 1, high=v + 1
+            "decode",
+            {"model": "gpt", "preset": "gpt2", "format": f, "batch": 1, "position": 200},
+            "tokens_per_s",
+            v,
+            environment,
+            low=v - 1,
+            high=v + 1,
         )
         for f, v in (("bf16", 100.0), ("int8", 180.0))
     ]
@@ -78,7 +84,7 @@ def test_a_dry_run_writes_nothing(records_file, tmp_path, capsys):
         ("", "no records"),
         ('{"loss": 3}\n', "not a Fuseline record"),
         ("hello\n", "not JSON"),
-        (b"\xff\xfe\x00", "Cannot read"),
+        (b"\xff\xfe\x00", "not JSON"),
     ],
 )
 def test_missing_empty_and_foreign_files_are_refused_in_one_line(tmp_path, capsys, content, said):

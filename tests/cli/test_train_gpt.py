@@ -16,13 +16,14 @@ from rich.console import Console
 
 from fuseline.cli.main import run
 from fuseline.cli.train_gpt import Options
+from fuseline.cli.train_options import FLAGS
 from fuseline.cli.train_progress import TrainProgress
 from fuseline.training.config import TrainConfig
 from fuseline.training.metrics import read_metrics
 
 SMALL = [
     *("--tokenizer", "char", "--num-layers", "1", "--num-heads", "2", "--embed-dim", "16"),
-    *("--block-size", "16", "--batch-size", "4", "--steps", "6", "--eval-interval", "3"),
+    *("--seqlen", "16", "--batch-size", "4", "--steps", "6", "--eval-interval", "3"),
     *("--eval-batches", "1", "--sample-interval", "3", "--sample-tokens", "5"),
     *("--checkpoint-interval", "3", "--device", "cpu"),
 ]
@@ -41,7 +42,8 @@ def train(*arguments: str) -> int:
 
 
 def test_every_field_of_the_configuration_is_an_option() -> None:
-    assert {f.name for f in fields(TrainConfig)} <= {f.name for f in fields(Options)}
+    wanted = {FLAGS.get(f.name, f.name) for f in fields(TrainConfig)}
+    assert wanted <= {f.name for f in fields(Options)}
 
 
 def test_it_prints_one_json_object(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +96,7 @@ def test_resuming_takes_the_runs_own_configuration(
     [
         (["--data", "/nowhere.txt"], "no file or folder"),
         (["--num-heads", "3"], "cannot be split among 3 heads"),
-        (["--block-size", "9999"], "needs 10000"),
+        (["--seqlen", "9999"], "needs 10000"),
         (["--preset", "shakespear"], "Did you mean 'shakespeare'"),
         (["--execution", "graph"], "take 'eager' or 'inductor'"),
         (["--attention", "flahs"], "flash"),

@@ -76,3 +76,35 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "multi30k" in capsys.readouterr().err
     assert run(["train", "translate", "--resume"]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "german,english,message",
+    [
+        (b"ein\nzwei\n" * 30, b"one\n" * 30, "60 lines and"),
+        (b"", b"", "has 0 pairs"),
+        (b"\n" * 60, b"one\n" * 60, "has 0 pairs"),
+        (b"\xff\n" * 60, b"one\n" * 60, "not UTF-8"),
+    ],
+)
+def test_a_dry_run_reads_the_sentences(
+    german: bytes, english: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.de").write_bytes(german)
+    (tmp_path / "a.en").write_bytes(english)
+    data = f"{tmp_path / 'a.de'},{tmp_path / 'a.en'}"
+    assert run(["train", "translate", "--data", data, "--out", str(tmp_path / "run"), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--grad-clip", "nan"), ("--learning-rate", "inf"), ("--weight-decay", "nan"), ("--seed", "-1")],
+)
+def test_what_is_no_number_is_refused_at_the_start(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("gpt", "translate"):
+        assert run(["train", verb, *option, "--dry-run"]) == 2
+        assert option[0][2:].replace("-", "_") in capsys.readouterr().err

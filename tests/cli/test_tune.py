@@ -12,7 +12,7 @@ from fuseline.ops.attention import kept
 
 
 def test_says_what_it_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tune", "--preset", "tiny", "--batch", "2", "--device", "cpu", "--dry-run"]) == 0
+    assert run(["tune", "--preset", "tiny", "--batch-size", "2", "--device", "cpu", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "2 problems:" in out
     assert "bfloat16 fwbw on cpu, causal (bottom right)" in out
@@ -30,7 +30,7 @@ def test_reads_shapes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_takes_what_a_preset_says(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["tune", "--batch", "2", "--device", "cpu", "--dry-run", "--preset"]
+    line = ["tune", "--batch-size", "2", "--device", "cpu", "--dry-run", "--preset"]
     assert run([*line, "shakespeare"]) == 0
     out = capsys.readouterr().out
     assert "fwbw on cpu, causal (bottom right), dropout 0.2" in out, "what its training calls with"
@@ -49,7 +49,7 @@ def test_takes_what_a_preset_says(capsys: pytest.CaptureFixture[str]) -> None:
         (["--shapes", "8x16"], "is not of the form BxHxTxD"),
         (["--shapes", "8x6/4x16x16"], "H is a multiple of Hkv"),
         (["--preset", "gpt3"], "gpt3"),
-        (["--preset", "tiny", "--dtype", "int8"], "no dtype named 'int8'"),
+        (["--preset", "tiny", "--precision", "int8"], "no precision named 'int8'"),
         (["--preset", "tiny", "--directions", "bw"], "no direction named 'bw'"),
         (["--preset", "tiny"], "On a CPU the picker follows its rule"),
     ],
@@ -64,7 +64,7 @@ def test_keeps_what_it_measures(
 ) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
     monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
-    line = ["tune", "--shapes", "1x2x8x16", "--dtype", "float32", "--directions", "fw", "--device", "cpu"]
+    line = ["tune", "--shapes", "1x2x8x16", "--precision", "fp32", "--directions", "fw", "--device", "cpu"]
     assert run([*line, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["entries"][0]["times_us"]["flash"] > 0

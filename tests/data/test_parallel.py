@@ -25,7 +25,7 @@ def test_the_embedded_corpus_goes_both_ways() -> None:
     there, back = load_parallel("grammar"), load_parallel("grammar", "en", "de")
     assert there.splits["test"][0] == back.splits["test"][0][::-1]
     assert there.fingerprint != back.fingerprint
-    with pytest.raises(InputError, match="of de and en"):
+    with pytest.raises(InputError, match="languages de and en"):
         load_parallel("grammar", "fr", "en")
 
 

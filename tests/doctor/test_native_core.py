@@ -102,3 +102,11 @@ def test_writing_is_tried_and_leaves_nothing(tmp_path):
 def test_little_disk_space_is_told(core_checks, monkeypatch, free, state):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     assert core_checks()["disk"].state == state
+
+
+def test_what_is_not_built_is_named_and_nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: pytest.fail("loading builds"))
+    checks = {check.name: check for check in native_core.checks(["fuseline_torch"])}
+    assert checks["fuseline_torch"].state == "absent"
+    assert "doctor --build" in checks["fuseline_torch"].mend
+    assert "operations" not in checks

@@ -95,7 +95,10 @@ def test_repetition_penalty_is_that_of_ctrl() -> None:
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": 0.0, "top_k": 5, "min_p": 0.1}, "top_k and min_p would change nothing"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": math.nan}, "top_p is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),

@@ -344,3 +344,34 @@ def test_every_loss_is_the_same_loss(loss: str, device: str, dtype: torch.dtype 
     tolerance = 1e-5 if dtype is None else 2e-2
     assert ours.item() == pytest.approx(value.item(), rel=tolerance)
     assert (our_grads - grads).norm() <= tolerance * grads.norm()
+
+
+def test_a_wrapped_branch_and_another_norm_compute_the_same() -> None:
+    """A branch leaves its bias and dropout to the next norm only if that adds them, and nobody listens."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 50, 2, 2, 32, norm="fuseline")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    tokens = torch.randint(50, (2, 16))
+    wanted = model(tokens)
+    block, plain = model.transformer.h[0], torch.nn.LayerNorm(32, eps=1e-5)
+    plain.load_state_dict(block.ln_2.state_dict())
+    block.ln_2 = plain
+    torch.testing.assert_close(model(tokens), wanted)
+    seen: list[torch.Tensor] = []
+    block.mlp.register_forward_hook(lambda module, given, result: seen.append(result))
+    block.attn.register_forward_hook(lambda module, given, result: seen.append(result))
+    torch.testing.assert_close(model(tokens), wanted)
+    assert len(seen) == 2
+
+
+def test_biases_and_norms_of_different_dtypes() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 50, 2, 2, 32, norm="fuseline")).bfloat16()
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    tokens = torch.randint(50, (2, 16))
+    assert model(tokens).isfinite().all()

@@ -121,7 +121,7 @@ def test_foreign_checkpoints_are_refused(
 
 def test_truncated_and_absent_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ckpt.pt"
-    with pytest.raises(InputError, match="no checkpoint at"):
+    with pytest.raises(InputError, match="There is no file"):
         load_nanogpt(path)
     save_nanogpt(fresh(), path)
     whole = path.read_bytes()

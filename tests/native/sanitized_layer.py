@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fuseline import native
+from fuseline.acceleration.precision import matmul_format
 from fuseline.ops import self_attention_layer
-from fuseline.training.precision import matmul_format
 
 ARITHMETIC = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Batch, length, embedding, heads, heads of keys, columns of the result.

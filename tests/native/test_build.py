@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fuseline.errors import InputError
 from fuseline.native.build import BuildError, Recipe, Unit, build
 from fuseline.native.compilers import Compiler, find_cxx, find_nvcc
 from fuseline.native.recipes import gencode, kernels_recipe, torch_recipe
+from fuseline.native.seals import is_whole, seal_path
 
 CXX = find_cxx().compiler
 needs_cxx = pytest.mark.skipif(CXX is None, reason=f"needs a C++ compiler: {find_cxx().reason}")
@@ -42,7 +46,7 @@ def test_one_edit_recompiles_one_file(
 ) -> None:
     first = build(recipe)
     assert ctypes.CDLL(str(first)).a() == 3
-    assert "2 files to compile" in capfd.readouterr().err
+    assert "2 parts to compile" in capfd.readouterr().err
     before = objects(tmp_path)
     assert build(recipe) == first
     assert capfd.readouterr().err == ""
@@ -50,7 +54,7 @@ def test_one_edit_recompiles_one_file(
     second = build(recipe)
     assert second != first
     assert (ctypes.CDLL(str(second)).a(), ctypes.CDLL(str(second)).b()) == (5, 4)
-    assert "1 file to compile" in capfd.readouterr().err
+    assert "1 part to compile" in capfd.readouterr().err
     assert {name.split("-")[0] for name in objects(tmp_path) - before} == {"a"}
 
 
@@ -112,3 +116,79 @@ def test_kernels_build_and_export_their_interface() -> None:
     assert library.fuseline_kernels_abi_version() >= 1
     for name in ("softmax_forward", "softmax_backward", "error_string"):
         assert hasattr(library, f"fuseline_{name}")
+
+
+def damage(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "flipped":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif kind == "another":
+        path.write_bytes(Path("/proc/self/exe").read_bytes())
+    else:
+        seal_path(path).unlink()
+
+
+@needs_cxx
+@pytest.mark.parametrize("kind", ["empty", "half", "flipped", "another", "unsealed"])
+def test_a_damaged_library_is_never_loaded_but_built_again(
+    recipe: Recipe, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = build(recipe)
+    content = path.read_bytes()
+    capfd.readouterr()
+    damage(path, kind)
+    assert not is_whole(path)
+    assert build(recipe) == path
+    assert "to compile" not in capfd.readouterr().err  # linked anew, from whole objects
+    assert is_whole(path)
+    assert path.read_bytes() == content
+    assert ctypes.CDLL(str(path)).a() == 3
+
+
+@needs_cxx
+def test_a_torn_object_is_compiled_again(
+    recipe: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = build(recipe)
+    damage(next((tmp_path / "cache" / "obj").glob("a-*.o")), "half")
+    damage(path, "empty")
+    capfd.readouterr()
+    assert ctypes.CDLL(str(build(recipe))).a() == 3
+    assert "1 part to compile" in capfd.readouterr().err
+
+
+@needs_cxx
+def test_compilers_keep_their_own_files_in_the_room(recipe: Recipe, tmp_path: Path) -> None:
+    spy = tmp_path / "g++"
+    spy.write_text(f'#!/bin/sh\necho "$TMPDIR" >> {tmp_path}/rooms\nexec {CXX.path} "$@"\n')
+    spy.chmod(0o755)
+    compiler = Compiler((str(spy),), CXX.version, "")
+    build(replace(recipe, units=tuple(replace(u, compiler=compiler) for u in recipe.units)))
+    rooms = (tmp_path / "rooms").read_text().split()
+    assert len(rooms) == 2
+    assert all(room.endswith(".building") and not Path(room).exists() for room in rooms)
+
+
+@needs_cxx
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
+def test_a_full_disk_is_one_line(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        monkeypatch.setenv("FUSELINE_CACHE", str(disk))
+        with pytest.raises(InputError) as caught:
+            build(recipe)
+        assert "full" in str(caught.value) or "No space" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert not [*disk.rglob("*.so"), *disk.rglob("*.building")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

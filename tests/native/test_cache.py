@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fuseline.errors import InputError
-from fuseline.native.cache import cache_dir, content_key, make_once
+from fuseline.native.cache import cache_dir, content_key, make_once, make_sealed
 
 
 def test_key_is_of_texts_names_and_contents(tmp_path: Path) -> None:
@@ -98,3 +100,42 @@ def _make_slowly(folder: Path) -> None:
         temporary.write_text("made")
 
     assert make_once(folder / "file", make).read_text() == "made"
+
+
+def _killed_maker(path: Path) -> None:
+    def make(temporary: Path) -> None:
+        temporary.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    make_once(path, make)
+
+
+def test_what_a_killed_maker_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Its own room, and that of another file in a folder beside it."""
+    context = multiprocessing.get_context("spawn")
+    places = tmp_path / "one" / "file", tmp_path / "two" / "file"
+    for place in places:
+        worker = context.Process(target=_killed_maker, args=(place,))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+        assert not place.exists()
+    assert make_once(places[1], lambda temporary: _write(temporary, "whole")).read_text() == "whole"
+    assert not list(tmp_path.rglob("*.building"))
+
+
+def test_a_room_in_use_is_left_alone(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+
+    def make(temporary: Path) -> None:
+        make_once(other, lambda inner: _write(inner, "other"))
+        _write(temporary, "whole")
+
+    assert make_once(path, make).read_text() == "whole"
+    assert other.read_text() == "other"
+
+
+def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="empty"):
+        make_sealed(tmp_path / "file", lambda temporary: _write(temporary, ""))
+    assert not (tmp_path / "file").exists()

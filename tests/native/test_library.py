@@ -14,9 +14,10 @@ import torch
 
 from fuseline import native
 from fuseline.native import library
-from fuseline.native.compilers import Search
+from fuseline.native.compilers import Compiler, Search
 from fuseline.native.library import Loader, NativeError
 from fuseline.native.recipes import KERNELS_NAME, TORCH_NAME
+from fuseline.native.seals import seal
 
 NO_CXX = Search("C++ compiler", None, ("g++ on PATH: not there",), "Install g++.")
 NO_NVCC = Search("nvcc", None, ("nvcc on PATH: not there",), "Install the toolkit.")
@@ -56,6 +57,37 @@ def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path) -> None:
     assert "libfuseline_torch.so, which calls it" in loader.status(KERNELS_NAME).reason
 
 
+def test_a_fallback_is_said_once_with_the_reason_and_the_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FUSELINE_STRICT", raising=False)
+    loader = bare_loader(tmp_path)
+    assert not loader.ready("cpu")
+    said = capsys.readouterr().err
+    assert said.startswith("fuseline: ops on cpu run their PyTorch references")
+    assert "no C++ compiler was found (g++ on PATH: not there). Install g++." in said
+    assert not loader.ready("cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fallback_that_was_asked_for_is_not_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSELINE_NATIVE", "0")
+    assert not bare_loader(tmp_path).ready("cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_built_is_known_without_building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    cxx = Search("C++ compiler", Compiler(("g++",), "g++ 12", ""), (), "")
+    loader = Loader(tmp_path, cxx=lambda: cxx, nvcc=lambda: NO_NVCC)
+    assert loader.unbuilt(["cpu"]) == [TORCH_NAME]
+    assert loader.unbuilt(["cpu", "cuda"]) == [TORCH_NAME]  # there is nothing to compile kernels with
+    assert bare_loader(tmp_path).unbuilt(["cpu"]) == []
+    assert not (tmp_path / "cache").exists()
+
+
 def test_other_devices_run_references() -> None:
     assert not native.ready("mps")
 
@@ -79,6 +111,7 @@ def test_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_broken_library_is_named(tmp_path: Path) -> None:
     (tmp_path / f"lib{TORCH_NAME}.so").write_text("not a library")
+    seal(tmp_path / f"lib{TORCH_NAME}.so")
     (tmp_path / library.MANIFEST).write_text(json.dumps({"torch": library.public_torch_version()}))
     loader = bare_loader(tmp_path)
     assert not loader.ready("cpu")
@@ -90,6 +123,7 @@ def test_a_broken_library_is_named(tmp_path: Path) -> None:
 
 def test_a_wheel_for_another_torch_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / f"lib{TORCH_NAME}.so").write_text("for another torch")
+    seal(tmp_path / f"lib{TORCH_NAME}.so")
     (tmp_path / library.MANIFEST).write_text(json.dumps({"torch": "1.0.0"}))
     loader = bare_loader(tmp_path)
     assert not loader.ready("cpu")

@@ -51,5 +51,5 @@ def test_dropout_follows_the_generator_and_the_mode() -> None:
 
 
 def test_names_a_padding_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="padding_idx=50 is none of the 50 rows"):
+    with pytest.raises(InputError, match="padding_idx=50 is not a row of the table, which has 50"):
         Embedding(50, 16, padding_idx=50)

@@ -131,3 +131,21 @@ def test_fully_hidden_queries_get_the_bias_and_no_nan() -> None:
     x = draw("cpu", B, S, E)
     out, _ = ours(x, x, x, key_padding_mask=torch.ones(B, S, dtype=torch.bool), need_weights=False)
     torch.testing.assert_close(out, ours.out_proj.bias.expand(B, S, E))
+
+
+def test_the_encoders_fast_path_says_that_it_goes_around() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(E, H, 64, batch_first=True).eval()
+    ours = MultiheadAttention(E, H, batch_first=True).eval()
+    ours.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = ours
+    x = torch.randn(B, S, E)
+    with torch.inference_mode():
+        with pytest.warns(UserWarning, match=r"does not call fuseline\.nn\.MultiheadAttention"):
+            fast = layer(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            slow = layer(x)  # a warning would be an error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)

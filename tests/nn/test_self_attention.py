@@ -94,7 +94,7 @@ def test_starts_from_one_projection_for_each_of_q_k_v() -> None:
 
 
 def test_says_what_it_takes() -> None:
-    with pytest.raises(ValueError, match="no multiple of num_heads=5"):
+    with pytest.raises(ValueError, match="not a multiple of num_heads=5"):
         SelfAttention(64, 5)
     with pytest.raises(ValueError, match="aten"):
         SelfAttention(64, 4, implementation="attn")

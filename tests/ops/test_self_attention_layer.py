@@ -199,7 +199,7 @@ def test_refuses_the_second_derivative() -> None:
     [
         ({"num_heads": 5, "num_kv_heads": 5}, "rows for 5 heads"),
         ({"num_kv_heads": 3}, "multiple of the second"),
-        ({"implementation": "quick"}, "is none of"),
+        ({"implementation": "quick"}, "is not one of"),
         ({"dropout_p": 1.5}, "not between 0 and 1"),
         ({"key_padding": PADDING[:, :4]}, r"\[3, 7\]"),
         ({"mask": torch.ones(2, S, dtype=torch.bool)}, "does not broadcast"),

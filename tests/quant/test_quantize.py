@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from fuseline.models.translation_config import TranslationConfig
 from fuseline.nn import QuantLinear
 from fuseline.quant import (
     Format,
+    NothingQuantizedError,
     hqq,
+    load_quantized,
     quantize_linear,
+    register_with_transformers,
     round_to_fitted,
     round_to_nearest,
 )
@@ -75,7 +79,7 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"format": "int3"}, "no format named 'int3'"),
+        ({"format": "int2"}, "no format named 'int2'"),
         ({"format": "INT8"}, "named 'INT8'. Did you mean 'int8'"),
         ({"format": torch.int8}, "no format named torch.int8. Did you mean 'int8'"),
         ({"format": None}, "no format named None. Known: int8, int4, fp8, plain"),
@@ -89,7 +93,13 @@ def test_calibrates_on_batches(model: Small, tokens: torch.Tensor) -> None:
         ({"format": "int4", "method": "gptq"}, 'calibrate=, or take "hqq"'),
         ({"format": "fp8", "calibrate": [torch.zeros(1, 2, dtype=torch.long)]}, "calibrate= goes with int8"),
         ({"format": "fp8", "method": "hqq"}, "each weight becomes the nearest"),
-        ({"format": "plain", "method": "hqq"}, "method='hqq' goes with int8 and int4; .* stays as it is"),
+        ({"format": "nf4", "method": "hqq"}, "evenly spaced; nf4 has nearest and fitted"),
+        ({"format": "sparse24", "method": "fitted"}, "stays as it is, or becomes zero"),
+        ({"format": "sparse24"}, "run on NVIDIA GPUs, and this weight is on cpu. Move the model"),
+        (
+            {"format": "plain", "method": "hqq"},
+            "method='hqq' goes with int8, int4.*; plain .* stays as it is",
+        ),
     ],
 )
 def test_refuses(model: Small, arguments: dict[str, object], message: str) -> None:
@@ -101,8 +111,8 @@ def test_refuses(model: Small, arguments: dict[str, object], message: str) -> No
 def test_an_empty_layer_says_what_it_lacks() -> None:
     with pytest.raises(InputError, match="group_size is 0; int4 has"):
         QuantLinear(64, 32, "int4")
-    with pytest.raises(InputError, match="no format named 'int5'"):
-        QuantLinear(64, 32, "int5")
+    with pytest.raises(InputError, match="no format named 'int7'"):
+        QuantLinear(64, 32, "int7")
 
 
 @pytest.mark.parametrize("method", ["nearest", "fitted", "hqq", "gptq"])
@@ -154,8 +164,8 @@ def test_what_others_read_is_left_and_told() -> None:
             "1": "it is a Sub",
             "2": "it is a Doubling",
             "3.self_attn.out_proj": "it is a NonDynamicallyQuantizableLinear",
-            "3.linear1": "TransformerEncoderLayer reads its weight past it",
-            "3.linear2": "TransformerEncoderLayer reads its weight past it",
+            "3.linear1": "TransformerEncoderLayer reads its weight without calling it",
+            "3.linear2": "TransformerEncoderLayer reads its weight without calling it",
         }
         assert "forward of its own" in str(done.left[1].reason)
         assert (model(x) - before).norm() < 0.02 * before.norm()
@@ -174,7 +184,77 @@ def test_what_our_own_modules_read_is_left() -> None:
     assert done.quantized
     assert {layer.name.rsplit(".", 1)[1] for layer in done.left} >= {"out", "inner"}
     loss = fuseline.nn.LinearCrossEntropyLoss(16, 7)
-    assert fuseline.quantize(loss, "int8").left[0].reason == "LinearCrossEntropyLoss reads its weight past it"
+    with pytest.raises(
+        NothingQuantizedError, match=r"1 linear layer stays .* reads its weight without calling it\."
+    ):
+        fuseline.quantize(loss, "int8")
+
+
+def test_a_bare_layer_is_quantized_and_put_back() -> None:
+    linear, x = nn.Linear(64, 48), torch.randn(3, 64)
+    done = fuseline.quantize(linear, "int8", keep_original=True)
+    assert type(done.model).__name__ == "QuantLinear"
+    assert (done.model(x) - linear(x)).norm() < 0.02 * linear(x).norm()
+    assert done.restore() is linear
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_transformers_gpt2_is_quantized(format: str, tmp_path: Path) -> None:
+    """Its layers are Conv1D, whose weight is [in, out]; the head shares its weight with the embedding."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(0, 96, (2, 12))
+    with torch.no_grad():
+        before = model(tokens).logits
+        done = fuseline.quantize(model, format, **({"group_size": 32} if format == "int4" else {}))
+        after = model(tokens).logits
+        assert len(done.quantized) == 8
+        assert done.left[0].reason == "its weight is also transformer.wte.weight"
+        assert 0 < (after - before).norm() < {"int8": 0.02, "int4": 0.2}[format] * before.norm()
+        done.save(tmp_path / "quantized.safetensors")
+        again = transformers.GPT2LMHeadModel(config).eval()
+        load_quantized(again, tmp_path / "quantized.safetensors")
+        assert torch.equal(again(tokens).logits, after)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers_reads_what_it_saved(kind: str, format: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+        model = transformers.GPT2LMHeadModel(config).eval()
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, 96, (2, 12))
+    done = fuseline.quantize(
+        model, format, keep_original=True, **({"group_size": 32} if format == "int4" else {})
+    )
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        model.save_pretrained(tmp_path)
+        register_with_transformers()
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert sum(isinstance(m, QuantLinear) for m in again.modules()) == len(done.quantized)
+        assert torch.equal(again(tokens).logits, wanted)
+        half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert half.dtype is torch.bfloat16
+        assert (half(tokens).logits - wanted).norm() < 0.05 * wanted.norm()
+    assert not hasattr(done.restore().config, "quantization_config")
+
+
+def test_calibration_reaches_a_conv1d() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=64, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    done = fuseline.quantize(model, "int4", group_size=32, calibrate=[torch.randint(0, 96, (4, 32))])
+    assert all(layer.output_error < layer.nearest_error for layer in done.quantized)
 
 
 def test_refuses_batches_that_miss_a_layer(model: Small, tokens: torch.Tensor) -> None:
@@ -275,7 +355,7 @@ def test_slower_layers_are_left(model: Small, tokens: torch.Tensor, monkeypatch:
         "down": "fp8",
         "head": "float32",
     }
-    assert done.left[0].reason == "fp8 takes 12.5 us for 3 rows, the layer itself 10.0"
+    assert done.left[0].reason == "fp8 takes 12.5 us for 3 rows, the original layer 10.0"
     assert type(model.up) is nn.Linear
     assert set(rows) == {3}
     assert model(tokens).isfinite().all()
@@ -290,7 +370,7 @@ def test_layers_are_timed_on_a_cpu(model: Small) -> None:
     done = fuseline.quantize(model, "int8", max_rows=1)
     assert len(done.layers) == 3
     for layer in done.left:
-        assert layer.name == "head" or "us for 1 row, the layer itself" in str(layer.reason)
+        assert layer.name == "head" or "us for 1 row, the original layer" in str(layer.reason)
 
 
 def test_models_that_decode_leave_what_fp8_slows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,11 @@ def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"another model: up has inputs, outputs and bias \(96, 200, True\)"):
         load_quantized(other, path)
     other.up = nn.Identity()
-    with pytest.raises(InputError, match="it has a linear layer up, and this one has not"):
+    with pytest.raises(InputError, match="it has a linear layer up, and this has none"):
         load_quantized(other, path)
     for length in (0, 7, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(InputError, match="not a whole safetensors file"):
+        with pytest.raises(InputError, match="not a complete safetensors file"):
             load_quantized(Small(), path)
     save_file({"up.weight": torch.ones(3)}, path)
     with pytest.raises(InputError, match="not written by fuseline"):
@@ -80,3 +80,13 @@ def test_files_that_do_not_fit_are_refused(model: Small, tmp_path: Path) -> None
             load_quantized(fresh, path)
         assert isinstance(fresh.up, nn.Linear)
     assert kept.keys() == Small().state_dict().keys()
+
+
+def test_a_flipped_byte_is_refused_by_name(tmp_path: Path) -> None:
+    model = Small().eval()
+    fuseline.quantize(model, "int8").save(tmp_path / "x.safetensors")
+    content = bytearray((tmp_path / "x.safetensors").read_bytes())
+    content[-40] ^= 1
+    (tmp_path / "x.safetensors").write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"is damaged: \S+ does not match its checksum"):
+        load_quantized(Small().eval(), tmp_path / "x.safetensors")

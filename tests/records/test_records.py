@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import math
 from dataclasses import replace
 
@@ -87,3 +89,14 @@ def test_the_environment_of_a_cpu(monkeypatch):
 
 def test_results_paths_are_fit_for_files(tmp_path):
     assert results_path(tmp_path, "ops", "NVIDIA H100 80GB HBM3").name == "ops-nvidia-h100-80gb-hbm3.jsonl"
+
+
+@pytest.mark.parametrize("module, suffix", [(lzma, ".xz"), (gzip, ".gz")])
+def test_compressed_files_are_read(tmp_path, module, suffix):
+    plain, packed = tmp_path / "ops.jsonl", tmp_path / f"ops.jsonl{suffix}"
+    append(plain, [record(value=1.0), record(value=2.0)])
+    packed.write_bytes(module.compress(plain.read_bytes()))
+    assert read(packed) == read(plain)
+    packed.write_bytes(module.compress(plain.read_bytes())[:-20])
+    with pytest.raises(InputError, match="damaged"):
+        read(packed)

@@ -97,14 +97,62 @@ def test_the_climb_ends_at_the_last_rung_kept_whatever_the_clocks_did_meanwhile(
     ]
     (section,) = ladder.sections(Shelf(drifted))
     (headline,) = blocks(section, Headline)
-    assert "412 to 500 ms" in headline.words
-    assert ladder.IN_TURN in headline.source
+    assert headline.value == "11.81x"
+    assert "500 ms an iteration" in headline.words
+    assert "412" not in headline.words  # it would contradict the ratio
 
 
-def test_where_the_clocks_held_nothing_is_said_of_them(ladder_records):
-    (section,) = ladder.sections(Shelf(ladder_records))
+def test_every_bar_is_as_long_as_its_ratio_says_whatever_the_clocks_did(ladder_records):
+    drifted = [
+        replace(r, value=500.0) if r.metric == "iteration_ms" and r.case["rung"] == "inductor-graph" else r
+        for r in ladder_records
+    ]
+    (section,) = ladder.sections(Shelf(drifted))
+    times = next(d for d in blocks(section, Drawing) if "time of each rung" in d.figure.chart.title)
+    bars = {bar.label: bar for bar in times.figure.chart.groups[0].bars}
+    first = bars["plain PyTorch"].value
+    assert bars["inductor-graph"].value == pytest.approx(first / 11.81, rel=1e-3)
+    assert bars["inductor-graph"].low == pytest.approx(first / 11.88, rel=1e-3)
+
+
+def with_torch_alone(records, value, low, high, **case):
+    """The ladder, and beside it what torch does alone: `value` is the best rung's time over its."""
+    best = next(r for r in records if r.metric == "iteration_ms" and r.case["rung"] == "inductor-graph")
+    named = {"rung": "torch alone: inductor", "slot": "torch alone", "kept": False, "order": 99, **case}
+    told = {**best.case, "baseline": "inductor-graph", "kernels": "torch", "execution": "inductor", **named}
+    return [
+        *records,
+        replace(best, case=told, value=50.0),
+        replace(best, case=told, metric="paired_speedup", value=value, low=low, high=high),
+    ]
+
+
+def test_the_best_that_torch_does_alone_is_the_headline(ladder_records):
+    (section,) = ladder.sections(Shelf(with_torch_alone(ladder_records, 0.8, 0.78, 0.82)))
     (headline,) = blocks(section, Headline)
-    assert ladder.IN_TURN not in headline.source
+    assert headline.value == "1.25x"
+    assert headline.words.startswith("[1.22, 1.28] faster than the best that torch does alone")
+    assert "11.81x" in headline.words
+
+
+def test_where_all_that_pays_is_torchs_own_that_is_said(ladder_records):
+    same = {"kernels": "fuseline", "execution": "inductor-graph"}
+    (section,) = ladder.sections(Shelf(with_torch_alone(ladder_records, 1.0, 1.0, 1.0, **same)))
+    (headline,) = blocks(section, Headline)
+    assert headline.value == "11.81x"
+    assert ladder.TORCHS in headline.words
+
+
+def test_a_busy_machine_is_told_loudly(ladder_records):
+    assert not any(w.text == ladder.BUSY for w in blocks(ladder.sections(Shelf(ladder_records))[0], Words))
+    busy = [
+        replace(r, low=361.0, high=3220.0)
+        if r.metric == "iteration_ms" and r.case["rung"] == "plain PyTorch"
+        else r
+        for r in ladder_records
+    ]
+    (section,) = ladder.sections(Shelf(busy))
+    assert any(w.text == ladder.BUSY and w.tone == "bad" for w in blocks(section, Words))
 
 
 def test_products_of_many_microseconds_are_told_in_milliseconds(ladder_records, all_records):

@@ -96,7 +96,7 @@ def test_a_foreign_checkpoint_is_told(tmp_path: Path, content: object) -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no checkpoint at"):
+    with pytest.raises(InputError, match="There is no file"):
         load_checkpoint(tmp_path / "latest.pt")
 
 

@@ -36,6 +36,9 @@ def test_entries_after_the_checkpoint_go_and_a_torn_line_with_them(tmp_path: Pat
     assert read_metrics(path) == entries(1, 2)
     cut_back(path, 2)
     assert read_metrics(path) == entries(1, 2)
+    path.write_bytes(b'{"kind": "step", "st')  # killed in its very first line
+    cut_back(path, 2)
+    assert read_metrics(path) == []
     cut_back(tmp_path / "none.jsonl", 2)
     assert not (tmp_path / "none.jsonl").exists()
 

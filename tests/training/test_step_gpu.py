@@ -178,3 +178,22 @@ def test_a_graph_refuses_what_it_would_freeze(tiny_model: Make) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
     with pytest.raises(InputError, match="learning rate"):
         TrainStep(model, optimizer, execution="graph")
+
+
+def test_a_graph_has_workspaces_of_its_own(tiny_model: Make, batches: Make) -> None:
+    """torch.compile frees cuBLAS's workspaces when it records graphs of its own."""
+    losses = []
+    for frees in (False, True):
+        model = tiny_model("cuda")
+        optimizer = make_optimizer(model, lr=1e-2, capturable=True)
+        step = TrainStep(model, optimizer, execution="graph", precision="bf16")
+        stream = list(batches(6, device="cuda"))
+        taken = []
+        for batch in stream:
+            taken.append(step(batch).item())
+            if frees:
+                torch._C._cuda_clearCublasWorkspaces()
+                torch.cuda.empty_cache()
+        losses.append(taken)
+        step.close()
+    assert losses[0] == losses[1]

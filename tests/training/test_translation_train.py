@@ -138,7 +138,7 @@ def test_it_refuses_what_does_not_go_together(make: Make, tmp_path: Path) -> Non
         make(max_tokens=0)
     with pytest.raises(InputError, match="Train a model"):
         Translator.load(tmp_path)
-    (tmp_path / "pairs.tsv").write_text("a\tb\n" * 50, encoding="utf-8")
+    (tmp_path / "pairs.tsv").write_text("".join(f"a {i}\tb {i}\n" for i in range(50)), encoding="utf-8")
     with pytest.raises(InputError, match="it has changed"):
         train_translation(make(bleu=False), folder=tmp_path / "run", resume=True)
 

@@ -1,5 +1,6 @@
-"""Eager execution against torch.compile's backends (cudagraphs, inductor, reduce-overhead): the training step
-of two GPTs and an LSTM fed real text, of a vision transformer and a ResNet-50."""
+"""Eager execution against torch.compile's backends (cudagraphs, inductor, reduce-overhead, max-autotune with
+and without CUDA graphs): the training step of two GPTs and an LSTM fed real text, of a vision transformer and
+a ResNet-50."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Options(Recorded, Seeded):
     models: tuple[str, ...] = ()
     """Models to run: shakespeare, gpt2, vit, resnet50, lstm. All if none is named."""
     backends: tuple[str, ...] = ()
-    """Backends to compare: eager, cudagraphs, inductor, reduce-overhead. All if none is named."""
+    """Backends to compare: eager, cudagraphs, inductor, reduce-overhead, max-autotune-no-cudagraphs,
+    max-autotune. All if none is named."""
     iterations: int | None = None
     """Iterations timed for each model and backend: 1000 on a GPU, 20 on a processor."""
     preset: str = "auto"

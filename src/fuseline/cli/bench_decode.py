@@ -27,7 +27,7 @@ DEFAULT_OUT = Path("fuseline-decode")
 class Options(Recorded, Seeded):
     preset: str = "auto"
     """Shape of the model: llama2-7b, llama3-8b, gpt2, ..; auto: llama2-7b on a GPU, else llama-tiny."""
-    batches: tuple[int, ...] = (1, 8)
+    batch_size: tuple[int, ...] = (1, 8)
     """Rows decoded together."""
     positions: tuple[int, ...] = (200,)
     """Places in the context around which steps are timed."""
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
     bench = suite.DecodeBench(
         device,
         ("llama2-7b" if on_gpu else "llama-tiny") if options.preset == "auto" else options.preset,
-        options.batches,
+        options.batch_size,
         options.positions,
         options.capacity if on_gpu or options.capacity != 512 else 256,
         split_names(options.formats) or (("bf16", "int8", "int4", "fp8") if on_gpu else ("fp32", "int8")),

@@ -13,6 +13,7 @@ import tyro
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
+from fuseline.cli.precisions import TORCH_NAMES, checked
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits
 class Options(Recorded, Seeded):
     ops: tuple[str, ...] = ()
     """Ops to measure: softmax, layer_norm, ... All if none is named."""
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """bfloat16, float16, float32."""
+    precision: tuple[str, ...] = ("bf16", "fp32")
+    """bf16, fp16, fp32."""
     lengths: tuple[int, ...] = ()
     """Row lengths. A matrix has as many rows as make 256 MiB on a GPU, 2^20 elements on a processor."""
     peers: tuple[str, ...] = ()
@@ -92,6 +93,11 @@ def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
     return outcome.records, [place.words() for place in outcome.left]
 
 
+def _dtypes(options: Options) -> tuple[str, ...]:
+    """torch's names of the precisions asked for."""
+    return tuple(TORCH_NAMES[checked(name, TORCH_NAMES)] for name in split_names(options.precision))
+
+
 def _bench(options: Options) -> OpsBench:
     import torch
 
@@ -115,7 +121,7 @@ def _bench(options: Options) -> OpsBench:
         elements=elements,
         effort=Effort(rounds=2, repeats=5) if options.quick else effort,
         ops=split_names(options.ops),
-        dtypes=split_names(options.dtypes)[: 1 if options.quick else None],
+        dtypes=_dtypes(options)[: 1 if options.quick else None],
         peers=split_names(options.peers) or tuple(PEERS),
         rows=rows,
         own_lengths=not (options.lengths or options.quick),

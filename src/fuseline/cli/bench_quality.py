@@ -28,13 +28,15 @@ class Options(Recorded):
     """Folder of a run of `fuseline train gpt`."""
     formats: tuple[str, ...] = ()
     """int8, int4 (groups of 128), int4-64, int4-32, int4-zeros (zero points), int4-32-zeros, .., each with
-    an ending for how weights are rounded: none (to the nearest), -fitted, -hqq, -calibrated (GPTQ); fp8; and
-    of keys and values cache-int8, cache-fp8. The usual ones if none is named."""
+    an ending for how weights are rounded: none (to the nearest), -fitted, -hqq, -calibrated (GPTQ); so
+    ternary, int3, int5 and w8a8 (int8 activations, too); fp4, nf4, mxfp4, fp6_e2m3 and fp6_e3m2, to the
+    nearest or -fitted; fp8; sparse24 (a GPU); and of keys and values cache-int8, cache-fp8. The usual ones if
+    none is named."""
     batches: int = 40
     """Batches of held-out text."""
     calibration: int = 8
     """Batches of training text that calibration reads."""
-    batch: int | None = None
+    batch_size: int | None = None
     """Sequences a batch; the run's own if not given."""
     text: Path | None = None
     """UTF-8 file to measure on, in the place of the run's own held-out part."""
@@ -53,7 +55,7 @@ def run(options: Options) -> int:
         split_names(options.formats) or suite.USUAL,
         options.batches,
         options.calibration,
-        options.batch,
+        options.batch_size,
         options.text,
     )
     out = options.out or DEFAULT_OUT
@@ -81,7 +83,7 @@ def _table(records: Sequence[Record]) -> Table:
     table = Table(title="Perplexity on held-out text", box=box.SIMPLE)
     for heading in ("format", "groups of", "zero points", "rounding"):
         table.add_column(heading)
-    for heading in ("perplexity", "over the plain model's"):
+    for heading in ("bits a weight", "perplexity", "over the plain model's"):
         table.add_column(heading, justify="right")
     lines: dict[tuple[str, ...], dict[str, float]] = {}
     for record in records:
@@ -93,5 +95,6 @@ def _table(records: Sequence[Record]) -> Table:
             lines.setdefault((format, size, zeros, rounding), {})[record.metric] = record.value
     for line, found in lines.items():
         over = f"{found['loss_error']:+.3%}" if "loss_error" in found else ""
-        table.add_row(*line, f"{found['perplexity']:.4f}", over)
+        bits = f"{found['bits_per_weight']:.3f}" if "bits_per_weight" in found else ""
+        table.add_row(*line, bits, f"{found['perplexity']:.4f}", over)
     return table

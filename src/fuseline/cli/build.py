@@ -1,8 +1,10 @@
-"""Compile the native libraries ahead of time: into the cache, or into a wheel that needs no compiler."""
+"""Compile the native libraries ahead of time: for this machine into the cache, or into a wheel that needs no
+compiler."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,10 @@ class Options:
     """Build libfuseline_torch.so only, and the module that calls it from this Python."""
     kernels_only: bool = False
     """Build libfuseline_kernels.so only."""
+    all_gpus: bool = False
+    """Build the kernels for every GPU that they can serve, whatever this machine has."""
+    arch: tuple[str, ...] = ()
+    """Compute capabilities to build the kernels for, as in `--arch 8.0 9.0` (default: this machine's)."""
     json: bool = False
     """Print one JSON object; progress goes to stderr."""
     dry_run: bool = False
@@ -34,8 +40,13 @@ def run(options: Options) -> int:
             "--torch-only and --kernels-only exclude each other; leave both out for all libraries."
         )
     planned = plan(
-        torch_library=not options.kernels_only, kernels=not options.torch_only, elsewhere=options.wheel
+        torch_library=not options.kernels_only,
+        kernels=not options.torch_only,
+        all_gpus=options.all_gpus or (options.wheel and not options.arch and not options.torch_only),
+        arch=options.arch,
     )
+    if planned.without_kernels:
+        print(f"fuseline: no CUDA kernels are built. {planned.without_kernels}", file=sys.stderr)
     if options.dry_run:
         _print(options, {name: str(recipe.path()) for name, recipe in planned.recipes.items()}, "would build")
         return 0

@@ -23,6 +23,8 @@ EXIT_BROKEN = 1
 
 @dataclass(frozen=True)
 class Options:
+    build: bool = False
+    """Build the native library where it was never built, and try every op."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -30,7 +32,7 @@ class Options:
 def run(options: Options) -> int:
     from fuseline.doctor import examine, usable
 
-    checks = examine()
+    checks = examine(build=options.build)
     if options.json:
         print(json.dumps({"usable": usable(checks), "checks": [asdict(check) for check in checks]}))
     else:

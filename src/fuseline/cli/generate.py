@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuseline.cli.options import Seeded, check_folder, resolve_device
+from fuseline.cli.options import Seeded, check_folder, check_text, resolve_device
+from fuseline.cli.precisions import checked
 from fuseline.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
     from fuseline.generation.choice import Sampling
     from fuseline.training.text_generator import TextGenerator, Vocabulary, Wanted
 
-DTYPES = ("auto", "fp32", "bf16", "fp16")
-QUANTS = ("none", "int8", "int4", "fp8")
+FEW_BITS = ("ternary", "int3", "fp4", "nf4", "mxfp4", "int5", "fp6_e2m3", "fp6_e3m2")
+"""Those of `fuseline.ops.quant_codes`, named here so that the help needs no torch."""
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+QUANTS = ("none", "int8", "int4", "fp8", "w8a8", *FEW_BITS)
 METHODS = ("nearest", "fitted", "hqq")
 """Those of `fuseline.quantize` that need no data."""
 
@@ -39,12 +42,13 @@ class Options(Seeded):
     """Texts to continue; several share a batch."""
     prompt_ids: str | None = None
     """Token ids to continue, separated by commas."""
-    batch: int = 1
+    batch_size: int = 1
     """Continue each prompt so many times."""
     max_new_tokens: int = 128
-    """Tokens to write at most."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; above, tokens are drawn."""
+    """Tokens to write at most; fewer if the model's context ends before."""
+    temperature: float | None = None
+    """0 takes the likeliest token; above, tokens are drawn. Not given: 1 with --top-k, --top-p or --min-p,
+    else 0."""
     top_k: int | None = None
     """Draw among the k likeliest."""
     top_p: float | None = None
@@ -55,15 +59,16 @@ class Options(Seeded):
     """Above 1, tokens that were there before become less likely."""
     stop: tuple[str, ...] = ()
     """Texts that end a continuation (they are not printed)."""
-    dtype: str = "auto"
+    precision: str = "auto"
     """fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU."""
     quant: str = "none"
-    """Format of the linear layers: none, int8, int4, fp8; beside int4 the head is int8."""
+    """Format of the linear layers: none, int8, int4, fp8; beside int4 the head is int8. w8a8 also has int8
+    activations. ternary, int3, fp4, nf4, mxfp4, int5, fp6_e2m3 and fp6_e3m2 save memory and cost time."""
     group_size: int = 128
     """Of int4: 32, 64, 128."""
     method: str = "nearest"
-    """How weights of int8 and int4 are rounded: nearest, or on grids fitted to them, fitted (least squares),
-    hqq."""
+    """How weights are rounded: nearest, or on grids fitted to them, fitted (least squares), hqq. fp8 has the
+    first alone; fp4, fp6, nf4 and mxfp4 have the first two."""
     save: Path | None = None
     """Folder to write the quantized model to; --model takes it, and reads nothing but that."""
     cache: str = "model"
@@ -83,38 +88,34 @@ def run(options: Options) -> int:
     from fuseline.training import text_generator
 
     _check(options)
+    check_text("--stop", options.stop)
     device = torch.device(resolve_device(options.device))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = dtypes[options.dtype if options.dtype != "auto" else "bf16" if device.type == "cuda" else "fp32"]
+    usual = "bf16" if device.type == "cuda" else "fp32"
+    dtype = dtypes[usual if options.precision == "auto" else options.precision]
     path = options.model or options.checkpoint
     # Prompts are checked before a model is loaded that may take minutes.
     vocabulary = _vocabulary(options, path)
     sampling = _sampling(options)
-    prompts = [ids for ids in _prompts(options, vocabulary) for _ in range(options.batch)]
+    prompts = [ids for ids in _prompts(options, vocabulary) for _ in range(options.batch_size)]
     longest = max(map(len, prompts))
-    capacity = longest + options.max_new_tokens
     config = text_generator.config_of(path, options.preset)
-    if config is not None and capacity > config.block_size:
-        raise InputError(
-            f"The longest prompt has {longest} tokens, and {options.max_new_tokens} new ones were asked for; "
-            f"the model's context is {config.block_size}. Shorten the prompt, or ask for fewer."
-        )
+    place = None if options.draft is None else _place(options.draft)
+    draft_config = None if place is None else text_generator.config_of(*place)
+    new_tokens = _fitting(options, longest, [c.block_size for c in (config, draft_config) if c is not None])
+    capacity = longest + new_tokens
     if config is not None:
-        check_prompts(prompts, options.max_new_tokens, config.block_size, config.vocab_size)
+        check_prompts(prompts, new_tokens, config.block_size, config.vocab_size)
     wanted = text_generator.Wanted(len(prompts), longest, capacity, options.cache)
     draft = None
-    if options.draft is not None:
-        place = _place(options.draft)
-        draft_config = text_generator.config_of(*place)
+    if place is not None:
         if config is not None and draft_config is not None:
             ahead = options.draft_tokens
             check_draft(config, draft_config, capacity=capacity, ahead=ahead, sampling=sampling)
         draft = text_generator.memory(*place, dtype=dtype, wanted=wanted)
     if options.dry_run:
         name = options.preset or path
-        print(
-            f"{name} on {device} would write {options.max_new_tokens} tokens after {len(prompts)} prompt(s)."
-        )
+        print(f"{name} on {device} would write {new_tokens} tokens after {len(prompts)} prompt(s).")
         return 0
     if options.save is not None:
         check_folder(options.save, "--save")
@@ -133,7 +134,7 @@ def run(options: Options) -> int:
         draft=draft,
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
-    check_room(generator.model, prompts, options.max_new_tokens)
+    check_room(generator.model, prompts, new_tokens)
     if options.save is not None:
         tokenizer = _tokenizer_file(options, path)
         print(f"fuseline: wrote {text_generator.save(generator, options.save, tokenizer)}", file=sys.stderr)
@@ -146,7 +147,7 @@ def run(options: Options) -> int:
         sys.stdout.write(options.prompt[0] + apart)
     begin = first = time.perf_counter()
     taken = 0
-    for step in steps(source, prompts, options.max_new_tokens):
+    for step in steps(source, prompts, new_tokens):
         taken += 1
         if taken == 1:
             first = time.perf_counter()
@@ -183,7 +184,7 @@ def run(options: Options) -> int:
 def _check(options: Options) -> None:
     from fuseline.generation.static_cache import STORAGES
     from fuseline.quant.formats import GROUP_SIZES
-    from fuseline.quant.quantize import ROUNDED
+    from fuseline.quant.methods import methods_of
 
     named = [name for name in ("model", "checkpoint", "preset") if getattr(options, name) is not None]
     if len(named) != 1:
@@ -191,8 +192,7 @@ def _check(options: Options) -> None:
             "Name one model: --model DIR (Hugging Face), --checkpoint FILE (fuseline or nanoGPT) or --preset "
             f"NAME (random weights); {', '.join(named) or 'none'} given."
         )
-    if options.dtype not in DTYPES:
-        raise unknown_name("dtype", options.dtype, DTYPES)
+    checked(options.precision, PRECISIONS)
     if options.quant not in QUANTS:
         raise unknown_name("format of weights", options.quant, QUANTS)
     if options.quant == "int4" and options.group_size not in GROUP_SIZES:
@@ -204,12 +204,13 @@ def _check(options: Options) -> None:
         )
     if options.method not in METHODS:
         raise unknown_name("method", options.method, METHODS)
-    if options.method != "nearest" and options.quant not in ROUNDED:
+    having = [name for name in QUANTS if options.method in methods_of(name)]
+    if options.method not in methods_of(options.quant):
         raise InputError(
             "--method rounds quantized weights: name a format with --quant int8 or int4."
             if options.quant == "none"
-            else f"--method {options.method} goes with --quant int8 and int4; {options.quant} has nothing to "
-            "fit: each weight becomes the nearest number. Leave it out."
+            else f"--method {options.method} goes with --quant {', '.join(having)}; {options.quant} has "
+            f"{' and '.join(methods_of(options.quant))}."
         )
     if options.cache not in STORAGES:
         raise unknown_name("cache storage", options.cache, STORAGES)
@@ -217,10 +218,32 @@ def _check(options: Options) -> None:
         raise InputError(f"--draft-tokens is {options.draft_tokens}; a draft has a token or more.")
     if options.save is not None and options.quant == "none":
         raise InputError("--save writes quantized models: name a format with --quant int8, int4 or fp8.")
-    if options.batch < 1 or options.max_new_tokens < 1:
+    if options.batch_size < 1 or options.max_new_tokens < 1:
         raise InputError(
-            f"--batch is {options.batch} and --max-new-tokens {options.max_new_tokens}; each is 1 or more."
+            f"--batch-size is {options.batch_size} and --max-new-tokens {options.max_new_tokens}; "
+            "each is 1 or more."
         )
+
+
+def _fitting(options: Options, longest: int, contexts: Sequence[int]) -> int:
+    """The new tokens that fit beside the longest prompt in all `contexts`, and a word about it if they are
+    fewer than asked. A draft needs room for the tokens that it is ahead."""
+    if not contexts:
+        return options.max_new_tokens
+    context = min(contexts)
+    room = context - longest - (0 if options.draft is None else options.draft_tokens + 1)
+    if room < 1:
+        raise InputError(
+            f"The longest prompt has {longest} tokens, and the model's context is {context}: that leaves no "
+            "room for new ones. Shorten the prompt."
+        )
+    if room < options.max_new_tokens:
+        print(
+            f"fuseline: writing {room} new tokens, not {options.max_new_tokens}: the model's context is "
+            f"{context} tokens, and the longest prompt has {longest}.",
+            file=sys.stderr,
+        )
+    return min(room, options.max_new_tokens)
 
 
 def _vocabulary(options: Options, path: Path | None) -> Vocabulary:
@@ -252,18 +275,21 @@ def _prompts(options: Options, vocabulary: Vocabulary) -> list[list[int]]:
             raise InputError(f"--prompt-ids are numbers separated by commas: {error}.") from error
     if not options.prompt:
         raise InputError('There is no prompt. Give --prompt "Once upon a time", or --prompt-ids 1,2,3.')
+    check_text("--prompt", options.prompt)
     return [vocabulary.encode(text) for text in options.prompt]
 
 
 def _sampling(options: Options) -> Sampling:
     from fuseline.generation.choice import Sampling
 
+    filtered = any(one is not None for one in (options.top_k, options.top_p, options.min_p))
+    temperature = options.temperature if options.temperature is not None else float(filtered)
     try:
-        return Sampling(
-            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
-        )
+        return Sampling(temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
     except InputError as error:  # it begins with the field's name, which is the option's
         field, _, said = str(error).partition(" ")
+        for name in ("top_k", "top_p", "min_p"):
+            said = said.replace(name, f"--{name.replace('_', '-')}")
         raise InputError(f"--{field.replace('_', '-')} {said}") from None
 
 

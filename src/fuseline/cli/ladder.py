@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from fuseline.bench.ladder import Outcome, Settings
 
 DEFAULT_OUT = Path("fuseline-ladder")
-DEFAULT_BUDGET = {"cpu": "4m", "cuda": "8m"}
+DEFAULT_BUDGET = {"cpu": "3m", "cuda": "8m"}
+# What to type after the ladder, each with what it gives.
+NEXT = """What to try next:
+  fuseline train gpt              train a GPT on text: checkpoints, samples, curves
+  fuseline accelerate             what can be made faster in a model of your own, proved before the swap
+  fuseline profile                where a training step's time goes
+  fuseline report fuseline-ladder draw the records again; `fuseline --help` lists every verb"""
 DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 
 
@@ -52,6 +58,7 @@ def run(options: Options) -> int:
         return 0
     print_outcome(outcome, settings)
     print(f"Records: {records_path}\nPage:    {page}")
+    print(f"\n{NEXT}")
     return 0
 
 
@@ -68,7 +75,7 @@ def _settings(options: Options) -> Settings:
         seed=options.seed,
         data=options.data,
         tokenizer=None if options.tokenizer == "auto" else options.tokenizer,
-        batch=options.batch,
+        batch=options.batch_size,
         seqlen=options.seqlen,
         mode=options.mode,
         rungs=tuple(name for part in options.rungs for name in part.split(",") if name),

@@ -22,11 +22,11 @@ DEFAULT_OUT = Path("fuseline-ladder-generate")
 
 def run(options: Options) -> int:
     """Climb with the run --checkpoint, or --preset (auto: llama2-7b on a GPU, else llama-tiny) with random
-    weights, and --batch rows (default 1)."""
+    weights, and --batch-size rows (default 1)."""
     import torch
 
     from fuseline.bench.decode import DecodeBench
-    from fuseline.bench.decode.climb import RUNGS, climb
+    from fuseline.bench.decode.climb import climb, usual_rungs
     from fuseline.training.text_generator import config_of
 
     device = torch.device(resolve_device(options.device))
@@ -34,7 +34,7 @@ def run(options: Options) -> int:
     bench = DecodeBench(
         device,
         ("llama2-7b" if on_gpu else "llama-tiny") if options.preset == "auto" else options.preset,
-        (options.batch or 1,),
+        (options.batch_size or 1,),
         (200,),
         512 if on_gpu else 256,
         ("bf16" if on_gpu else "fp32",),
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
     out = options.out or DEFAULT_OUT
     named = split_names(options.rungs)
     if options.dry_run:
-        chosen = named or (rung.name for rung in RUNGS)
+        chosen = named or usual_rungs(device)
         print(f"{options.checkpoint or bench.preset} on {device}: {', '.join(chosen)}.")
         return 0
     with measuring(28) as observe:

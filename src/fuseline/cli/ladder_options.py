@@ -15,7 +15,7 @@ from fuseline.cli.options import Recorded, Seeded
 class Options(Recorded, Seeded):
     workload: str = "train"
     """train: a GPT that trains on text; generate: a language model with random weights, token by token (of
-    the options below --preset, --checkpoint, --batch and --rungs count)."""
+    the options below --preset, --checkpoint, --batch-size and --rungs count)."""
     preset: str = "auto"
     """tiny, shakespeare, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: gpt2 on a GPU, else tiny."""
     checkpoint: Path | None = None
@@ -26,7 +26,7 @@ class Options(Recorded, Seeded):
     of a file or folder."""
     tokenizer: str = "auto"
     """char, bpe (trained on the text) or gpt2; auto: char for shakespeare, bpe for the rest."""
-    batch: int | None = None
+    batch_size: int | None = None
     """Sequences a step (default: the preset's)."""
     seqlen: int | None = None
     """Tokens a sequence (default: the preset's)."""
@@ -38,7 +38,7 @@ class Options(Recorded, Seeded):
     separated by spaces or commas. All rungs if none is named."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
     """Time for the whole ladder: 4, 90s, 1.5h or none. Rungs it does not reach are listed; a first build of
-    the kernels counts for two fifths of it at most. Default: 4 minutes on a processor, 8 on a GPU."""
+    the kernels does not count. Default: 3 minutes on a processor, 8 on a GPU."""
     steps: int = 20
     """Most steps in a timed run; fewer where the budget asks for it."""
     runs: int = 5

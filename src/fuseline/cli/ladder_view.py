@@ -24,9 +24,14 @@ from fuseline.bench.ladder.events import (
 from fuseline.bench.ladder.references import reference
 from fuseline.bench.ladder.result import Figure, RungResult
 from fuseline.bench.ladder.settings import Outcome, Planned, Settings
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
 
 NAME_WIDTH = 28
+BUSY = (
+    "This machine was busy with something else: times vary too much from run to run to be trusted. Ratios "
+    "are of runs in turn and suffer less. Run it again when the machine is quiet."
+)
 
 
 class LadderView:
@@ -95,13 +100,17 @@ class LadderView:
         if self._climbed is not None:
             task = self._ladder.tasks[self._climbed]
             # The climb may look at a rung twice, which nobody could count beforehand.
-            self._ladder.update(self._climbed, advance=1, total=max(task.total or 0.0, task.completed + 1))
+            step = 0 if result.iteration_ms is None and not result.measurement.out_of_budget else 1
+            self._ladder.update(
+                self._climbed, advance=step, total=max(task.total or 0.0, task.completed + step)
+            )
         if result.iteration_ms is None:
-            self.say(f"  {result.name:<{NAME_WIDTH}}not run: {result.reason}")
-            return
+            if result.measurement.out_of_budget:
+                self.say(f"  {result.name:<{NAME_WIDTH}}{result.reason}")
+            return  # what cannot run here is told in one line at the end
         paired = result.measurement.figures.get("paired_speedup")
         gain = f"  {_ratio(paired)} against {result.baseline}" if paired else ""
-        left_out = "" if result.kept else ", left out"
+        left_out = "" if result.kept or result.slot == TORCH_ALONE else ", left out"
         self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}")
 
 
@@ -128,7 +137,7 @@ def print_outcome(outcome: Outcome, settings: Settings) -> None:
     for (mode, combination), results in groups.items():
         console.print(results_table(results, combination or mode, settings.preset, console.width))
         _print_left_out(console, results)
-    for line in [*_head_lines(outcome.sections), *_stability_lines(outcome.sections)]:
+    for line in [*_verdict(outcome), *_head_lines(outcome.sections), *_stability_lines(outcome.sections)]:
         console.print(line, highlight=False)
     if outcome.curve:
         (first_step, first), (last_step, last) = outcome.curve[0], outcome.curve[-1]
@@ -151,8 +160,9 @@ DISPENSABLE = ("wait", "batch", "err", "tok/s")
 def results_table(results: Sequence[RungResult], title: str, preset: str, width: int) -> Table:
     """Rungs that ran, and the columns that hold something; the least important go if `width` is short.
 
-    `total` is the speedup over the first rung, `step` the paired one over the rung it is compared with, `err`
-    the gradient's error against fp32, `wait` the share of time spent waiting for batches.
+    `total` is the speedup over the first rung, `torch` that over the best that torch does alone, `step` the
+    paired one over the rung it is compared with, `err` the gradient's error against fp32, `wait` the share of
+    time spent waiting for batches.
     """
     ran = [result for result in results if result.iteration_ms is not None]
     columns = {
@@ -171,11 +181,18 @@ def results_table(results: Sequence[RungResult], title: str, preset: str, width:
 
 
 def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Cell]:
+    alone = max((r.value("speedup") or 0.0 for r in ran if r.slot == TORCH_ALONE), default=0.0)
+
+    def over_torch(result: RungResult) -> str:
+        mine = result.value("speedup")
+        return _times(mine / alone) if alone and mine else ""
+
     columns: dict[str, Cell] = {
         "rung": lambda r: r.name,
         "ms/it": lambda r: _ms(r.iteration_ms),
         "tok/s": lambda r: _count(r.value("tokens_per_s")),
         "total": lambda r: _times(r.value("speedup")),
+        "torch": over_torch,
         "step": lambda r: _times(r.value("paired_speedup")),
         "MFU": lambda r: _percent(r.value("mfu")),
         "GiB": lambda r: _number(r.value("peak_memory_gib"), ".1f"),
@@ -184,7 +201,7 @@ def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Ce
         "wait": lambda r: _percent(r.value("data_wait_share")),
     }
     if not all(result.kept for result in ran):
-        columns["kept"] = lambda r: "yes" if r.kept else "no"
+        columns["kept"] = lambda r: "" if r.slot == TORCH_ALONE else "yes" if r.kept else "no"
     beside = reference(title)
     if beside is not None:
 
@@ -196,13 +213,35 @@ def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Ce
     return columns
 
 
+def _verdict(outcome: Outcome) -> list[str]:
+    """What it came to: over the best that torch does alone, then over plain PyTorch."""
+    best, over_torch = outcome.best, outcome.over_torch
+    total = None if best is None else best.measurement.figures.get("speedup")
+    lines = []
+    if best is not None and over_torch is not None and outcome.torch_alone is not None:
+        same = outcome.torch_alone.spec == best.spec
+        told = "all that pays here is torch's own" if same else _ratio(over_torch)
+        lines.append(f"{best.name} over the best that torch does alone: [bold]{told}[/]")
+    if best is not None and total is not None:
+        lines.append(f"{best.name} over plain PyTorch: [bold]{_ratio(total)}[/]")
+    if outcome.is_noisy:
+        lines.append(f"[bold yellow]{BUSY}[/]")
+    return lines
+
+
 def _print_left_out(console: Console, results: Sequence[RungResult]) -> None:
+    """What was not reached, by its reason; then in one line what this machine cannot run."""
+    late = [r for r in results if r.reason is not None and r.measurement.out_of_budget]
+    if late:
+        names = ", ".join(result.name for result in late)
+        console.print(f"[dim]not reached in the time given: {names}[/]", highlight=False)
     by_reason: dict[str, list[str]] = {}
     for result in results:
-        if result.reason is not None:
+        if result.reason is not None and result not in late:
             by_reason.setdefault(result.reason, []).append(result.name)
-    for reason, names in by_reason.items():
-        console.print(f"[dim]not run: {', '.join(names)}: {escape(reason)}[/]", highlight=False)
+    if by_reason:
+        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+        console.print(f"[dim]not run here: {escape(told)}[/]", highlight=False)
     combination = results[0].combination
     beside = reference(combination) if combination else None
     if beside is not None:
@@ -213,7 +252,7 @@ def _head_lines(records: Sequence[Record]) -> list[str]:
     """The head's products: time exact, padded, ratio."""
     found = [r for r in records if r.case.get("section") == "head_gemm" and r.metric == "speedup"]
     told = ", ".join(f"{r.case['product']} {_times(r.value)}" for r in found)
-    return [f"Padding the head alone, {found[0].case['vocab']} rows: {told}."] if found else []
+    return [f"Padding GPT-2's head alone, {found[0].case['vocab']} rows: {told}."] if found else []
 
 
 def _stability_lines(records: Sequence[Record]) -> list[str]:

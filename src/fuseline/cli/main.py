@@ -6,6 +6,8 @@ so that `fuseline --help` answers at once.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import importlib
 import os
 import sys
@@ -19,6 +21,18 @@ VERBS = {
         "fuseline.cli.ladder",
         "climb the five levers on a model, rung by rung, and report what each is worth",
     ),
+    "profile": (
+        "fuseline.cli.profile",
+        "where a step's time goes: kinds of work and kernels against their floors, gaps, memory",
+    ),
+    "accelerate": (
+        "fuseline.cli.accelerate",
+        "make a model of yours faster: what was found in it, proved, and what it gains",
+    ),
+    "explain compile": (
+        "fuseline.cli.explain_compile",
+        "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",
+    ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
     "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
     "generate": ("fuseline.cli.generate", "continue prompts with a language model, token by token"),
@@ -26,6 +40,10 @@ VERBS = {
     "bench compile": (
         "fuseline.cli.bench_compile",
         "eager against torch.compile's back ends over five models",
+    ),
+    "bench step": (
+        "fuseline.cli.bench_step",
+        "whole training steps of a GPT: ours against compiled nanoGPT",
     ),
     "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
     "bench attention": (
@@ -80,14 +98,19 @@ def run(arguments: list[str]) -> int:
         import tyro
 
         from fuseline.cli.help import described, flowing
-        from fuseline.cli.options import Recorded, check_folder
+        from fuseline.cli.options import Recorded, Seeded, check_folder
+        from fuseline.cli.renamed import check_renamed
+        from fuseline.training.schema import check_seed
 
+        check_renamed(verb, rest, [field.name for field in dataclasses.fields(module.Options)])
         options = tyro.cli(
             described(module.Options),
             prog=f"fuseline {verb}",
             args=rest,
             description=flowing(module.__doc__ or ""),
         )
+        if isinstance(options, Seeded):
+            check_seed(options.seed)
         if isinstance(options, Recorded) and options.out is not None and not options.dry_run:
             check_folder(options.out, "--out")
         return int(module.run(options))
@@ -101,6 +124,21 @@ def run(arguments: list[str]) -> int:
         # The reader went away (`| head`): not our error, and nothing is left to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno is None:  # not the system's: a mistake of ours
+            raise
+        _complain(_of_the_system(error))
+        return EXIT_INPUT
+    except MemoryError:
+        _complain("This machine's memory is not enough for that.")
+        return EXIT_INPUT
+
+
+def _of_the_system(error: OSError) -> str:
+    """What the system refused (a full disk, a folder that may not be read), and where, in a line."""
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+    mend = " Free some space, or name another disk." if error.errno == errno.ENOSPC else ""
+    return f"{place}{error.strerror}.{mend}"
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -54,6 +55,18 @@ def check_folder(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise InputError(f"Cannot write to {folder}: {error.strerror}. Give another {option}.") from error
+
+
+def check_text(option: str, texts: Iterable[str]) -> None:
+    """`InputError` for text that is not UTF-8: bytes of another encoding on the command line."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{option} is not UTF-8 text: {text[:40]!a}, at character {error.start}. Is the terminal set "
+                "to another encoding?"
+            ) from error
 
 
 def resolve_device(name: str) -> str:

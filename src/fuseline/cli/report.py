@@ -54,10 +54,12 @@ def _files(given: tuple[Path, ...]) -> list[Path]:
     """The files named, and those in the folders named."""
     if not given:
         raise InputError("Name files of records, or folders of them: `fuseline report fuseline-ladder`.")
+    from fuseline.records.store import PATTERN
+
     files: list[Path] = []
     for path in given:
         if path.is_dir():
-            found = sorted(f for f in path.glob("*.jsonl") if not f.name.endswith(SET_ASIDE))
+            found = sorted(f for f in path.glob(PATTERN) if not f.name.endswith(SET_ASIDE))
             if not found:
                 raise InputError(
                     f"There is no file of records (*.jsonl) in {path}. Name another folder, or a file."

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fuseline.cli.main import EXIT_INTERRUPTED
 from fuseline.cli.options import Recorded, Seeded, resolve_device
-from fuseline.cli.train_options import config_options, given_options, option
+from fuseline.cli.train_options import FLAGS, config_options, given_options, option
 from fuseline.cli.train_progress import TrainProgress, plan_table
 from fuseline.errors import InputError
 from fuseline.training.config import PRESETS, TrainConfig, continued, preset
@@ -81,9 +81,8 @@ def _begun(options: Any) -> TrainConfig:
 
         for name in SHAPE_FIELDS:
             if name in given:
-                raise InputError(
-                    f"--{name.replace('_', '-')} is decided by the weights of --init-from: leave it out."
-                )
+                flag = FLAGS.get(name, name).replace("_", "-")
+                raise InputError(f"--{flag} is decided by the weights of --init-from: leave it out.")
     return preset(options.preset or _DEFAULT_PRESET, **given)
 
 

@@ -13,6 +13,9 @@ from fuseline.cli.options import Seeded
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}", Path: "PATH"}
 
+# Fields of a configuration whose option has the name that it has in all verbs.
+FLAGS = {"block_size": "seqlen"}
+
 # A preset's seed is Seeded's --seed, whose default says that none was given.
 _DEFAULT_SEED = Seeded().seed
 
@@ -31,7 +34,7 @@ def config_options(config: type, preset: str, *, without: tuple[str, ...] = ()) 
     `without`."""
     kinds = get_type_hints(config)
     return [
-        option(f.name, kinds[f.name], f.metadata["help"], f.default, preset)
+        option(FLAGS.get(f.name, f.name), kinds[f.name], f.metadata["help"], f.default, preset)
         for f in fields(config)
         if f.name not in ("seed", *without)
     ]
@@ -40,8 +43,8 @@ def config_options(config: type, preset: str, *, without: tuple[str, ...] = ()) 
 def given_options(options: Any, config: type) -> dict[str, Any]:
     """The fields of the configuration that were named on the command line."""
     given = {
-        f.name: getattr(options, f.name)
+        f.name: value
         for f in fields(config)
-        if f.name != "seed" and getattr(options, f.name) is not None
+        if f.name != "seed" and (value := getattr(options, FLAGS.get(f.name, f.name))) is not None
     }
     return given if options.seed == _DEFAULT_SEED else {**given, "seed": options.seed}

@@ -100,8 +100,9 @@ def result_table(result: TrainResult) -> Table:
     rows = [
         ("outcome", f"{result.outcome} at step {result.step} after {_clock(result.seconds)} of training"),
         ("best validation loss", f"{_number(result.best_validation_loss, '.4f')} at step {result.best_step}"),
-        ("speed", f"{_number(result.tokens_per_s, ',.0f')} tokens/s"),
     ]
+    if result.tokens_per_s is not None:
+        rows.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s"))
     if result.mfu is not None:
         rows.append(("MFU", f"{result.mfu:.1%} (6N + 12LCT, bf16 peak)"))
     if result.peak_memory_gib is not None:

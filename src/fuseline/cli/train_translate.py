@@ -52,6 +52,9 @@ def run(options: Any) -> int:
     config = _resumed(options) if options.resume else _begun(options)
     folder = options.out or Path("fuseline-out") / f"train-translate-{datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
+        from fuseline.training.translation_train import check_data
+
+        check_data(config, folder, device, resume=options.resume)
         _tell(config, folder, options, console)
         return 0
     from fuseline.training.translation_train import train_translation
@@ -80,14 +83,14 @@ def _begun(options: Any) -> TranslateConfig:
 
 def _resumed(options: Any) -> TranslateConfig:
     """The configuration of the run in --out, with what was given where that may change."""
-    from fuseline.training.checkpoint import LATEST, peek_config
+    from fuseline.training.checkpoint import LATEST, peek_config, settings_of
 
     if options.out is None:
         raise InputError("--resume goes on with the run in a folder: name it with --out.")
     if options.preset is not None:
         raise InputError("--resume takes the run's own configuration: leave --preset out.")
     saved, _ = peek_config(options.out / LATEST, "translate")
-    return continued(TranslateConfig(**saved), _given(options))
+    return continued(settings_of(TranslateConfig, saved, options.out / LATEST), _given(options))
 
 
 def _given(options: Any) -> dict[str, Any]:

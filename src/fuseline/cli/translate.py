@@ -14,8 +14,10 @@ from typing import Annotated
 
 import tyro
 
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.options import Common, check_text, resolve_device
 from fuseline.errors import InputError
+from fuseline.files.reading import read_text, reason
+from fuseline.files.writing import write_text
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ def run(options: Options) -> int:
         print(json.dumps({"sources": sentences, "translations": texts}, ensure_ascii=False))
     elif options.out is not None:
         try:
-            options.out.write_text(lines, encoding="utf-8")
+            write_text(options.out, lines)
         except OSError as error:
-            raise InputError(f"Cannot write {options.out}: {error.strerror}. Give another --out.") from error
+            raise InputError(f"Cannot write {options.out}: {reason(error)}. Give another --out.") from error
     else:
         sys.stdout.write(lines)
     return 0
@@ -66,6 +68,7 @@ def _sentences(options: Options) -> list[str]:
     if options.sentences and options.input is not None:
         raise InputError("Give sentences as arguments or by --input, not both.")
     if options.sentences:
+        check_text("A sentence", options.sentences)
         return list(options.sentences)
     if options.input is None and sys.stdin.isatty():
         raise InputError('Nothing to translate: give sentences as arguments ("ein Satz"), or --input FILE.')
@@ -73,8 +76,8 @@ def _sentences(options: Options) -> list[str]:
         text = (
             sys.stdin.read()
             if options.input is None or str(options.input) == "-"
-            else options.input.read_text(encoding="utf-8")
+            else read_text(options.input)
         )
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"Cannot read {options.input}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"What stands on standard input is not UTF-8 text: {error}.") from error
     return text.removesuffix("\n").split("\n")

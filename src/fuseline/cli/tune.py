@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuseline.cli.measuring import measuring
 from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.precisions import checked
 from fuseline.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -29,14 +30,14 @@ LONGEST = 8192
 class Options(Common):
     preset: str | None = None
     """A GPT's or Llama's preset: its attention in training and evaluation, or over a prompt."""
-    batch: tuple[int, ...] = (1, 8, 16)
+    batch_size: tuple[int, ...] = (1, 8, 16)
     """Batch sizes of the preset."""
     seqlen: tuple[int, ...] = ()
     """Lengths of the preset; its block size, up to 8,192, if none is named."""
     shapes: tuple[str, ...] = ()
     """Shapes to measure: BxHxTxD, BxHxTxSxD or BxH/HkvxTxSxD, as 8x16x1024x64 or 1x32/8x1x4096x128."""
-    dtype: str = "bfloat16"
-    """float32, float16 or bfloat16."""
+    precision: str = "bf16"
+    """fp32, fp16 or bf16."""
     directions: tuple[str, ...] = DIRECTIONS
     """fw, fwbw."""
     causal: bool = True
@@ -80,9 +81,8 @@ def _problems(options: Options, device: torch.device) -> list[Problem]:
 
     from fuseline.ops.attention.problem import Problem
 
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if options.dtype not in dtypes:
-        raise unknown_name("dtype", options.dtype, dtypes)
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    dtype = dtypes[checked(options.precision, dtypes)]
     for direction in options.directions:
         if direction not in DIRECTIONS:
             raise unknown_name("direction", direction, DIRECTIONS)
@@ -95,11 +95,11 @@ def _problems(options: Options, device: torch.device) -> list[Problem]:
         lengths = options.seqlen or (min(config.block_size, LONGEST),)
         heads, head_dim = config.num_heads, config.head_dim
         kv_heads = getattr(config, "num_kv_heads", heads)
-        sizes += [(b, heads, kv_heads, t, t, head_dim) for b in options.batch for t in lengths]
+        sizes += [(b, heads, kv_heads, t, t, head_dim) for b in options.batch_size for t in lengths]
     return [
         Problem(
             device,
-            dtypes[options.dtype],
+            dtype,
             *size,
             direction=direction,
             causal="bottom_right" if options.causal else "none",

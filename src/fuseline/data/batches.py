@@ -1,8 +1,8 @@
-"""Batches off the critical path: drawn and laid out by a thread, copied to the GPU beside the computing.
+"""Batches off the critical path: a thread draws them, and the copy to the GPU overlaps with computing.
 
-Batch number i is a pure function of (seed, i, rank): a run is resumed by starting at i, and nothing else
-needs to be stored. The numbers come from Philox (Salmon et al., 2011), a generator made for that: its counter
-takes i and the rank, so that no two batches of a run share a draw.
+Batch number i is a pure function of (seed, i, rank), so a run resumes by starting at i and stores nothing
+else. The random numbers come from Philox (Salmon et al., 2011), whose counter takes i and the rank, so that
+no two batches of a run share a draw.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Batch = tuple[Tensor, Tensor]
 
 
 class BatchLoader:
-    """An endless iterator of (tokens [B, T], targets [B, T]), int64 on `device`: random crops, drawn with
-    replacement, the targets one token ahead.
+    """An endless iterator of (tokens [B, T], targets [B, T]), int64 on `device`.
 
-    `start` is the number of its first batch, `position` that of the next one it will give, `wait_seconds` how
-    long the caller has waited for batches so far. `prefetch` batches are kept ready. Each of `world_size`
-    ranks draws batches of its own.
+    A batch holds random crops, drawn with replacement; the targets are one token ahead. `start` is the number
+    of the first batch, `position` the number of the next one, and `wait_seconds` how long the caller has
+    waited for batches so far. `prefetch` batches are kept ready. Each of `world_size` ranks draws its own
+    batches.
 
-    The thread touches memory only. On a GPU the caller's thread starts the copy of one batch ahead on a side
-    stream, so a CUDA graph can be captured at any time between two batches.
+    The thread touches host memory only. On a GPU the caller's thread starts the copy of the next batch on a
+    side stream, so a CUDA graph can be captured at any time between two batches.
 
-    Use it in a `with`, or call `close()`. Raises `InputError` if no crop fits into `tokens`.
+    Use it in a `with` statement, or call `close()`. Raises `InputError` if no crop fits into `tokens`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BatchLoader:
                 f"rank is {rank}; with {world_size} processes it must lie in 0..{world_size - 1}."
             )
         if start < 0 or prefetch < 1:
-            raise InputError(f"start is {start} and prefetch {prefetch}; they must be 0 and 1 at least.")
+            raise InputError(f"start is {start} and prefetch {prefetch}; they must be at least 0 and 1.")
         self.position = start
         self.wait_seconds = 0.0
         self._device = torch.device(device)
@@ -71,7 +71,8 @@ class BatchLoader:
             self._side = torch.cuda.Stream(self._device)
             self._ahead: _Copy | None = None
         draw = _Draw(tokens, block_size, seed, rank)
-        # The thread holds no reference to the loader: one that is dropped unclosed is collected, and ends it.
+        # The thread holds no reference to the loader, so a loader that is dropped is collected and ends its
+        # thread.
         self._thread = threading.Thread(
             target=_fill, args=(draw, start, self._mailbox), name="fuseline-batches", daemon=True
         )
@@ -89,7 +90,7 @@ class BatchLoader:
         return both[0], both[1]
 
     def close(self) -> None:
-        """End the thread. What was given out stays valid; closing again does nothing."""
+        """End the thread. Batches that were returned stay valid. Closing twice is allowed."""
         self._end()
         self._thread.join()
 
@@ -114,7 +115,7 @@ class BatchLoader:
         current.wait_event(copy.done)
         copy.target.record_stream(current)
         self._ahead = self._copy()
-        copy.done.synchronize()  # long past: the copy was started a batch ago, and waits for no computing
+        copy.done.synchronize()  # the copy was started one batch earlier
         self._mailbox.free.put(copy.source)
         return copy.target
 
@@ -131,7 +132,7 @@ class BatchLoader:
         found = self._mailbox.ready.get()
         self.wait_seconds += time.perf_counter() - began
         if isinstance(found, Exception):
-            self._mailbox.ready.put(found)  # the thread has ended: whoever asks again gets the same answer
+            self._mailbox.ready.put(found)  # the thread has ended: every further call raises the same error
             raise found
         return found
 
@@ -146,8 +147,11 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """`count` batches of (tokens [B, T], targets [B, T]) whose crops stand at even distances over all of
-    `tokens`: the same ones every time, those of the ranks together covering it. `InputError` if none fits."""
+    """`count` batches of (tokens [B, T], targets [B, T]) with crops at even distances over all of `tokens`.
+
+    They are the same every time, and those of all ranks together cover `tokens`. Raises `InputError` if no
+    crop fits.
+    """
     _check_crop(tokens, batch_size, block_size)
     last = len(tokens) - block_size - 1
     starts = np.linspace(0, last, count * world_size * batch_size).astype(np.int64)
@@ -196,7 +200,7 @@ class _Draw:
         """Fill `both_2BT` with batch `number`."""
         key = np.array([self.seed % 2**64, 0], np.uint64)
         counter = np.array([0, 0, number, self.rank], np.uint64)
-        # Raw draws, since numpy promises to keep those the same in all versions.
+        # Raw draws: numpy guarantees that these stay the same in all versions.
         draws_B = np.random.Philox(key=key, counter=counter).random_raw(both_2BT.shape[1])
         _crop(self.tokens, draws_B % np.uint64(len(self.tokens) - self.block_size), both_2BT)
 
@@ -209,7 +213,7 @@ def _fill(draw: _Draw, number: int, mailbox: _Mailbox) -> None:
             return
         try:
             draw.batch(number, buffer)
-        except Exception as error:  # any: it is the caller's to see, in the caller's thread
+        except Exception as error:  # any exception: it is raised again in the caller's thread
             mailbox.ready.put(error)
             return
         mailbox.ready.put(buffer)

@@ -1,7 +1,7 @@
-"""Text to train on: the running Python's library and packages, a file or folder of yours, a known corpus.
+"""Text to train on: Python's own library and packages, your file or folder, or a known corpus.
 
-A corpus is a run of documents, read anew at each pass and never held in memory whole. Its fingerprint changes
-when any of its text does, so that what is made from it can be cached.
+A corpus is a sequence of documents. Each pass reads them again, and memory never holds all of them. The
+fingerprint changes when any of the text changes, so that what is made from a corpus can be cached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 OPENWEBTEXT = "Skylion007/openwebtext"
 
-# Of Python's library: its tests are half of it, and tables of code points and topics are no program text.
+# Left out of Python's library: its tests are half of it, and tables of code points and topics are not code.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _TIMEOUT_SECONDS = 30
 
@@ -43,9 +43,9 @@ def load_corpus(spec: str | Path, cache_dir: Path | None = None) -> Corpus:
     """The corpus that `spec` names: "python" (the standard library), "python-packages" (and all that is
     installed beside it), "shakespeare", "openwebtext", or the path of a file or folder.
 
-    Files are UTF-8 text of any kind, one document each, in the order of their paths; in a folder, binary and
-    hidden files are passed over. A folder of `.parquet` files with a column `text` (as OpenWebText is shared)
-    is read through `datasets`. What is downloaded is kept in `cache_dir` (default: Fuseline's cache).
+    Files are UTF-8 text of any kind, one document each, in the order of their paths. In a folder, binary and
+    hidden files are skipped. A folder of `.parquet` files with a column `text` (as OpenWebText is shared) is
+    read with `datasets`. Downloads are kept in `cache_dir` (default: Fuseline's cache).
     Raises `InputError` for an unknown name, a corpus with no text, or a download that fails.
     """
     known = {
@@ -73,7 +73,7 @@ def load_corpus(spec: str | Path, cache_dir: Path | None = None) -> Corpus:
 
 
 class TextFiles:
-    """The text of files, one document each, read when it is its turn."""
+    """The text of files, one document each. A file is read when the iteration reaches it."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = tuple(paths)
@@ -123,8 +123,10 @@ def _library(root: Path) -> list[Path]:
 
 
 def _mixed(found: dict[Path, list[Path]]) -> list[Path]:
-    """The files below each root in an order without meaning: by name, the validation split would be the
-    packages from x to z."""
+    """The files below each root in an arbitrary but fixed order.
+
+    Sorted by name, the validation split would be the packages from x to z.
+    """
 
     def mixed(file: tuple[Path, Path]) -> str:
         root, path = file
@@ -150,7 +152,7 @@ def _download_shakespeare(target: Path) -> None:
         ) from error
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise InputError(
-            f"What came from {SHAKESPEARE_URL} ({len(content)} bytes) is not tiny Shakespeare. "
+            f"The download from {SHAKESPEARE_URL} ({len(content)} bytes) is not tiny Shakespeare. "
             "A proxy may have answered in its place; name a copy of your own: --data PATH."
         )
     target.write_bytes(content)
@@ -183,7 +185,7 @@ def _from_datasets(name: str, source: str, **options: Any) -> Corpus:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files below `folder` in the order of their paths; not hidden ones, and not through links to folders."""
+    """Files below `folder` in the order of their paths, without hidden files and linked folders."""
     for here, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
@@ -196,7 +198,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _from_files(name: str, paths: list[Path], where: str) -> Corpus:
-    """A corpus of those of `paths` that hold text."""
+    """A corpus of the files in `paths` that contain text."""
     digest = hashlib.sha256()
     texts, num_bytes, binary = [], 0, 0
     for path in paths:

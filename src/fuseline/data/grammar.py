@@ -1,10 +1,10 @@
 """German sentences and their English translations, generated: numbers, dates, times, prices, everyday
 statements.
 
-It stands in where no corpus is at hand, and it is a fair test of what a model has understood: the sentences
-held back hold combinations of numbers and names that training never shows, so none can be known by heart. The
-two languages differ where a translator has work to do: "dreiundzwanzig" is "twenty-three", "halb vier" is
-"half past three", 1.234,50 is 1,234.50, and verbs and dates stand elsewhere.
+It is the default where no corpus is available, and a fair test of what a model has learned: the test
+sentences contain combinations of numbers and names that training never shows, so that none can be memorized.
+The two languages differ in ways that a translator must learn: "dreiundzwanzig" is "twenty-three", "halb vier"
+is "half past three", 1.234,50 is 1,234.50, and the order of verbs and dates differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# One sentence in so many is held back for each of validation and test.
+# One in this many sentences goes to validation, and as many go to test.
 HELD_BACK = 12
 
 
@@ -72,7 +72,7 @@ _EVENTS = {
 }  # fmt: skip
 
 Phrase = tuple[str, str, str]
-"""German, English, and what it is as a number or name: the part of the combination that it stands for."""
+"""A phrase in German and English, and the number or name that it adds to the sentence's combination."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,22 @@ def english_number(n: int) -> str:
 
 
 def sentence(random_: random.Random) -> Sentence:
-    """One sentence, drawn."""
+    """Draw one sentence."""
     german, english, combination = random_.choice(_PATTERNS)(random_)
     return Sentence(german[0].upper() + german[1:], english[0].upper() + english[1:], combination)
 
 
 def split_of(combination: tuple[str, ...]) -> str:
-    """The split that a combination belongs to, and no other: train, validation or test."""
+    """The one split that a combination belongs to: train, validation or test."""
     number = hashlib.sha256("|".join(combination).encode()).digest()[0] % HELD_BACK
     return {0: "test", 1: "validation"}.get(number, "train")
 
 
 def generate(train: int, held_back: int, seed: int = 0) -> dict[str, list[tuple[str, str]]]:
-    """`train` pairs (German, English) for training, `held_back` each for validation and test. No sentence
-    comes twice, and no combination of numbers and names in two splits."""
+    """`train` pairs (German, English) for training, and `held_back` pairs each for validation and test.
+
+    No sentence occurs twice, and no combination of numbers and names occurs in two splits.
+    """
     random_ = random.Random(seed)
     wanted = {"train": train, "validation": held_back, "test": held_back}
     pairs: dict[str, list[tuple[str, str]]] = {split: [] for split in wanted}

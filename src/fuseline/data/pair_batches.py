@@ -1,9 +1,9 @@
 """Batches of sentence pairs of like length, gathered on the device.
 
-Pairs are put into buckets by length, each with one width and one number of rows, so a compiled or recorded
-step meets few shapes and little padding. All buckets lie on the device, padded; a batch is a few rows picked
-there, so nothing is waited for. Batch number i is a pure function of (seed, i): a run is resumed by starting
-at i.
+Pairs are sorted into buckets by length. All batches of a bucket have one width and one number of rows, so
+that a compiled or recorded step sees few shapes and little padding. The padded buckets are on the device, and
+a batch gathers rows there, so that no step waits for data. Batch number i is a pure function of (seed, i), so
+a run resumes by starting at i.
 
 A decoder-only batch is (tokens, targets) [B, T] of sequences <source> a b <target> x y <eos>; an
 encoder-decoder batch is (source [B, T], tokens [B, T], targets [B, T]). Targets are -1 where there is nothing
@@ -25,15 +25,18 @@ from fuseline.errors import InputError
 PairBatch = tuple[Tensor, ...]
 
 IGNORE = -1
-# Widths end where these shares of the pairs do, rounded up: four or five shapes, and a tenth of padding.
+# Quantiles of the pairs' lengths at which buckets end, rounded up: four or five shapes, a tenth of padding.
 _SHARES = (0.25, 0.5, 0.75, 0.95, 1.0)
 _MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pairs of like length. `parts` are what a batch is made of, [variants, rows + 1, width] int32 each; the
-    last row is empty and fills a batch up."""
+    """Pairs of similar length.
+
+    `parts` are the tensors of a batch, [variants, rows + 1, width] of int32 each. The last row is empty; it
+    fills incomplete batches.
+    """
 
     width: int
     rows: int
@@ -49,17 +52,17 @@ class PairBatches:
     """An endless iterator of batches. One epoch is `batches_per_epoch` of them: every pair once.
 
     Args:
-        variants: the same pairs, cut into tokens in several ways; each row takes one of them at random.
-        encoder_decoder: what the batches are for (see the module).
-        max_tokens: of a batch, padding included, a side.
-        length: longest sequence; what is longer is cut off.
-        seed: of the order.
-        start: number of the first batch; `stride` batches are passed on from one to the next.
-        shuffle: in a new order every epoch; otherwise by bucket, in the corpus' order.
-        bucketed: by length; otherwise every sequence is padded to `length`.
+        variants: the same pairs, tokenized in several ways; each row takes one of them at random.
+        encoder_decoder: whether batches are for an encoder-decoder or a decoder-only model (see the module).
+        max_tokens: the most tokens of a batch for each language, padding included.
+        length: the longest sequence; longer ones are cut off.
+        seed: the seed of the order.
+        start: the number of the first batch. Each batch is `stride` numbers after the one before.
+        shuffle: use a new order in every epoch; otherwise go by bucket in the order of the corpus.
+        bucketed: group pairs by length; otherwise every sequence is padded to `length`.
     """
 
-    wait_seconds = 0.0  # nobody waits: all pairs lie on the device
+    wait_seconds = 0.0  # no step waits for data: all pairs are on the device
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class PairBatches:
             raise InputError("There are no sentence pairs to make batches of.")
         if max_tokens < length:
             raise InputError(
-                f"max_tokens is {max_tokens}; a batch must hold one sequence of {length} tokens at least."
+                f"max_tokens is {max_tokens}; a batch must hold at least one sequence of {length} tokens."
             )
         self.position = start
         self._stride, self._seed, self._shuffle = stride, seed, shuffle
@@ -94,9 +97,9 @@ class PairBatches:
         self.batches_per_epoch = sum(bucket.batches for bucket in self.buckets)
         self.pairs = len(rows[0])
         self.target_tokens = sum(int((row[-1] != IGNORE).sum()) for row in rows[0])
-        """Tokens an epoch that are learned."""
+        """Target tokens in an epoch."""
         self.tokens = self.target_tokens + int(variants[0].source.lengths.sum())
-        """Tokens an epoch of both languages."""
+        """Tokens of both languages in an epoch."""
         self._epoch = -1
         self._order: list[tuple[int, Tensor]] = []
 
@@ -119,17 +122,17 @@ class PairBatches:
 
     @property
     def padding(self) -> float:
-        """Share of a batch's places that hold padding, over an epoch."""
+        """The share of padding in the batches of an epoch."""
         places = sum(b.batches * b.batch_size * b.width * (len(b.parts) - 1) for b in self.buckets)
         filled = sum(int((part[0] != PAD).sum()) for bucket in self.buckets for part in bucket.parts[:-1])
         return 1.0 - filled / places
 
     def close(self) -> None:
-        """Let go of the pairs."""
+        """Free the pairs."""
         self.buckets, self._order = (), []
 
     def _ordered(self, epoch: int) -> list[tuple[int, Tensor]]:
-        """For each batch of the epoch its bucket, and the rows [B] that it picks among all variants'."""
+        """For each batch of the epoch: its bucket, and the rows [B] that it gathers from all variants."""
         draws = np.random.Generator(np.random.Philox(key=self._seed % 2**64, counter=[0, 0, epoch, 0]))
         batches = []
         for which, bucket in enumerate(self.buckets):
@@ -151,8 +154,10 @@ class PairBatches:
 
 
 def prompt(source: Sequence[int] | np.ndarray, *, encoder_decoder: bool, length: int) -> list[int]:
-    """What a model is given to translate a sentence: what an encoder reads, or how a decoder-only sequence
-    begins. Cut so that a decoder-only sequence has room for as much again."""
+    """The input for translating a sentence: an encoder's input, or the beginning of a decoder-only sequence.
+
+    It is cut so that a decoder-only sequence has room for a translation of the same length.
+    """
     ids = [int(i) for i in source]
     if encoder_decoder:
         return [SOURCE_TAG, *ids[: length - 2], EOS]
@@ -180,7 +185,7 @@ def _buckets(
     shares: Sequence[float],
     device: torch.device,
 ) -> Iterator[Bucket]:
-    # A pair's bucket holds it however it was cut.
+    # A bucket is wide enough for every variant of its pairs.
     longest = np.max([[max(map(len, row)) for row in rows] for rows in variants], axis=0)
     widths = sorted({min(length, _rounded(int(np.quantile(longest, share)))) for share in shares} or {length})
     which = np.searchsorted(widths, longest)

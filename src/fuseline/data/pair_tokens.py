@@ -1,10 +1,10 @@
-"""A parallel corpus as numbers: one BPE vocabulary for both languages, tokenized once and kept by content.
+"""A parallel corpus as token ids: one BPE vocabulary for both languages, tokenized once and cached.
 
-Ids 0 to 3 are padding, the end of a text, the tag of the source language and that of the target language.
-Text is cut into bytes' merges as in GPT-2, but digit by digit in numbers, so that numbers are spelled rather
-than known by heart. With BPE dropout (Provilkov et al., 2020) the training pairs are tokenized several times,
-merges left out at random: a model then sees a word cut in different ways. The draws are kept with the tokens,
-so a run that is resumed reads the same.
+Ids 0 to 3 are padding, the end of a text, and the tags of the source and the target language. Text is split
+into merges of bytes as in GPT-2, but numbers are split digit by digit, so that a model spells numbers rather
+than memorizes them. With BPE dropout (Provilkov et al., 2020) the training pairs are tokenized several times
+with some merges left out at random, so that a model sees a word split in different ways. The variants are
+cached with the tokens, so that a resumed run reads the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fuseline.data.parallel import SPLITS, ParallelCorpus
+from fuseline.data.tokenizers import parsed_tokenizer
 from fuseline.errors import InputError
+from fuseline.files.schema import read_object
+from fuseline.files.writing import write_text
 from fuseline.native.cache import cache_dir as default_cache_dir
 from fuseline.native.cache import content_key, make_once
 
@@ -60,7 +63,7 @@ class PairTokenizer:
         return int(self._inner.get_vocab_size())
 
     def encode_batch(self, texts: Sequence[str], dropout: float = 0.0) -> list[list[int]]:
-        """Ids of each text, without special tokens; with `dropout` merges are left out at random."""
+        """The ids of each text, without special tokens; `dropout` leaves out merges at random."""
         self._inner.model.dropout = dropout or None
         try:
             encodings = self._inner.encode_batch_fast([_led(text) for text in texts])
@@ -69,7 +72,7 @@ class PairTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` up to the end-of-text token; other special tokens are left out."""
+        """The text of `ids` up to the end-of-text token, without other special tokens."""
         kept = []
         for i in ids:
             if i == EOS:
@@ -84,22 +87,17 @@ class PairTokenizer:
             "languages": self.languages,
             "tokenizer": json.loads(self._inner.to_str()),
         }
-        path.write_text(json.dumps(content), encoding="utf-8")
+        write_text(path, json.dumps(content))
 
     @classmethod
     def load(cls, path: Path) -> PairTokenizer:
         """The tokenizer saved at `path`; `InputError` if that is not one."""
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"Cannot read a tokenizer from {path}: {error}") from error
-        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        saved = read_object(path)
+        languages = saved.get("languages")
+        if saved.get("format") != _FORMAT or not isinstance(languages, list) or len(languages) != 2:
             raise InputError(f"{path} is not a translation tokenizer of Fuseline's.")
-        try:
-            inner = tokenizers.Tokenizer.from_str(json.dumps(saved["tokenizer"]))
-        except Exception as error:  # `tokenizers` raises no narrower class for what it cannot read
-            raise InputError(f"The tokenizer in {path} cannot be read: {error}") from error
-        return cls(inner, tuple(saved["languages"]))
+        inner = parsed_tokenizer(json.dumps(saved.get("tokenizer")), f"The tokenizer in {path}")
+        return cls(inner, (str(languages[0]), str(languages[1])))
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class TokenPairs:
 
 @dataclass(frozen=True)
 class PairDataset:
-    """A parallel corpus, tokenized. `train` has the pairs once for each way they were cut."""
+    """A tokenized parallel corpus. `train` has the pairs once for each variant."""
 
     name: str
     fingerprint: str
@@ -160,11 +158,13 @@ def prepare_pairs(
 ) -> PairDataset:
     """The corpus as tokens, from the cache if it has been tokenized so before.
 
-    The merges are learned from the training pairs. With `dropout` the first variant is cut without it, the
-    others with it. Raises `InputError` for a vocabulary too small or a full disk.
+    The merges are learned from the training pairs. With `dropout` the first variant is tokenized without it
+    and the others with it. Raises `InputError` for a vocabulary too small or a full disk.
     """
     if not 0 <= dropout < 1 or variants < 1:
-        raise InputError(f"BPE dropout is {dropout} in {variants} variants; a share below 1, and 1 or more.")
+        raise InputError(
+            f"BPE dropout is {dropout} in {variants} variants; use a share below 1 and a variant or more."
+        )
     variants = variants if dropout else 1
     fingerprint = content_key(
         [
@@ -204,7 +204,7 @@ def prepare_pairs(
 
 
 def _led(text: str) -> str:
-    """A word at the beginning is cut as the same word elsewhere: after a space."""
+    """Put a space first, so that the first word is tokenized like the same word elsewhere."""
     return f" {text}"
 
 

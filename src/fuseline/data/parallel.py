@@ -1,10 +1,12 @@
-"""Sentences with their translations: files of yours, a known corpus, or the embedded German-English one."""
+"""Sentences with their translations: your files, a known corpus, or the embedded German-English task."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import random
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,31 +14,39 @@ from typing import Any
 
 from fuseline.data import grammar
 from fuseline.errors import InputError, unknown_name
+from fuseline.files.reading import read_bytes
 
 Pair = tuple[str, str]
 SPLITS = ("train", "validation", "test")
+LARGEST = 2**33
+"""Bytes of text on one side of a corpus."""
 
 GRAMMAR_TRAIN, GRAMMAR_HELD_BACK = 20_000, 500
-# Of one file or one pair of files so large a share is held back, for validation and for test alike.
+# The share of a single file, or pair of files, that is held back for validation, and again for test.
 HELD_BACK_SHARE, HELD_BACK_MOST = 0.05, 2000
-# What a folder may call its splits; the first that is there is taken.
+# Names of the splits in a folder; the first one that exists is used.
 _STEMS = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test_2016_flickr", "test_2016", "test2016", "flickr2016", "test"),
 }
-# Hugging Face data sets: repository, its revision, and the column that holds the pair where each language has
-# not its own. IWSLT14's main revision is a script, which `datasets` runs no more since version 4.
+# Hugging Face data sets: the repository, its revision, and the column that holds the pair if the languages
+# have no columns of their own. IWSLT14's main revision is a script, which `datasets` no longer runs since
+# version 4.
 _HUB = {
     "multi30k": ("bentrevett/multi30k", None, None),
     "iwslt14": ("bbaaaa/iwslt14-de-en", "refs/convert/parquet", "translation"),
 }
 
+DOWNLOADED = tuple(_HUB)
+
 
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Pairs (source, target) by split. `languages` are the two's short names; the fingerprint changes with
-    the text."""
+    """Pairs (source, target) by split, and the short names of the two languages.
+
+    The fingerprint changes when the text changes.
+    """
 
     name: str
     languages: tuple[str, str]
@@ -59,14 +69,13 @@ def load_parallel(
 
     - "grammar": German and English sentences of this project's own, generated (see `fuseline.data.grammar`).
     - "multi30k", "iwslt14": through the package `datasets`.
-    - a folder with `train.<language>`, `val.<language>`, `test.<language>` (or as Multi30k and IWSLT name
-    them;
-      `.gz` too), a line a sentence.
-    - two files, parted by a comma: `text.de,text.en`.
+    - a folder with `train.<language>`, `val.<language>`, `test.<language>` (or the names of Multi30k and
+      IWSLT; also `.gz`), one sentence a line.
+    - two files, separated by a comma: `text.de,text.en`.
     - a TSV file: source, tab, target.
 
-    Where there are no files for validation and test, some of the pairs are drawn for them. Raises
-    `InputError` for what is not there, files of unequal length, or a download that fails.
+    If there are no files for validation and test, some of the pairs are drawn for them. Raises `InputError`
+    for missing files, files of unequal length, or a download that fails.
     """
     if source == target:
         raise InputError(f"Source and target language are both {source!r}; name two.")
@@ -75,7 +84,19 @@ def load_parallel(
         return ParallelCorpus("grammar", (source, target), _directed(splits, ("de", "en"), (source, target)))
     if spec in _HUB:
         return ParallelCorpus(spec, (source, target), _from_hub(spec, source, target, cache_dir))
-    return _from_paths(spec, source, target)
+    corpus = _from_paths(spec, source, target)
+    _check_pairs(corpus)
+    return corpus
+
+
+def _check_pairs(corpus: ParallelCorpus) -> None:
+    """`InputError` for a corpus with a split that holds no pair."""
+    empty = [split for split in SPLITS if not corpus.splits[split]]
+    if empty:
+        raise InputError(
+            f"{corpus.name} has no pair for {' and '.join(empty)}: a pair is a sentence and its translation, "
+            "neither of them empty."
+        )
 
 
 def _directed(
@@ -85,7 +106,7 @@ def _directed(
         return splits
     if wanted == own[::-1]:
         return {split: [(b, a) for a, b in pairs] for split, pairs in splits.items()}
-    raise InputError(f"This corpus is of {' and '.join(own)}, not of {' and '.join(wanted)}.")
+    raise InputError(f"This corpus has the languages {' and '.join(own)}, not {' and '.join(wanted)}.")
 
 
 def _from_paths(spec: str, source: str, target: str) -> ParallelCorpus:
@@ -139,15 +160,25 @@ def _aligned(first: Path, second: Path) -> list[Pair]:
 
 
 def _lines(path: Path) -> list[str]:
+    content = read_bytes(path, LARGEST)
     try:
-        packed = path.suffix == ".gz"
-        text = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).decode("utf-8")
-    except (OSError, EOFError) as error:
+        text = (_unpacked(content, path) if path.suffix == ".gz" else content).decode("utf-8")
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"Cannot read {path}: {error}.") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text ({error}).") from error
     # Not splitlines: a sentence may hold a character that Unicode calls a line separator.
     return text.removesuffix("\n").split("\n")
+
+
+def _unpacked(content: bytes, path: Path) -> bytes:
+    """What a gzip file holds, read no further than a corpus can be long: a few bytes can stand for endless
+    zeros."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise InputError(f"{path} holds more than {LARGEST:,} bytes of text.")
+    return text
 
 
 def _tsv(path: Path) -> list[Pair]:
@@ -162,7 +193,7 @@ def _tsv(path: Path) -> list[Pair]:
 
 
 def _told(pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs that say something in both languages."""
+    """The pairs in which neither sentence is empty."""
     stripped = ((source.strip(), target.strip()) for source, target in pairs)
     return [pair for pair in stripped if all(pair)]
 
@@ -172,7 +203,7 @@ def _divided(pairs: list[Pair], where: str) -> dict[str, list[Pair]]:
 
 
 def _drawn(pairs: list[Pair], splits: Sequence[str], where: str) -> dict[str, list[Pair]]:
-    """Pairs for `splits`, taken out of `pairs`; a source sentence that comes more than once stays whole."""
+    """Take pairs for `splits` out of `pairs`. All pairs of one source sentence go to the same split."""
     count = min(HELD_BACK_MOST, int(len(pairs) * HELD_BACK_SHARE))
     if count < 1:
         raise InputError(

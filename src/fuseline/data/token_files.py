@@ -1,8 +1,8 @@
-"""A corpus as numbers on disk: tokenized once, kept by content, read through a memory map ever after.
+"""A corpus as token ids on disk: tokenized once, cached by content, and read through a memory map.
 
 A dataset is a folder: `tokens.bin` (uint16, or uint32 for more than 65536 ids, in this machine's byte order),
-`tokenizer.json` and `meta.json`. The folder's name holds a hash of all that it was made from, so it never
-goes stale; it is renamed into place when it is whole, so it is never half there.
+`tokenizer.json` and `meta.json`. The folder's name contains a hash of everything that it was made from, so it
+is never out of date. It is renamed into place when it is complete, so it is never half written.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tokenizers
+from typing_extensions import TypedDict
 
 from fuseline.data.corpora import Corpus
 from fuseline.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from fuseline.errors import InputError
+from fuseline.files.reading import regular_size
+from fuseline.files.schema import checked_values, read_object
 from fuseline.native.cache import cache_dir as default_cache_dir
 from fuseline.native.cache import content_key, make_once
 
 Progress = Callable[[int, "int | None"], None]
-"""Called with the bytes of text tokenized so far, and all there are (None if that is not known)."""
+"""Called with the bytes of text tokenized so far and the total (None if unknown)."""
 
 _FORMAT = "fuseline tokens 1"
-# Documents are handed to the tokenizer by so many characters, which it spreads over the cores.
+# Characters that the tokenizer gets at a time; it spreads them over the cores.
 _BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Tokens of a corpus, the last of them apart for validation. Both arrays are memory maps, read only."""
+    """Tokens of a corpus; the last ones are the validation split. Both arrays are read-only memory maps."""
 
     name: str
     train: np.ndarray
@@ -57,12 +61,12 @@ def prepare(
 ) -> TokenDataset:
     """The corpus as tokens, from the cache if it has been tokenized so before.
 
-    The tokenizer ("char", "bpe" or "gpt2") is made from the corpus. Documents follow one another, parted by
-    the tokenizer's `end_of_text` if it has one; the last `validation_fraction` of all tokens is for
-    validation. Raises `InputError` for an empty corpus, a fraction out of range, or a full disk.
+    The tokenizer ("char", "bpe" or "gpt2") is made from the corpus. The tokenizer's `end_of_text`, if it has
+    one, separates the documents. The last `validation_fraction` of all tokens is for validation. Raises
+    `InputError` for an empty corpus, a fraction out of range, or a full disk.
     """
     if not 0 <= validation_fraction < 1:
-        raise InputError(f"validation_fraction is {validation_fraction}; it must be 0 or more, and below 1.")
+        raise InputError(f"validation_fraction is {validation_fraction}; it must be 0 or more and below 1.")
     made_from = [_FORMAT, sys.byteorder, tokenizers.__version__, corpus.fingerprint]
     made_from += [tokenizer_kind, str(vocab_size)]
     slug = re.sub(r"[^a-z0-9]+", "-", corpus.name.lower()).strip("-") or "corpus"
@@ -83,14 +87,22 @@ def prepare(
     return open_dataset(path, validation_fraction)
 
 
+class _Meta(TypedDict):
+    name: str
+    tokens: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+
+
 def open_dataset(path: Path | str, validation_fraction: float = 0.1) -> TokenDataset:
-    """The dataset in a folder that `prepare` made; `InputError` if it was damaged."""
+    """The dataset in a folder that `prepare` made. Raises `InputError` if it is damaged."""
     path = Path(path)
     damaged = f"The dataset in {path} is damaged. Delete that folder; it will be made anew."
     try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        meta = checked_values(_Meta, read_object(path / "meta.json"), str(path / "meta.json"))
+        regular_size(path / "tokens.bin")
         tokens = np.memmap(path / "tokens.bin", dtype=meta["dtype"], mode="r")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{damaged} ({error})") from error
     tokenizer = load_tokenizer(path / "tokenizer.json")
     if len(tokens) != meta["tokens"] or tokenizer.vocab_size != meta["vocab_size"]:
@@ -131,7 +143,7 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Prog
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
-    """Pieces of the documents, batched; each piece with whether it begins a document."""
+    """Pieces of the documents in batches, each with a flag that says whether it begins a document."""
     batch: list[tuple[bool, str]] = []
     characters = 0
     for document in documents:
@@ -146,7 +158,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """The document, cut after a line if it is longer than a batch: BPE needs many times a text's memory."""
+    """The document, split after a line if it is longer than a batch: BPE needs many times a text's memory."""
     start = 0
     while len(document) - start > _BATCH_CHARACTERS:
         stop = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1 or start + _BATCH_CHARACTERS

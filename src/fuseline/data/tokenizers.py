@@ -1,6 +1,6 @@
-"""Text to numbers and back: one a character, byte-level BPE trained on the corpus, or GPT-2's own.
+"""Text to token ids and back: one id a character, byte-level BPE trained on the corpus, or GPT-2's BPE.
 
-All three give back exactly the text they were given. They are saved as JSON, which runs nothing when read.
+All three decode to exactly the text that was encoded. They are saved as JSON, so reading one runs no code.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fuseline.data.corpora import Corpus
-from fuseline.errors import InputError, unknown_name
+from fuseline.errors import InputError, first_line, unknown_name
+from fuseline.files.schema import parse_json, read_object, shown
+from fuseline.files.writing import write_text
 
 KINDS = ("char", "bpe", "gpt2")
 END_OF_TEXT = "<|endoftext|>"
-# Merges are learned from so much text; more of it moves few of them.
+# Merges are learned from this much text; more text changes few of them.
 TRAINING_CHARACTERS = 50_000_000
 
 _DEFAULT_BPE_VOCAB = 1000
-_SMALLEST_BPE_VOCAB = 257  # every byte, and the end of a text
+_SMALLEST_BPE_VOCAB = 257  # every byte and the end of a text
 _FORMAT = "fuseline tokenizer 1"
 
 
 class Tokenizer(Protocol):
-    """What the three have in common. `end_of_text` is the id that ends a document, if there is one."""
+    """The interface of the three. `end_of_text` is the id that ends a document, if there is one."""
 
     kind: str
     end_of_text: int | None
@@ -45,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One id a character, in the order of code points. A character it has not seen is an `InputError`."""
+    """One id a character, in the order of code points. An unseen character raises `InputError`."""
 
     kind = "char"
     end_of_text: int | None = None
@@ -78,9 +80,9 @@ class CharTokenizer:
 
 
 class ByteBPETokenizer:
-    """Byte-level BPE (as GPT-2's; Sennrich et al., 2016): frequent runs of bytes become one id.
+    """Byte-level BPE (as in GPT-2; Sennrich et al., 2016): frequent sequences of bytes become one id.
 
-    It knows every text, since every byte has an id. A literal `<|endoftext|>` is text like any other.
+    It encodes every text, because every byte has an id. A literal `<|endoftext|>` is ordinary text.
     """
 
     kind = "bpe"
@@ -167,8 +169,11 @@ class GPT2Tokenizer:
 
 
 def train_tokenizer(kind: str, corpus: Corpus, vocab_size: int | None = None) -> Tokenizer:
-    """A tokenizer of that kind for the corpus. `vocab_size` is for "bpe" (1000 if not given); the others have
-    their own, and asking them for another is an `InputError`."""
+    """A tokenizer of that kind for the corpus.
+
+    `vocab_size` is for "bpe" (1000 if None). The other kinds have a fixed size; another one raises
+    `InputError`.
+    """
     tokenizer: Tokenizer
     if kind == "char":
         tokenizer = CharTokenizer(set().union(*map(set, corpus.documents)))
@@ -190,25 +195,36 @@ def train_tokenizer(kind: str, corpus: Corpus, vocab_size: int | None = None) ->
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer that was saved at `path`; `InputError` if that is not one."""
-    try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"Cannot read a tokenizer from {path}: {error}") from error
-    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+    path = Path(path)
+    saved = read_object(path)
+    if saved.get("format") != _FORMAT:
         raise InputError(f"{path} is not a tokenizer of Fuseline's (a JSON file that says {_FORMAT!r}).")
     kind = saved.get("kind")
     if kind == "char" and isinstance(saved.get("characters"), str):
         return CharTokenizer(saved["characters"])
     if kind == "bpe":
-        try:
-            return ByteBPETokenizer(tokenizers.Tokenizer.from_str(json.dumps(saved.get("tokenizer"))))
-        except Exception as error:  # `tokenizers` raises no narrower class for what it cannot read
-            raise InputError(f"The BPE tokenizer in {path} cannot be read: {error}") from error
+        inner = parsed_tokenizer(json.dumps(saved.get("tokenizer")), f"The BPE tokenizer in {path}")
+        return ByteBPETokenizer(inner)
     if kind == "gpt2":
         return GPT2Tokenizer()
     raise InputError(
-        f"{path} is a tokenizer's file that was damaged, or is of a later Fuseline (kind {kind!r})."
+        f"{path} is a tokenizer's file that was damaged, or is of a later Fuseline (kind {shown(kind)})."
     )
+
+
+def parsed_tokenizer(text: str, place: str) -> tokenizers.Tokenizer:
+    """A tokenizer of the package `tokenizers` from its JSON, which neither pads nor cuts texts, whatever that
+    says. `InputError`, naming `place`, if it cannot be read."""
+    parse_json(text, place)
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # the package raises no narrower class, and its panics are no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise InputError(f"{place} cannot be read as a tokenizer: {first_line(error)[:200]}") from error
+    inner.no_padding()
+    inner.no_truncation()
+    return inner
 
 
 def _first(documents: Iterable[str], characters: int) -> Iterator[str]:
@@ -228,4 +244,4 @@ def _in_range(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def _write(path: Path | str, content: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps({"format": _FORMAT, **content}), encoding="utf-8")
+    write_text(Path(path), json.dumps({"format": _FORMAT, **content}))

@@ -41,6 +41,12 @@ def checks() -> Iterator[Check]:
             yield _check(op, torch.device(name))
 
 
+def not_tried() -> Iterator[Check]:
+    """Where the native core is not built: trying an op would build it."""
+    found = "no op was tried: that would build the native core, which takes a minute or more"
+    yield Check(GROUP, "ops", "absent", found, "fuseline doctor --build")
+
+
 def _check(op: Op, device: torch.device) -> Check:
     name = f"{op.name} on {device}"
     try:

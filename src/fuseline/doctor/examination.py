@@ -6,8 +6,9 @@ from fuseline.doctor import software
 from fuseline.doctor.check import Check
 
 
-def examine() -> list[Check]:
-    """Look at this machine. Builds the native library if it was never built.
+def examine(*, build: bool = False) -> list[Check]:
+    """Look at this machine. With `build` the native library is built if it never was; without, what needs
+    it is not tried.
 
     Where torch cannot be imported nothing behind it can be looked at, and the list ends there.
     """
@@ -17,6 +18,7 @@ def examine() -> list[Check]:
     # These import torch.
     from fuseline.doctor import correctness, gpu, native_core, threads
 
-    for room in (gpu, threads, native_core, correctness):
-        checks += room.checks()
+    unbuilt = [] if build else native_core.unbuilt()
+    checks += [*gpu.checks(), *threads.checks(), *native_core.checks(unbuilt)]
+    checks += correctness.not_tried() if unbuilt else correctness.checks()
     return [*checks, *software.optional()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,12 +19,29 @@ LEAST_FREE = 2 * 2**30  # a build takes some hundred MiB, a checkpoint of GPT-2 
 MIB, GIB = 2**20, 2**30
 
 
-def checks() -> Iterator[Check]:
-    """Compilers, libraries (built now if they never were) and the cache."""
+def unbuilt() -> list[str]:
+    """The libraries that the first use here would compile; none where references were asked for."""
+    return [] if os.environ.get("FUSELINE_NATIVE", "1") == "0" else native.unbuilt()
+
+
+def checks(unbuilt: Sequence[str] = ()) -> Iterator[Check]:
+    """Compilers, libraries and the cache. Where there are `unbuilt` libraries nothing is loaded, else what
+    was never built is built now."""
     found = native.compilers()
     yield _compiler("C++", found["cxx"], missing="warn")
     # Without a GPU nothing would run what nvcc makes.
     yield _compiler("nvcc", found["nvcc"], missing="warn" if torch.cuda.is_available() else "absent")
+    yield from (_unbuilt(name) for name in unbuilt) if unbuilt else _loaded()
+    yield _cache(native.cache_dir())
+    yield _disk(native.cache_dir())
+
+
+def _unbuilt(name: str) -> Check:
+    found = f"lib{name}.so is not built yet: the first use on this machine builds it"
+    return Check(GROUP, name, "absent", found, "fuseline build, or fuseline doctor --build")
+
+
+def _loaded() -> Iterator[Check]:
     try:
         native.load()
     except NativeError as error:
@@ -32,8 +50,6 @@ def checks() -> Iterator[Check]:
     yield _library("operations", status.torch, missing="warn")
     yield _library("kernels", status.kernels, missing="warn" if torch.cuda.is_available() else "absent")
     yield _direct_calls()
-    yield _cache(native.cache_dir())
-    yield _disk(native.cache_dir())
 
 
 def _compiler(name: str, search: Search, missing: State) -> Check:

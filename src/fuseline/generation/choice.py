@@ -20,7 +20,8 @@ from fuseline.errors import InputError
 class Sampling:
     """How a token is drawn.
 
-    `temperature` divides the logits; 0 takes the likeliest token (greedy), whatever the filters. `top_k`
+    `temperature` divides the logits; 0 takes the likeliest token (greedy), and then there is nothing to
+    filter: `top_k`, `top_p` and `min_p` are refused. `top_k`
     draws among the k likeliest only; `top_p` among the fewest that together have that probability; `min_p`
     among those at least so likely, as a share of the likeliest. `repetition_penalty` divides the logits of
     tokens that were there before, prompt included, where they are positive, and multiplies them where not
@@ -37,6 +38,12 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature is {self.temperature}; it must be 0 (the likeliest token) or a number above."
+            )
+        filters = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if self.temperature == 0 and filters:
+            raise InputError(
+                f"temperature is 0, which takes the likeliest token: {' and '.join(filters)} would change "
+                "nothing. Raise the temperature (1 draws by the model's probabilities), or leave them out."
             )
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k is {self.top_k}; it must be 1 or more.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,10 +11,17 @@ from fuseline.generation.decoder import PROMPT_TOKENS
 from fuseline.generation.static_cache import CacheShape
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.models.llama_config import LlamaConfig
+from fuseline.ops.quant_codes import CODES
+from fuseline.timing.memory import available
 
 # A weight of a linear layer, scales among it: one of int8 and fp8 a row, one bf16 a group.
-_LINEAR_BYTES = {"int8": 1.0, "fp8": 1.0}
-HEAD_IN_INT8 = ("int8", "int4")
+_LINEAR_BYTES = {
+    "int8": 1.0,
+    "fp8": 1.0,
+    "w8a8": 1.0,
+    **{name: codes.bits_per_weight / 8 for name, codes in CODES.items()},
+}
+HEAD_IN_INT8 = ("int8", "int4", "w8a8", *CODES)
 """Formats beside which the head is in int8."""
 GIB = 2**30
 
@@ -80,20 +86,6 @@ def footprint(
         prompt=rows * (2 * widest + inner + 4 * C) * size + 3 * batch * V * 4,
         before=0 if format is None or ready else whole + linear_bytes(widest * C, format, size),
     )
-
-
-def available(device: torch.device) -> int:
-    """Bytes that are free on `device`, or in this machine's memory for a CPU."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the system will say when it has no more
-    return 1 << 62
 
 
 def check_memory(wanted: Footprint, device: torch.device, draft: Footprint | None = None) -> None:

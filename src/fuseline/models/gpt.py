@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,15 +43,53 @@ def _norm(config: GPTConfig) -> nn.Module:
     return kind(config.embed_dim, eps=1e-5, bias=config.bias)
 
 
-def _add_norm(norm: nn.Module, found_BTC: Tensor | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+class Found(NamedTuple):
+    """What a branch adds to the stream: dropout(y + bias), y [B, T, C] and bias [C].
+
+    A fused norm that reads the sum next adds the bias and drops in the same pass, and its backward gives the
+    bias its gradient.
+    """
+
+    y: Tensor
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+def _add_norm(norm: nn.Module, found: Found | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
     the norm leaves in the dtype that the branch came in."""
-    if found_BTC is None:
+    if found is None:
         return norm(x_BTC), x_BTC
     if isinstance(norm, fuseline.nn.LayerNorm):
-        return ops.add_layer_norm(found_BTC, x_BTC, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    x_BTC = x_BTC + found_BTC
+        shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        if found.bias is None and found.dropout_p == 0.0:
+            return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
+        x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
+        return ops.dropout_add_layer_norm(
+            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p
+        )
+    y_BTC = found.y if found.bias is None else found.y + found.bias
+    x_BTC = x_BTC + F.dropout(y_BTC, found.dropout_p)
     return norm(x_BTC), x_BTC
+
+
+def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
+    """What a branch finds in x. One with hooks, a wrapper or a compiled call is called as a module."""
+    called = "forward" in branch.__dict__ or branch._compiled_call_impl is not None
+    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not called:
+        return branch.found(x_BTC)
+    return Found(branch(x_BTC))
+
+
+def _leaves_to_norm(projection: nn.Module, dropout: nn.Module) -> bool:
+    """Whether a branch may leave its last bias and dropout to the next norm: nothing else listens to them."""
+    return is_plain(projection, nn.Linear) and (
+        is_plain(dropout, nn.Dropout) or is_plain(dropout, nn.Identity)
+    )
+
+
+def _dropout_p(dropout: nn.Module) -> float:
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def _dropout(config: GPTConfig) -> nn.Module:
@@ -65,6 +103,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.fused = config.norm == "fuseline"
         self.backend = config.attention
         self.dropout_p = config.dropout
         self.c_attn = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
@@ -72,23 +111,23 @@ class Attention(nn.Module):
         self.resid_dropout = _dropout(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        B, T, C = x_BTC.shape
-        H, D = self.num_heads, C // self.num_heads
-        # Views of one product: nothing is copied on the way to the kernel.
-        q_BTC, k_BTC, v_BTC = self.c_attn(x_BTC).split(C, dim=-1)
-        q_BHTD = q_BTC.view(B, T, H, D).transpose(1, 2)
-        k_BHTD = k_BTC.view(B, T, H, D).transpose(1, 2)
-        v_BHTD = v_BTC.view(B, T, H, D).transpose(1, 2)
-        y_BHTD = ops.attention(
-            q_BHTD,
-            k_BHTD,
-            v_BHTD,
+        return self.resid_dropout(self.c_proj(self._gathered(x_BTC)))
+
+    def found(self, x_BTC: Tensor) -> Found:
+        if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
+            y_BTC = ops.linear(self._gathered(x_BTC), self.c_proj.weight)
+            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
+        return Found(self(x_BTC))
+
+    def _gathered(self, x_BTC: Tensor) -> Tensor:
+        plain = self.fused and is_plain(self.c_attn, nn.Linear)
+        return ops.attention_packed(
+            ops.linear(x_BTC, self.c_attn.weight, self.c_attn.bias) if plain else self.c_attn(x_BTC),
+            self.num_heads,
             causal=True,
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         )
-        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(y_BTC))
 
 
 class MLP(nn.Module):
@@ -103,14 +142,23 @@ class MLP(nn.Module):
         self.dropout = _dropout(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.dropout(self._found(x_BTC))
+        if self._is_one_op():
+            return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
 
-    def _found(self, x_BTC: Tensor) -> Tensor:
+    def found(self, x_BTC: Tensor) -> Found:
+        if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
+            return Found(self(x_BTC))
+        if self._is_one_op():
+            y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
+        else:
+            y_BTC = F.linear(self.gelu(self.c_fc(x_BTC)), self.c_proj.weight)
+        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
+
+    def _is_one_op(self) -> bool:
         """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
         linear = is_plain(self.c_fc, nn.Linear) and is_plain(self.c_proj, nn.Linear)
-        if self.fused and self.training and linear and is_plain(self.gelu, nn.GELU):
-            return feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate)
-        return self.c_proj(self.gelu(self.c_fc(x_BTC)))
+        return self.fused and self.training and linear and is_plain(self.gelu, nn.GELU)
 
 
 class Block(nn.Module):
@@ -123,12 +171,12 @@ class Block(nn.Module):
         self.ln_2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, found_BTC: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The stream, and what the MLP found, which the next norm adds to it; `found_BTC` is that of the
-        layer before."""
-        y_BTC, x_BTC = _add_norm(self.ln_1, found_BTC, x_BTC)
-        y_BTC, x_BTC = _add_norm(self.ln_2, self.attn(y_BTC), x_BTC)
-        return x_BTC, self.mlp(y_BTC)
+    def forward(self, x_BTC: Tensor, found: Found | None = None) -> tuple[Tensor, Found]:
+        """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
+        before."""
+        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC)
+        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC)
+        return x_BTC, _found(self.mlp, y_BTC)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""
@@ -161,10 +209,10 @@ class Transformer(nn.Module):
             )
         # Rows of the table itself, rather than a lookup by arange: one op less each way.
         x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
-        found_BTC = None
+        found = None
         for block in self.h:
-            x_BTC, found_BTC = block(x_BTC, found_BTC)
-        return _add_norm(self.ln_f, found_BTC, x_BTC)[0]
+            x_BTC, found = block(x_BTC, found)
+        return _add_norm(self.ln_f, found, x_BTC)[0]
 
 
 class GPT(nn.Module):

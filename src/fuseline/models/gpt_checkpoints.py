@@ -9,19 +9,16 @@ the vocabulary's padding rows.
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from fuseline.errors import InputError, first_line, lacks_and_unknown, unknown_name
+from fuseline.errors import InputError, lacks_and_unknown, unknown_name
+from fuseline.files.schema import checked
+from fuseline.files.torch_files import check_tensors, load_torch
+from fuseline.files.writing import Output, written_whole
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
 
@@ -48,7 +45,8 @@ def load_nanogpt(path: Path | str, **options: Any) -> GPT:
     `activation="gelu_tanh"` for those. Raises `InputError` for a file that is truncated, foreign, or whose
     weights do not fit its own `model_args`.
     """
-    config, checkpoint = _opened_nanogpt(Path(path), options)
+    config, checkpoint = _opened_nanogpt(Path(path), options, whole=True)
+    check_tensors(checkpoint["model"], str(path))
     weights = {name.removeprefix("_orig_mod."): weight for name, weight in checkpoint["model"].items()}
     # Without flash attention nanoGPT keeps its causal mask among the weights.
     weights = {name: weight for name, weight in weights.items() if not name.endswith(".attn.bias")}
@@ -57,36 +55,20 @@ def load_nanogpt(path: Path | str, **options: Any) -> GPT:
 
 def nanogpt_config(path: Path | str) -> GPTConfig:
     """The shape of the model in a nanoGPT `ckpt.pt`, whose weights are not read; `InputError` as above."""
-    return _opened_nanogpt(Path(path), {})[0]
+    return _opened_nanogpt(Path(path), {}, whole=False)[0]
 
 
-def _opened_nanogpt(path: Path, options: dict[str, Any]) -> tuple[GPTConfig, dict[str, Any]]:
-    if not path.is_file():
-        raise InputError(f"There is no checkpoint at {path}.")
-    if not zipfile.is_zipfile(path):
-        raise InputError(
-            f"{path} is not a PyTorch checkpoint, or was cut off while it was written or copied."
-        )
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {first_line(error)}") from error
-    if not (
-        isinstance(checkpoint, dict) and all(isinstance(checkpoint.get(k), dict) for k in _NANOGPT_PARTS)
-    ):
+def _opened_nanogpt(path: Path, options: dict[str, Any], *, whole: bool) -> tuple[GPTConfig, dict[str, Any]]:
+    checkpoint = load_torch(path, whole=whole)
+    if not all(isinstance(checkpoint.get(part), dict) for part in _NANOGPT_PARTS):
         raise InputError(
             f"{path} is not a nanoGPT checkpoint: it lacks `model` or `model_args`. "
             "nanoGPT's train.py writes both to ckpt.pt."
         )
     arguments = checkpoint["model_args"]
-    try:
-        fields = {
-            ours: arguments[theirs] for theirs, ours in _NANOGPT_ARGUMENTS.items() if theirs in arguments
-        }
-        config = GPTConfig(**{**fields, **checked_options(options)})
-    except TypeError as error:
-        raise InputError(f"{path}: model_args {arguments!r} do not describe a GPT: {error}") from error
-    return config, checkpoint
+    fields = {ours: arguments[theirs] for theirs, ours in _NANOGPT_ARGUMENTS.items() if theirs in arguments}
+    place = f"{path}: its model_args do not describe a GPT"
+    return checked(GPTConfig, {**fields, **checked_options(options)}, place), checkpoint
 
 
 def save_nanogpt(
@@ -109,8 +91,12 @@ def save_nanogpt(
         "best_val_loss": best_validation_loss,
         "config": {},
     }
-    with written_whole(Path(path)) as part:
-        torch.save(checkpoint, part)
+    with written_whole(Path(path)) as part, part.open("wb") as file:
+        output = Output(file)
+        try:
+            torch.save(checkpoint, cast(IO[bytes], output))
+        except RuntimeError as error:
+            raise output.refused or error from error
 
 
 def assemble(config: GPTConfig, weights: dict[str, Tensor], source: Path) -> GPT:
@@ -118,6 +104,11 @@ def assemble(config: GPTConfig, weights: dict[str, Tensor], source: Path) -> GPT
 
     `source` is what an error names.
     """
+    if config.num_layers > len(weights):
+        raise InputError(
+            f"{source}: its config describes {config.num_layers} layers, and it has {len(weights)} weights. "
+            "The file and its config do not belong together."
+        )
     with torch.device("meta"):  # no weights are drawn only to be thrown away
         model = GPT(config)
     expected = {name: list(weight.shape) for name, weight in model.state_dict().items()}
@@ -150,28 +141,6 @@ def unpadded_weights(model: GPT) -> dict[str, Tensor]:
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     table = weights[_TABLES[0]][: model.config.vocab_size].clone()
     return {**weights, **dict.fromkeys(_TABLES, table)}
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, which becomes `path` at the end, or is removed if the writing fails."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch.save tells a full disk by a RuntimeError
-        raise InputError(
-            f"Cannot write {path}: {first_line(error)}. Is the disk full? What was there before is unharmed."
-        ) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:

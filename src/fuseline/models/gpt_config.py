@@ -9,6 +9,7 @@ from fuseline.errors import InputError, unknown_name
 
 ACTIVATIONS = ("gelu", "gelu_tanh")
 NORMS = ("torch", "fuseline")
+MOST_HEADS = 1024  # that a suggestion names
 LOSSES = ("float32", "logits", "fuseline", "fuseline-linear")
 
 
@@ -50,7 +51,7 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
         if self.embed_dim % self.num_heads:
-            fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
+            fitting = [n for n in range(1, min(self.embed_dim, MOST_HEADS) + 1) if self.embed_dim % n == 0]
             near = sorted(fitting, key=lambda n: abs(n - self.num_heads))[:3]
             raise InputError(
                 f"embed_dim {self.embed_dim} cannot be split among {self.num_heads} heads: each takes an "
@@ -73,6 +74,12 @@ class GPTConfig:
     def num_kv_heads(self) -> int:
         """Heads of keys and values: as many as of queries."""
         return self.num_heads
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in the matrices and tables of the model, without padding, norms and biases."""
+        C = self.embed_dim
+        return 12 * C * C * self.num_layers + (self.vocab_size + self.block_size) * C
 
     @property
     def padded_vocab_size(self) -> int:

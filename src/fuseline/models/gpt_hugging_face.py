@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fuseline.errors import InputError
+from fuseline.files.schema import checked_values, shown
+from fuseline.files.torch_files import check_tensors, save_tensors
+from fuseline.files.writing import written_whole
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_checkpoints import (
     assemble,
     checked_options,
     load_nanogpt,
     unpadded_weights,
-    written_whole,
 )
 from fuseline.models.gpt_config import GPTConfig
-from fuseline.models.weight_files import CONFIG, WEIGHTS, each_weight, read_json
+from fuseline.models.hugging_face_schema import GPT2Said
+from fuseline.models.weight_files import CONFIG, WEIGHTS, check_size, each_weight, read_config_file
 
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _MASKS = (".attn.bias", ".attn.masked_bias")
@@ -64,7 +66,10 @@ def load_hugging_face(path: Path | str, **options: Any) -> GPT:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     config = read_config(folder, **options)
-    return assemble(config, _to_ours(dict(each_weight(path))), path)
+    check_size(path, config.num_weights)
+    weights = _to_ours(dict(each_weight(path)))
+    check_tensors(weights, str(path))
+    return assemble(config, weights, path)
 
 
 def save_hugging_face(model: GPT, folder: Path | str) -> None:
@@ -91,8 +96,7 @@ def save_hugging_face(model: GPT, folder: Path | str) -> None:
         "torch_dtype": str(head.dtype).removeprefix("torch."),
     }
     folder = Path(folder)
-    with written_whole(folder / WEIGHTS) as part:
-        save_file(theirs, part, metadata={"format": "pt"})
+    save_tensors(theirs, folder / WEIGHTS, {"format": "pt"})
     with written_whole(folder / CONFIG) as part:
         part.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -100,27 +104,25 @@ def save_hugging_face(model: GPT, folder: Path | str) -> None:
 def read_config(folder: Path, **options: Any) -> GPTConfig:
     """The shape that `config.json` in `folder` describes; `options` as for `load_hugging_face`."""
     path = folder / CONFIG
-    said = read_json(path)
+    fields = read_config_file(path)
     for name, value in _FIXED.items():
-        if said.get(name, value) != value:
+        if fields.get(name, value) != value:
             raise InputError(
-                f"{path}: {name} is {said[name]!r}, and this GPT-2 has {value!r}. It cannot be loaded."
+                f"{path}: {name} is {shown(fields[name])}, and this GPT-2 has {value!r}. It cannot be loaded."
             )
-    activation = said.get("activation_function", "gelu_new")
+    said = checked_values(GPT2Said, fields, f"{path} does not describe a GPT-2")
+    activation = said.activation_function
     if activation not in _ACTIVATIONS:
         raise InputError(
-            f"{path}: activation_function {activation!r} is not one of {', '.join(_ACTIVATIONS)}."
+            f"{path}: activation_function {shown(activation)} is not one of {', '.join(_ACTIVATIONS)}."
         )
-    missing = [name for name in _SIZES if name not in said]
-    if missing:
-        raise InputError(f"{path} is not the config of a GPT-2: it lacks {', '.join(missing)}.")
-    if said.get("n_inner") not in (None, 4 * said["n_embd"]):
-        raise InputError(f"{path}: n_inner is {said['n_inner']}, and this GPT-2 has 4 x {said['n_embd']}.")
-    sizes = {ours: said[name] for name, ours in _SIZES.items()}
+    if said.n_inner not in (None, 4 * said.n_embd):
+        raise InputError(f"{path}: n_inner is {said.n_inner}, and this GPT-2 has 4 x {said.n_embd}.")
+    sizes = {ours: getattr(said, name) for name, ours in _SIZES.items()}
     try:
         return GPTConfig(**{**sizes, "activation": _ACTIVATIONS[activation], **checked_options(options)})
-    except TypeError as error:
-        raise InputError(f"{path} does not describe a GPT-2: {error}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _to_ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from fuseline.models.heads import Attend, Heads, whole_sequence
 from fuseline.models.llama_config import PRESETS, LlamaConfig, RopeScaling, preset
 from fuseline.nn import RMSNorm, RotaryEmbedding, branch
 from fuseline.ops.rope import rope_angles
+from fuseline.timing.memory import available
 
 __all__ = ["PRESETS", "Attention", "Block", "Llama", "LlamaConfig", "RopeScaling", "Rotary", "preset"]
 
@@ -56,6 +57,18 @@ class Rotary(RotaryEmbedding):
             if before is not None and before.dtype != after.dtype:
                 setattr(self, name, before.to(after.device))
         return self
+
+
+def check_positions(config: LlamaConfig, source: object) -> None:
+    """`InputError`, naming `source`, if the tables of `Rotary` do not fit in this machine's memory: they are
+    made for every position of the context."""
+    needed = 3 * 8 * config.block_size * (config.head_dim // 2)  # angles, and what is made of them on the way
+    free = available(torch.device("cpu"))
+    if needed > free:
+        raise InputError(
+            f"{source}: the rotary tables of {config.block_size:,} positions take {needed / 2**30:.1f} GiB, "
+            f"and {free / 2**30:.1f} are free. Give the model a shorter context."
+        )
 
 
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

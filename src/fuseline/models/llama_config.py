@@ -105,6 +105,14 @@ class LlamaConfig:
         if self.kernels not in KERNELS:
             raise unknown_name("kernels", self.kernels, KERNELS)
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers in the matrices and tables of the model, without norms, biases and rotary tables."""
+        C, D = self.embed_dim, self.head_dim
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * D * C
+        tables = self.vocab_size * C * (1 if self.tied else 2)
+        return self.num_layers * (attention + 3 * C * self.ffn_dim) + tables
+
     def window_of(self, layer: int) -> int | None:
         """Positions that a position of this layer sees at most, itself among them; None for all."""
         return self.window if layer >= self.first_windowed_layer else None

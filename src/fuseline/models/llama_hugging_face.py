@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fuseline.errors import InputError, lacks_and_unknown
-from fuseline.models.gpt_checkpoints import written_whole
-from fuseline.models.llama import Llama
+from fuseline.files.schema import checked_values, shown
+from fuseline.files.torch_files import check_tensors, save_tensors
+from fuseline.files.writing import written_whole
+from fuseline.models.hugging_face_schema import LlamaSaid, RopeSaid
+from fuseline.models.llama import Llama, check_positions
 from fuseline.models.llama_config import LlamaConfig, RopeScaling
-from fuseline.models.weight_files import CONFIG, WEIGHTS, each_weight, read_json
+from fuseline.models.weight_files import (
+    CONFIG,
+    WEIGHTS,
+    check_size,
+    each_weight,
+    read_config_file,
+)
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -53,6 +61,8 @@ def load_llama(
     """
     path = Path(path)
     config = read_config(path, block_size=block_size, kernels=kernels)
+    check_size(path, config.num_weights)
+    check_positions(config, path)
     with torch.device("meta"):
         model = Llama(config)
     found = places(config)
@@ -69,6 +79,7 @@ def load_llama(
         if place is None:
             foreign.append(name)
             continue
+        check_tensors({name: weight}, str(path))
         if not ready:
             model.allot(device, weight.dtype if dtype is None else dtype)
             wanted, ready = dict(model.state_dict()), True
@@ -100,8 +111,7 @@ def save_llama(model: Llama, folder: Path | str) -> None:
         if ours in state and not (config.tied and name == "lm_head.weight")
     }
     folder = Path(folder)
-    with written_whole(folder / WEIGHTS) as part:
-        save_file(theirs, part, metadata={"format": "pt"})
+    save_tensors(theirs, folder / WEIGHTS, {"format": "pt"})
     with written_whole(folder / CONFIG) as part:
         part.write_text(json.dumps(described(config), indent=2) + "\n", encoding="utf-8")
 
@@ -110,73 +120,65 @@ def read_config(path: Path | str, *, block_size: int | None = None, kernels: str
     """The config of a folder, or of the folder a weights' file is in."""
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / CONFIG
-    said = read_json(file)
-    kind = said.get("model_type")
+    fields = read_config_file(file)
+    kind = fields.get("model_type")
     if kind not in MODEL_TYPES:
-        raise InputError(f"{file}: model_type is {kind!r}, and this model is {', '.join(MODEL_TYPES)}.")
-    missing = [name for name in _SIZES if name not in said]
-    if missing:
-        raise InputError(f"{file} is not the config of a Llama: it lacks {', '.join(missing)}.")
-    if said.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{file}: hidden_act is {said['hidden_act']!r}, and this model's is 'silu'.")
-    if "quantization_config" in said:
+        raise InputError(f"{file}: model_type is {shown(kind)}, and this model is {', '.join(MODEL_TYPES)}.")
+    if fields.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{file}: hidden_act is {shown(fields['hidden_act'])}, and this model's is 'silu'.")
+    if "quantization_config" in fields:
         raise InputError(f"{file}: the weights are quantized already; load the model they were made from.")
-    biased = bool(said.get("attention_bias", False))
+    said = checked_values(LlamaSaid, fields, f"{file} does not describe a Llama")
+    rope = said.rope_parameters or said.rope_scaling or RopeSaid()
+    biased = bool(said.attention_bias)
     try:
         config = LlamaConfig(
-            **{ours: said[name] for name, ours in _SIZES.items()},
-            num_kv_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
-            head_dim=said.get("head_dim") or 0,
-            rope_base=float(_rope(said).get("rope_theta", said.get("rope_theta", 10000.0))),
-            rope_scaling=_scaling(_rope(said), file),
-            eps=said.get("rms_norm_eps", 1e-6),
+            **{ours: getattr(said, name) for name, ours in _SIZES.items()},
+            num_kv_heads=said.num_key_value_heads or said.num_attention_heads,
+            head_dim=said.head_dim or 0,
+            rope_base=rope.rope_theta or said.rope_theta or 10000.0,
+            rope_scaling=_scaling(rope),
+            eps=said.rms_norm_eps,
             qkv_bias=True if kind == "qwen2" else biased,
             out_bias=False if kind == "qwen2" else biased,
-            mlp_bias=bool(said.get("mlp_bias", False)),
+            mlp_bias=bool(said.mlp_bias),
             qk_norm=kind == "qwen3",
-            tied=bool(said.get("tie_word_embeddings", False)),
+            tied=bool(said.tie_word_embeddings),
             kernels=kernels,
-            **_window(said, kind, file),
+            **_window(said, file),
         )
-    except TypeError as error:
-        raise InputError(f"{file} does not describe a Llama: {error}") from error
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
     if block_size is not None and block_size > config.block_size:
         raise InputError(f"{file}: the model's context is {config.block_size} positions, not {block_size}.")
     return config if block_size is None else LlamaConfig(**{**vars(config), "block_size": block_size})
 
 
-def _rope(said: dict[str, Any]) -> dict[str, Any]:
-    return said.get("rope_parameters") or said.get("rope_scaling") or {}
-
-
-def _scaling(rope: dict[str, Any], file: Path) -> RopeScaling:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+def _scaling(rope: RopeSaid) -> RopeScaling:
+    """The schema has seen to it that what a kind needs is there."""
+    if rope.rope_type == "default":
         return RopeScaling()
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise InputError(f"{file}: rotary scaling {kind!r} is not one of default, linear, llama3.")
+    given = {
+        "factor": rope.factor,
+        "low_factor": rope.low_freq_factor,
+        "high_factor": rope.high_freq_factor,
+        "original_length": rope.original_max_position_embeddings,
+    }
+    names = ("factor",) if rope.rope_type == "linear" else tuple(given)
+    return RopeScaling(rope.rope_type, **{name: given[name] for name in names})  # type: ignore[arg-type]
 
 
-def _window(said: dict[str, Any], kind: str, file: Path) -> dict[str, Any]:
+def _window(said: LlamaSaid, file: Path) -> dict[str, Any]:
     """The window and the first layer that has it; every layer before has none, every one after has it."""
-    layers, window = said["num_hidden_layers"], said.get("sliding_window")
+    layers, window, kind = said.num_hidden_layers, said.sliding_window, said.model_type
     first = 0
     if kind in ("qwen2", "qwen3"):
-        if not said.get("use_sliding_window", False):
+        if not said.use_sliding_window:
             return {}
-        first = said.get("max_window_layers", layers)
+        first = layers if said.max_window_layers is None else said.max_window_layers
     elif kind == "llama":
         return {}
-    types = said.get("layer_types")
+    types = said.layer_types
     if types and kind != "mistral":
         first = types.index("sliding_attention") if "sliding_attention" in types else layers
         if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):

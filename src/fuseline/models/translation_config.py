@@ -68,6 +68,11 @@ class TranslationConfig:
             raise InputError(f"pad_id {self.pad_id} does not lie in 0..{self.vocab_size - 1}.")
 
     @property
+    def num_weights(self) -> int:
+        """Numbers that the model has at least: of its feed-forward layers and its tokens' vectors."""
+        return 2 * self.num_layers * self.embed_dim * self.ffn_dim + self.vocab_size * self.embed_dim
+
+    @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
 

@@ -5,7 +5,17 @@ from fuseline.native.cache import cache_dir
 from fuseline.native.compilers import Compiler, Search, compilers
 from fuseline.native.direct_calls import direct
 from fuseline.native.extension import build_extension
-from fuseline.native.library import LibraryStatus, NativeError, Status, load, ready, status
+from fuseline.native.library import (
+    LibraryStatus,
+    NativeError,
+    Status,
+    is_strict,
+    load,
+    ready,
+    status,
+    unbuilt,
+    when_loaded,
+)
 
 __all__ = [
     "BuildError",
@@ -18,7 +28,10 @@ __all__ = [
     "cache_dir",
     "compilers",
     "direct",
+    "is_strict",
     "load",
     "ready",
     "status",
+    "unbuilt",
+    "when_loaded",
 ]

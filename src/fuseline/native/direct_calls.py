@@ -28,6 +28,7 @@ from fuseline.errors import InputError
 from fuseline.native.build import build
 from fuseline.native.compilers import find_cxx
 from fuseline.native.recipes import DIRECT_NAME, direct_recipe
+from fuseline.native.seals import is_whole
 
 Call = Callable[..., Any]
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -80,7 +81,7 @@ def _load() -> ModuleType:
 def _prebuilt() -> Path | None:
     """The module inside the package, if this is a wheel with one for this Python and this torch."""
     path = PREBUILT / f"lib{DIRECT_NAME}.so"
-    if not path.is_file():
+    if not path.is_file() or not is_whole(path):
         return None
     manifest = json.loads((PREBUILT / "manifest.json").read_text())
     here = str(torch.__version__).partition("+")[0], python_abi()

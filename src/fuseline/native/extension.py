@@ -43,9 +43,8 @@ def build_extension(
     Args:
         name: an identifier; the sources register their operators with TORCH_LIBRARY(name, m).
         cpp_sources, cuda_sources: a `Path` is a file, a `str` is source text. C++ includes what it needs of
-        torch
-            (`<torch/library.h>`; the whole of `<torch/extension.h>` takes half a minute) and, for the stream,
-            `<fuseline_extension.h>`. With CUDA sources, C++ sees the macro FUSELINE_WITH_CUDA.
+            torch (`<torch/library.h>`; the whole of `<torch/extension.h>` takes half a minute) and, for the
+            stream, `<fuseline_extension.h>`. With CUDA sources, C++ sees the macro FUSELINE_WITH_CUDA.
         cuda_needs_torch: compile CUDA with torch's headers too (slow; they want a CUDA build of torch).
         extra_cflags, extra_cuda_cflags, extra_ldflags: more flags for g++, nvcc and the linker.
         include_dirs: folders of headers; those in them and beside the sources are part of the cache's key.

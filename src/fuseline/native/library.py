@@ -2,8 +2,8 @@
 are not.
 
 `ready(device_type)` is what ops ask before each call; the first question loads. Nothing here raises for a
-missing tool: ops then run their references. `FUSELINE_STRICT=1` makes that an error, `FUSELINE_NATIVE=0`
-asks for it.
+missing tool: ops then run their references, which is said once on stderr, with the reason and what mends
+it. `FUSELINE_STRICT=1` makes that an error, `FUSELINE_NATIVE=0` asks for it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fuseline.errors import InputError
-from fuseline.native.build import build
+from fuseline.native.build import Recipe, build
 from fuseline.native.compilers import Compiler, Search, compilers, find_cxx, find_nvcc, toolkit_version
 from fuseline.native.direct_calls import direct
-from fuseline.native.recipes import KERNELS_NAME, TORCH_NAME, kernels_recipe, majors_here, torch_recipe
+from fuseline.native.recipes import (
+    KERNELS_NAME,
+    TORCH_NAME,
+    direct_recipe,
+    kernels_recipe,
+    majors_here,
+    torch_recipe,
+)
+from fuseline.native.seals import is_whole
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 MANIFEST = "manifest.json"
@@ -33,6 +42,22 @@ OLDEST_DRIVER = {12: "525", 13: "580"}
 
 class NativeError(RuntimeError):
     """A fallback, under FUSELINE_STRICT=1."""
+
+
+def is_strict() -> bool:
+    """Whether FUSELINE_STRICT makes a fallback an error."""
+    return os.environ.get("FUSELINE_STRICT", "0") not in ("", "0")
+
+
+_completions: list[Callable[[], None]] = []
+
+
+def when_loaded(complete: Callable[[], None]) -> Callable[[], None]:
+    """Have `complete` called when `torch.ops.fuseline` is loaded: it adds what is in Python."""
+    _completions.append(complete)
+    if _loader.status(TORCH_NAME).loaded:
+        complete()
+    return complete
 
 
 @dataclass(frozen=True)
@@ -97,10 +122,16 @@ class Loader:
                     status = self.load(name)
                     if not status.loaded:
                         reasons.append(f"lib{name}.so is not loaded: {status.reason} {status.mend}".rstrip())
-                if reasons and os.environ.get("FUSELINE_STRICT", "0") not in ("", "0"):
+                if reasons and is_strict():
                     raise NativeError(
                         f"FUSELINE_STRICT is set, and ops on {device_type} would run their references: "
                         f"{'; '.join(reasons)}"
+                    )
+                if reasons and os.environ.get("FUSELINE_NATIVE", "1") != "0":
+                    _say(
+                        f"ops on {device_type} run their PyTorch references, which are slower: "
+                        f"{'; '.join(reasons)} (FUSELINE_STRICT=1 makes this an error, FUSELINE_NATIVE=0 "
+                        "asks for it.)"
                     )
                 self._ready[device_type] = not reasons
             return self._ready[device_type]
@@ -126,11 +157,13 @@ class Loader:
     def _open_torch(self) -> Path:
         path = self._prebuilt_path(TORCH_NAME)
         if path is None:
-            path = _built(lambda: build(torch_recipe(self._compiler("cxx"))))
+            path = _built(lambda: _build_torch(self._compiler("cxx")))
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
             raise _UnavailableError(f"it does not load ({error}).", _rebuild(path), path) from error
+        for complete in _completions:
+            complete()
         return path
 
     def _open_kernels(self) -> Path:
@@ -150,6 +183,17 @@ class Loader:
             raise _UnavailableError(f"it does not load ({complaint}).", _rebuild(path), path)
         return path
 
+    def unbuilt(self, device_types: Sequence[str]) -> list[str]:
+        """The libraries for such devices that loading would compile. Compiles and loads nothing."""
+        cxx, nvcc = (self._find[role]().compiler for role in ("cxx", "nvcc"))
+        recipes: list[Callable[[], Recipe]] = []
+        if cxx is not None and self._prebuilt_path(TORCH_NAME) is None:
+            recipes.append(lambda: torch_recipe(cxx))
+        on_gpu = "cuda" in device_types and self._prebuilt_path(KERNELS_NAME) is None
+        if cxx is not None and nvcc is not None and on_gpu:
+            recipes.append(lambda: kernels_recipe(nvcc, cxx, majors_here()))
+        return [recipe.name for recipe in (make() for make in recipes) if not is_whole(recipe.path())]
+
     def _compiler(self, role: str) -> Compiler:
         search = self._find[role]()
         if search.compiler is None:
@@ -161,6 +205,8 @@ class Loader:
         path = self._prebuilt / f"lib{name}.so"
         if not path.is_file():
             return None
+        if not is_whole(path):
+            return None  # cut off or exchanged since it was installed: it is not loaded, another is built
         fits = name == KERNELS_NAME or _manifest(self._prebuilt).get("torch") == public_torch_version()
         return path if fits else None
 
@@ -179,6 +225,16 @@ def _built(make: Callable[[], Path]) -> Path:
         return make()
     except InputError as error:
         raise _UnavailableError(str(error), "`fuseline build` tries again.") from error
+
+
+def _build_torch(cxx: Compiler) -> Path:
+    """With the module for quick calls from Python, which is asked for next."""
+    direct_calls = direct_recipe(cxx)
+    return build(torch_recipe(cxx), beside=() if direct_calls is None else (direct_calls,))
+
+
+def _say(message: str) -> None:
+    print(f"fuseline: {message}", file=sys.stderr, flush=True)
 
 
 def _rebuild(path: Path) -> str:
@@ -221,7 +277,10 @@ def driver_version() -> int:
 
 def _hand_over(torch_path: Path, kernels_path: Path) -> str:
     """Tell libfuseline_torch where the kernels are. Returns its complaint, or nothing."""
-    load = ctypes.CDLL(str(torch_path)).fuseline_torch_load_kernels
+    try:
+        load = ctypes.CDLL(str(torch_path)).fuseline_torch_load_kernels
+    except (OSError, AttributeError) as error:
+        return str(error)
     load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_char_p
     return str(load(str(kernels_path).encode()).decode())
 
@@ -258,6 +317,11 @@ def load() -> bool:
     else:
         _loader.load(KERNELS_NAME)
     return _loader.status(TORCH_NAME).loaded
+
+
+def unbuilt() -> list[str]:
+    """The libraries for this machine's devices that the first use would have to compile."""
+    return _loader.unbuilt(["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 
 
 def status() -> Status:

@@ -1,16 +1,20 @@
-"""The line on stderr that says what is being built and for how long."""
+"""The lines on stderr that say what is being built and for how long."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Seconds between two lines: on a terminal one line is rewritten, in a log each one stays.
+TERMINAL_PERIOD = 1.0
+LOG_PERIOD = 10.0
+
 
 class Progress:
-    """Counts finished steps of one build. On a terminal one line is rewritten; elsewhere only start and
-    end."""
+    """Counts finished steps of one build."""
 
     def __init__(self, what: str, steps: int) -> None:
         self.what = what
@@ -18,6 +22,8 @@ class Progress:
         self.done = 0
         self.started = time.monotonic()
         self.terminal = sys.stderr.isatty()
+        self._last = ""
+        self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
@@ -25,25 +31,53 @@ class Progress:
 
     def step(self, name: str) -> None:
         """One more step is finished."""
-        self.done += 1
-        if self.terminal:
-            line = (
-                f"fuseline: building {self.what}: {self.done} of {self.steps} ({name}), {self.seconds:.0f} s"
-            )
-            print(f"\r{line:<100}", end="", file=sys.stderr, flush=True)
+        with self._lock:
+            self.done += 1
+            self._last = name
+            if self.terminal:
+                self._rewrite()
+
+    def tell(self) -> None:
+        """Say where the build stands, for those who wait."""
+        with self._lock:
+            if self.terminal:
+                self._rewrite()
+            else:
+                self.say(self._state())
 
     def say(self, message: str) -> None:
         print(f"fuseline: {message}", file=sys.stderr, flush=True)
 
+    def _state(self) -> str:
+        last = f" ({self._last})" if self._last else ""
+        return f"building {self.what}: {self.done} of {self.steps}{last}, {self.seconds:.0f} s"
+
+    def _rewrite(self) -> None:
+        print(f"\r{'fuseline: ' + self._state():<100}", end="", file=sys.stderr, flush=True)
+
 
 @contextmanager
 def progress(what: str, steps: int) -> Iterator[Progress]:
-    """Say that `what` is being built in `steps` steps, and in the end how long it took."""
+    """Say that `what` is being built in `steps` steps, where it stands meanwhile, and how long it took in
+    the end. Nothing is said where no step is left to be taken."""
     line = Progress(what, steps)
-    line.say(f"building {what} (once; {steps} file{'s' if steps != 1 else ''} to compile) ...")
+    if not steps:
+        yield line
+        return
+    line.say(f"building {what} (once; {steps} part{'s' if steps != 1 else ''} to compile) ...")
+    ended = threading.Event()
+    ticker = threading.Thread(target=_tick, args=(line, ended), daemon=True)
+    ticker.start()
     try:
         yield line
     finally:
-        if line.terminal and line.done:
+        ended.set()
+        ticker.join()
+        if line.terminal:
             print(file=sys.stderr)
     line.say(f"built {what} in {line.seconds:.0f} s")
+
+
+def _tick(line: Progress, ended: threading.Event) -> None:
+    while not ended.wait(TERMINAL_PERIOD if line.terminal else LOG_PERIOD):
+        line.tell()

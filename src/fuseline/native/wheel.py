@@ -18,6 +18,7 @@ from fuseline.errors import InputError
 from fuseline.native.compilers import Compiler, toolkit_version
 from fuseline.native.direct_calls import python_abi
 from fuseline.native.library import MANIFEST, public_torch_version
+from fuseline.native.seals import seal
 
 SOURCE = Path(__file__).parents[3]
 COPIED = ("pyproject.toml", "README.md", "LICENSE", "src")
@@ -55,7 +56,7 @@ def build_wheel(libraries: dict[str, Path], nvcc: Compiler | None, out: Path) ->
         prebuilt = tree / "src" / "fuseline" / "native" / "prebuilt"
         prebuilt.mkdir()
         for name, library in libraries.items():
-            shutil.copy2(library, prebuilt / f"lib{name}.so")
+            seal(Path(shutil.copy2(library, prebuilt / f"lib{name}.so")))
         (prebuilt / MANIFEST).write_text(json.dumps(_manifest(nvcc), indent=1) + "\n")
         made = Path(room) / "made"
         command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(made)]

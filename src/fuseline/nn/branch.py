@@ -1,6 +1,6 @@
-"""A linear layer with what stands around it: the norm before, the activation and the sum after.
+"""A linear layer together with the norm before it and the activation and residual sum after it.
 
-For a few rows on a GPU, as a generation has them, all of it is one launch over the weight as it is stored.
+For a few rows on a GPU, as in generation, one launch computes all of it and reads the weight as it is stored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from fuseline.ops import gelu, swiglu
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 HALF = (torch.float16, torch.bfloat16)
 
-# Rows up to which the kernel reads a 16-bit weight no slower than torch's product does, and a quantized one.
-# 8 rows of Llama-2-7B in bf16: a step took 6.29 ms by torch's products on an H100, 6.63 by the kernel's.
+# The most rows for which the kernel is no slower than torch's product over a 16-bit weight, and the same for
+# quantized weights. 8 rows of Llama-2-7B in bf16 on an H100: a step took 6.29 ms with torch's products and
+# 6.63 ms with the kernel's.
 FEW_ROWS = {"plain": 4, "int8": 32, "int4": 32}
-# A norm is computed by every block of the kernel, which holds the normed rows: so many elements.
+# Every block of the kernel computes the norm and holds the normed rows: at most this many elements.
 NORMED = 16384
 
 
@@ -36,13 +37,14 @@ def branch(
     """residual + activation(linear(norm(x))).
 
     Args:
-        linear: from x's last dimension; a quantized one will do.
+        linear: maps x's last dimension; it may be quantized.
         x: [..., C].
         norm: over C, or None.
         residual: of the result's shape, or None.
-        activation: "gelu", "gelu_tanh", "swiglu" (halves the result: gate, then up), or None.
-        following: the layer whose weight is read next: some of it comes to the L2 while this one ends.
-        fused: through Fuseline's ops; else through torch's.
+        activation: "gelu", "gelu_tanh", "swiglu" (the result's first half is the gate, the second half is
+            multiplied by it), or None.
+        following: the layer that runs next. The kernel fetches a part of its weight into the L2 as it ends.
+        fused: True to use Fuseline's ops, False to use torch's.
     """
     if fused:
         weight = _weight(linear, x)
@@ -71,8 +73,10 @@ def branch(
 
 
 def _takes_epilogue(linear: torch.nn.Module, x: torch.Tensor) -> bool:
-    """Whether cuBLASLt's product may put the GELU on at its end, where nothing is kept for a backward: 135 us
-    for 16,384 rows from 768 to 3,072 on an H100, where product and our GELU take 186."""
+    """Whether cuBLASLt may apply GELU at the end of its product, which it can where no backward follows.
+
+    16,384 rows from 768 to 3,072 on an H100: 135 us, where the product and our GELU take 186.
+    """
     return (
         x.is_cuda
         and x.dtype in HALF
@@ -86,7 +90,7 @@ def _takes_epilogue(linear: torch.nn.Module, x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A layer's weight as the kernel takes it."""
+    """A layer's weight in the form that the kernel reads."""
 
     weight: torch.Tensor
     scales: torch.Tensor | None
@@ -98,7 +102,7 @@ class _Weight:
 
 
 def _weight(linear: torch.nn.Module, x: torch.Tensor) -> _Weight | None:
-    """None where the kernel does not take this layer, or this many rows."""
+    """The layer's weight for the kernel; None if the kernel does not support the layer or that many rows."""
     if x.device.type != "cuda" or x.dtype not in HALF or torch.is_grad_enabled() or not native.ready("cuda"):
         return None
     rows = x.numel() // max(1, x.shape[-1])

@@ -9,15 +9,15 @@ from fuseline.ops import embedding
 
 
 class Embedding(torch.nn.Module):
-    """Rows of a table for tokens, plus those of a table of positions, through dropout, in one pass.
+    """Token vectors plus position vectors, through dropout, in one pass.
 
-    Without positions and dropout it takes the place of `torch.nn.Embedding`: same parameter, same
-    state_dict.
+    Without positions and dropout it is a drop-in replacement for `torch.nn.Embedding`: it has the same
+    parameter and the same state_dict.
 
     Args:
         num_embeddings, embedding_dim, padding_idx: as `torch.nn.Embedding` has them.
-        max_positions: rows of `position_weight`; none without it.
-        dropout: probability, in training only.
+        max_positions: the number of rows of `position_weight`; None for no position embedding.
+        dropout: the dropout probability; dropout acts in training only.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Embedding(torch.nn.Module):
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise InputError(
-                f"Embedding: padding_idx={padding_idx} is none of the {num_embeddings} rows of the table."
+                f"Embedding: padding_idx={padding_idx} is not a row of the table, which has {num_embeddings}."
             )
         self.num_embeddings, self.embedding_dim, self.dropout = num_embeddings, embedding_dim, dropout
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
@@ -47,7 +47,7 @@ class Embedding(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal values, as `torch.nn.Embedding` draws them; zeros for the padding."""
+        """Draw normal values as `torch.nn.Embedding` does; the padding row is zero."""
         torch.nn.init.normal_(self.weight)
         if self.position_weight is not None:
             torch.nn.init.normal_(self.position_weight)
@@ -60,7 +60,7 @@ class Embedding(torch.nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{positions}, dropout={self.dropout}"
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., T] to [..., T, embedding_dim]; positions [T] or of tokens' shape, 0, 1, .. if absent."""
+        """Map tokens [..., T] to [..., T, embedding_dim]. positions: [T] or as tokens; 0, 1, .. if absent."""
         return embedding(
             tokens,
             self.weight,

@@ -13,9 +13,11 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_plain(module: object, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether to call `module` is to compute what a `kind` does, and no more: it is of no other class, has no
-    hooks (by which weights are pruned and normed, and layers made parallel), and its parameters are ordinary
-    ones. Those that `torch.func.functional_call` puts in their place are not."""
+    """Whether calling `module` computes exactly what a `kind` computes.
+
+    It does if its class is `kind` itself, it has no hooks (pruning, weight norm and parallel layers use
+    hooks), and its parameters are ordinary ones, not those that `torch.func.functional_call` puts there.
+    """
     if type(module) is not kind:
         return False
     forward_hooks = module._forward_hooks or module._forward_pre_hooks
@@ -25,15 +27,39 @@ def is_plain(module: object, kind: type[Kind]) -> TypeGuard[Kind]:
 
 
 def feed_forward(
-    x: torch.Tensor, first: nn.Linear, second: nn.Linear, approximate: str = "tanh"
+    x: torch.Tensor,
+    first: nn.Linear,
+    second: nn.Linear,
+    approximate: str = "tanh",
+    *,
+    with_second_bias: bool = True,
 ) -> torch.Tensor:
-    """second(gelu(first(x))) by `fuseline.ops.mlp`, for linear layers that are plain."""
-    given = x, first.weight, first.bias, second.weight, second.bias
+    """second(gelu(first(x))) with `fuseline.ops.mlp`; both layers must be plain (see `is_plain`). Without the
+    second bias where a later op adds it."""
+    second_bias = second.bias if with_second_bias else None
+    return mlp(*autocast_to(x, first.weight, first.bias, second.weight, second_bias), approximate)
+
+
+def autocast_to(
+    x: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor | None,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """The tensors of an MLP in the dtype that autocast asks for, as they are without it."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight_1, bias_1, weight_2, bias_2 = (
-            t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in given
-        )
-        return mlp(x, weight_1, bias_1, weight_2, bias_2, approximate)
-    return mlp(*given, approximate)
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x, weight_1, bias_1, weight_2, bias_2
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+
+    return (
+        cast(x),
+        cast(weight_1),
+        None if bias_1 is None else cast(bias_1),
+        cast(weight_2),
+        None if bias_2 is None else cast(bias_2),
+    )

@@ -10,7 +10,7 @@ from fuseline.ops import layer_norm
 class LayerNorm(torch.nn.LayerNorm):
     """LayerNorm that keeps its input's dtype, under autocast too (torch's returns float32 there).
 
-    Takes what `torch.nn.LayerNorm` takes: `normalized_shape`, `eps`, `elementwise_affine`, `bias`,
+    It takes the arguments of `torch.nn.LayerNorm`: `normalized_shape`, `eps`, `elementwise_affine`, `bias`,
     `device`, `dtype`.
     """
 

@@ -1,4 +1,4 @@
-"""Losses over Fuseline's ops, as modules: cross-entropy of logits, and of a head without its logits."""
+"""Losses over Fuseline's ops: cross-entropy of logits, and of a head without storing its logits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from fuseline.ops import cross_entropy, linear_cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` over Fuseline's op, for class numbers as targets; the loss is float32.
+    """`torch.nn.CrossEntropyLoss` over Fuseline's op, for targets that are class numbers.
 
-    Takes what torch's takes, input [V], [N, V] or [N, V, d1, ...] (classes in dimension 1), and `soft_cap`,
-    `z_loss`, `vocab_size`, `grad_in_forward`, `inplace` as in `fuseline.ops.cross_entropy`. With `inplace`
-    the gradient is written over the input, which then nobody else may read.
+    It takes torch's arguments, and inputs [V], [N, V] or [N, V, d1, ...] (classes in dimension 1). The loss
+    is float32. `soft_cap`, `z_loss`, `vocab_size`, `grad_in_forward` and `inplace` are those of
+    `fuseline.ops.cross_entropy`. With `inplace` the gradient overwrites the input, so no other code may read
+    the input afterwards.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """A head and its loss: cross-entropy of linear(input) with class numbers, without the logits.
+    """A linear head and its loss: cross-entropy of linear(input), without storing all logits.
 
-    input is [..., in_features], target [...]. The head is `linear`, whose weight may be tied to an
-    embedding's; with a padded vocabulary it has `num_classes` rows, of which `vocab_size` count.
+    input is [..., in_features], target [...]. The head is `linear`; its weight may be tied to an embedding's.
+    With a padded vocabulary it has `num_classes` rows, of which the first `vocab_size` are classes.
     `class_weight`, the other options and `chunk_size` are those of `fuseline.ops.linear_cross_entropy`.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from fuseline.ops import self_attention_layer
@@ -10,12 +12,18 @@ from fuseline.ops import self_attention_layer
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`: same arguments, parameters, state_dict and results.
 
-    Self-attention (`query is key is value`) with `need_weights=False` runs as one op: in one launch for small
-    layers on a GPU (`fuseline.ops.self_attention_layer`). It takes boolean masks, or none; one embedding size
-    for queries, keys and values; no `add_bias_kv` and no `add_zero_attn`. All else is torch's own forward.
+    Self-attention (`query is key is value`) with `need_weights=False` runs as one op
+    (`fuseline.ops.self_attention_layer`), small layers on a GPU in one launch. This needs boolean masks or
+    none, one embedding size for queries, keys and values, and neither `add_bias_kv` nor `add_zero_attn`.
+    Every other call runs torch's own forward.
 
     One difference: a query whose keys are all hidden attends to nothing, where torch gives NaN.
+
+    In a `torch.nn.TransformerEncoderLayer` in evaluation torch's fast path takes this module's weights to a
+    kernel of its own and never calls it; a `UserWarning` says so.
     """
+
+    _in_forward = False
 
     def forward(
         self,
@@ -28,25 +36,29 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As torch's. query, key, value [B, S, E] (`batch_first`), [S, B, E] or [S, E]; masks: True hides."""
+        """As torch's. query, key, value: [B, S, E] (`batch_first`), [S, B, E], [S, E]; masks: True hides."""
         if need_weights or not self._is_one_op(query, key, value, key_padding_mask, attn_mask, is_causal):
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask=key_padding_mask,
-                need_weights=need_weights,
-                attn_mask=attn_mask,
-                average_attn_weights=average_attn_weights,
-                is_causal=is_causal,
-            )
+            self._in_forward = True
+            try:
+                return super().forward(
+                    query,
+                    key,
+                    value,
+                    key_padding_mask=key_padding_mask,
+                    need_weights=need_weights,
+                    attn_mask=attn_mask,
+                    average_attn_weights=average_attn_weights,
+                    is_causal=is_causal,
+                )
+            finally:
+                self._in_forward = False
         x = query
         if query.dim() == 2:
             x = query.unsqueeze(0)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             x = query.transpose(0, 1)
-        causal = is_causal and key_padding_mask is None  # a promise about attn_mask, as torch takes it
+        causal = is_causal and key_padding_mask is None  # torch treats is_causal as a promise about attn_mask
         mask = None
         if attn_mask is not None and not causal:
             mask = ~attn_mask
@@ -68,6 +80,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
+    def merge_masks(
+        self,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        query: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, int | None]:
+        """As torch's. Outside of `forward` only the encoder's fast path calls it."""
+        if not self._in_forward and not torch.compiler.is_compiling():
+            warnings.warn(
+                "torch's fast path for encoders computes this layer itself and does not call "
+                "fuseline.nn.MultiheadAttention. To use it: torch.backends.mha.set_fastpath_enabled(False).",
+                stacklevel=2,
+            )
+        return super().merge_masks(attn_mask, key_padding_mask, query)
+
     def _is_one_op(
         self,
         query: torch.Tensor,
@@ -77,7 +104,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: torch.Tensor | None,
         is_causal: bool,
     ) -> bool:
-        """Whether this call is plain self-attention; what torch would refuse is torch's to refuse."""
+        """Whether this call is plain self-attention. Calls that torch refuses go to torch, which raises."""
         if query is not key or key is not value or query.is_nested or query.dim() not in (2, 3):
             return False
         if self.in_proj_weight is None or self.bias_k is not None or self.add_zero_attn:

@@ -1,4 +1,4 @@
-"""Norms that take a residual: modules over `add_layer_norm` and its kin, and RMSNorm as torch has it."""
+"""RMSNorm as torch has it, and norms of residual + dropout(x + bias), as modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class DropoutAddLayerNorm(torch.nn.LayerNorm):
-    """LayerNorm of residual + dropout(x + x_bias), which returns (y, sum); p = 0 is residual and norm alone.
+    """LayerNorm of residual + dropout(x + x_bias); returns (y, sum). With p = 0 nothing is dropped.
 
-    Takes what `torch.nn.LayerNorm` takes, and `p`. Parameters and state_dict are those of LayerNorm.
+    It takes the arguments of `torch.nn.LayerNorm` and `p`, and has LayerNorm's parameters.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class DropoutAddLayerNorm(torch.nn.LayerNorm):
 
 
 class DropoutAddRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of residual + dropout(x + x_bias) over the last dimension, which returns (y, sum).
+    """RMSNorm of residual + dropout(x + x_bias) over the last dimension; returns (y, sum).
 
-    Takes what `torch.nn.RMSNorm` takes for one dimension, and `p`. Parameters and state_dict are RMSNorm's.
+    It takes the arguments of `torch.nn.RMSNorm` for one dimension and `p`, and has RMSNorm's parameters.
     """
 
     def __init__(

@@ -9,15 +9,15 @@ from fuseline.ops.rope import rope_angles
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns queries and keys by their positions; no parameters, nothing in the state_dict.
+    """Rotates queries and keys by their positions. It has no parameters and an empty state_dict.
 
     Args:
-        dims: how many elements of a head are turned; even.
-        base: of the angles.
+        dims: how many elements of a head are rotated; an even number.
+        base: the base of the angles.
         interleaved: pairs are (2i, 2i + 1) (GPT-J) instead of (i, i + dims / 2) (GPT-NeoX, Llama).
         seq_dim: the dimension that counts tokens: -2 for [B, H, T, D], -3 for [B, T, H, D].
-        max_positions: with it tables of that many positions are kept, in float32; without, angles are
-            computed in the kernel.
+        max_positions: keep float32 tables of cosines and sines for this many positions; None computes the
+            angles in the kernel.
     """
 
     cos: torch.Tensor | None
@@ -47,7 +47,7 @@ class RotaryEmbedding(torch.nn.Module):
         return f"{self.dims}, base={self.base}, interleaved={self.interleaved}, seq_dim={self.seq_dim}"
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """x turned by `positions`, int64 [T] or [B, T]; 0, 1, .. if absent."""
+        """Rotate x by `positions`, int64 [T] or [B, T]; 0, 1, .. if absent."""
         return rope(
             x,
             self.cos,
@@ -62,5 +62,5 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k, which may have different numbers of heads, turned by the same positions."""
+        """Rotate q and k, which may have different numbers of heads, by the same positions."""
         return self.turn(q, positions), self.turn(k, positions)

@@ -7,13 +7,15 @@ head's. The output projection has a bias:
     q_h, k_h, v_h = x_h W_q^T, x_h W_k^T, x_h W_v^T
     out = concat_h(softmax(q_h k_h^T / sqrt(embed_dim), masked) v_h) W_out^T + b_out
 
-`python` is the formula in PyTorch's operators, `aten` the same as one op in C++ with its gradient derived by
-hand (docs/attention_backward.md), `fused` the kernels of `fuseline.ops.self_attention_layer` where they fit,
-and else `aten`. As called, `fused` is the fastest or within 5% of it in most cases, since it is one call in
-place of many; not in exact fp32 from 25 tokens of 1,024 elements on. Inside a CUDA graph, where calls cost
-nothing, on an H100: forward alone `fused` is the faster to 512 elements (up to 2.7 times; in exact fp32 to 30
-tokens), `aten` at 1,024; forward and backward `aten` is the faster in exact fp32 (1.1 to 6.7 times), in 16
-bits from 64 tokens on (1.1 to 2.4 times) and at 1,024 elements.
+`python` is the formula in PyTorch's operators. `aten` is the same as one op in C++ with its gradient derived
+by hand (docs/attention_backward.md). `fused` uses the kernels of `fuseline.ops.self_attention_layer` where
+they support the layer, and `aten` elsewhere.
+
+In eager mode `fused` is the fastest or within 5% of it in most cases, because it makes one call in place of
+many; the exception is exact fp32 from 25 tokens of 1,024 elements on. Inside a CUDA graph on an H100, where
+calls cost nothing, the forward alone is faster with `fused` up to 512 elements (up to 2.7 times; in exact
+fp32 up to 30 tokens) and with `aten` at 1,024. Forward and backward together are faster with `aten` in exact
+fp32 (1.1 to 6.7 times), in 16 bits from 64 tokens on (1.1 to 2.4 times), and at 1,024 elements.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
-            raise InputError(f"SelfAttention: embed_dim={embed_dim} is no multiple of num_heads={num_heads}.")
+            raise InputError(
+                f"SelfAttention: embed_dim={embed_dim} is not a multiple of num_heads={num_heads}."
+            )
         if implementation not in IMPLEMENTATIONS:
             raise unknown_name("implementation", implementation, IMPLEMENTATIONS)
         self.embed_dim, self.num_heads = embed_dim, num_heads
@@ -62,7 +66,7 @@ class SelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier's uniform for each projection by itself, zeros for the bias."""
+        """Draw each projection from Xavier's uniform distribution; set the bias to zero."""
         for weight in (*self.qkv_weight.chunk(3), self.out_weight):
             nn.init.xavier_uniform_(weight)
         nn.init.zeros_(self.out_bias)
@@ -73,7 +77,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """x [B, S, embed_dim]; mask [S, S], [B, S, S] or [B, 1 or H, S, S], where False or 0 hides a key.
 
-        A query whose keys are all hidden attends to nothing: it gets the output's bias.
+        A query whose keys are all hidden attends to nothing: its result is the output projection's bias.
         """
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != 0

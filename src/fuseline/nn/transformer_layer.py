@@ -15,11 +15,12 @@ from fuseline.ops import dropout_add_layer_norm, gelu, layer_norm
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`: same arguments, parameters, state_dict and results.
 
-    The attention is one op (`fuseline.nn.MultiheadAttention`, whose docstring says for which masks), dropout,
-    residual and norm between the two halves are one pass, and so are the first linear layer's bias and GELU:
-    forward seven or eight launches for a small layer without dropout, `norm_first` and GELU.
-    Differs from torch as the attention does (a query whose keys are all hidden attends to nothing), and in
-    the words that dropout draws. Nested tensors go torch's way.
+    The attention is one op (the docstring of `fuseline.nn.MultiheadAttention` says for which masks). Dropout,
+    residual and norm between the two halves are one pass, and so are the first linear layer's bias and GELU.
+    The forward of a small layer with `norm_first` and GELU and without dropout takes seven or eight launches.
+
+    Two things differ from torch: a query whose keys are all hidden attends to nothing, and dropout draws
+    other random numbers. Nested tensors run torch's own forward.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             device=device,
             dtype=dtype,
         )
-        # Torch's own, with its values: nothing is drawn twice.
+        # The modules that torch made, with their values: nothing is drawn twice.
         ours = MultiheadAttention(
             d_model, nhead, dropout=dropout, bias=bias, batch_first=batch_first, device="meta", dtype=dtype
         )
@@ -63,7 +64,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """As torch's. src [B, S, E] (`batch_first`), [S, B, E] or [S, E]; masks: True hides."""
+        """As in torch. src: [B, S, E] (`batch_first`), [S, B, E] or [S, E]; True in a mask hides."""
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         masks = src_mask, src_key_padding_mask, is_causal
@@ -84,7 +85,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self, x: torch.Tensor, residual: torch.Tensor, dropout: torch.nn.Dropout, norm: torch.nn.LayerNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of residual + dropout(x), and that sum."""
-        if not self.norm_first:  # what is normed is the next residual, and keeps its precision under autocast
+        if not self.norm_first:  # the sum is the next residual, so it keeps its precision under autocast
             x = x.to(residual.dtype)
         p = _drops(dropout)
         if p is None:
@@ -105,7 +106,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
 
 def _drops(dropout: torch.nn.Module) -> float | None:
-    """With which probability, or None for a module that is no plain dropout."""
+    """The dropout probability; None if `module` is not a plain dropout."""
     if not is_plain(dropout, torch.nn.Dropout):
         return None
     return dropout.p if dropout.training else 0.0

@@ -7,6 +7,7 @@ before.
 from fuseline.ops.add_norm import add_layer_norm, add_rms_norm
 from fuseline.ops.attention import backends as attention_backends
 from fuseline.ops.attention.attention import attention
+from fuseline.ops.attention.packed import attention_packed
 from fuseline.ops.cross_entropy import cross_entropy
 from fuseline.ops.decode_attention import LayerCache, decode_attention
 from fuseline.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
@@ -14,6 +15,7 @@ from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
 from fuseline.ops.gelu import gelu
 from fuseline.ops.layer_norm import layer_norm
+from fuseline.ops.linear import linear
 from fuseline.ops.linear_cross_entropy import linear_cross_entropy
 from fuseline.ops.mlp import mlp
 from fuseline.ops.op import Case, Op, get, registered
@@ -32,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_backends",
+    "attention_packed",
     "cross_entropy",
     "decode_attention",
     "dropout_add_layer_norm",
@@ -41,6 +44,7 @@ __all__ = [
     "gelu",
     "get",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "mlp",
     "quant_linear",

@@ -52,14 +52,14 @@ def add_layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Pair:
-    """Layer norm of x + residual, and that sum, in one pass each way.
+    """The layer norm of x + residual, and that sum, in one pass each way.
 
     Args:
         x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or
             residual float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
 
-    Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.
+    Returns (y, sum), contiguous and of x's shape: y has x's dtype and sum has residual's.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
@@ -80,6 +80,7 @@ def rms_norm_reference(
 ) -> Pair:
     """The definition in plain PyTorch, for every device."""
     total = added(x, residual)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     return rms_normalized(total, weight, eps, "add_rms_norm", x.dtype), total
 
 
@@ -89,9 +90,9 @@ def add_rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Pair:
-    """RMS norm of x + residual, and that sum, in one pass each way.
+    """The RMS norm of x + residual, and that sum, in one pass each way.
 
-    weight and eps as in `rms_norm`; the rest, and what is returned, as in `add_layer_norm`.
+    weight and eps are those of `rms_norm`; the other arguments and the result are those of `add_layer_norm`.
     """
     if not is_dynamo_compiling():
         pair = direct.add_rms_norm(x, residual, weight, eps)

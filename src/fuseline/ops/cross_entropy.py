@@ -1,4 +1,4 @@
-"""Cross-entropy of logits with class targets, its gradient written in the same pass if asked.
+"""Cross-entropy of logits with class targets; on request the same pass writes the gradient.
 
     z = soft_cap * tanh(logits / soft_cap) over the columns that count (no cap: z = logits)
     lse = log(sum(exp(z)))
@@ -9,8 +9,8 @@ float32, float16, bfloat16, float64 (on a GPU float64 runs the reference); targe
 float32 (float64 for float64), as are all sums. `mean` divides by the sum of w[t] over the targets that are
 not ignored (with none left: NaN, as in torch).
 
-A target that is neither a class nor `ignore_index` raises IndexError on a CPU; on a GPU nothing waits for the
-device, and the loss and the gradient of its row are NaN. Not twice differentiable.
+A target that is neither a class nor `ignore_index` raises IndexError on a CPU. On a GPU the host does not
+wait for the device, so the loss and the gradient of that row are NaN instead. Not twice differentiable.
 
 Sources: label smoothing, Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7; the soft
 cap, Gemma 2, 2024, section 2; the z-loss, PaLM, 2022, section 5; the gradient in the forward pass, Hsu et
@@ -44,12 +44,13 @@ def reference(
     grad_in_forward: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """The definition in plain PyTorch, for every device; where the gradient is computed is autograd's."""
+    """The definition in plain PyTorch, for every device; autograd computes the gradient."""
+    kept = target != ignore_index
     z = logits[..., :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
+    z = z.masked_fill(~kept.unsqueeze(-1), 0.0)  # what is ignored counts for nothing, be it NaN
     if soft_cap is not None:
         z = soft_cap * torch.tanh(z / soft_cap)
     log_p = torch.log_softmax(z, -1)
-    kept = target != ignore_index
     classes = target.masked_fill(~kept, 0).long()
     weights = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
     of_target = weights[classes]
@@ -57,11 +58,19 @@ def reference(
     if label_smoothing:
         loss = loss - label_smoothing / z.shape[-1] * (weights * log_p).sum(-1)
     if z_loss:
-        loss = loss + z_loss * torch.logsumexp(z, -1).square()
+        loss = loss + z_loss * _logsumexp(z).square()
     loss = loss.masked_fill(~kept, 0.0)
     if reduction == "none":
         return loss
     return loss.sum() / of_target.masked_fill(~kept, 0.0).sum() if reduction == "mean" else loss.sum()
+
+
+def _logsumexp(z: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(z))) whose gradient is the softmax at any size of z. That of `torch.logsumexp` is
+    exp(z - lse), which is 1 for each of two equal scores where lse rounds to their size."""
+    largest = z.detach().amax(-1, keepdim=True)
+    largest = torch.where(largest.isfinite(), largest, 0.0)
+    return (z - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
 def cross_entropy(
@@ -86,14 +95,14 @@ def cross_entropy(
         weight: [vocab_size], of a floating dtype: a factor for each class. Has no gradient.
         label_smoothing: the share of each target that is spread over all classes.
         reduction: "mean", "sum" or "none" (a loss for each target).
-        soft_cap: logits are bent smoothly into -soft_cap .. soft_cap first.
+        soft_cap: bounds the logits smoothly to -soft_cap .. soft_cap first.
         z_loss: factor on the square of the logsumexp, which keeps logits from drifting.
-        vocab_size: the columns that count, if not all: those of a padded vocabulary from there on have
-            probability and gradient zero.
-        grad_in_forward: write the gradient of the logits in the forward pass: they are read once for both.
-            It serves one backward pass.
-        inplace: write it over the logits, whose values are lost: for logits that nobody else reads. Implies
-            `grad_in_forward`. Without a gradient to compute the logits stay.
+        vocab_size: the number of columns that are classes; None for all. The other columns of a padded
+            vocabulary get probability and gradient zero.
+        grad_in_forward: compute the gradient of the logits in the forward pass, which then reads the logits
+            once for loss and gradient. It serves one backward pass.
+        inplace: write the gradient over the logits, whose values are lost, so no other code may read them.
+            Implies `grad_in_forward`. If no gradient is needed the logits stay as they are.
 
     Returns the loss, float32 (float64 for float64): a scalar, or [...] for "none".
     Raises ValueError, TypeError or IndexError for shapes, dtypes, options and (on a CPU) targets that do not
@@ -115,7 +124,7 @@ def cross_entropy(
         if loss is not None:
             return loss
     device = logits.device.type
-    options: dict[str, Any] = {}  # only those that are asked for: every one takes time to parse
+    options: dict[str, Any] = {}  # only the options in use: parsing each one takes time
     if weight is not None:
         options["weight"] = weight
     if ignore_index != -100:

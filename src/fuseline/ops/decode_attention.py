@@ -1,18 +1,19 @@
-"""Attention of one new token a row over a cache of keys and values, in one launch with what comes before it.
+"""Attention of one new token per row over a cache of keys and values, with rotation and cache update.
 
-    q, k, v = the heads of qkv; q and k normed (RMSNorm over a head), and turned by the row's length
+    q, k, v = the heads of qkv; q and k are normed (RMSNorm over a head) and rotated by the row's length
     cache[row, :, length] = k, v
     y = softmax(scale * q keys^T) values, over the positions up to the new one
 
-qkv is [B, (H + 2 K) D]: H query heads, then K heads of keys, then K of values, side by side; the turn is
-that of `rope`, half-split. Row b of the cache [B, K, S, D] holds lengths[b] positions; H / K query heads in
-a row share a head. With a window a position sees so many, itself among them. Keys and values are kept in
-qkv's dtype, or as int8 or float8_e4m3fn with a scale a position and head: x = scale * q, the head's largest
-element taking the whole range.
+qkv is [B, (H + 2 K) D]: H query heads, then K heads of keys, then K of values, side by side. The rotation is
+that of `rope`, half-split. Row b of the cache [B, K, S, D] holds lengths[b] positions, and H / K successive
+query heads share a key head. With a window each position sees that many positions, itself included. Keys and
+values are kept in qkv's dtype, or as int8 or float8_e4m3fn with a scale for each position and head: x = scale
+* q, where the head's largest element takes the whole range.
 
-dtypes: float32, float16, bfloat16 (8-bit caches: the 16-bit ones). Statistics and sums are in float32;
-results are the same bits from run to run. For inference: there is no gradient. It is not among the registered
-ops, whose contract is of functions that change nothing.
+One launch does all of it. dtypes: float32, float16, bfloat16 (with 8-bit caches only the 16-bit ones).
+Statistics and sums are in float32; results have the same bits in every run. It is for inference and has no
+gradient. It is not a registered op, because it changes its arguments and the contract is for functions that
+do not.
 
 Source: Dao and others, "Flash-Decoding for long-context inference", 2023 (the split over positions).
 """
@@ -35,8 +36,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values [B, K, S, D], their scales [B, K, S] float32 (None: kept as they are), what
-    each row holds [B] int64, and [B * H] int32 zeros that the kernel counts in."""
+    """The cache of one layer.
+
+    Keys and values are [B, K, S, D], their scales [B, K, S] of float32 (None: the cache has qkv's dtype),
+    lengths [B] of int64, and the kernel counts in [B * H] int32 zeros.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -47,7 +51,7 @@ class LayerCache:
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] in 8 bits, and the scales [...] that give it back: the largest takes the whole range."""
+    """x [..., D] in 8 bits, and its scales [...]; the largest element takes the whole range."""
     wide = x.float()
     scales = wide.abs().amax(-1) / LARGEST[dtype]
     scaled = wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -68,7 +72,7 @@ def reference(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The definition in plain PyTorch, for every device; the cache is written here too."""
+    """The definition in plain PyTorch, for every device; it writes the cache, too."""
     _check_fit(qkv, cache, heads, count)
     B, K, _, D = cache.k.shape
     q, k, v = qkv.view(B, heads + 2 * K, 1, D).split([heads, K, K], dim=1)
@@ -98,7 +102,7 @@ def reference(
 
 
 def _check_fit(qkv: torch.Tensor, cache: LayerCache, heads: int, count: int) -> None:
-    """Raise what the native op does for sizes that do not fit."""
+    """Raise the errors of the native op for sizes that do not fit."""
     k, v = cache.k, cache.v
     fits = k.dim() == 4 and k.shape == v.shape and heads >= 1 and heads % max(1, k.shape[1]) == 0
     fits = fits and qkv.shape == (k.shape[0], (heads + 2 * k.shape[1]) * k.shape[3])
@@ -120,7 +124,7 @@ def _check_fit(qkv: torch.Tensor, cache: LayerCache, heads: int, count: int) -> 
 
 
 def fused(qkv: torch.Tensor, cache: LayerCache) -> bool:
-    """Whether the kernel computes this."""
+    """Whether the kernel supports these arguments."""
     small = cache.k_scales is not None
     return (
         qkv.device.type == "cuda"
@@ -149,20 +153,21 @@ def decode_attention(
     scale: float | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """What the heads of one new token a row gather, [B, H D]; the token's key and value go into the cache.
+    """Attention of one new token per row, [B, H D]; the token's key and value are written to the cache.
 
     Args:
         qkv: [B, (H + 2 K) D].
         cache: of this layer; `lengths` is read, not changed.
         heads: H.
-        count: no row holds more positions than this, the new one included. The work is spread by it.
+        count: an upper limit of the positions in any row, the new one included. It decides how the work is
+            divided.
         cos, sin: tables [positions, D / 2] in float32, or neither.
         q_norm, k_norm: [D] in qkv's dtype, or None.
-        eps: of these norms.
-        window: positions that a position sees, itself among them; None for all.
-        scale: of the scores; 1 / sqrt(D) if None.
-        overlap: the kernel queued last wrote nothing of this but qkv, so that all else may be read while it
-            ends.
+        eps: the epsilon of these norms.
+        window: how many positions a position sees, itself included; None for all.
+        scale: the factor on the scores; 1 / sqrt(D) if None.
+        overlap: True promises that the kernel queued before this one writes none of the arguments except qkv,
+            so that this kernel may read them while that one ends.
 
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """

@@ -4,17 +4,17 @@
     each layer: x += out(attention(qkv(norm(x)))), then x += down(activation(up(mlp_norm(x))))
     logits = head norm(x)
 
-What is between qkv and out is `decode_attention`; key and value of the token are written into the cache. The
-likeliest token takes the place of the one that was read and length counts on, so that the next step can
-follow without a wait.
+Between qkv and out is `decode_attention`; the token's key and value are written to the cache. The most likely
+token overwrites the one that was read and the length counts up, so that the next step can follow without
+waiting for the host.
 
-A model of a hundred million parameters is read in less time than the launches of its parts take one after
-the other. Here blocks stay for the whole step, hand elements to each other as they are ready, and fetch
-weights of later products meanwhile (`csrc/kernels/device/step_kernel.cuh`).
+Reading a model of a hundred million parameters takes less time than launching its parts one after the other.
+Here the blocks stay for the whole step, hand elements to each other as these become ready, and fetch the
+weights of later products in the meantime (`csrc/kernels/device/step_kernel.cuh`).
 
-dtypes: float16, bfloat16; the stream x is in float32. Results are the same bits from run to run. For
-inference: there is no gradient. It is not among the registered ops, whose contract is of functions that
-change nothing.
+dtypes: float16, bfloat16; the residual stream x is in float32. Results have the same bits in every run. It is
+for inference and has no gradient. It is not a registered op, because it changes its arguments and the
+contract is for functions that do not.
 
 Shapes: L layers, C channels, H heads, K key heads, D head_dim, F ffn_dim, S positions, V vocabulary.
 """
@@ -42,10 +42,10 @@ MOST_BYTES = 2**30  # of weights: beyond, what launches cost is little
 class StepModel:
     """A model's weights as a step reads them.
 
-    `layers`: for each the weights of `PARTS`, norms [C], linears [outputs, inputs]; `biases` likewise, None
-    where there is none. `up` of "swiglu" holds gates, then what they multiply. `norm_kind`: "layer" or
-    "rms". `head` and `token_table` [V or more, C], of which `vocab_size` rows count; `cos`, `sin`:
-    [positions, D / 2].
+    `layers` has the weights of `PARTS` for each layer: norms [C], linears [outputs, inputs]; `biases` has the
+    biases in the same way, None where there is none. With "swiglu", `up` holds the gates first and then what
+    they multiply. `norm_kind` is "layer" or "rms". `head` and `token_table` are [V or more, C], of which the
+    first `vocab_size` rows are tokens. `cos` and `sin` are [positions, D / 2].
     """
 
     layers: tuple[tuple[Tensor, ...], ...]
@@ -72,7 +72,7 @@ class StepModel:
 
 
 def workspace(model: StepModel) -> Tensor | None:
-    """What steps of `model` hand words from block to block in; None where one launch cannot take them."""
+    """Memory through which the blocks exchange values; None if one launch cannot compute steps of `model`."""
     head = model.head
     if head.device.type != "cuda" or head.dtype not in HALF or not 0 < len(model.layers) <= MOST_LAYERS:
         return None
@@ -99,13 +99,12 @@ def workspace(model: StepModel) -> Tensor | None:
 def decode_step(
     model: StepModel, token: Tensor, k: Tensor, v: Tensor, length: Tensor, workspace: Tensor
 ) -> Tensor:
-    """Logits [1, V] of what follows `token`, which becomes the likeliest of them.
+    """Logits [1, V] of the token that follows `token`; `token` becomes the most likely one.
 
     Args:
-        token: [1] int64.
-        k, v: the cache [L, 1, K, S, D] of the model's dtype; the token's are written at `length`.
-        length: [1] int64, positions held: one more afterwards.
-        workspace: of `workspace(model)`, one for each chain of steps.
+        token: [1] int64. k, v: the cache [L, 1, K, S, D] in the model's dtype; the token's key and value are
+        written at `length`. length: [1] int64, the number of positions in the cache; it is one more
+        afterwards. workspace: from `workspace(model)`, one for each chain of steps.
 
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """

@@ -4,16 +4,16 @@
     dropout_add_layer_norm: y = (sum - mean) * rstd * weight + bias
     dropout_add_rms_norm:   y = sum * rstd * weight
 
-Both return (y, sum). x and residual are [..., N], of one dtype, or residual of float32 and x of 16 bits, as
-where autocast leaves the stream of residuals in float32. x_bias, weight and bias are [N], each optional, in
-x's dtype or float32 (all the same). sum has residual's dtype and is rounded to it, y has x's, and it is
-this sum that is normalized, as where the two are separate operations. Dropout is by Philox words of a seed
-and a position (ops/philox.py): the mask is not stored but computed again in the backward. dtypes and
-statistics are those of `layer_norm`.
+Both return (y, sum). x and residual are [..., N]. They have one dtype, or residual has float32 and x has 16
+bits, as under autocast, which leaves the residual stream in float32. x_bias, weight and bias are [N], each
+optional, in x's dtype or float32 (all the same). sum is rounded to residual's dtype, and the rounded sum is
+normalized, as it would be in two separate operations; y has x's dtype. The dropout mask is computed from
+Philox words of a seed and a position (ops/philox.py): it is not stored, the backward computes it again.
+dtypes and statistics are those of `layer_norm`.
 
-One backward gives the gradients of residual, x, x_bias, weight and bias, the gradient of the returned sum
-included. Not twice differentiable. Sources: as `layer_norm` and `rms_norm`; Srivastava and others, "Dropout",
-2014.
+One backward gives the gradients of residual, x, x_bias, weight and bias; it includes the gradient of the
+returned sum. Not twice differentiable. Sources: as `layer_norm` and `rms_norm`; Srivastava and others,
+"Dropout", 2014.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def added(
 def _seed_for(
     x: torch.Tensor, p: float, training: bool, seed: torch.Tensor | None, op: str
 ) -> tuple[float, torch.Tensor | None]:
-    """The probability and the seed that count: none outside of training."""
+    """The probability and the seed to use; outside of training nothing is dropped."""
     check_probability(p, op)
     if not training or p == 0:
         return 0.0, None
@@ -97,19 +97,19 @@ def dropout_add_layer_norm(
     training: bool = True,
     seed: torch.Tensor | None = None,
 ) -> Pair:
-    """Layer norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
+    """The layer norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
 
     Args:
         x, residual: [..., *normalized_shape]; float32, float16, bfloat16 or float64, both the same, or
             residual float32 and x of 16 bits.
         normalized_shape, weight, bias, eps: as in `layer_norm`.
         x_bias: [*normalized_shape] in the dtype of weight and bias, added to x.
-        p: probability that an element of x + x_bias is made zero, to the nearest 2^-16; the others are scaled
-            by 1 / (1 - p).
+        p: the probability that an element of x + x_bias is set to zero, rounded to the nearest 2^-16; the
+            other elements are scaled by 1 / (1 - p).
         training: False for no dropout.
-        seed: one int64 on x's device that fixes the mask; None draws one from torch's generator there.
+        seed: one int64 on x's device that fixes the mask; None draws it from the device's generator in torch.
 
-    Returns (y, sum), of x's shape, y in x's dtype and sum in residual's, contiguous.
+    Returns (y, sum), contiguous and of x's shape: y has x's dtype and sum has residual's.
     Raises ValueError or TypeError for shapes, dtypes and probabilities that do not fit.
     """
     p, seed = _seed_for(x, p, training, seed, "dropout_add_layer_norm")
@@ -136,6 +136,7 @@ def rms_norm_reference(
     """The definition in plain PyTorch, for every device."""
     p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
     total = added(x, residual, x_bias, p, seed)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     return rms_normalized(total, weight, eps, "dropout_add_rms_norm", x.dtype), total
 
 
@@ -150,9 +151,9 @@ def dropout_add_rms_norm(
     training: bool = True,
     seed: torch.Tensor | None = None,
 ) -> Pair:
-    """RMS norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
+    """The RMS norm of residual + dropout(x + x_bias), and that sum, in one pass each way.
 
-    weight and eps as in `rms_norm`; the rest, and what is returned, as in `dropout_add_layer_norm`.
+    weight and eps are those of `rms_norm`; everything else is as in `dropout_add_layer_norm`.
     """
     p, seed = _seed_for(x, p, training, seed, "dropout_add_rms_norm")
     if is_native(x):
@@ -164,7 +165,7 @@ def dropout_add_rms_norm(
 def draw_added(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, centred: bool
 ) -> dict[str, Any]:
-    """x, residual and what of weight, bias and x_bias the case asks for; a seed where it drops."""
+    """x, residual, those of weight, bias and x_bias that the case asks for, and a seed if it drops."""
     options = dict(case.options)
     affine = options.pop("affine", "all")
     affine_dtype = options.pop("affine_dtype", dtype)
@@ -203,17 +204,18 @@ def rms_norm_inputs(
 
 
 def layer_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
-    """Forward: x, residual, y, sum, weight, bias, x's bias. Backward: the gradients of y and sum, sum, the
-    gradient of residual, weight, the gradients of all vectors, a mean and a deviation a row.
+    """The forward moves x, residual, y, sum, weight, bias and x's bias.
 
-    A mask makes the gradient of x another tensor.
+    The backward moves the gradients of y and sum, sum, the gradient of residual, weight, the gradients of all
+    vectors, and for each row a mean and a standard deviation. With dropout the gradient of x is one more
+    tensor.
     """
     means = 0 if direction == "fw" else math.prod(case.shape[:-1])
     return rms_norm_bytes(case, itemsize, direction) + case.shape[-1] * itemsize + means * 4
 
 
 def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
-    """As those of LayerNorm, without bias and mean."""
+    """The same as for LayerNorm, without bias and mean."""
     forward = direction == "fw"
     tensors = 4 if forward or not case.options.get("p") else 5
     vectors = (1 if forward else 2) + bool(case.options.get("x_bias"))
@@ -222,7 +224,7 @@ def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
 
 
 def flops(case: Case, direction: str) -> int:
-    """With a mask's Philox rounds, an eighth of 120 integer operations an element each way."""
+    """With dropout it includes the Philox rounds: 120 integer operations for eight elements, each way."""
     per_element = (10 if direction == "fw" else 17) + (15 if case.options.get("p") else 0)
     return math.prod(case.shape) * per_element
 

@@ -4,13 +4,13 @@
 
 tokens is [..., T] (int64), weight [V, N], position_weight [P, N] and positions [T] or of tokens' shape, both
 optional; without positions they are 0, 1, .. T - 1. The result is [..., T, N] in weight's dtype: float32,
-float16, bfloat16 or float64 (on a GPU float64 runs the reference). The mask of dropout is a function of the
-seed, drawn from torch's generator, and the place of the element (ops/philox.py): it is not stored, and
-kernel, reference and backward compute the same.
+float16, bfloat16 or float64 (on a GPU float64 runs the reference). The dropout mask is a function of a seed,
+which is drawn from torch's generator, and of the element's position (ops/philox.py). It is not stored;
+kernel, reference and backward compute the same mask.
 
-The gradients are sums over the tokens in order, in float32, and the same bits every time: the tokens of a row
-are listed in order and added up, and no float is added atomically. The row `padding_idx` gets none.
-Ids outside a table give rows of NaN on a GPU and IndexError on a CPU. Not twice differentiable.
+The gradients are float32 sums over the tokens in order and have the same bits every time, because no float is
+added atomically. The row `padding_idx` gets no gradient. Token ids outside a table give rows of NaN on a GPU
+and IndexError on a CPU. Not twice differentiable.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def embedding(
     seed: torch.Tensor | None = None,
     p: float = 0.0,
 ) -> torch.Tensor:
-    """Rows of `weight` for tokens, plus rows of `position_weight`, through dropout, in one pass.
+    """Token vectors plus position vectors, through dropout, in one pass.
 
     Args:
         tokens: [..., T], int64.
@@ -67,7 +67,7 @@ def embedding(
         position_weight: [P, N] in weight's dtype, P >= T; optional.
         positions: int64, [T] or of tokens' shape; 0, 1, .. if absent.
         padding_idx: the row of weight that gets no gradient; -1 for none.
-        seed: one int64 on the device, of the mask of dropout; drawn from torch's generator if absent.
+        seed: one int64 on the device that fixes the dropout mask; drawn from torch's generator if absent.
         p: dropout probability, to the nearest 2^-16; 0 for none.
 
     Returns [..., T, N] in weight's dtype, contiguous.
@@ -103,7 +103,7 @@ def _inputs(
     alike = options.pop("alike", 0.0)
     draw: dict[str, Any] = {"generator": generator, "device": device}
     tokens = torch.randint(vocabulary, shape, **draw)
-    if alike:  # as in text, one token comes most often
+    if alike:  # as in text, one token is the most frequent
         tokens = tokens.masked_fill(torch.rand(shape, **draw) < alike, 2)
     arguments: dict[str, Any] = {
         "tokens": tokens,
@@ -120,7 +120,7 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """Rows of the table that are not read, or read again, do not count; the gradient is written whole."""
+    """Each row of the table counts once if a token reads it; the whole gradient counts as written."""
     *shape, n = case.shape
     tokens = math.prod(shape)
     vocabulary = case.options.get("vocabulary", tokens)
@@ -134,7 +134,7 @@ def _flops(case: Case, direction: str) -> int:
 
 
 def _sweep(rows: int, n: int) -> Case:
-    """`rows` tokens of GPT-2's vocabulary, or of one of 1,024 where there are few."""
+    """`rows` tokens of GPT-2's vocabulary, or of a vocabulary of 1,024 if there are few tokens."""
     return Case(f"{rows}x{n}", (rows, n), {"vocabulary": 50304 if rows > 4096 else 1024})
 
 

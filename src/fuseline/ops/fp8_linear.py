@@ -1,11 +1,11 @@
-"""Linear layer in fp8: weights and activations of e4m3, each row with its own scale, sums in fp32.
+"""Linear layer in fp8: weights and activations in e4m3, a scale for each row, sums in fp32.
 
     y[m, n] = scale_x[m] * scale_w[n] * sum over k of x8[m, k] * w8[n, k] + bias[n],  scale_x[m] = max |x[m]|
     / 448
 
-On a GPU one kernel of ours turns rows of x into x8 and scale_x; the product is torch's scaled one
-(`torch._scaled_mm`, compute capability 8.9 and later, K and N multiples of 16). Elsewhere the same numbers
-come from a product of the values that fp8 stands for.
+On a GPU one of our kernels turns the rows of x into x8 and scale_x, and torch multiplies (`torch._scaled_mm`:
+compute capability 8.9 and later, K and N multiples of 16). Elsewhere the fp8 numbers are converted back and
+multiplied, with the same result.
 Source: Micikevicius et al., FP8 formats for deep learning, 2022.
 """
 
@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 from fuseline import native
 from fuseline.errors import InputError
+from fuseline.ops.transforms import refuse_tangents
 
 E4M3_MAX = 448.0
-SMALLEST = 1e-12  # of a row's scale: a row of zeros divides by no zero
-ROW_STEP = 16  # columns that the kernel takes at a time
+SMALLEST = 1e-12  # the least scale of a row, so that a row of zeros does not divide by zero
+ROW_STEP = 16  # columns that the kernel reads at a time
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,12 +32,12 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     largest = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True, dtype=wide)
     scales = (largest.float() / E4M3_MAX).clamp(min=SMALLEST)
-    # Nothing is beyond 448 but by rounding, and that becomes 448.
+    # Only rounding can exceed 448, and the cast turns that into 448.
     return (x * scales.reciprocal()).to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
-    if x.requires_grad and torch.is_grad_enabled():  # a gradient that is wanted is refused, not forgotten
+    if x.requires_grad and torch.is_grad_enabled():  # torch's ops then raise an error in the backward
         return False
     served = x.device.type == "cuda" and x.dtype is not torch.float64 and x.shape[-1] % ROW_STEP == 0
     return served and x.shape[-1] > 0 and native.ready("cuda")
@@ -53,10 +54,11 @@ def fp8_linear(
         scales: [N], float32.
         bias: [N] of x's dtype.
 
-    Returns [.., N] in x's dtype, to which sums of float32 are rounded once; but bfloat16 before the bias is
-    added, too, where torch's scaled product runs. On a GPU a backward through it is refused. Raises
-    ValueError for what does not fit.
+    Returns [.., N] in x's dtype. The float32 sums are rounded once; in bfloat16, where torch's scaled product
+    runs, they are also rounded before the bias is added. On a GPU a backward raises an
+    error, and a tangent does everywhere. Raises ValueError for shapes and dtypes that do not fit.
     """
+    refuse_tangents("fp8_linear", x, weight, scales, bias)
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k or not x.is_floating_point():
         raise InputError(f"fp8_linear: x is {x.dtype} of shape {list(x.shape)}; it is floating, [.., {k}].")
@@ -65,7 +67,7 @@ def fp8_linear(
         y = _scaled_product(rows, weight, scale_x, scales, x.dtype)
         y = (y if bias is None else y + bias).to(x.dtype)
     else:
-        device = "cpu" if x.device.type == "meta" else x.device.type  # autocast knows no meta
+        device = "cpu" if x.device.type == "meta" else x.device.type  # autocast does not know the meta device
         with torch.autocast(device, enabled=False):
             wide = F.linear(rows.float() * scale_x, weight.float() * scales[:, None])
         y = (wide if bias is None else wide + bias).to(x.dtype)
@@ -75,8 +77,10 @@ def fp8_linear(
 def _scaled_product(
     rows: torch.Tensor, weight: torch.Tensor, scale_x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Torch's product scales rows in bf16 alone; for other dtypes it gives plain sums in float32, which are
-    scaled in another pass."""
+    """torch's product with a scale for each row.
+
+    It scales rows in bf16 only. For other dtypes it returns plain float32 sums, which a second pass scales.
+    """
     narrow = dtype is torch.bfloat16
     one = None if narrow else torch.ones((), dtype=torch.float32, device=rows.device)
     sums = torch._scaled_mm(
@@ -85,13 +89,13 @@ def _scaled_product(
         scale_a=scale_x if one is None else one,
         scale_b=scales[None] if one is None else one,
         out_dtype=torch.bfloat16 if narrow else torch.float32,
-        use_fast_accum=narrow,  # its sums have fewer bits, about what bf16 shows
+        use_fast_accum=narrow,  # with use_fast_accum sums have fewer bits, about as many as bf16 shows
     )
     return sums if narrow else sums * scale_x * scales
 
 
 def runs_in_fp8(device: torch.device, k: int, n: int) -> bool:
-    """Whether torch's scaled product takes a layer of these sizes on `device`."""
+    """Whether torch's scaled product supports a layer of these sizes on `device`."""
     if device.type != "cuda" or k % 16 or n % 16:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

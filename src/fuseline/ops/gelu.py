@@ -6,8 +6,8 @@
 
 x is [..., N], bias is [N], optional. dtypes: float32, float16, bfloat16, float64 (on a GPU float64 runs the
 reference); bias has x's dtype or float32. The result has x's dtype. Arithmetic is in float32 (float64 for
-float64), and the sum x + bias is not rounded in between. The backward reads x and grad_out once, writes
-grad_x and sums it up for bias in the same pass, in float32. Under autocast the dtype stays that of x.
+float64), and the sum x + bias is not rounded in between. The backward reads x and grad_out once; the same
+pass writes grad_x and sums it for bias, in float32. Under autocast the dtype stays that of x.
 
 Not twice differentiable. Source: Hendrycks, Gimpel, "Gaussian error linear units", 2016, section 2.
 """

@@ -3,11 +3,11 @@
     y = (x - mean) * rstd * weight + bias,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
 x is [..., *normalized_shape], weight and bias are [*normalized_shape], each optional. dtypes: float32,
-float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, or for a float32
-x 16 bits if asked for; weight and bias have the result's dtype or float32. Statistics and sums are kept in
-float32 (float64 for float64), and the variance is taken from distances to the mean, so that it does not
-cancel. Under autocast the dtype stays that of x, unlike torch's layer_norm, which returns float32: the op is
-bound by memory, and its error is that of one rounding.
+float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype; for a float32 x
+`out_dtype` can ask for 16 bits. Weight and bias have the result's dtype or float32. Statistics and sums are
+kept in float32 (float64 for float64), and the variance is computed from the distances to the mean, so that it
+does not cancel. Under autocast the dtype stays that of x, unlike torch's layer_norm, which returns float32:
+the op is bound by memory, and its error is that of one rounding.
 
 Not twice differentiable. Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, equations 3 and 4.
 """
@@ -70,7 +70,7 @@ def layer_norm(
         normalized_shape: sizes of the trailing dimensions that share a mean.
         weight, bias: [*normalized_shape] in the result's dtype or float32, each optional.
         eps: added to the variance.
-        out_dtype: of the result: None for x's; float16 or bfloat16 where x is float32.
+        out_dtype: the result's dtype: None for x's dtype; float16 or bfloat16 where x is float32.
 
     Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
@@ -111,8 +111,11 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """Forward: x, y, weight, bias; no gradient follows, so that no statistics are kept. Backward: x, the
-    gradients of y and x, weight, the gradients of weight and bias, a mean and a deviation a row."""
+    """The forward moves x, y, weight and bias; it keeps no statistics, because no backward follows.
+
+    The backward moves x, the gradients of y and x, weight, the gradients of weight and bias, and for each row
+    a mean and a standard deviation.
+    """
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
     tensors = 2 if direction == "fw" else 3
     rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)

@@ -1,13 +1,13 @@
-"""The end of a decoding step that takes the likeliest token, in one launch: what it leaves for the next step.
+"""The end of a greedy decoding step in one launch: it takes the most likely token and counts the length up.
 
     tokens[row] = argmax(logits[row])
     lengths[row] += 1
 
-As `torch.argmax` has it, the first of equal logits counts, and NaN is larger than all others.
+As in `torch.argmax`, the first of several equal logits wins, and NaN is larger than every number.
 
-dtypes: float32, float16, bfloat16; others and other devices run the reference. Results are the same bits from
-run to run. For inference: there is no gradient. It is not among the registered ops, whose contract is of
-functions that change nothing.
+dtypes: float32, float16, bfloat16; other dtypes and devices run the reference. Results have the same bits in
+every run. It is for inference and has no gradient. It is not a registered op, because it changes its
+arguments and the contract is for functions that do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
 
 
 def fused(logits: Tensor) -> bool:
-    """Whether the kernel computes this."""
+    """Whether the kernel supports these arguments."""
     return (
         logits.device.type == "cuda"
         and logits.dtype in DTYPES
@@ -36,7 +36,7 @@ def fused(logits: Tensor) -> bool:
 
 
 def take_likeliest(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-    """Write the likeliest token of each row to `tokens` and count each of `lengths` on.
+    """Write the most likely token of each row to `tokens` and add 1 to each of `lengths`.
 
     Args:
         logits: [B, V].

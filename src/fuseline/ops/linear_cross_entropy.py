@@ -1,21 +1,21 @@
-"""Cross-entropy of a linear head without its logits: hidden @ weight^T + bias against class targets.
+"""Cross-entropy of a linear head, hidden @ weight^T + bias, without storing all of its logits.
 
     loss = cross_entropy(hidden @ weight^T + bias, target), as in `fuseline.ops.cross_entropy`
 
 hidden is [..., C], weight [V, C], bias [V], target [...]. dtypes: float32, float16, bfloat16, float64 (on a
 GPU float64 runs the reference); weight and bias have hidden's dtype or float32, and are multiplied in
-hidden's. Logits exist for `chunk_size` rows at a time, in hidden's dtype; their gradient is written over
-them, and goes into the gradients of hidden, weight and bias at once. Over more than two chunks the gradients
-of weight and bias are added up in float32. The loss is float32 (float64 for float64).
+hidden's. Logits exist for `chunk_size` rows at a time, in hidden's dtype. The gradient overwrites them and is
+multiplied into the gradients of hidden, weight and bias at once. With more than two chunks the gradients of
+weight and bias are added up in float32. The loss is float32 (float64 for float64).
 
-On Hopper, in bfloat16 and without bias, smoothing and cap, exp(logit) over a power of two of the row takes
-the place of the logits, and a factor a row makes the gradients of it: hidden times that factor is rounded to
-bfloat16 before it is multiplied. Where a row's largest logit is more than 126 above the largest of 192 of its
-words, the logits of its chunk are multiplied out twice more.
+On Hopper, in bfloat16 and without bias, smoothing and cap, the product writes exp(logit), divided by a power
+of two that is chosen for each row, in place of the logits. A factor for each row turns these into gradients:
+hidden times the factor is rounded to bfloat16 before it is multiplied. If a row's largest logit is more than
+126 above the largest of a sample of 192 of its logits, the logits of its chunk are computed twice more.
 
-With reduction "none" the gradients wait for that of each row's loss: the backward pass computes the logits
-again. Not twice differentiable. Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (chunks of rows, and
-the gradient in the forward pass).
+With reduction "none" the gradients depend on the gradient of each row's loss, so the backward pass computes
+the logits again. Not twice differentiable. Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (chunks of
+rows, and the gradient in the forward pass).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CHUNK_BYTES = 2**30
 
 
 def chunk_rows(classes: int, dtype: torch.dtype) -> int:
-    """Rows whose logits exist at a time, unless the caller says how many.
+    """How many rows of logits exist at a time, unless the caller says how many.
 
-    Between two costs. Every chunk adds to the weight's gradient, and its logits are the memory that the op is
-    there to save. 8,192 rows of GPT-2's head, forward and backward, on an H100, with a pass over the logits:
-    3.11 ms and 0.85 GiB in one chunk, 3.22 and 0.47 in two, 3.70 and 0.35 in four, 4.41 and 0.25 in eight;
-    torch.compile of the plain head and loss takes 3.81 ms. Without one two take 2.74. A chunk of 4-byte
-    logits has half the rows (their products are slower, so the sums cost them no more), and none has more
-    than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach.
+    It balances two costs: every chunk adds to the weight's gradient, and a chunk's logits take the memory
+    that the op is there to save. 8,192 rows of GPT-2's head, forward and backward, on an H100, with a pass
+    over the logits: 3.11 ms and 0.85 GiB in one chunk, 3.22 and 0.47 in two, 3.70 and 0.35 in four, 4.41 and
+    0.25 in eight; torch.compile of the plain head and loss takes 3.81 ms. Without that pass two chunks take
+    2.74. A chunk of 4-byte logits has half the rows (their products are slower, so the sums cost relatively
+    no more), and no chunk has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach.
     """
     rows = min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // (max(1, classes) * dtype.itemsize))
     return max(128, rows // 128 * 128)
@@ -60,7 +60,7 @@ def reference(
     chunk_size: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The definition in plain PyTorch, all logits at once, whatever the chunk."""
+    """The definition in plain PyTorch; it computes all logits at once, whatever `chunk_size` is."""
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
     return cross_entropy_reference(logits, target, weight=class_weight, **options)
 
@@ -80,18 +80,18 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden [..., C] under the head weight [V, C] against the classes in target [...].
+    """The loss of the head `weight` [V, C] over hidden [..., C] against the classes in target [...].
 
     Args:
-        hidden: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype: give it
-            in the one to compute in.
+        hidden: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype, so pass
+            it in the dtype to compute in.
         weight: [V, C], of hidden's dtype or float32.
         target: [...], int64 or int32: classes below `vocab_size`, or `ignore_index`.
         bias: [V], of hidden's dtype or float32.
         class_weight: [vocab_size], a factor for each class. Has no gradient.
         ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size: as in
             `fuseline.ops.cross_entropy`.
-        chunk_size: rows whose logits exist at a time, at most; None for `chunk_rows(V, hidden.dtype)`.
+        chunk_size: the most rows of logits that exist at a time; None for `chunk_rows(V, hidden.dtype)`.
 
     Returns the loss, float32 (float64 for float64): a scalar, or [...] for "none".
     Raises ValueError, TypeError or IndexError for shapes, dtypes, options and (on a CPU) targets that do not
@@ -160,7 +160,7 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """hidden, weight, and in the backward their gradients."""
+    """hidden and weight, and in the backward their gradients."""
     embed_dim = case.options.get("embed_dim", 24)
     once = (math.prod(case.shape[:-1]) + case.shape[-1]) * embed_dim * itemsize
     return once * (1 if direction == "fw" else 2)

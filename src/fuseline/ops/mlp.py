@@ -6,10 +6,10 @@ x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases 
 dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the reference). GELU is that of
 `fuseline.ops.gelu`.
 
-On Hopper, in 16 bits and for many rows, GELU is computed from the first product's sums while the next tile's
-are made, and its gradient, with that of bias_1, from those of grad_y @ weight_2: neither is a pass of its
-own. Elsewhere both are. For the backward are kept x if weight_1 wants a gradient, what GELU was given if x,
-weight_1 or bias_1 does, and what it gave if weight_2 does, the last two [rows, F] each.
+On Hopper, in 16 bits and for many rows, the first product computes GELU at the end of each tile while the
+next tile's sums are made. In the backward the product grad_y @ weight_2 computes GELU's gradient and that of
+bias_1 in the same way. Elsewhere each is a pass of its own. The forward keeps x if weight_1 needs a gradient,
+GELU's input [rows, F] if x, weight_1 or bias_1 does, and GELU's output [rows, F] if weight_2 does.
 
 Not twice differentiable. Source: Hendrycks, Gimpel, "Gaussian error linear units", 2016, section 2.
 """
@@ -52,13 +52,13 @@ def mlp(
     """gelu(x [..., C] @ weight_1^T + bias_1) @ weight_2^T + bias_2.
 
     Args:
-        x: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype: give all in the
-            one to compute in.
+        x: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype, so pass all
+            arguments in the dtype to compute in.
         weight_1: [F, C], of x's dtype.
         bias_1: [F], of x's dtype, or None.
         weight_2: [D, F], of x's dtype.
         bias_2: [D], of x's dtype, or None.
-        approximate: GELU's, "tanh" or "none" (the error function).
+        approximate: GELU's form, "tanh" or "none" (the error function).
 
     Returns [..., D] in x's dtype.
     Raises ValueError or TypeError for shapes, dtypes and names that do not fit.
@@ -76,7 +76,7 @@ def mlp(
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """`case.shape` is that of x; inside it is four times as wide, unless `inner` says."""
+    """`case.shape` is x's shape. The inner width is four times as large unless `inner` names it."""
     options = dict(case.options)
     embed_dim = case.shape[-1]
     inner, out = options.pop("inner", 4 * embed_dim), options.pop("out", embed_dim)
@@ -102,7 +102,7 @@ def _sizes(case: Case) -> tuple[int, int, int, int]:
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """x, weights, biases and y, in the backward with their gradients, and what is kept between the two."""
+    """x, weights, biases and y (in the backward also their gradients), and what the forward keeps."""
     rows, embed_dim, inner, out = _sizes(case)
     weights = inner * (embed_dim + out) + inner + out
     if direction == "fw":

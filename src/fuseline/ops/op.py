@@ -1,4 +1,4 @@
-"""The contract every op keeps, and the registry that tests, benchmarks, doctor and docs iterate.
+"""The contract that every op keeps, and the registry that tests, benchmarks and doctor iterate.
 
 An op's file holds, in this order: a docstring (formula, shapes, dtypes, errors, source), the plain-PyTorch
 `reference`, the public function, and its `Op` record, registered at import.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fuseline.errors import unknown_name
+from fuseline.ops import transforms
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 """What an op returns: a tensor, or several."""
@@ -41,8 +42,11 @@ class Op:
     both take; `differentiable` names those of them that have gradients. `bytes_moved(case, itemsize,
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
     `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
-    `rows` rows of length n, and `lengths` the lengths it measures where the general ones make no sense.
-    `by_blas`: it calls torch's matrix products, whose bits on a CPU go with the number of threads.
+    `rows` rows of length n, and `lengths` are the row lengths to measure where the general ones make no
+    sense. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on the number of
+    threads.
+    `casts`: under autocast the op casts its inputs, as torch's linear does; the others keep the dtype that
+    they get.
     """
 
     name: str
@@ -57,10 +61,11 @@ class Op:
     sweep: Callable[[int, int], Case] = _matrix
     lengths: tuple[int, ...] = ()
     by_blas: bool = False
+    casts: bool = False
 
 
 def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:
-    """What an op returned, as a tuple also where it is one tensor."""
+    """What an op returned as a tuple, also where it is a single tensor."""
     return returned if isinstance(returned, tuple) else (returned,)
 
 
@@ -68,10 +73,11 @@ _REGISTRY: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Add `op` to the registry; a name is taken once."""
+    """Add `op` to the registry. Each name can be registered once."""
     if op.name in _REGISTRY:
         raise ValueError(f"an op named {op.name!r} is registered already")
     _REGISTRY[op.name] = op
+    transforms.serve(op.name, op.reference)
     return op
 
 
@@ -81,7 +87,7 @@ def registered() -> tuple[Op, ...]:
 
 
 def get(name: str) -> Op:
-    """The op of that name; `InputError` with the nearest names if there is none."""
+    """The op of that name. If there is none, `InputError` suggests the nearest names."""
     if name not in _REGISTRY:
         raise unknown_name("op", name, _REGISTRY)
     return _REGISTRY[name]

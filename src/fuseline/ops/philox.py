@@ -1,10 +1,10 @@
 """Dropout masks that are a function of a seed and a position: Philox-4x32-7, in plain PyTorch.
 
-The element at flat index i of a contiguous tensor takes 16 bits of block i // 8, of word i % 4 the upper
-half if i % 8 < 4 and else the lower one, and is kept where these are at least p * 2^16: p is taken to the
-nearest 2^-16, and the scale of what is kept is that of the p that was taken. The kernels compute the same
-words (csrc/kernels/device/philox.cuh and csrc/torch/cpu/philox.h), so a mask is never stored: the backward
-computes it again.
+The element at flat index i of a contiguous tensor uses 16 bits of block i // 8: of word i % 4 the upper half
+if i % 8 < 4, else the lower half. The element is kept if these bits are at least p * 2^16. p is rounded to
+the nearest 2^-16, and the kept elements are scaled by the rounded p. The kernels compute the same words
+(csrc/kernels/device/philox.cuh and csrc/torch/cpu/philox.h), so a mask is never stored: the backward computes
+it again.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011; seven rounds pass
 every test of BigCrush.
@@ -27,7 +27,7 @@ _PARTS = 2**16
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
-    """A seed from torch's generator of that device, there: it follows `torch.manual_seed` and CUDA graphs."""
+    """A seed on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA graphs."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), device=device, dtype=torch.int64)
 
 
@@ -43,7 +43,7 @@ def words(seed: torch.Tensor, count: int) -> torch.Tensor:
     key = [seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD]
     counter = [blocks & _WORD, blocks >> 32, torch.zeros_like(blocks), torch.zeros_like(blocks)]
     for _ in range(_ROUNDS):
-        # 64-bit products wrap as those of unsigned integers do.
+        # 64-bit products wrap around as unsigned ones do.
         a, b = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
         high_a, high_b = (a >> 32) & _WORD, (b >> 32) & _WORD
         counter = [high_b ^ counter[1] ^ key[0], b & _WORD, high_a ^ counter[3] ^ key[1], a & _WORD]
@@ -52,7 +52,7 @@ def words(seed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def multipliers(seed: torch.Tensor, shape: Sequence[int], p: float) -> torch.Tensor:
-    """What dropout multiplies a contiguous tensor of `shape` with: 0, or 1 / (1 - p); float64."""
+    """The factors of dropout for a contiguous tensor of `shape`: 0 or 1 / (1 - p), in float64."""
     count = math.prod(shape)
     dropped = min(int(p * _PARTS + 0.5), _PARTS - 1) if p < 1 else _PARTS
     blocks = words(seed, (count + 7) // 8 * 4).reshape(-1, 4)

@@ -1,7 +1,7 @@
-"""Integers of 4 bits, two in a byte: pack, unpack, add.
+"""4-bit integers, two in a byte: pack, unpack, add.
 
-A byte holds `low | high << 4`. The functions are elementwise over uint8 tensors of any shape; the kernels'
-layout of int4 (`fuseline.ops.quant_layout`) is built from them.
+A byte holds `low | high << 4`. The functions work elementwise on uint8 tensors of any shape. The kernels'
+int4 layout (`fuseline.ops.quant_layout`) is built from them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from fuseline.errors import InputError
 
 
 def pack_uint4(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Bytes with `low` in the lower and `high` in the upper four bits; both uint8 of one shape, 0 to 15.
+    """Pack `low` into the lower and `high` into the upper four bits; both are uint8 of one shape, 0 to 15.
 
-    Raises InputError for other dtypes. Bits above the fourth are cut off.
+    Raises InputError for other dtypes. Bits above the fourth are dropped.
     """
     return (_bytes(low) & 0x0F) | ((_bytes(high) & 0x0F) << 4)
 
@@ -27,7 +27,7 @@ def unpack_uint4(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def add_uint4(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The sums modulo 16 of two tensors of pairs, pair by pair, without unpacking.
 
-    The lower sums may not carry into the upper: the odd and the even nibbles are added apart.
+    The lower sums must not carry into the upper ones, so odd and even nibbles are added separately.
     """
     a, b = _bytes(a), _bytes(b)
     return ((a + b) & 0x0F) | ((a & 0xF0) + (b & 0xF0))

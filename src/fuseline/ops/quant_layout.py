@@ -1,10 +1,10 @@
-"""The layout of quantized weights that the kernels read, made once, and back: bit for bit.
+"""The layout of quantized weights that the kernels read: packing, and unpacking bit for bit.
 
 Integers of a weight [N, K] are kept in tiles of 16 rows by 64 columns (csrc/kernels/fuseline_quant.h):
-the 32 lanes of a warp read a tile as one stretch of memory, and have in hand what the tensor cores want
-of each. int8 packs to [N / 16, K / 64, 1024] bytes and int4 to [N / 16, K / 64, 512], rounded up. What
-stands for a group of columns of one row (a scale, a zero point), [N, groups], becomes [N / 16, groups,
-8, 2]: rows g and g + 8 beside each other.
+the 32 lanes of a warp read a tile as one stretch of memory, and each lane then holds what the tensor cores
+need from it. int8 packs to [N / 16, K / 64, 1024] bytes and int4 to [N / 16, K / 64, 512], rounded up. Values
+for a group of columns of one row (a scale, a zero point), [N, groups], become [N / 16, groups, 8, 2], with
+rows g and g + 8 beside each other.
 
 Dimensions here: T row tiles, C chunks of 64 columns, R the tile's halves of eight rows, G rows of such
 a half, H halves of a chunk, Q lanes of a row.
@@ -23,7 +23,7 @@ FORMATS = ("int8", "int4", "plain")
 
 
 def pack_int8(integers: torch.Tensor) -> torch.Tensor:
-    """[N, K] of int8 as tiles of uint8; what is added to fill the last tiles is 0."""
+    """Pack [N, K] of int8 into tiles of uint8. The last tiles are padded with 0."""
     _check(integers, torch.int8)
     tiles = _tiles(integers, 0).unflatten(-1, (2, 4, 8))  # [T, R, G, C, H, Q, 8]
     packed = tiles.permute(0, 3, 4, 2, 5, 6, 1)
@@ -37,7 +37,7 @@ def unpack_int8(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def pack_int4(integers: torch.Tensor) -> torch.Tensor:
-    """[N, K] of uint8, 0 to 15, as tiles; what is added to fill the last tiles is 8."""
+    """Pack [N, K] of uint8, 0 to 15, into tiles. The last tiles are padded with 8."""
     _check(integers, torch.uint8)
     # Four columns of a word are 2 a + b: [T, R, G, C, H, Q, word, a, b]
     tiles = _tiles(integers, 8).unflatten(-1, (2, 4, 2, 2, 2))
@@ -53,7 +53,7 @@ def unpack_int4(packed: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def pack_groups(values: torch.Tensor) -> torch.Tensor:
-    """[N, groups] of scales or zero points as [N / 16, groups, 8, 2], filled up with zeros."""
+    """Pack [N, groups] of scales or zero points into [N / 16, groups, 8, 2], padded with zeros."""
     n, groups = values.shape
     tiles = -(-n // TILE_ROWS)
     filled = values.new_zeros((tiles * TILE_ROWS, groups))
@@ -94,12 +94,12 @@ def dequantize(
 
 
 def _columns(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
-    """[N, groups] with each value for all columns of its group: [N, k]."""
+    """Repeat each value of [N, groups] for all columns of its group: [N, k]."""
     return groups.repeat_interleave(group_size, dim=1)[:, :k]
 
 
 def _tiles(integers: torch.Tensor, fill: int) -> torch.Tensor:
-    """[T, R, G, C, 64], filled up with `fill`."""
+    """[T, R, G, C, 64], padded with `fill`."""
     n, k = integers.shape
     tiles, chunks = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     filled = integers.new_full((tiles * TILE_ROWS, chunks * TILE_COLUMNS), fill)

@@ -1,22 +1,27 @@
-"""Linear layer with quantized weights: y = x W^T + bias, W read as it is stored.
+"""Linear layer with quantized weights: y = x W^T + bias. The kernels read W as it is stored.
 
     int8    W[n, k] = scales[n] * q[n, k],  q in -128 .. 127
     int4    W[n, k] = scales[n, g] * (q[n, k] - zeros[n, g]),  q in 0 .. 15, g = k / group_size
             (zeros are 8 where none are given)
     plain   W itself, in x's dtype: the weight of torch.nn.Linear
 
-x is [.., K] in float32, float16, bfloat16 or float64 and y [.., N] in the same; sums are fp32 (float64 for
-float64) and scales multiply them there, so that no weight is rounded. Quantized weights stand in the kernels'
-layout (`fuseline.ops.quant_layout` packs and unpacks them); int8 scales are [N] of float32, int4's bfloat16.
+x is [.., K] in float32, float16, bfloat16 or float64, and y is [.., N] in the same dtype. Sums are fp32
+(float64 for float64) and are multiplied by the scales, so that no weight is rounded. Quantized weights are in
+the kernels' layout (`fuseline.ops.quant_layout` packs and unpacks them). int8 scales are [N] of float32, int4
+scales are bfloat16.
 
-On a GPU the kernels take up to 512 rows of x in 16 bits and 1,024 beside 32 M weights and more (plain: 4, and
-8 where K is no multiple of 8, from 7 on; 128 on other GPUs than Hopper's); more rows, and other dtypes, go
-over the dequantized weight and torch's matrix product, which rounds weights to x's dtype. So does the kernel
-for int4 from 33 rows of x on, from 17 with zero points or groups of fewer than 128.
-The gradient goes to x; weight, scales and bias are frozen. On Hopper a weight that an earlier call took,
-unwritten since, is read while the launch before still runs: writing it through `.data`, by a collective or
-by a kernel of one's own, which no version counts, wants a synchronization.
-Formats and how to get them: `fuseline.quantize`. Groups with zero points: Frantar et al., GPTQ, 2022.
+On a GPU the kernels handle x in 16 bits with up to 512 rows, and up to 1,024 rows if the weight has 32 M
+elements or more; on GPUs other than Hopper up to 128. For "plain" they handle up to 4 rows, and up to 8 where
+K is at least 7 and not a multiple of 8. With more rows or in other dtypes the weight is dequantized, which
+rounds it to x's dtype, and torch multiplies. The int4 kernel rounds the weights in the same way from 33 rows
+of x on, and from 17 rows on with zero points or groups of fewer than 128.
+
+Only x gets a gradient; weight, scales and bias are frozen. On Hopper the kernel may read a weight that an
+earlier call has read while the launch ahead of it still runs. torch's version counter shows when the weight
+was written in between; after a write that the counter does not see (through `.data`, by a collective, by a
+kernel of your own) synchronize before the next call.
+
+`fuseline.quantize` makes these formats. Groups with zero points: Frantar et al., GPTQ, 2022.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ def reference(
     format: str = "int8",
     group_size: int = 0,
 ) -> torch.Tensor:
-    """Plain PyTorch: the weight dequantized to x's dtype, and a linear layer over it."""
+    """The definition in plain PyTorch: a linear layer over the weight, dequantized to x's dtype."""
     whole = dequantize(
         weight,
         scales,
@@ -70,17 +75,17 @@ def quant_linear(
     format: str = "int8",
     group_size: int = 0,
 ) -> torch.Tensor:
-    """x W^T + bias with W in one of the formats above.
+    """x W^T + bias, with W in one of the formats that the module describes.
 
     Args:
         x: [.., K], any strides.
         weight: int8 [N / 16, K / 64, 1024] and int4 [N / 16, K / 64, 512] of uint8, rounded up; plain [N, K].
-        scales: int8 [N], int4 [N / 16, K / group_size, 8, 2]; none for plain.
-        zeros: int4's zero points, uint8, as the scales; 8 if absent.
+        scales: int8 [N], int4 [N / 16, K / group_size, 8, 2]; None for plain.
+        zeros: the zero points of int4, uint8 of the scales' shape; 8 if absent.
         bias: [N] of x's dtype.
         out_features: N.
         format: "int8", "int4" or "plain".
-        group_size: int4's columns to a scale: 32, 64, 128 or another power of two.
+        group_size: how many columns share a scale in int4: 32, 64, 128 or another power of two.
 
     Returns [.., N] in x's dtype. Raises ValueError or TypeError for what does not fit, NotImplementedError
     where weight, scales or bias require a gradient.
@@ -144,7 +149,7 @@ def _flops(case: Case, direction: str) -> int:
 
 
 def _sweep(rows: int, n: int) -> Case:
-    """`rows` rows of n activations through a layer of 1,024 features; `bench linear` has the larger ones."""
+    """`rows` rows of n activations through a layer of 1,024 features; `bench linear` has larger layers."""
     return Case(f"{rows}x{n}", (rows, n), {"n": min(n, 1024)})
 
 

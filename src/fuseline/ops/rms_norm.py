@@ -3,9 +3,9 @@
     y = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + eps)
 
 x is [..., *weight.shape], or without weight [..., N] and normalized over N. dtypes: float32, float16,
-bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, under autocast too, or for
-a float32 x 16 bits if asked for; weight has the result's dtype or float32. Sums are kept in float32 (float64
-for float64).
+bfloat16, float64 (on a GPU float64 runs the reference). The result has x's dtype, under autocast too; for a
+float32 x `out_dtype` can ask for 16 bits. Weight has the result's dtype or float32. Sums are kept in float32
+(float64 for float64).
 
 Not twice differentiable. Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 """
@@ -31,7 +31,7 @@ def normalized(
     op: str,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The definition over x; what `op` is called with, in its errors."""
+    """The definition over the trailing dimensions `shape`; errors name `op`."""
     shape = list(x.shape[-1:] if weight is None else weight.shape)
     if not shape or list(x.shape[-len(shape) :]) != shape:
         raise InputError(
@@ -67,9 +67,9 @@ def rms_norm(
 
     Args:
         x: [..., *weight.shape], or [..., N]; float32, float16, bfloat16 or float64.
-        weight: in the result's dtype or float32; the dimensions it has are normalized over.
+        weight: in the result's dtype or float32. Its dimensions are those that are normalized.
         eps: added to the mean square; None for the eps of x's dtype, as in torch.
-        out_dtype: of the result: None for x's; float16 or bfloat16 where x is float32.
+        out_dtype: the result's dtype: None for x's dtype; float16 or bfloat16 where x is float32.
 
     Returns x's shape, contiguous.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
@@ -103,7 +103,7 @@ def _inputs(
 
 
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """As LayerNorm's, without bias and mean."""
+    """The same as for LayerNorm, without bias and mean."""
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
     tensors = 2 if direction == "fw" else 3
     rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)

@@ -1,19 +1,19 @@
 """Rotary position embedding of queries or keys.
 
-Of the first `dims` elements of each head, pair i is turned by the angle position * base^(-2i / dims):
+Among the first `dims` elements of each head, pair i is rotated by the angle position * base^(-2i / dims):
 
     a' = a * cos - b * sin,  b' = b * cos + a * sin
 
 Pair i is elements (i, i + dims / 2) ("half-split": GPT-NeoX, Llama), or with `interleaved` (2i, 2i + 1)
 (GPT-J). The other elements are passed through. x is [T, D], [H, T, D] or [B, H, T, D], or with seq_dim=-3
-[T, H, D] or [B, T, H, D]; it may be a part of a larger tensor or a transposed one, which is read through its
-strides, and the result lies in memory in the same order. dtypes: float32, float16, bfloat16, float64 (on a
+[T, H, D] or [B, T, H, D]. It may be a part of a larger tensor or transposed, and is read through its strides;
+the result has the same order in memory. dtypes: float32, float16, bfloat16, float64 (on a
 GPU float64 runs the reference).
 
-The angles come from tables of cosines and sines, or are computed where they are needed: position times the
-turns of one position in 64-bit fixed point, exact for any position (fp32 angles are off by 1e-3 at position
-10,000, half-precision ones by whole turns). The gradient is the same turn by minus the angle; tables have
-none. Under autocast the dtype stays that of x.
+The angles come from tables of cosines and sines, or the kernel computes them: position times the turns of one
+position in 64-bit fixed point, which is exact for any position (fp32 angles are off by 1e-3 at position
+10,000, half-precision ones by whole turns). The gradient is rotated by minus the angle; tables get no
+gradient. Under autocast the dtype stays that of x.
 
 Not twice differentiable. Source: Su et al., "RoFormer", 2021, equation 34.
 """
@@ -33,7 +33,7 @@ from fuseline.ops.op import Case, Op, register
 
 
 def rope_angles(positions: torch.Tensor, dims: int, base: float = 10000.0) -> torch.Tensor:
-    """The angles of `positions` [...] as [..., dims / 2], in float64; their cos and sin make tables."""
+    """The angles of `positions` [...] as [..., dims / 2] in float64. Their cosines and sines make tables."""
     exponents = torch.arange(dims // 2, dtype=torch.float64, device=positions.device) * (-2.0 / max(dims, 1))
     return positions.double().unsqueeze(-1) * base**exponents
 
@@ -90,7 +90,7 @@ def rope(
     dims: int | None = None,
     seq_dim: int = -2,
 ) -> torch.Tensor:
-    """x turned by its positions, in one pass each way.
+    """Rotate x by its positions, in one pass each way.
 
     Args:
         x: [T, D], [H, T, D] or [B, H, T, D]; with seq_dim=-3 [T, H, D] or [B, T, H, D]. float32, float16,
@@ -98,9 +98,10 @@ def rope(
         cos, sin: tables [positions, dims / 2], both or neither; best in float32. A position outside them
             gives NaN on a GPU and IndexError on a CPU. Without them the angles are computed.
         positions: int64, [T] or [B, T]; 0, 1, .. if absent.
-        base: of the angles, where they are computed.
+        base: the base of the angles, where they are computed.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + dims / 2).
-        dims: how many elements of a head are turned, even; all if absent (but the last, if D is odd).
+        dims: how many elements of a head are rotated, an even number; all if absent (without the last one
+            if D is odd).
         seq_dim: the dimension of x that counts tokens, -2 or -3.
 
     Returns x's shape and dtype.
@@ -141,7 +142,7 @@ def _inputs(
     table, positions = options.pop("table", 0), options.pop("positions", None)
     draw: dict[str, Any] = {"generator": generator, "device": device}
     x = torch.randn(case.shape, dtype=torch.float32, **draw).to(dtype)
-    if options.pop("swapped", False):  # heads and tokens the other way round in memory
+    if options.pop("swapped", False):  # heads and tokens are swapped in memory
         x = x.transpose(-2, -3).contiguous().transpose(-2, -3)
     arguments: dict[str, Any] = {"x": x, **options}
     if table:
@@ -162,7 +163,7 @@ def _flops(case: Case, direction: str) -> int:
 
 
 def _sweep(rows: int, n: int) -> Case:
-    """`rows` heads of n in all: 1,024 tokens of 16 heads, as many times as it takes."""
+    """`rows` heads of n elements in total: as many sequences of 1,024 tokens with 16 heads as that takes."""
     tokens = min(rows, 1024)
     heads = max(1, min(16, rows // tokens))
     return Case(f"{rows}x{n}", (max(1, rows // (tokens * heads)), heads, tokens, n))

@@ -7,12 +7,14 @@ x is [B, S, E], qkv_weight [(H + 2 H_kv) D, E] (rows of q, then of k, then of v,
 [out, H D]. With qkv_weight [3 D, D] and E = H D one projection is shared by the heads: each head projects its
 own D elements of a token with the same weight. dtypes: float32, float16, bfloat16, and float64 on a CPU.
 
-On a GPU of compute capability 9.0 short sequences (S up to 128) of small batches run in a launch or two
-forward and two backward (three where heads share keys), where a layer put together from torch's operators is
-bound by its eight launches and more. What is larger is put together from torch's products and attention. On
-a CPU the op is a composition in C++, with its gradient derived by hand (docs/attention_backward.md). Under
-autocast it casts as linear does.
-A query whose keys are all hidden attends to nothing: zeros. fp32 products run in TF32 where torch's may.
+On a GPU of compute capability 9.0 short sequences (S up to 128) in small batches run in one or two launches
+forward and two backward (three where heads share keys). A layer made of torch's operators needs eight
+launches and more, and their overhead dominates its time. Larger layers are composed of torch's products and
+the attention op. On a CPU the op is a composition in C++, with its gradient derived by hand
+(docs/attention_backward.md). Under autocast it casts as linear does.
+
+A query whose keys are all hidden attends to nothing: its row is zero before the output projection. fp32
+products use TF32 where torch's do.
 
 Not twice differentiable where it runs natively. Source: Vaswani et al., "Attention Is All You Need", 2017,
 section 3.2.
@@ -33,16 +35,17 @@ from fuseline.errors import InputError
 from fuseline.native import direct
 from fuseline.ops.attention.attention import attention
 from fuseline.ops.philox import check_probability, draw_seed, multipliers
+from fuseline.ops.transforms import serve
 
 IMPLEMENTATIONS = ("auto", "aten", "fused", "composed")
 
 LONGEST = 128
-"""Keys that the kernels hold on chip."""
+"""The most keys that the kernels hold on chip."""
 
 WIDEST_HEAD = 128
 
 MOST_WORK = 1024 * 512
-"""Tokens times embedding up to which the kernels are faster than a call for each step, eager, on an H100:
+"""The largest tokens x width for which the kernels are faster than the composition in eager mode on an H100:
 18 us at 8 x 128 x 512 in bf16 and 40 in TF32, where the composition keeps the host busy for 75."""
 
 MOST_EXACT_WORK = 512 * 256
@@ -87,7 +90,7 @@ def reference(
         v = v.repeat_interleave(num_heads // kv, dim=1)
     scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(D) if softmax_scale is None else softmax_scale)
     keep = _visible(x, mask, key_padding, causal)
-    if keep is not None:  # a row without keys is zeros, and has no gradient
+    if keep is not None:  # a row without keys is zero and has no gradient
         scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1)
     if keep is not None:
@@ -97,6 +100,25 @@ def reference(
         weights = weights * multipliers(seed, weights.shape, dropout_p).to(weights.dtype)
     attended = (weights @ v).transpose(1, 2).reshape(B, S, num_heads * D)
     return F.linear(attended, out_weight, out_bias)
+
+
+def _operator_reference(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    mask_hides: bool,
+    fused: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """The reference by the operator's arguments."""
+    keep = ~mask if mask is not None and mask_hides else mask
+    return reference(x, qkv_weight, qkv_bias, out_weight, out_bias, mask=keep, **options)
+
+
+serve("self_attention_layer", _operator_reference)
 
 
 def self_attention_layer(
@@ -129,23 +151,23 @@ def self_attention_layer(
         causal: token t sees tokens 0 .. t.
         mask: bool, True keeps a key; [S, S], [B, S, S] or broadcastable to [B, H, S, S].
         key_padding: bool [B, S], True where a token is padding, which nobody sees.
-        dropout_p: probability with which a weight is dropped, whenever it is above 0.
+        dropout_p: the probability that an attention weight is dropped; above 0 it acts in evaluation, too.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
-        seed: of the dropout, one int64 on x's device; drawn from torch's generator if None.
-        implementation: `auto`; or `fused` (in the kernels where it fits, else as `aten`, or with dropout
-            as `composed`), `aten` (ATen's operators in C++), `composed` (torch's products and
-            `fuseline.ops.attention`).
+        seed: one int64 on x's device that fixes the dropout; drawn from torch's generator if None.
+        implementation: `auto` (the fastest expected); `fused` (the kernels where they support the layer,
+            elsewhere as `aten`, with dropout as `composed`); `aten` (ATen's operators in C++); `composed`
+            (torch's products and `fuseline.ops.attention`).
 
     Returns [B, S, out].
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     if implementation not in IMPLEMENTATIONS:
         raise InputError(
-            f"self_attention_layer: implementation={implementation!r} is none of "
+            f"self_attention_layer: implementation={implementation!r} is not one of "
             f"{', '.join(IMPLEMENTATIONS)}."
         )
     kv = num_heads if num_kv_heads is None else num_kv_heads
-    fused = implementation == "fused" and x.is_cuda  # elsewhere as `aten`, which keeps the weights
+    fused = implementation == "fused" and x.is_cuda  # `aten` runs elsewhere, and keeps the weights
     if fused and not dropout_p and mask is None and key_padding is None and not is_dynamo_compiling():
         out = direct.self_attention_layer(
             x,
@@ -221,7 +243,7 @@ def _composed(
     softmax_scale: float,
     seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Products by torch's libraries, and attention by the kernel that is known to be fastest."""
+    """Products by torch, and attention by the kernel that is known to be the fastest."""
     _check_fit(x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads)
     B, S, E = x.shape
     D = _head_dim(x, qkv_weight, num_heads, num_kv_heads)
@@ -254,7 +276,7 @@ def _check_fit(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """Raise what the native op does for sizes that do not fit; dtypes are for the products to refuse."""
+    """Raise the errors of the native op for sizes that do not fit. The products check dtypes themselves."""
     fits = x.dim() == 3 and qkv_weight.dim() == 2 and out_weight.dim() == 2
     fits = fits and num_heads > 0 and num_kv_heads > 0 and num_heads % num_kv_heads == 0
     if fits:
@@ -288,7 +310,7 @@ def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
 def _one_mask(
     x: torch.Tensor, mask: torch.Tensor | None, key_padding: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, bool]:
-    """Both masks as one of four dimensions, and whether True of it hides a key."""
+    """Both masks as one mask of four dimensions, and whether True in it hides a key."""
     if key_padding is not None and (key_padding.dtype != torch.bool or key_padding.shape != x.shape[:2]):
         raise InputError(
             f"self_attention_layer: key_padding is {key_padding.dtype} of shape {list(key_padding.shape)}; "
@@ -303,7 +325,7 @@ def _one_mask(
 def _visible(
     x: torch.Tensor, mask: torch.Tensor | None, key_padding: torch.Tensor | None, causal: bool
 ) -> torch.Tensor | None:
-    """All that hides keys as one bool mask, True keeps; None if nothing does."""
+    """Masks and causality as one bool mask, True keeps a key; None if no key is hidden."""
     keep, hides = _one_mask(x, mask, key_padding)
     if keep is not None and hides:
         keep = ~keep
@@ -321,7 +343,7 @@ def _head_dim(x: torch.Tensor, qkv_weight: torch.Tensor, num_heads: int, num_kv_
 def _is_small(
     x: torch.Tensor, qkv_weight: torch.Tensor, out_weight: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> bool:
-    """Whether the kernels take this layer, and are expected to be faster than the composition."""
+    """Whether the kernels support this layer and are expected to be faster than the composition."""
     if x.dim() != 3:
         return False
     B, S, E = x.shape

@@ -9,8 +9,8 @@ torch's softmax, which returns float32: the op is bound by memory, and its error
 
 A row with nothing to see (every key masked, or every score -inf) gives zeros, and its gradient is zero.
 Not twice differentiable. Source: the numerically safe softmax of Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018, algorithm 2; gradient y * (g - sum(g * y)), the sum
-divided by that of y where y was rounded to 16 bits.
+calculation for softmax", 2018, algorithm 2. The gradient is y * (g - sum(g * y)); where y was rounded to 16
+bits, the sum is divided by sum(y).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def reference(
         T, S = x.shape[-2:]
         visible = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
         scores = scores.masked_fill(~visible, -math.inf)
-    # A blind row is softmaxed over zeros and then blotted out: over -inf it would give NaN, and so would
-    # its gradient.
+    # A row that sees nothing is computed over zeros and then set to zero: over -inf it would give NaN, and so
+    # would its gradient.
     blind = (scores == -math.inf).all(dim, keepdim=True)
     y = torch.softmax(scores.masked_fill(blind, 0.0), dim)
     return y.masked_fill(blind, 0.0).to(x.dtype)
@@ -97,7 +97,7 @@ def _inputs(
     arguments = {"x": x, **options}
     if kind == "bool":
         arguments["mask"] = torch.rand(mask_shape, **draw) < 0.7
-    elif kind == "blind":  # whole rows masked, among others that are not
+    elif kind == "blind":  # some rows are masked whole, others are not
         arguments["mask"] = (torch.rand(mask_shape, **draw) < 0.5) & (
             torch.rand((*mask_shape[:-1], 1), **draw) < 0.5
         )

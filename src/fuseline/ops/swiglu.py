@@ -3,8 +3,8 @@
     y = silu(gate) * up,  silu(z) = z / (1 + exp(-z))
 
 gate and up are [..., N]; or x is [..., 2N], gate in the first half of its last dimension and up in the
-second, as one linear layer of double width gives them: the halves are read where they stand, and the
-gradient is written packed. dtypes: float32, float16, bfloat16, float64 (on a GPU float64 runs the
+second, as one linear layer of double width returns them. Both halves are read in place, and their gradients
+are written into one tensor. dtypes: float32, float16, bfloat16, float64 (on a GPU float64 runs the
 reference). Arithmetic is in float32 (float64 for float64), and silu(gate) is not rounded in between. Under
 autocast the dtype stays that of the inputs.
 
@@ -27,7 +27,7 @@ from fuseline.ops.op import Case, Op, register
 
 
 def halves(x: torch.Tensor, up: torch.Tensor | None, op: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up, in the dtype they are computed in."""
+    """Gate and up, in the dtype of the computation."""
     if up is None and (x.dim() == 0 or x.shape[-1] % 2):
         raise InputError(
             f"{op}: without `up`, x holds the gate and it in the halves of its last dimension, "
@@ -67,7 +67,7 @@ def swiglu(x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 def glu_inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Arguments of a gated unit, `packed` in one tensor or in two; the case has the shape of the output."""
+    """Arguments of a gated unit: one tensor if `packed`, else two. `case.shape` is the output's shape."""
     options = dict(case.options)
     packed, spread = options.pop("packed", False), options.pop("spread", 2.0)
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
@@ -79,7 +79,7 @@ def glu_inputs(
 
 
 def glu_bytes_moved(case: Case, itemsize: int, direction: str) -> int:
-    """Two tensors in and one out; backward three in and two out."""
+    """The forward reads two tensors and writes one; the backward reads three and writes two."""
     return math.prod(case.shape) * itemsize * (3 if direction == "fw" else 5)
 
 

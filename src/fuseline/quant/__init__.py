@@ -4,12 +4,16 @@ from fuseline.ops.quant_bits import add_uint4, pack_uint4, unpack_uint4
 from fuseline.quant.formats import Format, Quantized, round_to_fitted, round_to_nearest
 from fuseline.quant.gptq import gptq
 from fuseline.quant.hqq import hqq
-from fuseline.quant.quantize import LayerReport, Quantization, chosen_method, quantize, quantize_linear
+from fuseline.quant.linears import LayerReport, NothingQuantizedError
+from fuseline.quant.methods import chosen_method, methods_of
+from fuseline.quant.quantize import Quantization, quantize, quantize_linear
 from fuseline.quant.storage import load_quantized, save_quantized, saved_about
+from fuseline.quant.transformers_models import register_with_transformers
 
 __all__ = [
     "Format",
     "LayerReport",
+    "NothingQuantizedError",
     "Quantization",
     "Quantized",
     "add_uint4",
@@ -17,9 +21,11 @@ __all__ = [
     "gptq",
     "hqq",
     "load_quantized",
+    "methods_of",
     "pack_uint4",
     "quantize",
     "quantize_linear",
+    "register_with_transformers",
     "round_to_fitted",
     "round_to_nearest",
     "save_quantized",

@@ -1,11 +1,10 @@
-"""GPTQ: weights rounded one column after another, each error made good by the columns that are still to come.
+"""GPTQ: it rounds a weight column by column and lets the remaining columns compensate each rounding error.
 
-The layer's outputs are to change least on the inputs it really sees: minimize |(W - Q) X|^2, whose Hessian H
-= X X^T is the same for every row of W. Once column j is rounded with an error e, the columns after it move by
--e * inv(H)[j, j+1:] / inv(H)[j, j], which the Cholesky factor of inv(H) holds for all j at once. Columns are
-taken in the order of how much they are multiplied with (the diagonal of H), the largest first, so that their
-errors still find columns to move to; grids are fitted to the untouched weights beforehand, so that groups
-stay as they are in memory.
+The goal is that the layer's outputs change least on the inputs that it really sees: minimize |(W - Q) X|^2,
+whose Hessian H = X X^T is the same for every row of W. After column j is rounded with error e, the columns
+after it move by -e * inv(H)[j, j+1:] / inv(H)[j, j]; the Cholesky factor of inv(H) holds these for all j.
+Columns with the largest diagonal of H come first, because their errors then have the most columns to move to.
+Grids are fitted to the original weights beforehand, so that groups stay as they are in memory.
 
 Source: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ", 2022, algorithm 1, with the lazy updates of section 3.3.
 """
@@ -15,14 +14,16 @@ from __future__ import annotations
 import torch
 
 from fuseline.errors import InputError
-from fuseline.quant.formats import Format, Grid, Quantized, fit_grid
+from fuseline.quant.formats import Format, Quantized, fit_grid
+from fuseline.quant.grids import Grid
 
-BLOCK = 128  # columns whose updates reach the rest of the weight in one product
-DAMPING = 0.01  # of the mean diagonal, added to it: inputs that were never seen must not divide by zero
+BLOCK = 128  # columns whose updates are applied to the rest of the weight in one product
+# Share of the mean diagonal to add to it, so that inputs that never occurred do not divide by zero.
+DAMPING = 0.01
 
 
 def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: Format) -> Quantized:
-    """The weight [N, K] on the grids of `format`, for inputs whose mean outer product is `hessian` [K, K]."""
+    """Round the weight [N, K] to `format`, for inputs whose mean outer product is `hessian` [K, K]."""
     original = weight.detach().float()
     n, k = original.shape
     hessian = hessian.float()

@@ -1,4 +1,4 @@
-"""What linear layers are multiplied with: outer products of their inputs, gathered while the model runs."""
+"""Outer products of the inputs of linear layers, gathered while the model runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gather_hessians(
 ) -> dict[str, torch.Tensor]:
     """The mean outer product of each layer's inputs, [K, K] of float32, over all `batches`.
 
-    A batch is a tensor, or a tuple or mapping of arguments, that the model is called with. Raises
-    `InputError` if there are no batches, or a layer was never reached.
+    A batch is a tensor, or a tuple or mapping of arguments, for a call of the model. Raises `InputError` if
+    there are no batches or if they never reach a layer.
     """
     sums: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = dict.fromkeys(layers, 0)
@@ -42,7 +42,7 @@ def gather_hessians(
 
 @torch.no_grad()
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """The model's answer to a batch as the user gave it."""
+    """Call the model with a batch in the form that the user gave it."""
     if isinstance(batch, torch.Tensor):
         return model(batch)
     if isinstance(batch, Mapping):
@@ -50,7 +50,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, Sequence):
         return model(*batch)
     raise InputError(
-        f"A batch to calibrate with is a tensor, or a tuple or a mapping of arguments, not {type(batch)}."
+        f"A calibration batch is a tensor, or a tuple or a mapping of arguments, not {type(batch)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a quantized layer pays: timed against the layer that it would replace, on the device it runs on."""
+"""Whether a quantized layer pays: timed against the layer that it would replace, on the model's device."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ FLUSH = 96 * 2**20  # bytes between calls, more than an L2
 
 
 def can_time(weight: torch.Tensor) -> bool:
-    """Whether there is something to compare: on a GPU formats are for weights of 16 bits."""
+    """Whether the layers can be compared: on a GPU the formats are for weights of 16 bits."""
     if weight.device.type == "cuda":
         return weight.dtype is not torch.float32
     return weight.device.type == "cpu"
 
 
 def layer_time_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """Microseconds of one call; on a GPU of one whose weight is not in the L2."""
+    """Microseconds of one call. On a GPU the weight is not in the L2."""
     return _on_gpu(layer, x) if x.device.type == "cuda" else _on_cpu(layer, x)
 
 
 @torch.no_grad()
 def _on_cpu(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """The least of several stretches of calls: whoever else has the cores makes some longer."""
+    """The least of several timed stretches of calls: other work on the cores makes some longer."""
 
     def stretch(calls: int) -> float:
         begin = time.perf_counter()

@@ -1,50 +1,73 @@
-"""Quantized models on disk: one safetensors file, weights as they are in memory, and what each layer is
-beside them.
+"""Quantized models on disk: one safetensors file with the weights as they are in memory and a description.
 
 Reading executes nothing that a file contains. The description (metadata "fuseline") names format and sizes of
-every quantized layer; it is checked against the model, and every tensor against its layer, before anything is
-changed.
+every quantized layer; it is checked against a schema and the model, and every tensor against its checksum and
+its layer, before anything is changed.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing_extensions import TypedDict
 
-from fuseline.errors import InputError
+from fuseline.errors import InputError, first_line
+from fuseline.files.reading import regular_size
+from fuseline.files.schema import checked_values, parse_json, shown
+from fuseline.files.torch_files import save_tensors
 from fuseline.nn.quant_linear import QuantLinear
 from fuseline.quant.formats import Format
-from fuseline.quant.quantize import replace
+from fuseline.quant.linears import is_conv1d, replace, sizes_of
 
 KIND = "fuseline quantized model"
 VERSION = 1
 
 
-def save_quantized(model: torch.nn.Module, path: Path | str, *, about: dict[str, Any] | None = None) -> None:
+class _ForeignError(InputError):
+    """A file of somebody else's."""
+
+
+class LayerSaid(TypedDict):
+    format: str
+    in_features: Annotated[int, Field(ge=1, le=2**31)]
+    out_features: Annotated[int, Field(ge=1, le=2**31)]
+    group_size: Annotated[int, Field(ge=0, le=2**16)]
+    zero_points: bool
+    bias: bool
+
+
+class LayersSaid(TypedDict):
+    layers: dict[str, LayerSaid]
+
+
+class Description(LayersSaid):
+    """Files of older versions have no checksums."""
+
+    kind: str
+    version: int
+    shared: dict[str, str]
+    about: NotRequired[dict[str, Any]]
+    checksums: NotRequired[dict[str, str]]
+
+
+def save_quantized(
+    model: torch.nn.Module, path: Path | str, *, about: Mapping[str, Any] | None = None
+) -> None:
     """Write the whole state of a model with quantized layers to `path`; an older file stays until it is done.
     `about` is kept beside it for whoever makes the model again (`saved_about`), as JSON can say it.
 
+    The file also holds `about` (JSON), for the code that builds the model again (`saved_about`).
     Raises `InputError` if no layer is quantized, or the file cannot be written.
     """
     path = Path(path)
-    layers = {
-        name: {
-            "format": module.format,
-            "in_features": module.in_features,
-            "out_features": module.out_features,
-            "group_size": module.group_size,
-            "zero_points": module.zeros is not None,
-            "bias": module.bias is not None,
-        }
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
-    }
+    layers = descriptions(model)
     if not layers:
         raise InputError(
             "No layer of this model is quantized: quantize it first, or save it as any other model."
@@ -59,63 +82,91 @@ def save_quantized(model: torch.nn.Module, path: Path | str, *, about: dict[str,
         else:
             first[place] = name
             tensors[name] = tensor.contiguous()
-    said = {"kind": KIND, "version": VERSION, "layers": layers, "shared": shared, "about": about or {}}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, temporary, {"fuseline": json.dumps(said)})
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    said = {
+        "kind": KIND,
+        "version": VERSION,
+        "layers": layers,
+        "shared": shared,
+        "about": dict(about or {}),
+        "checksums": {name: checksum(tensor) for name, tensor in tensors.items()},
+    }
+    save_tensors(tensors, path, {"fuseline": json.dumps(said)})
+
+
+def descriptions(model: torch.nn.Module) -> dict[str, LayerSaid]:
+    """What each quantized layer of a model is, by name."""
+    return {
+        name: {
+            "format": module.format,
+            "in_features": module.in_features,
+            "out_features": module.out_features,
+            "group_size": module.group_size,
+            "zero_points": module.zeros is not None,
+            "bias": module.bias is not None,
+        }
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+    }
 
 
 def saved_about(path: Path | str) -> dict[str, Any] | None:
-    """What was said `about` the model in a file of `save_quantized`, and under "layers" its quantized ones;
-    None for any other file."""
+    """The `about` of a file that `save_quantized` wrote, with its quantized layers under "layers".
+
+    None for any other file.
+    """
     try:
+        regular_size(Path(path))
         with safe_open(path, framework="pt") as file:
             said = _description(file.metadata(), Path(path))
-    except (OSError, SafetensorError, InputError):
+    except (OSError, SafetensorError, _ForeignError):
         return None
-    about = said.get("about")
-    return {**(about if isinstance(about, dict) else {}), "layers": said.get("layers", {})}
+    return {**said["about"], "layers": said["layers"]}
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes, as they are in a file."""
+    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{zlib.crc32(held.tobytes()):08x}"
 
 
 def load_quantized(
     model: torch.nn.Module, path: Path | str, *, device: torch.device | str | None = None
 ) -> torch.nn.Module:
-    """Fill `model`, made as the saved one was before it was quantized, from `save_quantized`'s file; returns
-    it.
+    """Fill `model` from a file that `save_quantized` wrote, and return it.
 
-    Layers that are quantized in the file are replaced; other parameters keep the model's dtype. A model on
-    "meta" gets the file's tensors themselves, read to `device`, so that nothing else is ever held. Raises
-    `InputError`, leaving the model as it was, for a file that is not there, foreign or cut off, or made from
-    another model.
+    `model` must be built as the saved model was before it was quantized. Layers that are quantized in the
+    file are replaced; other parameters keep the model's dtype. A model on "meta" gets the file's tensors,
+    read to `device`, so that no second copy is held. Raises `InputError` and leaves the model as it was if
+    the file is missing, foreign, cut off, or made from another model.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"There is no file {path}.")
+    regular_size(path)
     empty = any(parameter.is_meta for parameter in model.parameters())
     try:
-        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             said = _description(file.metadata(), path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
-            f"{path} is not a whole safetensors file ({error}); was it cut off in writing or copying?"
+            f"{path} is not a complete safetensors file ({first_line(error)[:200]}); was it cut off in "
+            "writing or copying?"
         ) from error
-    try:
-        tensors |= {second: tensors[name] for second, name in said["shared"].items()}
-        layers = {name: _layer(model, name, fields, path) for name, fields in said["layers"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: its description of the layers cannot be read ({error!r}).") from error
+    _check_sums(tensors, said, path)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    for second, name in said["shared"].items():
+        if name not in tensors:
+            raise InputError(f"{path}: {shown(second)} shares {shown(name)}, which the file does not hold.")
+        tensors[second] = tensors[name]
+    layers = {name: empty_layer(model, name, fields, str(path)) for name, fields in said["layers"].items()}
     _check_tensors(model, layers, tensors, path)
     for name, layer in layers.items():
-        replace(model, name, layer)
+        model = replace(model, name, layer)
     if empty:
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        cast: dict[int, torch.Tensor] = {}  # tensors with two names stay one
+        cast: dict[int, torch.Tensor] = {}  # a tensor with two names stays one tensor
         tensors = {name: cast.setdefault(id(t), t.to(dtypes[name])) for name, t in tensors.items()}
     model.load_state_dict(tensors, assign=empty)
     if empty:
@@ -125,45 +176,58 @@ def load_quantized(
     return model
 
 
-def _description(metadata: dict[str, str] | None, path: Path) -> dict[str, Any]:
+def _description(metadata: dict[str, str] | None, path: Path) -> Description:
     text = (metadata or {}).get("fuseline")
     try:
-        said = json.loads(text) if text else None
-    except json.JSONDecodeError:
+        said = parse_json(text, str(path)) if text else None
+    except InputError:
         said = None
     if not isinstance(said, dict) or said.get("kind") != KIND:
-        raise InputError(f"{path} was not written by fuseline's save_quantized.")
+        raise _ForeignError(f"{path} was not written by fuseline's save_quantized.")
     if said.get("version") != VERSION:
         raise InputError(
-            f"{path} is of version {said.get('version')}, and this program reads version {VERSION}. "
+            f"{path} is of version {shown(said.get('version'))}, and this program reads version {VERSION}. "
             "Quantize the model again."
         )
-    return said
+    description = checked_values(Description, said, f"{path}: its description of the layers cannot be read")
+    return {**description, "about": description.get("about", {})}
 
 
-def _layer(model: torch.nn.Module, name: str, fields: dict[str, Any], path: Path) -> QuantLinear:
+def _check_sums(tensors: dict[str, torch.Tensor], said: Description, path: Path) -> None:
+    for name, wanted in said.get("checksums", {}).items():
+        if name in tensors and checksum(tensors[name]) != wanted:
+            raise InputError(
+                f"{path} is damaged: {name} does not match its checksum. Take another copy, or quantize the "
+                "model again."
+            )
+
+
+def empty_layer(model: torch.nn.Module, name: str, fields: LayerSaid, source: str) -> QuantLinear:
     """An empty layer to stand at `name`, where the model has a linear one of those sizes."""
     module = dict(model.named_modules()).get(name)
-    if not isinstance(module, (torch.nn.Linear, QuantLinear)):
-        raise InputError(f"{path} is of another model: it has a linear layer {name}, and this one has not.")
+    if module is None or not (isinstance(module, (torch.nn.Linear, QuantLinear)) or is_conv1d(module)):
+        raise InputError(f"{source} is of another model: it has a linear layer {name}, and this has none.")
+    inputs, outputs = sizes_of(module)
+    bias = getattr(module, "bias", None)
     theirs = (fields["in_features"], fields["out_features"], fields["bias"])
-    ours = (module.in_features, module.out_features, module.bias is not None)
+    ours = (inputs, outputs, bias is not None)
     if theirs != ours:
         raise InputError(
-            f"{path} is of another model: {name} has inputs, outputs and bias {theirs} there, {ours} here."
+            f"{source} is of another model: {name} has inputs, outputs and bias {theirs} there, {ours} here."
         )
     format = Format(fields["format"], fields["group_size"], fields["zero_points"])
-    plain = module.weight.dtype if isinstance(module, torch.nn.Linear) else None
-    dtype = plain if module.bias is None else module.bias.dtype
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    plain = None if isinstance(module, QuantLinear) else weight.dtype
     return QuantLinear(
-        module.in_features,
-        module.out_features,
+        inputs,
+        outputs,
         format.name,
         group_size=format.group_size,
         zero_points=format.zero_points,
-        bias=module.bias is not None,
-        device=module.weight.device,
-        dtype=dtype,
+        bias=bias is not None,
+        device=weight.device,
+        dtype=plain if bias is None else bias.dtype,
     ).train(module.training)
 
 
@@ -174,7 +238,8 @@ def _check_tensors(
         name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in layers
     }
     for name, layer in layers.items():
-        wanted |= {f"{name}.{part}": tensor for part, tensor in layer.state_dict().items()}
+        within = f"{name}." if name else ""
+        wanted |= {f"{within}{part}": tensor for part, tensor in layer.state_dict().items()}
     for name, tensor in wanted.items():
         if name not in tensors:
             raise InputError(f"{path} is of another model, or incomplete: it has no {name}.")

@@ -16,7 +16,7 @@ from fuseline.version import __version__
 
 @dataclass(frozen=True)
 class Environment:
-    """The part of a record that says where it was taken; clocks as "SM/memory MHz", power in watts."""
+    """The part of a record that describes the machine. Clocks are "SM/memory MHz", power is in watts."""
 
     device: str
     clocks: str | None
@@ -28,7 +28,7 @@ class Environment:
 
 
 def describe(device: torch.device | str) -> Environment:
-    """Read the environment now. Clocks and power are read at the call: ask right after the work.
+    """Read the environment now. Clocks and power are those of this moment: call it right after the work.
 
     `FUSELINE_COMMIT` names the commit where the source tree is a copy without its history.
     """
@@ -60,7 +60,7 @@ def _processor_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux: the platform module's word will do
+        pass  # not Linux: the platform module answers below
     return platform.processor() or platform.machine()
 
 

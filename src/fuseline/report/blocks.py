@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
+from fuseline.report.anchors import anchor
 from fuseline.report.charts import Figure
 
 Tone = Literal["", "good", "bad", "muted"]
@@ -71,7 +72,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Words:
+    """`bad` words are a warning that nobody should overlook."""
+
     text: str
+    tone: Tone = ""
     kind: str = "words"
 
 
@@ -97,13 +101,16 @@ Block = Union[Table, Headline, Drawing, Words, Details, Heading]
 
 @dataclass(frozen=True)
 class Section:
-    """`anchor` is its id on the page; `summary` one line for the contents at the top."""
+    """`anchor` is its id on the page, made fit for one; `summary` one line for the contents at the top."""
 
     anchor: str
     title: str
     subtitle: str
     summary: str
     blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "anchor", anchor(self.anchor))
 
 
 def table(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Union
 
+from fuseline.report.anchors import anchor
 from fuseline.report.numbers import tick
 
 
@@ -150,15 +151,46 @@ class Panels:
         return ". ".join(f"{chart.title}: {chart.words()}" for chart in self.charts)
 
 
-Chart = Union[Bars, Lines, Scatter, Panels]
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of a timeline, from `begin` to `end` on its axis; `tip` names it."""
+
+    begin: float
+    end: float
+    role: str
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened when, in lines that are read like text: from left to right, then on the next line.
+    `parts` stand over the stretches and name them; where there are no stretches nothing happened."""
+
+    title: str
+    unit: str
+    end: float
+    stretches: tuple[Stretch, ...]
+    parts: tuple[Stretch, ...] = ()
+    legend: tuple[Key, ...] = ()
+
+    def words(self) -> str:
+        parts = (f"{part.tip} from {tick(part.begin)} to {tick(part.end)} {self.unit}" for part in self.parts)
+        return "; ".join(parts) or f"{len(self.stretches)} pieces in {tick(self.end)} {self.unit}"
+
+
+Chart = Union[Bars, Lines, Scatter, Panels, Timeline]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its file name (no suffix), the sentence under its title and where its data come from."""
+    """A chart with its file name (no suffix), the sentence under its title and where its data come from. The
+    name is made fit for files and ids, since parts of it come from records."""
 
     name: str
     chart: Chart
     reading: str
     source: str
     note: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", anchor(self.name))

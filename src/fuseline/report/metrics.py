@@ -61,6 +61,7 @@ METRICS: Mapping[str, Presentation] = {
     "amdahl_limit": Presentation("limit", "if it cost nothing", "ratio"),
     "training_s": Presentation("training", "s"),
     "perplexity": Presentation("perplexity"),
+    "bits_per_weight": Presentation("bits a weight", hint="of linear layers, scales among them"),
     "cost_per_million_tokens": Presentation("cost", "per million tokens"),
 }
 

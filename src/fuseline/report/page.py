@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,11 +9,14 @@ import jinja2
 from markupsafe import Markup
 
 from fuseline.errors import InputError
+from fuseline.files.reading import reason
+from fuseline.files.writing import partial_folder
 from fuseline.records import Record
 from fuseline.report import palette, png, provenance, svg, traces
 from fuseline.report.blocks import Drawing, Section
 from fuseline.report.charts import Figure
 from fuseline.report.layout import compose, framed
+from fuseline.report.policy import content_policy
 from fuseline.report.sections import (
     attention,
     attention_small,
@@ -48,14 +49,14 @@ def build(
     """
     shelf = _shelf(records)
     made = _sections(shelf, [*trace_folders, out / "traces"])
-    page = _page(shelf, made, title)
+    page = render(shelf, made, title)
 
     def write(folder: Path) -> None:
         (folder / "index.html").write_text(page, encoding="utf-8")
         for figure in _figures(made):
             png.write(framed(figure, FILE), folder / f"{figure.name}.png")
 
-    _write_whole(out, write)
+    write_whole(out, write)
     return out / "index.html"
 
 
@@ -74,7 +75,7 @@ def figures(records: Sequence[Record], out: Path, *, trace_folders: Sequence[Pat
                 png.write(scene, folder / f"{stem}.png", theme)
                 names.extend((f"{stem}.svg", f"{stem}.png"))
 
-    _write_whole(out, write)
+    write_whole(out, write)
     return [out / name for name in names]
 
 
@@ -107,10 +108,11 @@ def _figures(sections: Sequence[Section]) -> list[Figure]:
     return [block.figure for s in sections for block in s.blocks if isinstance(block, Drawing)]
 
 
-def _page(shelf: Shelf, sections: Sequence[Section], title: str | None) -> str:
+def render(shelf: Shelf, sections: Sequence[Section], title: str | None = None, *, beside: str = "") -> str:
+    """The page as HTML. `beside` names what it is drawn from beside the records."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fuseline.report", "."),
-        autoescape=True,
+        autoescape=lambda name: name != "style.jinja",  # nothing in it comes from records
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -119,6 +121,13 @@ def _page(shelf: Shelf, sections: Sequence[Section], title: str | None) -> str:
     alone = len(sections) == 1 and title is None
     devices = ", ".join(dict.fromkeys(r.device for r in shelf.records))
     place = sections[0].subtitle if alone else devices
+    style = environment.get_template("style.jinja").render(
+        light=palette.css_variables(0),
+        dark=palette.css_variables(1),
+        classes=palette.css_classes(),
+        roles=tuple(palette.COLOURS),
+        font=svg.FONT,
+    )
     return environment.get_template("page.jinja").render(
         title=title or (sections[0].title if alone else "What makes a transformer fast"),
         alone=alone,
@@ -127,12 +136,9 @@ def _page(shelf: Shelf, sections: Sequence[Section], title: str | None) -> str:
         notes=provenance.notes(shelf.records, shelf.superseded),
         environments=provenance.environments(shelf.records),
         version=__version__,
-        count=len(shelf.records),
-        light=Markup(palette.css_variables(0)),
-        dark=Markup(palette.css_variables(1)),
-        classes=Markup(palette.css_classes()),
-        roles=tuple(palette.COLOURS),
-        font=Markup(svg.FONT),
+        drawn_from=" and ".join(filter(None, (f"{len(shelf.records)} records", beside))),
+        style=Markup(style),
+        policy=content_policy([style]),
     )
 
 
@@ -146,15 +152,12 @@ def _draw(figure: Figure) -> Markup:
     return Markup("".join(drawn))
 
 
-def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+def write_whole(out: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder beside `out`'s files, and move them in only when all are there."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".report-") as folder:
-            write(Path(folder))
-            for path in sorted(Path(folder).iterdir()):
-                shutil.move(path, out / path.name)
+        with partial_folder(out) as folder:
+            write(folder)
     except OSError as error:
         raise InputError(
-            f"Cannot write the report into {out}: {error}. Name another folder with --out."
+            f"Cannot write the report into {out}: {reason(error)}. Name another folder with --out."
         ) from error

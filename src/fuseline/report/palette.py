@@ -49,6 +49,8 @@ PEERS: Mapping[str, str] = {
     "cudagraphs": "tensor",
     "inductor": "fuse",
     "reduce-overhead": "overhead",
+    "max-autotune-no-cudagraphs": "quantize",
+    "max-autotune": "kernels",
     "quack": "tensor",
     "liger": "quantize",
     "copy": "muted",

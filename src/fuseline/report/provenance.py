@@ -103,7 +103,9 @@ def notes(records: Sequence[Record], superseded: int) -> tuple[str, ...]:
     if any((r.commit or "").endswith("-dirty") for r in records):
         said.append("A commit that ends in -dirty had changes in its tree that were not committed.")
     if superseded:
-        said.append(f"{superseded} older records of figures that were measured again are left out.")
+        one = "One older record of a figure that was measured again is left out."
+        many = f"{superseded} older records of figures that were measured again are left out."
+        said.append(one if superseded == 1 else many)
     return tuple(said)
 
 

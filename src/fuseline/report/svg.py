@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from html import escape
+import html
+import re
 
+from fuseline.report.anchors import anchor
 from fuseline.report.palette import css_classes, css_variables
 from fuseline.report.scene import Circle, Mark, Path, Rect, Scene
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def escape(text: str) -> str:
+    """Text for an element or an attribute; characters that XML has no way to write become a mark."""
+    return html.escape(_NOT_XML.sub("\ufffd", text))
+
 
 def inline(scene: Scene, *, name: str, title: str, words: str, kind: str) -> str:
     """An `<svg>` for the page. `kind` is a class to show it by width; `title` and `words` are its text."""
-    label, description = f"{name}-{kind}-t", f"{name}-{kind}-d"
+    label, description = (escape(f"{anchor(name)}-{kind}-{part}") for part in "td")
     return (
         f'<svg class="chart {kind}" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" role="img" '
         f'aria-labelledby="{label} {description}" xmlns="http://www.w3.org/2000/svg">'

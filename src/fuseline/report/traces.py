@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fuseline.errors import InputError
+from fuseline.files.reading import read_text
+from fuseline.files.schema import parse_json
 from fuseline.report.charts import Point
 
 Traces = Mapping[str, Sequence[float]]
@@ -50,12 +51,12 @@ def frame(traces: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def _read(path: Path) -> list[float]:
     try:
-        times = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"Cannot read the trace {path}: {error}. Remove the file or run the suite again."
-        ) from error
-    numbers = isinstance(times, list) and all(isinstance(t, (int, float)) and math.isfinite(t) for t in times)
+        times = parse_json(read_text(path), str(path))
+    except InputError as error:
+        raise InputError(f"{error} Remove the file or run the suite again.") from error
+    numbers = isinstance(times, list) and all(
+        isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < 1e12 for t in times
+    )
     if not numbers or not times:
         raise InputError(
             f"{path} is not a trace: it should hold a list of milliseconds. "

@@ -10,9 +10,9 @@ import torch
 from fuseline.timing.memory import synchronize
 from fuseline.timing.statistics import Summary, summarize
 
-FLUSH_BYTES = 256 * 2**20  # several times any L2 there is
+FLUSH_BYTES = 256 * 2**20  # several times the size of any GPU's L2
 HEAD_START_CYCLES = 2.5e9  # for each second that the host queues calls: a quarter more, at 2 GHz
-LONGEST_HEAD_START = 0.3  # seconds; a call that compiled or waited tells nothing of the next
+LONGEST_HEAD_START = 0.3  # seconds; a call that compiled or waited says nothing about the next one
 
 
 def time_calls(
@@ -26,9 +26,9 @@ def time_calls(
 ) -> Summary:
     """Device time of `call` in microseconds, each run after the L2 was overwritten; wall time on a CPU.
 
-    The device waits until about all runs are queued: a host that falls behind it is not timed. `head_start`
-    are the seconds that the host takes to queue them, by default as seen in the warm-up. The wait is a rest,
-    and for some tens of milliseconds after it clocks are higher: peers that are compared rest equally long.
+    The device waits until the host has queued nearly all runs, so that a slow host is not timed. `head_start`
+    is how many seconds the host needs for that; by default the warm-up measures it. A device that has waited
+    runs at higher clocks for some tens of milliseconds, so peers that are compared must wait equally long.
     """
     seen = 0.0
     for _ in range(warmup):
@@ -88,8 +88,7 @@ def time_captured(
 
 
 def queue_seconds(call: Callable[[], object], device: torch.device, *, calls: int = 3) -> float:
-    """What the host takes to queue one call that has run before, the least of `calls`; on a CPU nothing is
-    queued."""
+    """The seconds that the host needs to queue one call, the least of `calls` tries; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     seen = []
@@ -105,7 +104,7 @@ def queue_seconds(call: Callable[[], object], device: torch.device, *, calls: in
 def host_time_us(
     call: Callable[[], object], device: torch.device, *, calls: int = 200, runs: int = 10
 ) -> Summary:
-    """What one eager call costs the host, in microseconds: many calls, one synchronization, small inputs."""
+    """Host time of one eager call in microseconds: many calls, one synchronization. Use small inputs."""
     for _ in range(calls):
         call()
     samples = []

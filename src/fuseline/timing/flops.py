@@ -21,7 +21,7 @@ def flops_per_token(
     parameters: int, layers: int, embed_dim: int, seqlen: int, convention: str = "mfu"
 ) -> int:
     """Forward and backward FLOPs a token: `6N + 12 L C T` (`mfu`, as PaLM appendix B and nanoGPT count),
-    or `6N + 6 L C T` (`mfu_causal`, only the half of the attention a causal mask leaves).
+    or `6N + 6 L C T` (`mfu_causal`: only the half of the attention that a causal mask leaves).
 
     `parameters` leaves out the position embedding, as nanoGPT does.
     """
@@ -39,8 +39,8 @@ def peak_flops(device_name: str, precision: str = "bf16") -> float | None:
 def mfu(flops_per_second: float, device_name: str, precision: str = "bf16") -> float | None:
     """Model FLOP utilization in 0..1, or None where the peak is not known.
 
-    Against the bf16 peak whatever the precision, unless one is named: that is nanoGPT's convention and
-    makes rungs comparable.
+    By default it is the share of the bf16 peak, whatever the precision of the run. That is nanoGPT's
+    convention, and it makes the ladder's rungs comparable.
     """
     peak = peak_flops(device_name, precision)
     return None if peak is None else flops_per_second / peak

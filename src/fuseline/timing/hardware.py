@@ -1,4 +1,4 @@
-"""Ceilings measured on the machine in hand."""
+"""Ceilings, measured on this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from fuseline.timing.calls import time_calls
 
-# Other work on the machine only takes from a copy, so that the best of a few rounds is what it can do: of
-# eighteen single rounds of one run on an H100 one read 2,584 GB/s and the others 3,000 to 3,008.
+# Other work on the machine can only slow a copy down, so the best of a few rounds is the ceiling: of eighteen
+# single rounds in one run on an H100 one read 2,584 GB/s and the others 3,000 to 3,008.
 ROUNDS = 3
 
 

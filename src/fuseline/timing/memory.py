@@ -1,6 +1,8 @@
-"""Peak memory, the want of it, and synchronization, the same calls on CPU and CUDA."""
+"""Peak memory, out-of-memory errors and synchronization, with the same calls on CPU and CUDA."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
@@ -8,7 +10,7 @@ _OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`; nothing to wait for on a CPU."""
+    """Wait for all work queued on `device`; on a CPU there is none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -19,17 +21,31 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Most memory the allocator handed out since `reset_peak_memory`, GiB; None on a CPU.
+    """The most memory that the allocator handed out since `reset_peak_memory`, in GiB; None on a CPU.
 
-    Allocated, not reserved: what the program needs, without what the allocator keeps.
+    It counts allocated memory, which the program needs, and not what the allocator keeps in reserve.
     """
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
+def available(device: torch.device) -> int:
+    """Bytes that are free on `device`, or in this machine's memory for a CPU."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the system will say when it has no more
+    return 1 << 62
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether want of memory is behind an error: while a graph is recorded it ends in another one."""
+    """Whether a lack of memory caused `error`. Recording a CUDA graph wraps that in an error of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError) or any(sign in str(cause) for sign in _OUT_OF_MEMORY):

@@ -56,11 +56,11 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 @functools.cache
 def _left_out(n: int) -> int:
-    """How many samples of `n` lie on either side of the median's interval: the most with which it covers 95%.
+    """How many of `n` samples lie on each side of the median's interval, as many as let it cover 95%.
 
     The median lies below the k + 1st sample if at most k of n fall below it, each with probability 1/2.
     """
-    k, ways, outside = 0, 1, 1  # ways to have k samples below; to have at most k
+    k, ways, outside = 0, 1, 1  # the number of ways to have k samples below, and at most k
     while 40 * outside <= 2**n:
         k += 1
         ways = ways * (n - k + 1) // k
@@ -85,6 +85,6 @@ def paired_ratio(old: Sequence[float], new: Sequence[float], seed: int = 0) -> R
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The mean that fits ratios."""
+    """The geometric mean, which is the right mean for ratios."""
     logs = [math.log(v) for v in values]
     return math.exp(sum(logs) / len(logs))

@@ -1,4 +1,4 @@
-"""Timing a training step or a layer: many to one synchronization."""
+"""Timing a training step or a layer: many steps for each synchronization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuseline.timing.memory import synchronize
 
 
 def time_steps(step: Callable[[], object], device: torch.device, *, steps: int) -> float:
-    """Wall milliseconds a step over `steps` of them, synchronized once before and once after."""
+    """Wall-clock milliseconds a step: the mean of `steps` steps, synchronized once before and once after."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):

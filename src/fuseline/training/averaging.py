@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -34,6 +33,3 @@ class WeightAverage(Generic[M]):
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(state)

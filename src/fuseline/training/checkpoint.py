@@ -9,22 +9,25 @@ trained compiled, distributed, or neither.
 from __future__ import annotations
 
 import math
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from fuseline.errors import InputError, first_line
+from fuseline.files.schema import checked, checked_values
+from fuseline.files.torch_files import check_tensors, load_torch
+from fuseline.files.writing import write_atomically
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig, as_dict
+from fuseline.training.checkpoint_schema import ConfigSaid, RunSaid, WeightsSaid
 from fuseline.training.config import TrainConfig
-from fuseline.training.files import write_atomically
 from fuseline.training.random_state import RandomState
+
+T = TypeVar("T")
 
 LATEST, BEST = "latest.pt", "best.pt"
 
@@ -70,24 +73,34 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, kind: str = "gpt") -> No
 
 
 def load_checkpoint(path: Path, kind: str = "gpt") -> Checkpoint:
-    """Read a checkpoint, its tensors on the CPU. `InputError` if it is missing, truncated or foreign."""
-    content = _load(path)
+    """Read a checkpoint, its tensors on the CPU. `InputError` if it is missing, damaged or foreign."""
+    content = load_torch(path, whole=True)
     _check_kind(content, path, kind)
-    return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint) if f.name in content})
+    said = checked_values(RunSaid, content, str(path))
+    for weights in (said["model"], said.get("average", {})):
+        check_tensors(weights, str(path))
+    held: dict[str, Any] = {**said}
+    return Checkpoint(**{f.name: held[f.name] for f in fields(Checkpoint) if f.name in held})
 
 
 def peek_config(path: Path, kind: str) -> tuple[dict[str, Any], int]:
     """The configuration of a run of `kind`, as plain values, and its step; its tensors are not read. Raises
     as `load_checkpoint`."""
-    content = _load(path, mmap=True)
+    content = load_torch(path, whole=False)
     _check_kind(content, path, kind)
-    return content["config"], int(content["step"])
+    said = checked_values(ConfigSaid, content, str(path))
+    return said["config"], said["step"]
 
 
 def peek(path: Path) -> tuple[TrainConfig, int]:
     """A GPT checkpoint's configuration and step; its tensors are not read. Raises as `load_checkpoint`."""
     config, step = peek_config(path, "gpt")
-    return TrainConfig(**config), step
+    return settings_of(TrainConfig, config, path), step
+
+
+def settings_of(kind: type[T], config: Mapping[str, Any], path: Path) -> T:
+    """The configuration, of whatever `kind`, that a checkpoint at `path` holds as plain values."""
+    return checked(kind, config, f"{path}: its configuration", extra="forbid")
 
 
 def save_weights(path: Path, model: GPT, *, step: int, validation_loss: float) -> None:
@@ -106,10 +119,13 @@ def write_weights(
 def read_weights(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The model's shape and weights of a `best.pt` or `latest.pt` of `kind`: of `latest.pt` the average of
     the weights, where one was kept. `InputError` if the file is missing, truncated or foreign."""
-    content = _load(path)
+    content = load_torch(path, whole=True)
     if content.get("format") not in (FORMATS[kind], WEIGHTS_FORMATS[kind]):
         raise InputError(f"{path} holds no weights written by `fuseline train {kind}`.")
-    return content["model_config"], content.get("average") or content["model"]
+    said = checked_values(WeightsSaid, content, str(path))
+    weights = said.get("average") or said["model"]
+    check_tensors(weights, str(path))
+    return said["model_config"], weights
 
 
 def load_weights(path: Path, **options: Any) -> GPT:
@@ -119,21 +135,34 @@ def load_weights(path: Path, **options: Any) -> GPT:
         InputError: the file is missing, truncated or foreign, or `options` ask for other shapes.
     """
     model_config, state = read_weights(path, "gpt")
-    model = GPT(GPTConfig(**{**model_config, **options}))
+    config = settings_of(GPTConfig, {**model_config, **options}, path)
+    check_held(config.num_weights, state, path)
+    model = GPT(config)
     load_model_state(model, state, path)
     return model
 
 
-def peek_shape(path: Path) -> dict[str, Any] | None:
+def check_held(weights: int, state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """`InputError` if `state` cannot hold so many weights: known before a model is made of that size."""
+    held = sum(tensor.numel() for tensor in state.values())
+    if weights > held:
+        raise InputError(
+            f"{path}: its configuration describes {weights:,} weights or more, and it holds {held:,}. It was "
+            "damaged, or put together from two files."
+        )
+
+
+def peek_shape(path: Path) -> GPTConfig | None:
     """The shape of the GPT at `path`, if that is a file of ours; its tensors are not read."""
-    content = _load(path, mmap=True)
-    ours = content.get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
-    return dict(content["model_config"]) if ours else None
+    content = load_torch(path, whole=False)
+    if content.get("format") not in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"]):
+        return None
+    return settings_of(GPTConfig, checked_values(WeightsSaid, content, str(path))["model_config"], path)
 
 
 def is_ours(path: Path) -> bool:
     """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
-    return _load(path, mmap=True).get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
+    return load_torch(path, whole=False).get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: Path) -> None:
@@ -156,24 +185,15 @@ def _check_kind(content: Mapping[str, Any], path: Path, kind: str) -> None:
 
 
 def _save(path: Path, content: Mapping[str, Any]) -> None:
+    before = path.exists()
     try:
-        write_atomically(path, lambda file: torch.save(dict(content), file))
+        write_atomically(path, lambda file: torch.save(dict(content), cast(IO[bytes], file)))
     except (OSError, RuntimeError) as error:
         # torch's writer turns a full disk into a RuntimeError of its own.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise InputError(
-            f"Could not write {path}: {reason}. The checkpoint before it is untouched. "
-            "Free some space (or give --out another disk), then resume."
-        ) from error
-
-
-def _load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"There is no checkpoint at {path}.")
-    if not zipfile.is_zipfile(path):
-        raise InputError(f"{path} is not a PyTorch checkpoint, or was cut off while it was copied.")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
-        raise InputError(f"Cannot read {path} as a PyTorch checkpoint: {first_line(error)}") from error
-    return content if isinstance(content, dict) else {}
+        mend = (
+            "The checkpoint before it is untouched. Free some space (or move the folder), then resume."
+            if before
+            else "Nothing was written. Free some space, or give --out another disk."
+        )
+        raise InputError(f"Could not write {path}: {reason.rstrip('.')}. {mend}") from error

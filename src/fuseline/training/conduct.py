@@ -15,6 +15,7 @@ from fuseline.timing import ran_out_of_memory, reset_peak_memory
 from fuseline.training.determinism import deterministic
 from fuseline.training.distributed import Group, joined
 from fuseline.training.execution import find_execution
+from fuseline.training.folder_lock import held
 from fuseline.training.interruption import interruptible
 from fuseline.training.loop import Loop, LoopRun
 from fuseline.training.metrics import (
@@ -76,6 +77,7 @@ def conduct(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(device))
         folder = group.agreed(folder)  # its default name holds the time, which each process reads for itself
+        group.first(lambda: stack.enter_context(held(folder)))
         interruption = stack.enter_context(interruptible())
         config = settle(folder, group)
         compiled = find_execution(config.execution, group.device).backend is not None

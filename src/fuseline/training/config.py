@@ -12,7 +12,7 @@ from typing import Any, Optional
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.training import schema
-from fuseline.training.schema import changed, check_bounds, described
+from fuseline.training.schema import changed, check_bounds, check_seed, described
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class TrainConfig:
     precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
     execution: str = described(
         "auto",
-        "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; "
+        "eager, inductor, cudagraphs, reduce-overhead, max-autotune, max-autotune-no-cudagraphs, graph, "
+        "inductor-graph; "
         "auto: the fastest that this machine can do",
     )
     deterministic: bool = described(True, "repeatable to the bit, also over a resume")
@@ -86,6 +87,7 @@ class TrainConfig:
             shares=("beta1", "beta2"),
             not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
         )
+        check_seed(self.seed)
         if not 0 < self.validation_fraction < 1:
             raise InputError(
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "

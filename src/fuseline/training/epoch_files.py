@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuseline.training.files import write_json
+from fuseline.files.writing import write_json
 from fuseline.training.metrics import METRICS, Entry, read_metrics
 
 EPOCHS = "epochs"
@@ -34,7 +34,8 @@ class EpochFiles:
 
     def _take(self, entry: Entry, *, writing: bool) -> None:
         if entry["kind"] == "step":
-            self._losses.append(entry["loss"])
+            if entry["loss"] is not None:  # infinite: JSON has no word for it
+                self._losses.append(entry["loss"])
         elif entry["kind"] == "pace":
             self._tokens_per_s = entry["tokens_per_s"]
         elif entry["kind"] == "validation":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fuseline.acceleration.precision import autocast, matmul_format
 from fuseline.data.batches import validation_batches
 from fuseline.models.gpt import GPT
 from fuseline.training.distributed import Group
-from fuseline.training.precision import autocast, matmul_format
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ class Execution:
     `backend` and `mode` are `torch.compile`'s; without a backend nothing is compiled. `whole_step` puts all
     from the zeroed gradients to the updated weights into one CUDA graph. `trees` says that torch keeps CUDA
     graphs of its own, which must be told where a step begins.
+    `needs_cuda` says that it records CUDA graphs, or that it does the same as `inductor` on a CPU.
     """
 
     backend: str | None = None
@@ -37,6 +38,10 @@ EXECUTIONS: dict[str, Execution] = {
     "cudagraphs": Execution(backend="cudagraphs", trees=True, needs_cuda=True),
     "inductor": Execution(backend="inductor"),
     "reduce-overhead": Execution(backend="inductor", mode="reduce-overhead", trees=True, needs_cuda=True),
+    "max-autotune": Execution(backend="inductor", mode="max-autotune", trees=True, needs_cuda=True),
+    "max-autotune-no-cudagraphs": Execution(
+        backend="inductor", mode="max-autotune-no-cudagraphs", needs_cuda=True
+    ),
     "graph": Execution(whole_step=True, needs_cuda=True),
     "inductor-graph": Execution(backend="inductor", whole_step=True, needs_cuda=True),
 }
@@ -49,10 +54,16 @@ def find_execution(name: str, device: torch.device) -> Execution:
     execution = EXECUTIONS[name]
     if execution.needs_cuda and device.type != "cuda":
         raise InputError(
-            f"Execution {name!r} records CUDA graphs, and the model is on {device.type}. "
+            f"Execution {name!r} {_why_cuda(name)}, and the model is on {device.type}. "
             "On a CPU take 'eager' or 'inductor'."
         )
     return execution
+
+
+def _why_cuda(name: str) -> str:
+    if name == "max-autotune-no-cudagraphs":
+        return "chooses among a GPU's kernels"
+    return "records CUDA graphs"
 
 
 def fastest_execution(device: torch.device, processes: int) -> str:

@@ -53,7 +53,7 @@ def pretrained_model(config: TrainConfig, path: Path, vocab_size: int) -> tuple[
     if config.block_size > shape.block_size:
         raise InputError(
             f"block_size {config.block_size} is longer than the {shape.block_size} positions of {found}. "
-            f"Take --block-size {shape.block_size} or less."
+            f"Take --seqlen {shape.block_size} or less."
         )
     model.crop_block_size(config.block_size)
     torch.manual_seed(config.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """`wanted` becomes true at the first signal. A second one interrupts at once."""
+    """`wanted` becomes true at the first signal, which is answered at once. A second one interrupts."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -21,6 +22,10 @@ class Interruption:
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
+        # Not print: a signal may come in the middle of another print to the same stream.
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nfuseline: finishing this step; again to stop now\n")
 
 
 @contextlib.contextmanager

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from fuseline.errors import InputError
-from fuseline.training.files import write_atomically
+from fuseline.files.json_lines import append_lines, split_lines
+from fuseline.files.reading import is_there, read_bytes, reason
+from fuseline.files.schema import checked_values, parse_json, shown
+from fuseline.files.writing import write_atomically
+from fuseline.training.checkpoint_schema import ENTRIES, EntrySaid
 
 METRICS = "metrics.jsonl"
+FILE_BYTES = 2**32
 
 Entry = Mapping[str, Any]
 
@@ -26,7 +30,7 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """Appends entries to a file, each batch of them in one write that reaches the disk."""
+    """Appends entries to a file, each batch of them whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,12 +40,12 @@ class JsonLines:
             return
         lines = "".join(json.dumps(_finite(entry), ensure_ascii=False) + "\n" for entry in entries)
         try:
-            with self.path.open("ab") as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
+            append_lines(self.path, lines)
         except OSError as error:
-            raise InputError(f"Could not write {self.path}: {error.strerror}. Free some space.") from error
+            raise InputError(
+                f"Could not write {self.path}: {reason(error)}. It is as it was before this step; free some "
+                "space, then resume."
+            ) from error
 
     def close(self) -> None:
         """Nothing is held open between writes."""
@@ -94,22 +98,28 @@ def check_installed(packages: Iterable[str]) -> None:
 
 def cut_back(path: Path, step: int) -> None:
     """Drop the entries after `step`, and a last line cut off by a crash: the run takes them anew."""
-    if not path.exists():
+    if not is_there(path):
         return
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if entry["step"] <= step:
-            kept.append(line)
-    write_atomically(path, lambda file: file.writelines(kept))
+    kept = [line for line, entry in _entries(path) if entry["step"] <= step]
+    write_atomically(path, lambda file: file.write(b"".join(line + b"\n" for line in kept)))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All entries of a run's metrics file, in order."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """All entries of a run's metrics file, in order; `InputError`, naming the line, for what is no entry."""
+    return [entry for _, entry in _entries(path)]
+
+
+def _entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    found = []
+    lines, _ = split_lines(read_bytes(path, FILE_BYTES))
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
+        entry = parse_json(line, place)
+        if not isinstance(entry, dict):
+            raise InputError(f"{place} is not an entry of a run: {shown(entry)}.")
+        checked_values(ENTRIES.get(str(entry.get("kind")), EntrySaid), entry, place)
+        found.append((line, entry))
+    return found
 
 
 def _figures(entry: Entry) -> dict[str, float]:

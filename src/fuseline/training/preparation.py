@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fuseline.acceleration.precision import check_precision, compute_dtype
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
 from fuseline.errors import InputError
 from fuseline.ops import attention_backends
-from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state
+from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state, settings_of
 from fuseline.training.config import TrainConfig, as_dict, continued
 from fuseline.training.distributed import Group
 from fuseline.training.execution import fastest_execution, find_execution
 from fuseline.training.initial_weights import fresh_model, pretrained_model
 from fuseline.training.optimizer import make_optimizer
-from fuseline.training.precision import check_precision, compute_dtype
 from fuseline.training.reporter import Reporter
 from fuseline.training.run import DataIdentity, Run
 from fuseline.training.schedule import CosineSchedule
@@ -43,7 +43,7 @@ def settled(
         given = {
             name: value for name, value in as_dict(config).items() if value not in (None, "auto", "pick")
         }
-        config = continued(TrainConfig(**saved.config), given)
+        config = continued(settings_of(TrainConfig, saved.config, folder / LATEST), given)
     else:
         check_vacant(folder)
         config = resolved(config, group)
@@ -70,7 +70,7 @@ def prepared(
     """
     dataset, identity = _dataset(config, group, cache_dir, reporter)
     if saved is not None:
-        _check_identity(DataIdentity(**saved.data), identity, config)
+        _check_identity(settings_of(DataIdentity, saved.data, folder / LATEST), identity, config)
     run = _assembled(config, folder, group, dataset, identity, saved, init_from)
     group.first(lambda: lay_out(run, as_dict(run.config)))
     if saved is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fuseline.acceleration.precision import autocast, matmul_format
 from fuseline.data.token_files import TokenDataset
 from fuseline.generation.sampling import sample
 from fuseline.models.gpt import GPT
@@ -21,7 +22,6 @@ from fuseline.training.evaluation import evaluate
 from fuseline.training.memory_estimate import estimated_bytes
 from fuseline.training.optimizer import optimizer_state
 from fuseline.training.pace import Stopwatch
-from fuseline.training.precision import autocast, matmul_format
 from fuseline.training.random_state import random_state
 from fuseline.training.reporter import Plan
 from fuseline.training.schedule import CosineSchedule

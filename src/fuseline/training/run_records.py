@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from fuseline.files.writing import write_atomically
 from fuseline.records import Environment, Record, describe
 from fuseline.records.record import Scalar
 from fuseline.timing import summarize
 from fuseline.training.checkpoint import LATEST, peek
 from fuseline.training.config import TrainConfig
-from fuseline.training.files import write_atomically
 from fuseline.training.metrics import METRICS, read_metrics
 
 SUITE = "quality"

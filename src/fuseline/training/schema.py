@@ -5,6 +5,7 @@ Free of torch, so that a command line's help answers at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields, replace
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from fuseline.errors import InputError, unknown_name
 
 Config = TypeVar("Config", bound=Any)
+LARGEST_SEED = 2**63 - 1
 
 
 def described(default: Any, says: str) -> Any:
@@ -30,18 +32,24 @@ def check_bounds(
     """`InputError` for the first field out of its bounds: at `least` so much, `positive` (or None), a share
     in 0..1 without the 1, or not negative."""
     for name, bound in least.items():
-        if getattr(config, name) < bound:
+        if not getattr(config, name) >= bound:
             raise InputError(f"{name} is {getattr(config, name)}; it must be {bound} or more.")
     for name in positive:
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise InputError(f"{name} is {value}; it must be more than 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{name} is {value}; it must be a number above 0.")
     for name in shares:
         if not 0 <= getattr(config, name) < 1:
             raise InputError(f"{name} is {getattr(config, name)}; it must lie in 0..1, without the 1.")
     for name in not_negative:
-        if getattr(config, name) < 0:
-            raise InputError(f"{name} is {getattr(config, name)}; it must not be negative.")
+        if not 0 <= getattr(config, name) < math.inf:
+            raise InputError(f"{name} is {getattr(config, name)}; it must be a number, and not negative.")
+
+
+def check_seed(seed: int) -> None:
+    """`InputError` for what no generator of random numbers takes."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InputError(f"seed is {seed}; it is a whole number from 0 to 2**63 - 1.")
 
 
 def changed(config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fuseline.acceleration.learning_rates import why_not_recordable
+from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.recording import Batch, StepGraph
 from fuseline.errors import InputError
 from fuseline.timing import synchronize
 from fuseline.training.execution import Execution, compile_forward, find_execution
-from fuseline.training.precision import autocast, check_precision, make_scaler, matmul_format
-from fuseline.training.step_graph import Batch, StepGraph
 
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
@@ -28,8 +29,9 @@ class TrainStep:
             A `DistributedDataParallel` module averages gradients at the last micro-batch only.
         optimizer: for `graph` and `inductor-graph` a capturable one (see `make_optimizer`).
         precision: `fp32`, `tf32`, `bf16` or `fp16` (autocast, with a gradient scaler for fp16).
-        execution: `eager`; `torch.compile` by `cudagraphs`, `inductor`, `reduce-overhead`; `graph`, the whole
-            eager step as one CUDA graph; `inductor-graph`, the same over a compiled forward and backward.
+        execution: `eager`; `torch.compile` by `cudagraphs`, `inductor`, `reduce-overhead`, `max-autotune`,
+            `max-autotune-no-cudagraphs`; `graph`, the whole eager step as one CUDA graph; `inductor-graph`,
+            the same over a compiled forward and backward.
         accumulation: micro-batches a step; their losses and gradients are averaged.
         grad_clip: largest norm of all gradients together; 0 leaves them as they are.
 
@@ -89,6 +91,10 @@ class TrainStep:
         self.compile_seconds = time.perf_counter() - begin
         self._is_first = False
         return loss
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        """The loss of one micro-batch, computed as the step computes it, with its graph for a backward."""
+        return self._forward(*batch)
 
     def close(self) -> None:
         """Let go of compiled code and recorded graphs. The module and the optimizer stay usable."""
@@ -162,6 +168,8 @@ def _check_capturable(module: nn.Module, optimizer: torch.optim.Optimizer, execu
         raise InputError(
             f"Execution {execution!r} records a step of one process; with several take 'inductor'."
         )
+    if why := why_not_recordable(optimizer):
+        raise InputError(f"Execution {execution!r} records the optimizer in a CUDA graph, but {why}.")
     if not all(group.get("capturable") for group in optimizer.param_groups):
         raise InputError(
             f"Execution {execution!r} records the optimizer in a CUDA graph, but it is not capturable. "

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuseline.errors import InputError
-from fuseline.training.checkpoint import Checkpoint
-from fuseline.training.files import remove_partial, write_json
+from fuseline.errors import InputError, first_line
+from fuseline.files.reading import reason
+from fuseline.files.schema import shown
+from fuseline.files.torch_files import check_tensors
+from fuseline.files.writing import remove_partial, write_json
+from fuseline.training.checkpoint import LATEST, Checkpoint
 from fuseline.training.metrics import METRICS, cut_back
 from fuseline.training.optimizer import load_optimizer_state
 from fuseline.training.pace import Stopwatch
@@ -22,17 +26,53 @@ CONFIG = "config.json"
 
 
 def take_up(run: Run | TranslationRun, saved: Checkpoint, seed: int) -> None:
-    """Optimizer, scaler, random numbers and counts as `saved` has them."""
+    """Optimizer, scaler, random numbers and counts as `saved` has them. `InputError` if they are not those of
+    such a run."""
+    place = run.folder / LATEST
+    _check_moments(run.step.optimizer, saved, place)
     load_optimizer_state(run.step.optimizer, saved.optimizer)
     if run.step.scaler is not None:
-        run.step.scaler.load_state_dict(saved.scaler)
+        try:
+            run.step.scaler.load_state_dict(saved.scaler)
+        except (RuntimeError, KeyError, TypeError) as error:
+            raise _cannot_restore(place, "gradient scaler", error) from error
     run.taken, run.stopwatch = saved.step, Stopwatch(saved.seconds)
     run.best_validation_loss, run.best_step = saved.best_validation_loss, saved.best_step
     if len(saved.random) == run.group.world_size:
-        restore_random_state(saved.random[run.group.rank], run.group.device)
+        try:
+            restore_random_state(saved.random[run.group.rank], run.group.device)
+        except (RuntimeError, KeyError, TypeError) as error:
+            raise _cannot_restore(place, "random numbers", error) from error
     else:
         # As many other processes: their streams cannot be continued, but must not repeat themselves.
-        torch.manual_seed(seed + 7919 * run.group.rank + 104729 * saved.step)
+        torch.manual_seed((seed + 7919 * run.group.rank + 104729 * saved.step) % 2**63)
+
+
+def _cannot_restore(place: Path, what: str, error: Exception) -> InputError:
+    return InputError(f"{place}: {what} cannot be restored: {first_line(error)[:200]}. It was damaged.")
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, saved: Checkpoint, place: Path) -> None:
+    """`InputError` unless each parameter has its moments, of its own size; before the first step none has."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [key for key in saved.optimizer if key not in range(len(parameters))]
+    if foreign:
+        raise InputError(f"{place}: its optimizer has moments of {shown(foreign[0])}, which no parameter is.")
+    for number, parameter in enumerate(parameters):
+        state = saved.optimizer.get(number)
+        if state is None and (saved.step == 0 or not saved.optimizer):
+            continue
+        wanted = {"step": 1, "exp_avg": parameter.numel(), "exp_avg_sq": parameter.numel()}
+        for name, count in wanted.items():
+            moment = None if state is None else state.get(name)
+            if isinstance(moment, torch.Tensor):
+                check_tensors({name: moment}, f"{place}: its optimizer's state of parameter {number}")
+            size = moment.numel() if isinstance(moment, torch.Tensor) else 1 if moment is not None else 0
+            if size != count:
+                raise InputError(
+                    f"{place}: its optimizer has {size} numbers of {name} for parameter {number}, which has "
+                    f"{parameter.numel()}. The file was damaged, or put together from two."
+                )
 
 
 def lay_out(run: Run | TranslationRun, config: Mapping[str, Any]) -> None:
@@ -45,4 +85,4 @@ def lay_out(run: Run | TranslationRun, config: Mapping[str, Any]) -> None:
         run.dataset.tokenizer.save(run.folder / TOKENIZER)
         write_json(run.folder / CONFIG, config)
     except OSError as error:
-        raise InputError(f"Cannot write to {run.folder}: {error.strerror}. Give another --out.") from error
+        raise InputError(f"Cannot write to {run.folder}: {reason(error)}. Give another --out.") from error

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-import tokenizers
 import torch
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from fuseline.data.tokenizers import load_tokenizer
-from fuseline.errors import InputError, unknown_name
+from fuseline.data.tokenizers import load_tokenizer, parsed_tokenizer
+from fuseline.errors import InputError, first_line, unknown_name
+from fuseline.files.reading import is_there, read_bytes, read_text, regular_size
+from fuseline.files.schema import checked, checked_values, read_object, shown
+from fuseline.files.writing import written_whole
 from fuseline.generation.footprint import HEAD_IN_INT8, Footprint, check_memory, footprint
 from fuseline.models import gpt_config, gpt_hugging_face, llama_config
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_checkpoints import nanogpt_config
 from fuseline.models.gpt_config import GPTConfig
-from fuseline.models.llama import Llama, Rotary
+from fuseline.models.llama import Llama, Rotary, check_positions
 from fuseline.models.llama_config import LlamaConfig
 from fuseline.models.llama_hugging_face import MODEL_TYPES, read_config
 from fuseline.models.pretrained import LanguageModel, load_model
-from fuseline.models.weight_files import CONFIG, read_json
+from fuseline.models.weight_files import CONFIG, read_config_file, stop_ids
 from fuseline.nn import RMSNorm, branch
-from fuseline.quant import LayerReport, load_quantized, quantize, save_quantized, saved_about
+from fuseline.quant import (
+    LayerReport,
+    NothingQuantizedError,
+    load_quantized,
+    quantize,
+    save_quantized,
+    saved_about,
+)
 from fuseline.training import checkpoint
 
 TOKENIZER = "tokenizer.json"
@@ -43,13 +55,15 @@ class Vocabulary(Protocol):
 
 class _HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
-        try:
-            self._inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises no narrower class for what it cannot read
-            raise InputError(f"Cannot read a tokenizer from {path}: {error}") from error
+        self._inner = parsed_tokenizer(read_text(path), str(path))
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text).ids)
+        try:
+            return list(self._inner.encode(text).ids)
+        except Exception as error:  # `tokenizers` raises no narrower class
+            raise InputError(
+                f"The tokenizer cannot encode {shown(text)}: {first_line(error)[:200]}"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
@@ -116,16 +130,16 @@ def vocabulary_of(path: Path | None) -> Vocabulary:
     """The tokenizer beside a model's weights; without a model its text is bytes."""
     if path is None:
         return Numbers()
-    if not path.exists():
+    if not is_there(path):
         raise InputError(f"There is no model at {path}.")
     folder = path if path.is_dir() else path.parent
     file = folder / TOKENIZER
-    if not file.exists():
+    if not is_there(file):
         raise InputError(
             f"There is no {TOKENIZER} in {folder}: text cannot be encoded. Name one with --tokenizer, or "
             "give --prompt-ids."
         )
-    return _OurTokenizer(file) if "format" in read_json(file) else _HuggingFaceTokenizer(file)
+    return _OurTokenizer(file) if "format" in read_object(file) else _HuggingFaceTokenizer(file)
 
 
 def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig | None:
@@ -137,7 +151,7 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
             return llama_config.preset(preset)
         raise unknown_name("preset", preset, [*gpt_config.PRESETS, *llama_config.PRESETS])
     assert path is not None
-    if not path.exists():
+    if not is_there(path):
         raise InputError(f"There is no model at {path}.")
     saved = _saved_quantized(path)
     if saved is not None:
@@ -145,9 +159,11 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
     own = _checkpoint(path)
     if own is not None:
         shape = checkpoint.peek_shape(own)
-        return nanogpt_config(own) if shape is None else GPTConfig(**shape)
+        return nanogpt_config(own) if shape is None else shape
     folder = path if path.is_dir() else path.parent
-    kind = read_json(folder / CONFIG).get("model_type", "gpt2") if (folder / CONFIG).exists() else None
+    if not is_there(folder / CONFIG):
+        return None
+    kind = read_config_file(folder / CONFIG).get("model_type", "gpt2")
     if kind in MODEL_TYPES:
         return read_config(folder)
     return gpt_hugging_face.read_config(folder) if kind == "gpt2" else None
@@ -156,7 +172,7 @@ def config_of(path: Path | None, preset: str | None) -> GPTConfig | LlamaConfig 
 def _checkpoint(path: Path) -> Path | None:
     """The file that a training run wrote its weights to, the best ones if it has such; None for others."""
     files = (path / checkpoint.BEST, path / checkpoint.LATEST) if path.is_dir() else (path,)
-    return next((file for file in files if file.suffix == ".pt" and file.exists()), None)
+    return next((file for file in files if file.suffix == ".pt" and is_there(file)), None)
 
 
 def memory(
@@ -245,8 +261,8 @@ def _quantize(
     model: LanguageModel, format: str, group_size: int, rows: int | None = None, method: str | None = None
 ) -> tuple[LayerReport, ...]:
     """All linear layers but those that would be slower in the format for so many rows, which it answers. The
-    head, where it has a weight of its own, to int8 beside int8 and int4: tokens are chosen by it, and 8 bits
-    cost it next to nothing."""
+    head, where it has a weight of its own, to int8 beside the formats of `HEAD_IN_INT8`: tokens are chosen
+    by it, and 8 bits cost it next to nothing."""
     options: dict[str, Any] = {"group_size": group_size} if format == "int4" else {}
     head = "lm_head" if isinstance(model, GPT) else "head"
     norms: dict[int, RMSNorm] = {}
@@ -260,8 +276,17 @@ def _quantize(
 
     done = quantize(model, format, method=method, skip=(head,), max_rows=rows, call=in_a_block, **options)
     if format in HEAD_IN_INT8:
-        quantize(model, "int8", method=method)  # the head alone is left, or shares its weight and stays
+        with contextlib.suppress(NothingQuantizedError):  # it shares its weight with the embedding
+            quantize(model, "int8", method=method)
     return tuple(layer for layer in done.left if layer.name != head)
+
+
+class _AboutSaid(TypedDict):
+    """What `save` says of a model beside its weights."""
+
+    model: Literal["gpt", "llama"]
+    config: dict[str, Any]
+    stop_ids: list[Annotated[int, Field(ge=0, le=2**31)]]
 
 
 @dataclass(frozen=True)
@@ -281,11 +306,11 @@ def save(generator: TextGenerator, folder: Path, tokenizer: Path | None) -> Path
     model = generator.model
     config = asdict(model.config)
     kind = "llama" if isinstance(model, Llama) else "gpt"
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / QUANTIZED
     save_quantized(model, file, about={"model": kind, "config": config, "stop_ids": list(generator.stop_ids)})
     if tokenizer is not None and tokenizer.resolve() != (folder / TOKENIZER).resolve():
-        (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+        with written_whole(folder / TOKENIZER) as partial:
+            partial.write_bytes(read_bytes(tokenizer))
     return file
 
 
@@ -294,24 +319,24 @@ def _saved_quantized(path: Path) -> _SavedQuantized | None:
     about = saved_about(file) if file.suffix == ".safetensors" and file.is_file() else None
     if about is None or "model" not in about:
         return None
-    try:
-        fields = dict(about["config"])
-        config: GPTConfig | LlamaConfig
-        if about["model"] == "llama":
-            fields["rope_scaling"] = llama_config.RopeScaling(**fields["rope_scaling"])
-            config = LlamaConfig(**fields)
-        else:
-            config = GPTConfig(**fields)
-        layers = [(layer["format"], layer["group_size"]) for layer in about["layers"].values()]
-        format, group_size = max(set(layers), key=layers.count)
-        return _SavedQuantized(file, config, format, group_size or 128, tuple(about["stop_ids"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file}: its description of the model cannot be read ({error!r}).") from error
+    place = f"{file}: its description of the model"
+    said = checked_values(_AboutSaid, about, place)
+    kind: type[GPTConfig | LlamaConfig] = LlamaConfig if said["model"] == "llama" else GPTConfig
+    config = checked(kind, said["config"], place, extra="forbid")
+    if config.num_weights > 2 * regular_size(file):  # int4 has two to a byte
+        raise InputError(f"{place} is of {config.num_weights:,} weights, and the file does not hold so many.")
+    layers = [(layer["format"], layer["group_size"]) for layer in about["layers"].values()]
+    if not layers:
+        raise InputError(f"{place} names no quantized layer.")
+    format, group_size = max(set(layers), key=layers.count)
+    return _SavedQuantized(file, config, format, group_size or 128, tuple(said["stop_ids"]))
 
 
 def _filled(saved: _SavedQuantized, device: torch.device, dtype: torch.dtype) -> LanguageModel:
     """The model of a saved file, in whose memory its tensors are read."""
     model: LanguageModel
+    if isinstance(saved.config, LlamaConfig):
+        check_positions(saved.config, saved.file)
     with torch.device("meta"):
         model = Llama(saved.config) if isinstance(saved.config, LlamaConfig) else GPT(saved.config)
     load_quantized(model.to(dtype), saved.file, device=device)
@@ -342,8 +367,4 @@ def _read(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Languag
         return checkpoint.load_weights(own, norm="fuseline", dropout=0.0).to(device=device, dtype=dtype), ()
     model = load_model(path, dtype=dtype, device=device)
     folder = path if path.is_dir() else path.parent
-    if not (folder / CONFIG).exists():
-        return model, ()
-    said = read_json(folder / CONFIG).get("eos_token_id")
-    ids: Sequence[int] = said if isinstance(said, list) else [] if said is None else [said]
-    return model, tuple(ids)
+    return model, stop_ids(folder)

@@ -74,7 +74,7 @@ def _does_not_fit(config: TrainConfig, group: Group) -> str:
         f"{device_name(group.device)}."
     )
     if config.batch_size == 1:
-        return f"{told} Take a shorter --block-size or a smaller model."
+        return f"{told} Take a shorter --seqlen or a smaller model."
     half = config.batch_size // 2
     return (
         f"{told} Try --batch-size {half} --accumulation {config.accumulation * config.batch_size // half}, "

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from fuseline.errors import unknown_name
 from fuseline.models.translation_config import TranslationConfig
 from fuseline.training import schema
-from fuseline.training.schema import changed, check_bounds, described
+from fuseline.training.schema import changed, check_bounds, check_seed, described
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class TranslateConfig:
             shares=("beta1", "beta2", "bpe_dropout", "average"),
             not_negative=("min_learning_rate", "warmup_steps", "weight_decay", "grad_clip", "length_penalty"),
         )
+        check_seed(self.seed)
         self.model_config(self.vocab_size)
 
     def model_config(self, vocab_size: int) -> TranslationConfig:

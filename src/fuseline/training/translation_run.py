@@ -11,6 +11,7 @@ from typing import Optional
 import numpy as np
 import torch
 
+from fuseline.acceleration.precision import autocast, matmul_format
 from fuseline.data.pair_batches import PairBatches, prompt
 from fuseline.data.pair_tokens import EOS, TARGET_TAG, PairDataset, Sentences
 from fuseline.data.parallel import ParallelCorpus
@@ -23,7 +24,6 @@ from fuseline.training.checkpoint import BEST, LATEST, Checkpoint, save_checkpoi
 from fuseline.training.distributed import Group
 from fuseline.training.optimizer import optimizer_state
 from fuseline.training.pace import Stopwatch
-from fuseline.training.precision import autocast, matmul_format
 from fuseline.training.random_state import random_state
 from fuseline.training.reporter import Plan
 from fuseline.training.schedule import CosineSchedule

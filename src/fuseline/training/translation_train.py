@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from fuseline.acceleration.precision import check_precision
 from fuseline.data.pair_batches import PairBatches
 from fuseline.data.pair_tokens import PairDataset, prepare_pairs
-from fuseline.data.parallel import ParallelCorpus, load_parallel
+from fuseline.data.parallel import DOWNLOADED, ParallelCorpus, load_parallel
 from fuseline.errors import InputError
+from fuseline.files.writing import write_json
 from fuseline.generation.writers import TranslationModel
 from fuseline.models.encoder_decoder import EncoderDecoder
 from fuseline.models.translation import DecoderOnly
@@ -23,17 +25,17 @@ from fuseline.training.checkpoint import (
     BEST,
     LATEST,
     Checkpoint,
+    check_held,
     load_checkpoint,
     load_model_state,
     read_weights,
+    settings_of,
 )
 from fuseline.training.conduct import check_writers, conduct, device_name
 from fuseline.training.distributed import Group
 from fuseline.training.epoch_files import EpochFiles
 from fuseline.training.execution import find_execution
-from fuseline.training.files import write_json
 from fuseline.training.optimizer import make_optimizer
-from fuseline.training.precision import check_precision
 from fuseline.training.preparation import check_vacant
 from fuseline.training.reporter import Reporter, TrainResult
 from fuseline.training.schedule import CosineSchedule
@@ -68,7 +70,9 @@ def load_translation_model(path: Path, **options: Any) -> TranslationModel:
     Raises `InputError` if the file is missing, truncated or foreign, or `options` ask for other shapes.
     """
     shape, state = read_weights(path, "translate")
-    model = build_model(TranslationConfig(**{**shape, **options}))
+    config = settings_of(TranslationConfig, {**shape, **options}, path)
+    check_held(config.num_weights, state, path)
+    model = build_model(config)
     load_model_state(model, state, path)
     return model
 
@@ -123,7 +127,7 @@ def train_translation(
             return resolved(_shareable(config, group), group.device)
         saved = load_checkpoint(folder / LATEST, "translate")
         given = {name: value for name, value in as_dict(config).items() if value not in (None, "auto")}
-        settled = continued(TranslateConfig(**saved.config), given)
+        settled = continued(settings_of(TranslateConfig, saved.config, folder / LATEST), given)
         return resolved(_shareable(settled, group), group.device)
 
     def prepare(settled: TranslateConfig, folder: Path, group: Group, listener: Reporter) -> TranslationRun:
@@ -145,6 +149,16 @@ def train_translation(
     )
     bleu, signature = tested[0] if tested else (None, None)
     return TranslationResult(training, bleu, signature, config.beams)
+
+
+def check_data(config: TranslateConfig, folder: Path, device: str, *, resume: bool) -> None:
+    """`InputError` for what would prevent a run before its first step: the folder, the machine, or sentences
+    of the user's own that cannot be read. Known corpora are not downloaded for it; nothing is written."""
+    if not resume:
+        check_vacant(folder)
+    resolved(config, torch.device(device))
+    if config.data not in DOWNLOADED:
+        load_parallel(config.data, config.source, config.target)
 
 
 def load_pairs(config: TranslateConfig, cache_dir: Path | None) -> tuple[ParallelCorpus, PairDataset]:
@@ -181,7 +195,7 @@ def _prepared(
     config: TranslateConfig, folder: Path, group: Group, saved: Checkpoint | None, cache_dir: Path | None
 ) -> TranslationRun:
     corpus, dataset = group.first(lambda: load_pairs(config, cache_dir)) or load_pairs(config, cache_dir)
-    if saved is not None and saved.data["fingerprint"] != dataset.fingerprint:
+    if saved is not None and saved.data.get("fingerprint") != dataset.fingerprint:
         raise InputError(
             f"The text or tokenizer of {config.data!r} is not the one that this run began with: it has "
             "changed since. Bring it back, or begin a new run."
@@ -268,7 +282,9 @@ def _shareable(config: TranslateConfig, group: Group) -> TranslateConfig:
 def _take_up(run: TranslationRun, saved: Checkpoint) -> None:
     take_up(run, saved, run.settings.seed)
     if run.average is not None:
-        run.average.restore(saved.average)
+        if not saved.average:
+            raise InputError(f"{run.folder / LATEST} has no running average of the weights: it was damaged.")
+        load_model_state(run.average.model, saved.average, run.folder / LATEST)
     run.best_bleu = saved.best_bleu
 
 

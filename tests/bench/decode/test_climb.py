@@ -11,7 +11,7 @@ import torch
 
 from fuseline import report
 from fuseline.bench.decode import DecodeBench
-from fuseline.bench.decode.climb import RUNGS, climb
+from fuseline.bench.decode.climb import RUNGS, climb, usual_rungs
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 
@@ -79,4 +79,9 @@ def test_unknown_rungs_and_workloads_are_refused(tmp_path: Path, capsys: pytest.
     assert command(["ladder", "--workload", "generat"]) == 2
     assert "Did you mean 'generate'" in capsys.readouterr().err
     assert command(["ladder", "--workload", "generate", "--device", "cpu", "--dry-run"]) == 0
-    assert f"llama-tiny on cpu: {', '.join(rung.name for rung in RUNGS)}." in capsys.readouterr().out
+    assert "llama-tiny on cpu: eager, compiled, int4." in capsys.readouterr().out
+
+
+def test_a_gpu_climbs_every_rung_and_a_cpu_what_does_not_lose_there() -> None:
+    assert usual_rungs(torch.device("cuda")) == tuple(rung.name for rung in RUNGS)
+    assert usual_rungs(torch.device("cpu")) == ("eager", "compiled", "int4")

@@ -201,7 +201,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["bench", "decode", "--device", "cpu", "--out", str(tmp_path)]
     assert command([*arguments, "--dry-run"]) == 0
     assert "llama-tiny: " in capsys.readouterr().out
-    small = ["--peers", "fuseline", "--formats", "fp32", "--batches", "1", "--steps", "2", "--runs", "3"]
+    small = ["--peers", "fuseline", "--formats", "fp32", "--batch-size", "1", "--steps", "2", "--runs", "3"]
     assert command([*arguments, *small, "--positions", "40"]) == 0
     assert "tokens/s" in capsys.readouterr().out
     assert (tmp_path / "index.html").exists()

@@ -8,9 +8,11 @@ from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
 from fuseline.bench.ladder.combinations import find_combination
 from fuseline.bench.ladder.events import RungStarted
-from fuseline.bench.ladder.result import Figure, RungResult
+from fuseline.bench.ladder.result import Figure, Measurement, RungResult
 from fuseline.bench.ladder.rungs import find_rung
+from fuseline.bench.ladder.settings import Outcome
 from fuseline.bench.ladder.spec import baseline
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
 
 def _rungs(*names):
@@ -263,3 +265,76 @@ def test_a_combination_pairs_each_row_with_the_one_before(climb):
     assert larger.spec.batch == 32
     assert larger.baseline is None
     assert larger.value("speedup") is None
+
+
+def test_speedups_are_paired_ratios_multiplied(climb, base):
+    """The machine slows down threefold after the first rung: medians would say that nothing was gained."""
+    ms = {"naive": 300.0, "efficient": 150.0}
+    made, measurer, _ = climb(lambda spec: ms[spec.attention] * (0.5 if spec.optimizer == "fused" else 1.0))
+    measure = measurer.measure
+
+    def drifting(spec, against, **limits):
+        found = measure(spec, against, **limits)
+        if against is None:
+            slow = {"iteration_ms": Figure(100.0, 99.0, 101.0, 5)}
+            return Measurement(figures=slow)
+        return found
+
+    measurer.measure = drifting
+    results = _by_name(list(made.cumulative(base, _rungs("efficient", "fused-adamw"))))
+    assert results["efficient"].value("speedup") == pytest.approx(2.0)
+    assert results["fused-adamw"].value("speedup") == pytest.approx(4.0)
+    speedup = results["fused-adamw"].measurement.figures["speedup"]
+    assert speedup.high / speedup.value == pytest.approx(1 + 0.01 * 2**0.5, rel=1e-3)
+
+
+def test_torch_alone_is_paired_with_the_best_rung_in_each_of_its_modes(climb, base):
+    def ms(spec):
+        return {"eager": 100.0, "inductor": 50.0, "reduce-overhead": 40.0}[spec.execution] - (
+            10.0 if spec.kernels == "fuseline" else 0.0
+        )
+
+    made, _, _ = climb(ms)
+    list(made.cumulative(base, _rungs("fuseline-kernels", "fused-adamw")))
+    found = list(made.torch_alone())
+    assert [r.name for r in found] == ["torch alone: inductor", "torch alone: reduce-overhead"]
+    spec = found[1].spec
+    assert (spec.kernels, spec.optimizer, spec.attention) == ("torch", "fused", "auto")
+    assert found[1].baseline == "fuseline-kernels"
+    assert found[1].value("paired_speedup") == pytest.approx(90 / 40)
+    assert found[1].value("speedup") == pytest.approx(100 / 40)
+    assert not any(r.kept for r in found)
+    outcome = Outcome(results=found)
+    assert outcome.torch_alone is found[1]
+    assert outcome.over_torch.value == pytest.approx(40 / 90)
+
+
+def test_where_the_best_rung_is_torchs_own_nothing_is_measured_twice(climb, cpu, base, scripted):
+    measurer = scripted(
+        lambda spec: 50.0 if spec.is_compiled else 90.0 if spec.attention == "flash" else 100.0
+    )
+    made = Climb(cpu, measurer, Budget(None), lambda event: None, second_baseline=True)
+    rungs = _rungs("inductor", "flash")
+    fused = base.with_({"optimizer": "fused"})
+    results = list(made.cumulative(fused, rungs))
+    assert [r.name for r in results] == ["plain PyTorch", "flash", "inductor"]
+    asked = len(measurer.asked)
+    (alone,) = made.torch_alone()
+    assert len(measurer.asked) == asked
+    assert (alone.slot, alone.value("paired_speedup"), alone.spec) == (TORCH_ALONE, 1.0, results[-1].spec)
+
+
+def test_on_a_cpu_the_largest_gains_are_tried_first_and_time_is_kept_for_the_compiler(cpu, base, scripted):
+    def fixed(spec):
+        return 60.0 if spec.is_compiled else 3.0
+
+    measurer = scripted(lambda spec: 100.0, cost=10.0, fixed=fixed)
+    made = Climb(cpu, measurer, Budget(100.0, measurer.clock), lambda event: None)
+    names = ("padded-vocabulary", "fused-loss", "fused-adamw", "inductor", "flash")
+    results = list(made.cumulative(base.with_({"vocab_size": 1001}), _rungs(*names)))
+    assert [r.name for r in results] == [
+        *("plain PyTorch", "flash", "fused-adamw", "padded-vocabulary", "fused-loss", "inductor"),
+    ]
+    assert [r.name for r in results if r.reason] == ["fused-loss"]
+    assert "60 s of them for rungs that gain more" in results[4].reason
+    assert results[4].measurement.out_of_budget

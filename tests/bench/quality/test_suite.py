@@ -83,6 +83,44 @@ def test_formats_are_measured_on_the_held_out_text(trained: Path, tmp_path: Path
     assert "perplexity" in report.build(records, tmp_path).read_text()
 
 
+def test_few_bits_stand_against_what_they_cost(trained: Path, tmp_path: Path) -> None:
+    """One plot of all that have bits; what needs a GPU is skipped with a reason."""
+    formats = (
+        "ternary",
+        "ternary-calibrated",
+        "nf4",
+        "mxfp4-fitted",
+        "int8",
+        "w8a8",
+        "sparse24",
+        "cache-int8",
+    )
+    records = run(
+        QualityBench(CPU, trained / "run", formats, 2, 1), tmp_path, lambda *_: None, cache_dir=trained
+    )
+    (skipped,) = (r for r in records if r.metric == "skipped")
+    assert skipped.case["format"] == "sparse24"
+    assert "run on NVIDIA GPUs" in str(skipped.case["reason"])
+    bits = {(r.case["format"], r.case["rounding"]): r.value for r in records if r.metric == "bits_per_weight"}
+    # Layers of 64 and 256 inputs: ternary rows of 13 and 52 bytes, and a scale for 128 columns.
+    assert bits == {
+        ("float32", "nearest"): 32,
+        ("ternary", "nearest"): pytest.approx(8 * (13 + 2) / 64 * 2 / 3 + 8 * (52 + 4) / 256 / 3),
+        ("ternary", "calibrated"): pytest.approx(8 * (13 + 2) / 64 * 2 / 3 + 8 * (52 + 4) / 256 / 3),
+        ("nf4", "nearest"): 4.25,
+        ("mxfp4", "fitted"): 4.25,
+        ("int8", "nearest"): pytest.approx(8 + 32 / 64 * 2 / 3 + 32 / 256 / 3),
+        ("w8a8", "nearest"): pytest.approx(8 + 32 / 64 * 2 / 3 + 32 / 256 / 3),
+    }
+    costs = {(r.case["format"], r.case["rounding"]): r.value for r in records if r.metric == "loss_error"}
+    assert (costs["ternary", "nearest"] or 0) > abs(costs["nf4", "nearest"] or 1)
+    page = report.build(records, tmp_path).read_text()
+    assert "Perplexity against bits a weight" in page
+    for name in ("ternary", "nf4", "mxfp4", "w8a8"):
+        assert f"<title>{name}: " in page
+    assert (tmp_path / "formats-1.png").stat().st_size > 1000
+
+
 def test_what_cannot_be_is_refused(trained: Path) -> None:
     with pytest.raises(InputError, match="Did you mean 'int8'"):
         QualityBench(CPU, trained / "run", ("int9",))

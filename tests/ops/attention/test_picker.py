@@ -15,6 +15,9 @@ from fuseline import native
 from fuseline.errors import InputError
 from fuseline.ops import attention
 from fuseline.ops.attention import choice, kept, rule
+from fuseline.ops.attention.call import Call
+from fuseline.ops.attention.candidate import Attended, UnfitError
+from fuseline.ops.attention.candidates import CANDIDATES, flex
 from fuseline.ops.attention.choice import Decision, decide
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table
@@ -341,3 +344,42 @@ def test_a_cpu_is_not_asked_for_the_native_library(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InputError, match="the native library is not loaded for cpu"):
         attention(q, k, v, backend="fuseline")
     assert asked == ["cpu"]
+
+
+def test_a_candidate_that_finds_it_cannot_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlexAttention does where its kernel needs more shared memory than the GPU has."""
+    q = torch.randn(1, 2, 6, 8)
+    wanted = attention(q, q, q, causal=True)
+    tried = []
+
+    def fail(call: Call) -> Attended:
+        tried.append(call)
+        raise UnfitError("it is too large")
+
+    first = picker.explain(q, q, q, causal=True).picked
+    monkeypatch.setitem(CANDIDATES, first, replace(CANDIDATES[first], run=fail))
+    monkeypatch.setattr(choice, "_unfit", {})
+    for _ in range(2):
+        torch.testing.assert_close(attention(q, q, q, causal=True), wanted)
+    assert len(tried) == 1
+    explained = picker.explain(q, q, q, causal=True)
+    assert explained.picked != first
+    assert "it is too large" in str(explained)
+    with pytest.raises(InputError, match=f"{first} does not run here: it is too large"):
+        attention(q, q, q, causal=True, backend=first)
+    choice.forget()
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_flex_knows_lack_of_shared_memory(error: RuntimeError, expected: bool) -> None:
+    wrapped = RuntimeError("InductorError")
+    wrapped.__cause__ = error
+    assert flex._lacks_room(error) is expected
+    assert flex._lacks_room(wrapped) is expected

@@ -19,6 +19,7 @@ from fuseline.ops.attention.places import distance
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
 from fuseline.ops.attention.work import flops
+from fuseline.records import read
 
 GPU = torch.device("cuda")
 BASE = Problem(GPU, torch.bfloat16, 4, 8, 8, 512, 512, 64, direction="fwbw", causal="bottom_right")
@@ -124,11 +125,10 @@ def test_shipped_tables_know_the_fastest_of_the_suites_on_record() -> None:
     root = Path(__file__).parents[3] / "benchmarks" / "results"
     for file in kept.SHIPPED.glob("*.json"):
         times: dict[str, dict[str, float]] = {}
-        for line in (root / f"attention-{file.stem}.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            if record["metric"] == "time_us" and record["peer"] != "pick":
-                key = json.dumps(record["case"], sort_keys=True)
-                times.setdefault(key, {})[record["peer"]] = record["value"]
+        for record in read(*root.glob(f"attention-{file.stem}.jsonl*")):
+            if record.metric == "time_us" and record.peer != "pick" and record.value is not None:
+                key = json.dumps(record.case, sort_keys=True)
+                times.setdefault(key, {})[record.peer] = record.value
         table = Table.of(read_entries(file))
         known = 0
         for suite in ("short", "long", "decode", "masks"):

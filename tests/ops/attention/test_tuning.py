@@ -84,7 +84,7 @@ def test_a_shape_without_memory_to_measure_it_is_picked_all_the_same(monkeypatch
 
 
 def test_tuning_wants_a_gpu() -> None:
-    with pytest.raises(InputError, match="Times are kept by GPU, and cpu is none"):
+    with pytest.raises(InputError, match="Times are kept for GPUs; cpu is not one"):
         picker.tune([BASE])
 
 

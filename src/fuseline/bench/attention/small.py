@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fuseline import native
+from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.attention.small_layers import PEERS, build
 from fuseline.bench.attention.suites import is_wanted, thinned
 from fuseline.bench.failure import describe_failure
@@ -34,7 +35,6 @@ from fuseline.timing import (
     summarize,
     synchronize,
 )
-from fuseline.training.precision import matmul_format
 
 SUITE, SECTION = "attention", "small"
 DIRECTIONS = ("fw", "bw", "fwbw")

@@ -1,4 +1,4 @@
-"""The backends that are compared: eager execution, and three ways of `torch.compile`."""
+"""The backends that are compared: eager execution, and the ways of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ BACKENDS = {
             "reduce-overhead",
             "inductor's kernels replayed as CUDA graphs",
             needs_cuda="without CUDA graphs it is inductor",
+        ),
+        Backend(
+            "max-autotune-no-cudagraphs",
+            "max-autotune-no-cudagraphs",
+            "inductor's kernels, each product by the fastest of cuBLAS and Triton's templates",
+            needs_cuda="on a processor it tunes products with constant weights, and training changes them",
+        ),
+        Backend(
+            "max-autotune",
+            "max-autotune",
+            "the same, replayed as CUDA graphs",
+            needs_cuda="it replays CUDA graphs",
         ),
     )
 }

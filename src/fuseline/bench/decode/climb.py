@@ -34,23 +34,33 @@ from fuseline.timing import Summary, peak_memory_gib, reset_peak_memory, summari
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to decode: its lever, who carries out a step, the format of the weights ("": as they are)."""
+    """One way to decode: its lever, who carries out a step, the format of the weights ("": as they are).
+    What is `for_gpus` was behind plain torch when a CPU decoded llama-tiny, and is climbed on a CPU only
+    where it is named."""
 
     name: str
     lever: str
     step: str
     format: str = ""
+    for_gpus: bool = False
 
 
 RUNGS = (
     Rung("eager", "none", "eager"),
     Rung("compiled", "fuse", "compiled"),
-    Rung("cuda-graph", "less overhead", "recorded"),
-    Rung("fused", "custom kernels", "fused"),
-    Rung("int8", "quantize", "fused", "int8"),
+    Rung("cuda-graph", "less overhead", "recorded", for_gpus=True),
+    Rung("fused", "custom kernels", "fused", for_gpus=True),
+    Rung("int8", "quantize", "fused", "int8", for_gpus=True),
     Rung("int4", "quantize", "fused", "int4"),
-    Rung("speculation", "speculate", "drafted"),
+    Rung("speculation", "speculate", "drafted", for_gpus=True),
 )
+
+
+def usual_rungs(device: torch.device) -> tuple[str, ...]:
+    """What is climbed on `device` where no rung is named."""
+    return tuple(rung.name for rung in RUNGS if device.type == "cuda" or not rung.for_gpus)
+
+
 AHEAD = 4  # tokens that the model's own int4 copy drafts a round
 HELD_OUT = 8  # batches of text that perplexity is over
 
@@ -63,14 +73,15 @@ def climb(
     rungs: tuple[str, ...] = (),
     cache_dir: Path | None = None,
 ) -> list[Record]:
-    """Run the rungs (all if none is named) with the first batch and position of `bench`; records are appended
-    to `<out>/decode.jsonl` rung by rung. `cache_dir`: where the tokens of the run's text are kept."""
+    """Run the rungs (`usual_rungs` if none is named) with the first batch and position of `bench`; records
+    are appended to `<out>/decode.jsonl` rung by rung. `cache_dir`: where the tokens of the run's text are
+    kept."""
     known = {rung.name: rung for rung in RUNGS}
     for name in rungs:
         if name not in known:
             raise unknown_name("rung", name, known)
     native.ready(bench.device.type)
-    wanted = [rung for rung in RUNGS if rung.name in rungs or not rungs]
+    wanted = [rung for rung in RUNGS if rung.name in (rungs or usual_rungs(bench.device))]
     plain = bench.formats[0]
     records: list[Record] = []
     held: tuple[str, LanguageModel] | None = None

@@ -24,7 +24,7 @@ from fuseline.models.llama_hugging_face import described, places
 from fuseline.models.pretrained import LanguageModel
 from fuseline.nn import QuantLinear
 from fuseline.ops.quant_layout import unpack_groups, unpack_int4, unpack_int8
-from fuseline.quant.quantize import replace as replace_module
+from fuseline.quant.linears import replace as replace_module
 
 PEERS = ("fuseline", "eager", "gptfast", "transformers")
 FLOATS = ("bf16", "fp32")

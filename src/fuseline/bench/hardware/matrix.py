@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.hardware.figure import Figure, rate, skipped
 from fuseline.timing import time_calls
-from fuseline.training.precision import matmul_format
 
 SECTION = "matrix"
 GPU_SIZE, CPU_SIZE = 8192, 1024

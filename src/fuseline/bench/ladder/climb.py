@@ -13,10 +13,12 @@ from typing import Protocol
 from fuseline.bench.ladder.budget import Budget, share
 from fuseline.bench.ladder.combinations import Combination
 from fuseline.bench.ladder.events import Observer, RungStarted
+from fuseline.bench.ladder.gains import by_expected_gain, is_kept_for
 from fuseline.bench.ladder.machine import Machine
-from fuseline.bench.ladder.result import Figure, Measurement, RungResult, ratio
+from fuseline.bench.ladder.result import Figure, Measurement, RungResult, product, ratio
 from fuseline.bench.ladder.rungs import NO_LEVER, Rung, find_rung
 from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE, rung_of, torch_alone
 
 BASELINE = Rung(
     name="plain PyTorch",
@@ -39,13 +41,14 @@ class Measurer(Protocol):
         """The paired ratio of `against` over `spec`, both measured before; None where it cannot be had."""
 
     def fixed_seconds(self, spec: RunSpec) -> float:
-        """What building, compiling and probing `spec` is expected to take."""
+        """What building, compiling and probing `spec` and the shortest timing of it are expected to take."""
 
 
 class Climb:
     """Tries rungs and yields each result as it ends.
 
-    `recorded` holds results of an earlier run: a spec found there is not run again.
+    `recorded` holds results of an earlier run: a spec found there is not run again. With `second_baseline`
+    time is kept for `torch_alone`, which follows a cumulative climb.
     """
 
     def __init__(
@@ -55,12 +58,15 @@ class Climb:
         budget: Budget,
         observer: Observer,
         recorded: Mapping[RunSpec, RungResult] | None = None,
+        *,
+        second_baseline: bool = False,
     ) -> None:
         self._machine = machine
         self._measurer = measurer
         self._budget = budget
         self._observer = observer
         self._known = dict(recorded or {})
+        self._second_baseline = second_baseline
         self._order = 0
         self._ends: tuple[RungResult, RungResult] | None = None
 
@@ -75,18 +81,62 @@ class Climb:
         first = replace(first, kept=first.reason is None)
         yield first
         best = first
-        to_come = list(rungs)
+        self._ends = first, best
+        to_come = by_expected_gain(rungs, self._machine.device)
         while to_come:
             rung = to_come.pop(0)
             later = _upon(best.spec, to_come)
-            result = self._try(rung, best.spec.with_(rung.change), best, "cumulative", later)
-            result = replace(_against(result, first), kept=_pays(result, best))
+            spec = best.spec.with_(rung.change)
+            result = self._try(rung, spec, best, "cumulative", later + self._rivals(spec))
+            # What the rung needs of other slots is not in its paired ratio: multiplied, it would be lost.
+            before = best if best.spec.with_(rung.needs) == best.spec else None
+            result = replace(_over_first(result, before, first), kept=_pays(result, best))
             yield result
             if result.kept:
                 if result.spec.is_compiled and not best.spec.is_compiled:
                     to_come[:0] = _visible_to_a_compiler(result.spec)
                 best = result
                 self._ends = first, best
+
+    def torch_alone(self) -> Iterator[RungResult]:
+        """The second baseline of the last cumulative climb: what torch does alone, by each of its modes, each
+        paired with the best rung. Where the best rung is one of them there is nothing to measure."""
+        if self._ends is None or self._ends[1].reason is not None:
+            return
+        first, best = self._ends
+        specs = torch_alone(best.spec, self._machine)
+        if best.spec in specs:
+            yield self._same_as(best)
+            return
+        tries = [(rung_of(spec), spec) for spec in specs]
+        for i, (rung, spec) in enumerate(tries):
+            result = self._try(rung, spec, best, "cumulative", tries[i + 1 :])
+            yield _over_first(result, best, first)
+
+    def _rivals(self, best: RunSpec) -> list[Try]:
+        """What torch does alone, if it is to be measured: time is kept for it, but where it will be what the
+        climb compiles itself."""
+        rivals = torch_alone(best, self._machine) if self._second_baseline else []
+        if any(best.with_({"execution": spec.execution}) == spec for spec in rivals):
+            return []
+        return [(rung_of(spec), spec) for spec in rivals[:1]]
+
+    def _same_as(self, best: RungResult) -> RungResult:
+        """The best rung under the name of torch alone, which it is."""
+        rung, order = rung_of(best.spec), self._order
+        self._order += 1
+        figures = {**best.measurement.figures, "paired_speedup": Figure(1.0, 1.0, 1.0)}
+        measurement = replace(best.measurement, figures=figures, note=f"the same step as {best.name}")
+        return replace(
+            best,
+            name=rung.name,
+            slot=rung.slot,
+            lever=rung.lever,
+            order=order,
+            measurement=measurement,
+            baseline=best.name,
+            kept=False,
+        )
 
     def confirm(self, budget: Budget) -> RungResult | None:
         """The best rung of the last cumulative climb, its speedup now a paired one: timed in turn with the
@@ -95,6 +145,8 @@ class Climb:
         if self._ends is None or self._ends[0].reason is not None:
             return None
         first, best = self._ends
+        if first is best:
+            return None
         left = budget.left()
         seconds = share(left, [self._measurer.fixed_seconds(first.spec)])
         if seconds <= 0:
@@ -114,7 +166,7 @@ class Climb:
         yield first
         for i, (rung, spec) in enumerate(tries):
             result = self._try(rung, spec, first, "alone", tries[i + 1 :])
-            yield replace(_against(result, first), kept=_pays(result, first))
+            yield replace(_over_first(result, first, first), kept=_pays(result, first))
 
     def combination(self, combination: Combination, base: RunSpec) -> Iterator[RungResult]:
         """The rows in their own order, each paired with the row before it that ran and did the same work."""
@@ -125,7 +177,7 @@ class Climb:
             pair = before if before and before.spec.same_work(spec) else None
             result = self._try(rung, spec, pair, combination.mode, tries[i + 1 :])
             if first and first.spec.same_work(spec):
-                result = _against(result, first)
+                result = _over_first(result, pair, first)
             result = replace(result, kept=result.reason is None, combination=combination.name)
             yield result
             if result.reason is None:
@@ -154,10 +206,10 @@ class Climb:
         if reason is not None:
             return replace(result, measurement=Measurement(reason=reason))
         known = self._known.get(spec)
-        if known is not None:
+        if known is not None and (known.name == rung.name or rung.slot != TORCH_ALONE):
             return replace(result, measurement=_reused(known, result))
         self._observer(RungStarted(rung.name, order))
-        result = replace(result, measurement=self._measure(spec, rival, later))
+        result = replace(result, measurement=self._measure(rung, spec, rival, later))
         if against and rival != against.spec and result.reason is None:
             held = ", ".join(f"{name} {value}" for name, value in rung.needs.items())
             result = _noted(result, f"compared with {against.name} upon the same: {held}")
@@ -165,14 +217,24 @@ class Climb:
             self._known[spec] = result
         return result
 
-    def _measure(self, spec: RunSpec, rival: RunSpec | None, later: Sequence[Try]) -> Measurement:
-        left = self._budget.left()
-        to_come = [s for rung, s in later if s not in self._known and not rung.unavailable(self._machine, s)]
-        fixed = [self._measurer.fixed_seconds(s) for s in (spec, *to_come)]
-        if left < fixed[0]:
+    def _measure(self, rung: Rung, spec: RunSpec, rival: RunSpec | None, later: Sequence[Try]) -> Measurement:
+        left, device = self._budget.left(), self._machine.device
+        to_come = [
+            (other, s)
+            for other, s in later
+            if s not in self._known and not other.unavailable(self._machine, s)
+        ]
+        fixed = [self._measurer.fixed_seconds(s) for s in (spec, *(s for _, s in to_come))]
+        kept = sum(
+            seconds
+            for seconds, (other, _) in zip(fixed[1:], to_come, strict=True)
+            if is_kept_for(other, rung, device)
+        )
+        if left < fixed[0] + kept:
+            told = f", {kept:.0f} s of them for rungs that gain more" if kept else ""
             return Measurement(
-                reason=f"not reached: {max(left, 0):.0f} s of the budget were left, and this takes about "
-                f"{fixed[0]:.0f} s before the first timed step",
+                reason=f"not reached: {max(left, 0):.0f} s of the budget were left{told}, and this takes "
+                f"about {fixed[0]:.0f} s before the first timed step",
                 out_of_budget=True,
             )
         return self._measurer.measure(spec, rival, seconds=share(left, fixed), limit=left)
@@ -219,10 +281,15 @@ def _pays(result: RungResult, best: RungResult) -> bool:
     return ((paired or ratio(theirs, mine)).low or 0.0) > 1.0
 
 
-def _against(result: RungResult, first: RungResult) -> RungResult:
-    """`result` with its speedup over the ladder's first rung."""
+def _over_first(result: RungResult, before: RungResult | None, first: RungResult) -> RungResult:
+    """`result` with its speedup over the ladder's first rung: the paired ratios on the way, multiplied. Only
+    where a rung was timed alone does the ratio of two medians, taken apart, stand in."""
     mine, theirs = result.iteration_ms, first.iteration_ms
     if mine is None or theirs is None:
         return result
-    figures = {**result.measurement.figures, "speedup": ratio(theirs, mine)}
+    paired = result.measurement.figures.get("paired_speedup")
+    known = None if before is None else before.measurement.figures.get("speedup")
+    so_far = Figure(1.0, 1.0, 1.0) if before is first else known
+    over = ratio(theirs, mine) if paired is None or so_far is None else product(so_far, paired)
+    figures = {**result.measurement.figures, "speedup": over}
     return replace(result, measurement=replace(result.measurement, figures=figures))

@@ -63,7 +63,12 @@ class Combination:
 
 
 def _spec_unavailable(machine: Machine, spec: RunSpec) -> str | None:
-    return why_not(spec, machine)
+    """Rungs speak for what they change; executions that only combinations have ask the machine here."""
+    reason = why_not(spec, machine)
+    if reason is None and spec.execution.startswith("max-autotune"):
+        missing = machine.compiler_missing if machine.is_cuda else "it chooses among a GPU's kernels"
+        reason = f"{spec.execution}: {missing}" if missing else None
+    return reason
 
 
 def _anchor(name: str, execution: str, attention: str, multiple: int, batch: int | None = None) -> Row:
@@ -94,12 +99,18 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         name="seed-003",
         mode="combination",
-        summary="eager against the cudagraphs and inductor back ends",
+        summary="eager against the cudagraphs and inductor back ends, and inductor that tries its kernels",
         rows={
             "any": (
                 Row("eager", NO_LEVER, {"execution": "eager", "vocab_multiple": 64}),
                 Row("cudagraphs", "overhead", {"execution": "cudagraphs", "vocab_multiple": 64}),
                 Row("inductor", "fuse", {"execution": "inductor", "vocab_multiple": 64}),
+                Row(
+                    "max-autotune-no-cudagraphs",
+                    "fuse",
+                    {"execution": "max-autotune-no-cudagraphs", "vocab_multiple": 64},
+                ),
+                Row("max-autotune", "overhead", {"execution": "max-autotune", "vocab_multiple": 64}),
             )
         },
     ),

@@ -21,6 +21,15 @@ class Runs:
     taken: int = 0
     data_wait_share: float = 0.0
 
+    def add(self, more: Runs) -> None:
+        """Put the runs that `more` made after these behind them."""
+        share = len(more.new) / (len(self.new) + len(more.new))
+        self.data_wait_share += share * (more.data_wait_share - self.data_wait_share)
+        self.new += more.new
+        self.old += more.old
+        self.losses += more.losses
+        self.taken += more.taken
+
 
 def run_in_turn(
     new: Contender,
@@ -28,17 +37,18 @@ def run_in_turn(
     batches: BatchSource,
     learner: Learner,
     pace: Iterable[int],
+    before: int = 0,
     *,
     after_run: Callable[[int, int, float], None],
 ) -> Runs:
-    """A run of each for every number of steps in `pace`. `after_run(run, step, loss)` is called between the
-    timed parts."""
+    """A run of each for every number of steps in `pace`, `before` steps after those that the learner has
+    taken. `after_run(run, step, loss)` is called between the timed parts."""
     found = Runs()
     waited, timed = 0.0, 0.0
     for run, steps in enumerate(pace):
         order = [new] if old is None else ([old, new] if run % 2 == 0 else [new, old])
         for contender in order:
-            contender.set_learning_rate(learner.rate(found.taken))
+            contender.set_learning_rate(learner.rate(before + found.taken))
             ms, wait_ms = contender.run(batches, steps)
             if contender is old:
                 found.old.append(ms)
@@ -46,7 +56,7 @@ def run_in_turn(
             found.new.append(ms)
             waited, timed = waited + wait_ms * steps, timed + ms * steps
             found.taken += LEAD_IN + steps
-            step, loss = learner.state.steps + found.taken, float(contender.loss)
+            step, loss = learner.state.steps + before + found.taken, float(contender.loss)
             found.losses.append((step, loss))
             after_run(run + 1, step, loss)
     found.data_wait_share = waited / timed

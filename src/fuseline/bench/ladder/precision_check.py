@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.ladder.contender import Batch, Contender
 from fuseline.bench.ladder.learner import TrainingState
 from fuseline.bench.ladder.result import Figure
 from fuseline.bench.ladder.spec import RunSpec, baseline
 from fuseline.models.gpt import GPT
-from fuseline.training.precision import matmul_format
 
 CHUNK_TOKENS = 4096  # the reference goes through the batch in pieces: what is being checked may save memory
 

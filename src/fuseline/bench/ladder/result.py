@@ -11,6 +11,9 @@ from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
 from fuseline.timing import Ratio, Summary
 
+# An interval whose end is so many times its beginning says that something else kept the machine busy.
+WIDE = 1.25
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -30,6 +33,24 @@ class Figure:
     def spread(self) -> float:
         """The interval's end over its beginning; infinite where none is known."""
         return self.high / self.low if self.low and self.high else math.inf
+
+
+def product(first: Figure, second: Figure) -> Figure:
+    """first * second, two ratios measured apart: their errors are independent, and add up as squares."""
+    value = first.value * second.value
+    if None in (first.low, first.high, second.low, second.high):
+        return Figure(value, n=min(first.n, second.n))
+    ends = []
+    for end in ("low", "high"):
+        parts = [math.log(getattr(figure, end) / figure.value) for figure in (first, second)]
+        ends.append(math.hypot(*parts))
+    return Figure(value, value * math.exp(-ends[0]), value * math.exp(ends[1]), min(first.n, second.n))
+
+
+def inverse(figure: Figure) -> Figure:
+    """1 / figure, a ratio read the other way."""
+    low = None if figure.high is None else 1 / figure.high
+    return Figure(1 / figure.value, low, None if figure.low is None else 1 / figure.low, figure.n)
 
 
 def ratio(old: Figure, new: Figure) -> Figure:

@@ -30,8 +30,6 @@ RECORDS = "ladder.jsonl"
 PREVIOUS = "ladder-previous.jsonl"
 PEAK_RATES = {"tiny": 1e-3, "shakespeare": 1e-3}
 LARGE_PEAK_RATE = 3e-4
-# Of the budget, left for the ladder itself however long a first build of the kernels took.
-LEAST_SHARE = 0.6
 # Kept of the budget for what comes after the climb, trials of batches apart.
 KEPT_SECONDS = {"cpu": 12.0, "cuda": 20.0}
 TRIALS_KEPT_FOR = 5
@@ -48,12 +46,11 @@ def run(settings: Settings, observer: Observer) -> Outcome:
         InputError: a preset or rung that is not known, text that cannot be had, a vocabulary too large,
             records that cannot be read.
     """
-    budget = Budget(settings.budget_seconds)
     selection, shape, device = settings.selection, settings.base, torch.device(settings.device)
     torch.manual_seed(settings.seed)
     observer(Preparing("loading Fuseline's kernels (the first time they are built)"))
     machine = examine(settings.device)
-    budget.grant(LEAST_SHARE * (settings.budget_seconds or 0.0))
+    budget = Budget(settings.budget_seconds)  # a first build is not the ladder's time
     observer(Preparing(f"reading and tokenizing {settings.data}"))
     text = Text.prepare(settings.data, settings.tokenizer, settings.preset, device, settings.seed)
     base = _fit_vocabulary(shape, text)
@@ -69,7 +66,14 @@ def run(settings: Settings, observer: Observer) -> Outcome:
         effort = Effort(settings.steps, settings.runs)
         measurer = StepMeasurer(device, machine.name, sources, learner, effort, observer)
         kept_back = _kept_seconds(settings, device)
-        climb = Climb(machine, measurer, budget.less(kept_back + CONFIRM_SECONDS), observer, earlier)
+        climb = Climb(
+            machine,
+            measurer,
+            budget.less(kept_back + CONFIRM_SECONDS),
+            observer,
+            earlier,
+            second_baseline=selection.is_whole,
+        )
         try:
             for result in _climb(climb, selection, base):
                 now = describe(device)
@@ -97,9 +101,12 @@ def run(settings: Settings, observer: Observer) -> Outcome:
 def _climb(climb: Climb, selection: Selection, base: RunSpec) -> Iterator[RungResult]:
     for combination in selection.combinations:
         yield from climb.combination(combination, base)
-    if selection.rungs:
-        way_up = climb.alone if selection.mode == "alone" else climb.cumulative
-        yield from way_up(base, selection.rungs)
+    if selection.rungs and selection.mode == "alone":
+        yield from climb.alone(base, selection.rungs)
+    elif selection.rungs:
+        yield from climb.cumulative(base, selection.rungs)
+        if selection.is_whole:
+            yield from climb.torch_alone()
 
 
 def _fit_vocabulary(base: RunSpec, text: Text) -> RunSpec:

@@ -139,7 +139,15 @@ RUNGS: tuple[Rung, ...] = (
         {"attention": "naive_fused"},
         _attention,
     ),
-    Rung("math", "attention", "fuse", "SDPA's generic kernel", {"attention": "math"}, _attention),
+    Rung(
+        "math",
+        "attention",
+        "fuse",
+        "SDPA's generic kernel",
+        {"attention": "math"},
+        _attention,
+        named_on=("cpu",),  # `flash` does the same there without writing [T, T]
+    ),
     Rung(
         "efficient",
         "attention",
@@ -171,7 +179,15 @@ RUNGS: tuple[Rung, ...] = (
         _attention,
         named_on=("cpu",),  # there it is what kernels are compared with, and torch's are faster
     ),
-    Rung("pick", "attention", "fuse", "the fastest as measured", {"attention": "pick"}, _attention),
+    Rung(
+        "pick",
+        "attention",
+        "fuse",
+        "the fastest as measured",
+        {"attention": "pick"},
+        _attention,
+        named_on=("cpu",),  # there it is `flash`
+    ),
     Rung(
         "exact-vocabulary",
         "vocabulary",
@@ -219,6 +235,7 @@ RUNGS: tuple[Rung, ...] = (
         "the head and Fuseline's cross-entropy by chunks of rows: the logits never exist as a whole",
         {"loss": "fuseline-linear"},
         _native,
+        named_on=("cpu",),  # what it saves is memory, which is not measured there
     ),
     Rung(
         "unfused-adamw",
@@ -237,6 +254,7 @@ RUNGS: tuple[Rung, ...] = (
         "Fuseline's LayerNorm, in one pass with the sum before it, and the MLP's bias in the GELU",
         {"kernels": "fuseline"},
         _native,
+        named_on=("cpu",),  # behind torch's there when it was tried
     ),
     Rung("eager", "execution", NO_LEVER, "operation by operation", {"execution": "eager"}, _always),
     Rung(

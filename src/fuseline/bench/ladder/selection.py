@@ -19,6 +19,8 @@ class Selection:
     mode: str
     rungs: tuple[Rung, ...]
     combinations: tuple[Combination, ...]
+    is_whole: bool = False
+    """Nothing was named: all that is for the device is climbed, and torch alone is held beside it."""
 
 
 def select(names: Sequence[str], mode: str, preset: str, device: str = "cuda") -> Selection:
@@ -36,7 +38,7 @@ def select(names: Sequence[str], mode: str, preset: str, device: str = "cuda") -
             fitting = tuple(c for c in COMBINATIONS if preset in c.rows or "any" in c.rows)
             return Selection(mode, (), fitting)
         kind = device.partition(":")[0]
-        return Selection(mode, tuple(rung for rung in climbable if kind not in rung.named_on), ())
+        return Selection(mode, tuple(rung for rung in climbable if kind not in rung.named_on), (), True)
     rungs: list[Rung] = []
     combinations: list[Combination] = []
     for name in names:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from fuseline.bench.ladder.climb import BASELINE
 from fuseline.bench.ladder.machine import Machine, examine
-from fuseline.bench.ladder.result import RungResult
+from fuseline.bench.ladder.result import WIDE, Figure, RungResult, inverse
 from fuseline.bench.ladder.selection import Selection, select
 from fuseline.bench.ladder.spec import RunSpec, baseline
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Record
 
@@ -49,7 +50,8 @@ class Settings:
         for name in ("batch", "seqlen", "steps", "runs"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"--{name} {value}: it must be 1 or more.")
+                flag = "--batch-size" if name == "batch" else f"--{name}"
+                raise InputError(f"{flag} {value}: it must be 1 or more.")
         if self.out.exists() and not self.out.is_dir():
             raise InputError(f"--out {self.out} is a file; name a folder to write to.")
 
@@ -91,9 +93,11 @@ def plan(settings: Settings) -> list[Planned]:
 
 
 def count(selection: Selection, preset: str, machine: Machine) -> int:
-    """How many rungs there are to try."""
+    """How many rungs there are to try: those that cannot run on this machine at all do not count."""
+    base = baseline(preset)
     rows = sum(len(c.rungs(preset, machine)) for c in selection.combinations)
-    return rows + (1 + len(selection.rungs) if selection.rungs else 0)
+    able = [r for r in selection.rungs if not r.unavailable(machine, base.with_(r.change))]
+    return rows + (1 + len(able) if selection.rungs else 0)
 
 
 @dataclass
@@ -113,7 +117,30 @@ class Outcome:
 
     @property
     def best(self) -> RungResult | None:
-        """The fastest rung that was kept, among those that do the work of the first one."""
+        """Where a climb ended, the last rung that it kept; else the fastest of those that do the work of the
+        first one."""
         ran = [r for r in self.results if r.iteration_ms is not None and r.kept]
+        climbed = [r for r in ran if r.mode == "cumulative"]
+        if climbed:
+            return climbed[-1]
         same = [r for r in ran if r.spec.same_work(ran[0].spec)]
         return min(same, key=lambda r: r.iteration_ms.value if r.iteration_ms else 0.0, default=None)
+
+    @property
+    def torch_alone(self) -> RungResult | None:
+        """The best that torch does alone: the fastest of its modes, each of which was paired with the best
+        rung."""
+        ran = [r for r in self.results if r.slot == TORCH_ALONE and r.value("paired_speedup") is not None]
+        return max(ran, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+
+    @property
+    def over_torch(self) -> Figure | None:
+        """How much faster the best rung is than torch alone, timed in turn."""
+        alone = self.torch_alone
+        return None if alone is None else inverse(alone.measurement.figures["paired_speedup"])
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether something else kept the machine busy: a kept rung whose time nobody can tell."""
+        times = [r.iteration_ms for r in self.results if r.kept]
+        return any(time is not None and time.spread > WIDE for time in times)

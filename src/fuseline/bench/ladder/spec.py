@@ -70,7 +70,7 @@ class RunSpec:
     @property
     def is_compiled(self) -> bool:
         """Whether torch.compile is at work."""
-        return self.execution in ("cudagraphs", "inductor", "reduce-overhead", "inductor-graph")
+        return self.execution not in ("eager", "graph")
 
     @property
     def tokens(self) -> int:

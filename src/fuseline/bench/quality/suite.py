@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.generation.static_cache import Rounded
 from fuseline.models.gpt import GPT
 from fuseline.models.heads import Attend
-from fuseline.quant import quantize
+from fuseline.ops.quant_codes import CODES
+from fuseline.quant import LayerReport, methods_of, quantize
 from fuseline.records import Record, append, describe
 from fuseline.records.record import Scalar
 from fuseline.training.checkpoint import BEST, LATEST, load_weights, peek
@@ -65,16 +66,25 @@ FORMATS = {
         for ending, method in ENDINGS.items()
     },
     "fp8": Kind("fp8"),
+    **{
+        f"{name}{ending}": Kind(name, CODES[name].group_size if name in CODES else 0, method)
+        for name in (*CODES, "w8a8", "sparse24")
+        for ending, method in ENDINGS.items()
+        if method in methods_of(name)
+    },
     "cache-int8": Kind("int8 cache", cached="int8"),
     "cache-fp8": Kind("fp8 cache", cached="fp8"),
 }
-"""int8, int4, int4-64, int4-32-zeros (with zero points), .., each with an ending that says how weights are
-rounded."""
+"""int8, int4, int4-64, int4-32-zeros (with zero points), nf4, .., each with an ending that says how weights
+are rounded."""
 USUAL = (
     "int8",
     "int8-calibrated",
     *(f"int4{size}{ending}" for size in ("", "-64", "-32") for ending in ENDINGS),
     "fp8",
+    *(f"{name}{ending}" for name in CODES for ending in ("", "-calibrated") if f"{name}{ending}" in FORMATS),
+    "w8a8",
+    "sparse24",
     "cache-int8",
     "cache-fp8",
 )
@@ -189,7 +199,7 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
         if kind.zero_points:
             of["zero_points"] = True
         try:
-            found = _perplexity_in(kind, whole, read, bench, quantized=name != plain and not kind.cached)
+            found, bits = _measured(kind, whole, read, bench, quantized=name != plain and not kind.cached)
         except (InputError, RuntimeError, NotImplementedError) as error:
             of["reason"] = str(error) if isinstance(error, InputError) else describe_failure(error)
             new = [Record.of(SUITE, of, "skipped", None, describe(bench.device))]
@@ -197,6 +207,8 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
             base = found if name == plain else base
             environment = describe(bench.device)
             new = [Record.of(SUITE, of, "perplexity", found, environment, n=bench.batches)]
+            if not kind.cached:
+                new.append(Record.of(SUITE, of, "bits_per_weight", bits, environment))
             if name != plain:
                 new.append(Record.of(SUITE, of, "loss_error", found / base - 1, environment))
         append(out / f"{SUITE}.jsonl", new)
@@ -205,12 +217,16 @@ def run(bench: QualityBench, out: Path, observe: Observer, *, cache_dir: Path | 
     return records
 
 
-def _perplexity_in(kind: Kind, whole: GPT, read: Texts, bench: QualityBench, *, quantized: bool) -> float:
-    """Of a copy of `whole`, the only one on the device, and gone afterwards."""
+def _measured(
+    kind: Kind, whole: GPT, read: Texts, bench: QualityBench, *, quantized: bool
+) -> tuple[float, float]:
+    """The perplexity of a copy of `whole`, the only one on the device, and gone afterwards; and the bits that
+    each weight of its linear layers takes, scales among them."""
     model = copy.deepcopy(whole).to(bench.device)
+    bits = 8.0 * bench.dtype.itemsize
     if quantized:
         batches = [batch[:1] for batch in read.crops(read.trained_on, bench.calibration)]
-        quantize(
+        done = quantize(
             model,
             kind.format,
             calibrate=batches if kind.method == "gptq" else None,
@@ -218,8 +234,19 @@ def _perplexity_in(kind: Kind, whole: GPT, read: Texts, bench: QualityBench, *, 
             zero_points=kind.zero_points,
             method=kind.method,
         )
+        if not done.quantized:
+            reasons = [layer.reason or "" for layer in done.left]
+            raise InputError(f"No layer can be in {kind.format}: {max(set(reasons), key=reasons.count)}.")
+        bits = bits_per_weight(done.quantized)
     attend = Rounded(kind.cached) if kind.cached else None
-    return perplexity(model, read.crops(read.held_out, bench.batches), attend)
+    return perplexity(model, read.crops(read.held_out, bench.batches), attend), bits
+
+
+def bits_per_weight(layers: Sequence[LayerReport]) -> float:
+    """Bits that a weight of these layers takes where it is saved, with its share of scales, zero points and
+    padding."""
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    return 8 * sum(layer.bytes_after for layer in layers) / weights
 
 
 def _tokens(text: Path, tokenizer: Tokenizer) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fuseline.acceleration.precision import check_precision
 from fuseline.bench.translation.epoch_time import COMPILED_SETS, EAGER_SETS, time_epochs
 from fuseline.bench.translation.quality import Learned, learn, loss_curve
 from fuseline.bench.translation.results import (
@@ -28,7 +29,6 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.models.translation_config import as_dict
 from fuseline.records import Record, append, describe
 from fuseline.training.execution import EXECUTIONS
-from fuseline.training.precision import check_precision
 from fuseline.training.translation_config import TranslateConfig
 from fuseline.training.translation_train import load_pairs, train_translation, training_batches
 

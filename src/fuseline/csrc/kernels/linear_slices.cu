@@ -92,7 +92,7 @@ int launch_slices(LinearArguments a, const fuseline_linear& call, const Device& 
                             plan.splits, stream);
 }
 
-// Where slices were faster than streams and tiles: see docs/notes.md. Rows of x at odd addresses each block puts in order
+// Where slices were faster than streams and tiles: see docs/experiments/linears.md. Rows of x at odd addresses each block puts in order
 // itself, where tiles want a launch ahead for that.
 bool slices_win(const LinearArguments& a, bool int4) {
   constexpr int64_t kMi = 1 << 20;

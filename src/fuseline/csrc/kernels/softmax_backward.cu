@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kTileBlock, 6) softmax_backward_tiled(const So
     const float mean = mean_of(group.warp_sum(sums));
 #pragma unroll 4
     for (int i = group.lane; i < inside; i += group.threads) {
-      grad_out[i] = from_float<T>(a.scale * to_float(y[i]) * (to_float(grad_out[i]) - mean));
+      const float share = to_float(y[i]);
+      grad_out[i] = from_float<T>(share == 0.f ? 0.f : a.scale * share * (to_float(grad_out[i]) - mean));
     }
   }
   show_to_copies();

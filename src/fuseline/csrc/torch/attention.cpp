@@ -13,7 +13,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 #include "fuseline_attention.h"
+#include "transforms.h"
 
 namespace fuseline {
 
@@ -24,6 +27,9 @@ Tensor empty_as_heads_lie(const Tensor& x) {
     return at::empty_strided_symint(sizes, strides, x.options());
 }
 
+}  // namespace fuseline
+
+namespace fuseline::attention_op {
 namespace {
 
 constexpr const char* kName = "attention";
@@ -77,6 +83,21 @@ void check_packing(const Tensor& q, const OptionalTensor& cu_seqlens_q, const Op
                       ".");
 }
 
+// What the CPU reads rows by. On a GPU ops/attention/packing.py has the device assert it.
+void check_starts(const OptionalTensor& cu_seqlens, int64_t rows, int64_t longest) {
+    if (!cu_seqlens.has_value()) return;
+    const Tensor starts = cu_seqlens->contiguous();
+    const int32_t* const at = starts.const_data_ptr<int32_t>();
+    const int64_t count = starts.numel();
+    TORCH_CHECK_VALUE(at[0] == 0 && at[count - 1] <= rows, kName, ": cu_seqlens go from ", at[0], " to ", at[count - 1],
+                      "; they begin with 0 and end within the rows, of which there are ", rows, ".");
+    for (int64_t i = 1; i < count; ++i) {
+        TORCH_CHECK_VALUE(at[i] >= at[i - 1] && at[i] - at[i - 1] <= longest, kName, ": cu_seqlens hold ", at[i - 1],
+                          " and then ", at[i], "; they never fall, and no sequence is longer than its max_seqlen, ",
+                          longest, ".");
+    }
+}
+
 void check_mask(const Tensor& q, const Tensor& k, const Tensor& mask) {
     TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || mask.is_floating_point(), kName, ": mask is ",
                      mask.scalar_type(), "; it is boolean (True is seen) or floating (added to the scores).");
@@ -109,7 +130,9 @@ void check(FUSELINE_ATTENTION_PARAMETERS(const Size&)) {
                       causal, "; it is 0 (none), 1 (top left) or 2 (bottom right).");
     TORCH_CHECK_VALUE(window_left >= -1 && window_right >= -1, kName, ": the window is (", window_left, ", ",
                       window_right, "); -1 means no end.");
-    TORCH_CHECK_VALUE(soft_cap >= 0, kName, ": soft_cap is ", soft_cap, "; it is 0 (none) or a bound on scores.");
+    TORCH_CHECK_VALUE(soft_cap >= 0 && std::isfinite(soft_cap), kName, ": soft_cap is ", soft_cap,
+                      "; it is 0 (none) or a finite bound on scores.");
+    TORCH_CHECK_VALUE(std::isfinite(softmax_scale), kName, ": softmax_scale is ", softmax_scale, "; it is finite.");
     TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1, kName, ": dropout probability p=", dropout_p,
                       " is not between 0 and 1.");
     if (dropout_p > 0) {
@@ -149,6 +172,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Optiona
 
 AttentionOut attention_cpu(FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
     check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    check_starts(cu_seqlens_q, q.size(2), max_seqlen_q);
+    check_starts(cu_seqlens_k, k.size(2), max_seqlen_k);
     return attention_on_cpu({FUSELINE_ATTENTION_ARGUMENTS});
 }
 
@@ -294,8 +319,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("attention", attention_autograd);
-    m.impl("attention_backward", attention_backward_autograd);
+    impl_autograd<attention_autograd>(m, "attention");
+    impl_autograd<attention_backward_autograd>(m, "attention_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::attention_op

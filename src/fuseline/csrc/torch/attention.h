@@ -36,10 +36,14 @@ AttentionGradients attention_backward_on_cpu(const Tensor& grad_out, const Optio
                                              const AttentionCall& call, const Tensor& out, const Tensor& lse,
                                              const Wanted& wanted);
 
-// On the GPU, by the kernels. Gradients that are not wanted come back empty.
+// Memory for the gradients of q, k and v: views of one packed tensor, say.
+using HeadGradients = std::array<Tensor, 3>;
+
+// On the GPU, by the kernels. Gradients that are not wanted come back empty; those of q, k and v are written into `into`
+// where it is given.
 AttentionOut attention_on_gpu(const AttentionCall& call);
 AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                              const AttentionCall& call, const Tensor& out, const Tensor& lse,
-                                             const Wanted& wanted);
+                                             const Wanted& wanted, const HeadGradients* into = nullptr);
 
 }  // namespace fuseline

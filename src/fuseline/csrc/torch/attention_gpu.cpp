@@ -10,7 +10,7 @@
 namespace fuseline {
 namespace {
 
-constexpr const char* kName = "attention";
+constexpr const char* kAttention = "attention";
 
 // x as the kernels read it: 16-byte vectors of a row side by side, rows at multiples of 16 bytes.
 Tensor readable(const Tensor& x) {
@@ -33,9 +33,9 @@ struct Record {
     explicit Record(const AttentionCall& given) : call(given) {
         call.q = readable(call.q), call.k = readable(call.k), call.v = readable(call.v);
         const int64_t D = call.q.size(3);
-        TORCH_CHECK_VALUE(D % 8 == 0 && D >= 8 && D <= 256, kName, " on CUDA: q has ", D,
+        TORCH_CHECK_VALUE(D % 8 == 0 && D >= 8 && D <= 256, kAttention, " on CUDA: q has ", D,
                           " elements a head; the kernels take multiples of 8 up to 256. The reference takes any.");
-        record.dtype = kernel_dtype(call.q, kName);
+        record.dtype = kernel_dtype(call.q, kAttention);
         record.causal = static_cast<int>(call.causal);
         record.batch = call.q.size(0), record.heads = call.q.size(1), record.kv_heads = call.k.size(1);
         record.seqlen_q = call.q.size(2), record.seqlen_k = call.k.size(2), record.head_dim = D;
@@ -103,22 +103,23 @@ AttentionOut attention_on_gpu(const AttentionCall& call) {
         scratch = workspace(bytes, q);
         of.record.workspace = scratch.mutable_data_ptr();
     }
-    check_launch(launch_attention_forward(of.record, current_stream(q)), kName);
+    check_launch(launch_attention_forward(of.record, current_stream(q)), kAttention);
     return {out, lse};
 }
 
 AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                              const AttentionCall& call, const Tensor& out, const Tensor& lse,
-                                             const Wanted& wanted) {
+                                             const Wanted& wanted, const HeadGradients* into) {
     const Tensor &q = call.q, &k = call.k, &v = call.v;
     const OptionalTensor &mask = call.mask, &sinks = call.sinks;
     const c10::DeviceGuard guard(q.device());
     Record of(call);
     const auto floats = q.options().dtype(at::kFloat);
     const auto nothing = [&] { return at::empty({0}, q.options()); };
-    Tensor grad_q = wanted[0] ? empty_as_heads_lie(q) : nothing();
-    Tensor grad_k = wanted[1] ? empty_as_heads_lie(k) : nothing();
-    Tensor grad_v = wanted[2] ? empty_as_heads_lie(v) : nothing();
+    const auto room = [&](size_t i, const Tensor& x) {
+        return !wanted[i] ? nothing() : into != nullptr ? (*into)[i] : empty_as_heads_lie(x);
+    };
+    Tensor grad_q = room(0, q), grad_k = room(1, k), grad_v = room(2, v);
     const bool known = wanted[3] && (mask->scalar_type() == at::kHalf || mask->scalar_type() == at::kBFloat16);
     Tensor grad_mask = wanted[3] ? at::empty(mask->sizes(), known ? mask->options() : floats) : nothing();
     Tensor grad_sinks = wanted[4] ? at::empty(sinks->sizes(), floats) : nothing();
@@ -144,13 +145,13 @@ AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const Optio
         set(wanted[2], grad_v, record.grad_v, record.grad_v_strides);
         if (wanted[3]) {
             record.grad_mask = grad_mask.mutable_data_ptr();
-            record.grad_mask_dtype = kernel_dtype(grad_mask, kName);
+            record.grad_mask_dtype = kernel_dtype(grad_mask, kAttention);
             set_strides(record.grad_mask_strides, grad_mask);
         }
         if (wanted[4]) record.grad_sinks = grad_sinks.mutable_data_ptr<float>();
         const Tensor scratch = workspace(attention_backward_workspace(record), q);
         record.workspace = scratch.mutable_data_ptr();
-        check_launch(launch_attention_backward(record, current_stream(q)), kName);
+        check_launch(launch_attention_backward(record, current_stream(q)), kAttention);
     }
     return {grad_q, grad_k, grad_v, wanted[3] ? grad_mask.to(mask->scalar_type()) : grad_mask,
             wanted[4] ? grad_sinks.to(sinks->scalar_type()) : grad_sinks};

@@ -8,11 +8,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <tuple>
 
 #include "cross_entropy.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::cross_entropy_op {
 namespace {
 
 using namespace losses;
@@ -82,8 +84,8 @@ void check(const Tensor& logits, const Tensor& target, const OptionalTensor& wei
                       ": reduction is '", o.reduction, "'; it is 'mean', 'sum' or 'none'.");
     TORCH_CHECK_VALUE(o.label_smoothing >= 0 && o.label_smoothing <= 1, kName, ": label_smoothing is ",
                       o.label_smoothing, "; it is a share, from 0 to 1.");
-    TORCH_CHECK_VALUE(!o.soft_cap.has_value() || *o.soft_cap > 0, kName, ": soft_cap is ", o.cap(),
-                      "; it is above 0, or None for none.");
+    TORCH_CHECK_VALUE(!o.soft_cap.has_value() || (*o.soft_cap > 0 && std::isfinite(*o.soft_cap)), kName,
+                      ": soft_cap is ", o.cap(), "; it is finite and above 0, or None for none.");
     if (o.vocab_size.has_value()) {
         TORCH_CHECK_VALUE(*o.vocab_size >= 1 && *o.vocab_size <= logits.sym_size(-1), kName, ": vocab_size is ",
                           *o.vocab_size, "; logits has ", logits.sym_size(-1), " columns, and at least one counts.");
@@ -236,7 +238,8 @@ struct CrossEntropyWithGradient : torch::autograd::Function<CrossEntropyWithGrad
         } else {
             std::tie(loss, std::ignore, std::ignore, grad) = cross_entropy_forward_op(logits, target, weight, o, true);
         }
-        ctx->save_for_backward({grad});
+        ctx->saved_data["ignore_index"] = ignore_index;
+        ctx->save_for_backward({grad, target});
         return loss;
     }
 
@@ -245,8 +248,12 @@ struct CrossEntropyWithGradient : torch::autograd::Function<CrossEntropyWithGrad
                     "the forward pass serves one backward pass, and this is another over the same graph. Call it "
                     "without grad_in_forward.");
         ctx->saved_data["spent"] = true;
-        const Tensor grad = ctx->get_saved_variables()[0];
-        scale_rows_op(grad, grads[0].to(accumulator_type(grad.scalar_type())));
+        const auto saved = ctx->get_saved_variables();
+        const Tensor& grad = saved[0];
+        // What is ignored has no gradient, be the one that is given infinite: a sum divided by a count of 0 gives that.
+        const Tensor ignored = saved[1].eq(ctx->saved_data["ignore_index"].toInt());
+        const Tensor given = grads[0].to(accumulator_type(grad.scalar_type()));
+        scale_rows_op(grad, given.masked_fill(given.dim() == ignored.dim() ? ignored : ignored.all(), 0.0));
         const Tensor result =
             at::GradMode::is_enabled()
                 ? NoSecondDerivative::apply(grad, grads[0], of_running_node(grad), std::string(kName))
@@ -333,9 +340,16 @@ FUSELINE_CROSS_ENTROPY_IMPL(CUDA, cuda)
 FUSELINE_CROSS_ENTROPY_IMPL(Meta, meta)
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("cross_entropy", cross_entropy_autograd);
-    m.impl("cross_entropy_", cross_entropy_in_place_autograd);
-    m.impl("cross_entropy_backward", cross_entropy_backward_autograd);
+    impl_autograd<cross_entropy_autograd>(m, "cross_entropy");
+    impl_autograd<cross_entropy_in_place_autograd>(m, "cross_entropy_");
+    impl_autograd<cross_entropy_backward_autograd>(m, "cross_entropy_backward");
 }
 
-}  // namespace fuseline
+// Another file compiled after this one has its own.
+#undef FUSELINE_OPTION_TYPES
+#undef FUSELINE_OPTION_PARAMETERS
+#undef FUSELINE_OPTION_VALUES
+#undef FUSELINE_OPTION_SCHEMA
+#undef FUSELINE_OPTIONS
+
+}  // namespace fuseline::cross_entropy_op

@@ -8,7 +8,7 @@
 #include "fuseline_decode.h"
 #include "fuseline_torch.h"
 
-namespace fuseline {
+namespace fuseline::decode_attention_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -136,4 +136,4 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("decode_attention", decode_attent
 
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("decode_attention", decode_attention_meta); }
 
-}  // namespace fuseline
+}  // namespace fuseline::decode_attention_op

@@ -8,7 +8,7 @@
 #include "fuseline_decode_step.h"
 #include "fuseline_torch.h"
 
-namespace fuseline {
+namespace fuseline::decode_step_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -166,4 +166,4 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("decode_step", decode_step_meta); }
 
-}  // namespace fuseline
+}  // namespace fuseline::decode_step_op

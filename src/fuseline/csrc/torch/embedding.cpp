@@ -13,8 +13,9 @@
 
 #include "cpu/philox.h"
 #include "fuseline_torch.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::embedding_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -301,8 +302,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("embedding", embedding_autograd);
-    m.impl("embedding_backward", embedding_backward_autograd);
+    impl_autograd<embedding_autograd>(m, "embedding");
+    impl_autograd<embedding_backward_autograd>(m, "embedding_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::embedding_op

@@ -8,7 +8,7 @@
 #include "fuseline_quant.h"
 #include "fuseline_torch.h"
 
-namespace fuseline {
+namespace fuseline::fp8_rows_op {
 namespace {
 
 using Two = std::tuple<Tensor, Tensor>;
@@ -51,4 +51,4 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("fp8_rows", fp8_rows_cuda); }
 
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("fp8_rows", fp8_rows_meta); }
 
-}  // namespace fuseline
+}  // namespace fuseline::fp8_rows_op

@@ -9,7 +9,7 @@
 #include "fuseline_quant.h"
 #include "fuseline_torch.h"
 
-namespace fuseline {
+namespace fuseline::fused_linear_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -137,4 +137,4 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("fused_linear", fused_linear_cuda
 
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("fused_linear", fused_linear_meta); }
 
-}  // namespace fuseline
+}  // namespace fuseline::fused_linear_op

@@ -14,8 +14,9 @@
 
 #include "fuseline_torch.h"
 #include "pieces.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::gelu_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -237,8 +238,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("gelu", gelu_autograd);
-    m.impl("gelu_backward", gelu_backward_autograd);
+    impl_autograd<gelu_autograd>(m, "gelu");
+    impl_autograd<gelu_backward_autograd>(m, "gelu_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::gelu_op

@@ -17,8 +17,9 @@
 
 #include "fuseline_torch.h"
 #include "pieces.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::glu_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -266,9 +267,9 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("swiglu", swiglu<forward_autograd>);
-    m.impl("geglu", geglu<forward_autograd>);
-    m.impl("glu_backward", backward_autograd);
+    impl_autograd<swiglu<forward_autograd>>(m, "swiglu");
+    impl_autograd<geglu<forward_autograd>>(m, "geglu");
+    impl_autograd<backward_autograd>(m, "glu_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::glu_op

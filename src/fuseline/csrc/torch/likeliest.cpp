@@ -8,7 +8,7 @@
 #include "fuseline_likeliest.h"
 #include "fuseline_torch.h"
 
-namespace fuseline {
+namespace fuseline::likeliest_op {
 namespace {
 
 constexpr const char* kName = "take_likeliest";
@@ -47,4 +47,4 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("take_likeliest", take_likeliest_
 
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("take_likeliest", take_likeliest_meta); }
 
-}  // namespace fuseline
+}  // namespace fuseline::likeliest_op

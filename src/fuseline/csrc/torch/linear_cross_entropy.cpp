@@ -17,19 +17,31 @@
 
 #include <array>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "linear_head.h"
 #include "spent_gradient.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::linear_cross_entropy_op {
 namespace {
 
 using namespace linear_head;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+#define FUSELINE_OPTION_TYPES \
+    int64_t, double, c10::string_view, std::optional<double>, double, OptionalSize, c10::SymInt
+#define FUSELINE_OPTION_PARAMETERS \
+    int64_t ignore_index, double label_smoothing, c10::string_view reduction, std::optional<double> soft_cap, \
+        double z_loss, OptionalSize vocab_size, c10::SymInt chunk_size
+#define FUSELINE_OPTIONS \
+    Options { {ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size}, chunk_size }
+#define FUSELINE_OPTION_VALUES(o) \
+    (o).ignore_index, (o).label_smoothing, (o).reduction, (o).soft_cap, (o).z_loss, (o).vocab_size, (o).chunk_size
 
 // ---- the ops, as others of them call them ----
 
@@ -102,6 +114,12 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
     return o.mean() ? loss.div_(divisor(head, o, options)) : loss;
 }
 
+// The total that the backward pass divides by, infinite where every target is ignored or there is none: no row has a
+// gradient then, and what is 0 is not to become NaN, be it divided by 0 or multiplied by an infinite gradient.
+Tensor marked(Tensor total, const Head& head, const Options& o) {
+    return total.masked_fill_(head.target.eq(o.ignore_index).all(), std::numeric_limits<double>::infinity());
+}
+
 Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, const Tensor& target,
                                   const OptionalTensor& bias, const OptionalTensor& class_weight,
                                   FUSELINE_OPTION_PARAMETERS, std::array<bool, 3> wanted) {
@@ -119,7 +137,7 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
         return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
     };
     const Tensor sum = loss_by_powers(head, o, gradients);
-    if (sum.defined()) return results(sum, o.mean() ? at::ones({}, options) : at::empty({0}, options));
+    if (sum.defined()) return results(sum, marked(at::ones({}, options), head, o));
     // The gradient of one chunk's mean is divided as it is written; that of fp16 would leave its range.
     const bool divided = o.mean() && head.rows > 0 && head.chunks == 1 && hidden.scalar_type() != at::kHalf;
     Tensor loss;
@@ -131,14 +149,14 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
         gradients.add(logits, begin);
     });
     if (!loss.defined()) loss = at::zeros({}, options);
-    Tensor total = at::empty({0}, options);
-    if (o.mean()) total = divided ? at::ones({}, options) : divisor(head, o, options);
+    const Tensor total = o.mean() && !divided ? divisor(head, o, options) : at::ones({}, options);
     if (o.mean() && !divided) loss.div_(total);
-    return results(loss, total);
+    return results(loss, marked(total, head, o));
 }
 
 Tensor factor_of(const Tensor& grad_out, const Tensor& total) {
-    return total.numel() > 0 ? grad_out.div(total.reshape({})) : grad_out;
+    const Tensor divisor = total.reshape({});
+    return grad_out.div(divisor).masked_fill(divisor.isinf(), 0.0);
 }
 
 Three linear_cross_entropy_backward(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
@@ -161,11 +179,17 @@ Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& h
     const WithoutAutocast off;
     const Head head(hidden, weight, target, bias, class_weight, o);
     Gradients gradients(head, wanted, saved_type(hidden, weight));
-    const Tensor given = grad_out.reshape({-1}).to(accumulator_type(hidden.scalar_type()));
+    const int64_t counted = o.columns(weight.t());
+    // What is ignored has no gradient, whatever is given for it.
+    const Tensor given = grad_out.reshape({-1})
+                             .to(accumulator_type(hidden.scalar_type()))
+                             .masked_fill(head.target.eq(o.ignore_index), 0.0);
     head.each_chunk([&](int64_t begin, int64_t length) {
         const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
         chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o, "sum");
         scale_rows_op(logits, given.narrow(0, begin, length));
+        // The words that do not count stay clear of what is given, be it NaN.
+        if (counted < logits.size(1)) logits.narrow(1, counted, logits.size(1) - counted).zero_();
         gradients.add(logits, begin);
     });
     const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
@@ -195,7 +219,7 @@ Five linear_cross_entropy_forward_meta(const Tensor& hidden, const Tensor& weigh
     const auto options = accumulators(hidden);
     const Tensor nothing = at::empty({0}, options);
     const auto type = saved_type(hidden, weight);
-    return {at::empty({}, options), o.mean() ? at::empty({}, options) : at::empty({0}, options),
+    return {at::empty({}, options), at::empty({}, options),
             wanted[0] ? like(hidden, hidden.scalar_type()) : at::empty({0}, options),
             wanted[1] ? like(weight, type) : at::empty({0}, options),
             wanted[2] ? like(*bias, type) : at::empty({0}, options)};
@@ -389,9 +413,16 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("linear_cross_entropy", linear_cross_entropy_autograd);
-    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_autograd);
-    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward_autograd);
+    impl_autograd<linear_cross_entropy_autograd>(m, "linear_cross_entropy");
+    impl_autograd<linear_cross_entropy_backward_autograd>(m, "linear_cross_entropy_backward");
+    impl_autograd<linear_cross_entropy_rows_backward_autograd>(m, "linear_cross_entropy_rows_backward");
 }
 
-}  // namespace fuseline
+// Another file compiled after this one has its own.
+#undef FUSELINE_OPTION_TYPES
+#undef FUSELINE_OPTION_PARAMETERS
+#undef FUSELINE_OPTION_VALUES
+#undef FUSELINE_OPTION_SCHEMA
+#undef FUSELINE_OPTIONS
+
+}  // namespace fuseline::linear_cross_entropy_op

@@ -28,16 +28,6 @@ struct Options : losses::Options {
     c10::SymInt chunk_size;
 };
 
-#define FUSELINE_OPTION_TYPES \
-    int64_t, double, c10::string_view, std::optional<double>, double, OptionalSize, c10::SymInt
-#define FUSELINE_OPTION_PARAMETERS \
-    int64_t ignore_index, double label_smoothing, c10::string_view reduction, std::optional<double> soft_cap, \
-        double z_loss, OptionalSize vocab_size, c10::SymInt chunk_size
-#define FUSELINE_OPTIONS \
-    Options { {ignore_index, label_smoothing, reduction, soft_cap, z_loss, vocab_size}, chunk_size }
-#define FUSELINE_OPTION_VALUES(o) \
-    (o).ignore_index, (o).label_smoothing, (o).reduction, (o).soft_cap, (o).z_loss, (o).vocab_size, (o).chunk_size
-
 // ---- the ops that a chunk goes through ----
 
 // The loss of the rows of a chunk of logits: summed, of each, or of all rows their mean.

@@ -5,10 +5,8 @@
 // their own (gelu.cpp).
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
@@ -20,8 +18,10 @@
 
 #include "fuseline_linear_gelu.h"
 #include "fuseline_torch.h"
+#include "product.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::mlp_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -178,7 +178,7 @@ Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Ten
 Two inner_of(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
     const Two made = linear_gelu(rows, weight, bias, approximate, keep);
     if (std::get<1>(made).defined()) return made;
-    const Tensor z = at::mm(rows, weight.contiguous().t());
+    const Tensor z = product(rows, false, weight.contiguous(), true);
     return {keep ? z : Tensor(), gelu_op(z, bias, approximate)};
 }
 
@@ -187,14 +187,12 @@ Two inner_gradients(const Tensor& grad, const Tensor& weight, const Tensor& z, c
                     c10::string_view approximate, bool bias_wanted) {
     const Two made = linear_gelu_gradient(grad, weight, z, bias, approximate, bias_wanted);
     if (std::get<0>(made).defined()) return made;
-    return gelu_backward_op(at::mm(grad, weight.contiguous()), z, bias, approximate, bias_wanted);
+    return gelu_backward_op(product(grad, false, weight.contiguous(), false), z, bias, approximate, bias_wanted);
 }
 
-// The second product of `inner`, in the shape of x but for the last dimension. cuBLASLt adds a contiguous bias alone.
+// The second product of `inner`, in the shape of x but for the last dimension.
 Tensor out_of(const Tensor& inner, const Tensor& weight, const OptionalTensor& bias, const Tensor& x) {
-    const Tensor turned = weight.contiguous().t();
-    return (bias.has_value() ? at::addmm(bias->contiguous(), inner, turned) : at::mm(inner, turned))
-        .view(sizes_of(x, weight.size(0)));
+    return product(inner, false, weight.contiguous(), true, bias).view(sizes_of(x, weight.size(0)));
 }
 
 Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -225,10 +223,10 @@ Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor&
     if (wanted[0] || wanted[1] || wanted[2]) {
         Tensor grad_z;
         std::tie(grad_z, grad_bias_1) = inner_gradients(grad, weight_2, z.value(), bias_1, approximate, wanted[2]);
-        if (wanted[0]) grad_x = at::mm(grad_z, weight_1.contiguous()).view(sizes_of(grad_out, weight_1.size(1)));
-        if (wanted[1]) grad_weight_1 = at::mm(grad_z.t(), rows_of(x.value()));
+        if (wanted[0]) grad_x = product(grad_z, false, weight_1.contiguous(), false).view(sizes_of(grad_out, weight_1.size(1)));
+        if (wanted[1]) grad_weight_1 = product(grad_z, true, rows_of(x.value()), false);
     }
-    if (wanted[3]) grad_weight_2 = at::mm(grad.t(), inner.value());
+    if (wanted[3]) grad_weight_2 = product(grad, true, inner.value(), false);
     if (wanted[4]) grad_bias_2 = grad.sum(at::IntArrayRef{0});
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
@@ -367,8 +365,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("mlp", mlp_autograd);
-    m.impl("mlp_backward", mlp_backward_autograd);
+    impl_autograd<mlp_autograd>(m, "mlp");
+    impl_autograd<mlp_backward_autograd>(m, "mlp_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::mlp_op

@@ -11,7 +11,7 @@
 namespace fuseline {
 namespace {
 
-constexpr const char* kName = "norm";
+constexpr const char* kNorm = "norm";
 
 void* data_or_null(const Tensor& x) { return x.defined() ? x.data_ptr() : nullptr; }
 
@@ -81,7 +81,7 @@ void sum_columns(int64_t rows, int64_t n, const Tensor& like, std::initializer_l
     size_t which = 0;
     for (const Tensor* result : results) {
         if (result->defined()) {
-            const cpu::ColumnSums columns{partial(which, 0), parts, n, result->data_ptr(), cpu_type(*result, kName),
+            const cpu::ColumnSums columns{partial(which, 0), parts, n, result->data_ptr(), cpu_type(*result, kNorm),
                                           options.dtype() == at::kDouble};
             at::parallel_for(0, n, row_grain(parts),
                              [&](int64_t begin, int64_t end) { add_parts(columns, begin, end); });
@@ -96,7 +96,7 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
     if (norm.residual.has_value()) add_up(norm, result.sum);
     const Tensor& x = norm.residual.has_value() ? result.sum : norm.x;
     const Tensor* affine = any_of({&norm.weight, &norm.bias});
-    const auto type = cpu_type(x, kName);
+    const auto type = cpu_type(x, kNorm);
     // These kernels have one dtype for both; a y of fewer bits is rounded after them.
     const bool narrow = result.y.scalar_type() != x.scalar_type();
     const Tensor y = narrow ? at::empty_like(x) : result.y;
@@ -109,7 +109,7 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
                                      norm.n,
                                      norm.eps,
                                      type,
-                                     affine == nullptr ? type : cpu_type(*affine, kName),
+                                     affine == nullptr ? type : cpu_type(*affine, kNorm),
                                      norm.centred};
     static const auto run = FUSELINE_PICK(cpu::layer_norm_forward);
     parallel_rows(norm.rows, row_grain(norm.n), task.scratch(),
@@ -118,7 +118,7 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
 }
 
 void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGradients& grads) {
-    const auto type = cpu_type(saved.sum, kName);
+    const auto type = cpu_type(saved.sum, kNorm);
     const bool wants_rows = grads.residual.defined() || grads.x.defined() || grads.x_bias.defined();
     const Tensor rows = !wants_rows ? Tensor() : grads.residual.defined() ? grads.residual : at::empty_like(saved.sum);
     const Tensor grad_y = grads.grad_y->to(saved.sum.scalar_type());
@@ -130,7 +130,7 @@ void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGrad
                                       data_or_null(rows),
                                       norm.n,
                                       type,
-                                      norm.weight.has_value() ? cpu_type(*norm.weight, kName) : type};
+                                      norm.weight.has_value() ? cpu_type(*norm.weight, kNorm) : type};
     static const auto run = FUSELINE_PICK(cpu::layer_norm_backward);
     sum_columns(norm.rows, norm.n, saved.sum, {&grads.weight, &grads.bias}, task.scratch(),
                 [&](int64_t begin, int64_t end, const auto& partial, void* scratch) {
@@ -144,8 +144,8 @@ void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGrad
     if (grads.x.defined()) grads.x.copy_(dropped);
     if (!grads.x_bias.defined()) return;
     const cpu::LayerNormBackward sums{dropped.const_data_ptr(), dropped.const_data_ptr(), nullptr, nullptr,
-                                      saved.rstd.const_data_ptr(), nullptr, norm.n, cpu_type(dropped, kName),
-                                      cpu_type(dropped, kName)};
+                                      saved.rstd.const_data_ptr(), nullptr, norm.n, cpu_type(dropped, kNorm),
+                                      cpu_type(dropped, kNorm)};
     sum_columns(norm.rows, norm.n, saved.sum, {&grads.x_bias}, sums.scratch(),
                 [&](int64_t begin, int64_t end, const auto& partial, void* scratch) {
                     run(sums, cpu::LayerNormPartial{nullptr, partial(0)}, begin, end, scratch);
@@ -160,9 +160,9 @@ namespace {
 fuseline_norm kernel_arguments(const Norm& norm, const Tensor& normalized, const Tensor& y, const Tensor* affine) {
     fuseline_norm task{};
     task.kind = norm.centred ? FUSELINE_LAYER_NORM : FUSELINE_RMS_NORM;
-    task.dtype = kernel_dtype(normalized, kName);
-    task.y_dtype = kernel_dtype(y, kName);
-    task.weight_dtype = affine == nullptr ? task.y_dtype : kernel_dtype(*affine, kName);
+    task.dtype = kernel_dtype(normalized, kNorm);
+    task.y_dtype = kernel_dtype(y, kNorm);
+    task.weight_dtype = affine == nullptr ? task.y_dtype : kernel_dtype(*affine, kNorm);
     task.rows = norm.rows, task.n = norm.n, task.eps = norm.eps;
     if (drops(norm)) {
         task.dropout = norm.p;
@@ -189,7 +189,7 @@ void norm_forward_cuda(const Norm& norm, const Normalized& result) {
     const auto bytes = static_cast<int64_t>(workspace_bytes(&task));
     const Tensor workspace = bytes > 0 ? at::empty({bytes}, norm.x.options().dtype(at::kByte)) : Tensor();
     static const auto launch = FUSELINE_KERNEL(fuseline_norm_forward_with);
-    check_launch(launch(&task, data_or_null(workspace), current_stream(norm.x)), kName);
+    check_launch(launch(&task, data_or_null(workspace), current_stream(norm.x)), kNorm);
 }
 
 void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGradients& grads) {

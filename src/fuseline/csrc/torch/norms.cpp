@@ -8,6 +8,7 @@
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
 
 #include "norms.h"
+#include "transforms.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +19,7 @@
 #include <limits>
 #include <tuple>
 
-namespace fuseline {
+namespace fuseline::norms_op {
 namespace {
 
 using Two = std::tuple<Tensor, Tensor>;
@@ -261,7 +262,7 @@ struct AddRmsNorm {
     static NormArguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                std::optional<double> eps) {
         return {"add_rms_norm", x, residual, std::nullopt, weight, std::nullopt, std::nullopt,
-                rms_shape(x, weight, "add_rms_norm"), rms_eps(residual, eps), 0.0, false};
+                rms_shape(x, weight, "add_rms_norm"), rms_eps(x, eps), 0.0, false};
     }
 };
 
@@ -286,7 +287,7 @@ struct DropoutAddRmsNorm {
                                std::optional<double> eps, const OptionalTensor& x_bias, double p,
                                const OptionalTensor& seed) {
         return {"dropout_add_rms_norm", x, residual, x_bias, weight, std::nullopt, seed,
-                rms_shape(x, weight, "dropout_add_rms_norm"), rms_eps(residual, eps), p, false};
+                rms_shape(x, weight, "dropout_add_rms_norm"), rms_eps(x, eps), p, false};
     }
 };
 
@@ -368,13 +369,13 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { register_on<Device::cuda>(m); }
 TORCH_LIBRARY_IMPL(fuseline, Meta, m) { register_on<Device::meta>(m); }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("layer_norm", Kernels<LayerNorm>::autograd);
-    m.impl("rms_norm", Kernels<RmsNorm>::autograd);
-    m.impl("add_layer_norm", Kernels<AddLayerNorm>::autograd);
-    m.impl("add_rms_norm", Kernels<AddRmsNorm>::autograd);
-    m.impl("dropout_add_layer_norm", Kernels<DropoutAddLayerNorm>::autograd);
-    m.impl("dropout_add_rms_norm", Kernels<DropoutAddRmsNorm>::autograd);
-    m.impl("norm_backward", norm_backward_autograd);
+    impl_autograd<Kernels<LayerNorm>::autograd>(m, "layer_norm");
+    impl_autograd<Kernels<RmsNorm>::autograd>(m, "rms_norm");
+    impl_autograd<Kernels<AddLayerNorm>::autograd>(m, "add_layer_norm");
+    impl_autograd<Kernels<AddRmsNorm>::autograd>(m, "add_rms_norm");
+    impl_autograd<Kernels<DropoutAddLayerNorm>::autograd>(m, "dropout_add_layer_norm");
+    impl_autograd<Kernels<DropoutAddRmsNorm>::autograd>(m, "dropout_add_rms_norm");
+    impl_autograd<norm_backward_autograd>(m, "norm_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::norms_op

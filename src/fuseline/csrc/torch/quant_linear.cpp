@@ -18,8 +18,9 @@
 #include "cpu/quant_linear.h"
 #include "quant_weight.h"
 #include "unwritten.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::quant_linear_op {
 namespace {
 
 using namespace quantized;
@@ -337,8 +338,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("quant_linear", quant_linear_autograd);
-    m.impl("quant_linear_backward", backward_autograd);
+    impl_autograd<quant_linear_autograd>(m, "quant_linear");
+    impl_autograd<backward_autograd>(m, "quant_linear_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::quant_linear_op

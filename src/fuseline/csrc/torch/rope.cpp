@@ -17,8 +17,9 @@
 #include <array>
 
 #include "fuseline_torch.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::rope_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -304,8 +305,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("rope", rope_autograd);
-    m.impl("rope_backward", rope_backward_autograd);
+    impl_autograd<rope_autograd>(m, "rope");
+    impl_autograd<rope_backward_autograd>(m, "rope_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::rope_op

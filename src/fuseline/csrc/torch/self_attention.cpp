@@ -12,11 +12,21 @@
 #include <string>
 
 #include "self_attention.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::self_attention_op {
 namespace {
 
 using namespace self_attention;
+
+#define FUSELINE_OPTION_TYPES int64_t, int64_t, bool, bool, double, std::optional<double>, bool
+#define FUSELINE_OPTION_PARAMETERS                                                                          \
+    int64_t num_heads, int64_t num_kv_heads, bool causal, bool mask_hides, double dropout_p,                \
+        std::optional<double> softmax_scale, bool fused
+#define FUSELINE_OPTIONS \
+    Options { num_heads, num_kv_heads, causal, mask_hides, dropout_p, softmax_scale, fused }
+#define FUSELINE_OPTION_VALUES(o) \
+    (o).num_heads, (o).num_kv_heads, (o).causal, (o).mask_hides, (o).dropout_p, (o).softmax_scale, (o).fused
 
 // ---- the ops, as others of them call them ----
 
@@ -318,8 +328,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("self_attention_layer", self_attention_layer_autograd);
-    m.impl("self_attention_layer_backward", self_attention_layer_backward_autograd);
+    impl_autograd<self_attention_layer_autograd>(m, "self_attention_layer");
+    impl_autograd<self_attention_layer_backward_autograd>(m, "self_attention_layer_backward");
 }
 
 TORCH_LIBRARY_IMPL(fuseline, AutocastCUDA, m) {
@@ -330,4 +340,11 @@ TORCH_LIBRARY_IMPL(fuseline, AutocastCPU, m) {
     m.impl("self_attention_layer", self_attention_layer_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
 }
 
-}  // namespace fuseline
+// Another file compiled after this one has its own.
+#undef FUSELINE_OPTION_TYPES
+#undef FUSELINE_OPTION_PARAMETERS
+#undef FUSELINE_OPTION_VALUES
+#undef FUSELINE_OPTION_SCHEMA
+#undef FUSELINE_OPTIONS
+
+}  // namespace fuseline::self_attention_op

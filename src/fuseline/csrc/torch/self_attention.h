@@ -27,15 +27,6 @@ struct Options {
     bool fused;
 };
 
-#define FUSELINE_OPTION_TYPES int64_t, int64_t, bool, bool, double, std::optional<double>, bool
-#define FUSELINE_OPTION_PARAMETERS                                                                          \
-    int64_t num_heads, int64_t num_kv_heads, bool causal, bool mask_hides, double dropout_p,                \
-        std::optional<double> softmax_scale, bool fused
-#define FUSELINE_OPTIONS \
-    Options { num_heads, num_kv_heads, causal, mask_hides, dropout_p, softmax_scale, fused }
-#define FUSELINE_OPTION_VALUES(o) \
-    (o).num_heads, (o).num_kv_heads, (o).causal, (o).mask_hides, (o).dropout_p, (o).softmax_scale, (o).fused
-
 // One projection [3 D, D] for all heads, in the place of one with rows for each.
 inline bool is_shared(const Tensor& x, const Tensor& qkv_weight) { return x.sym_size(2) != qkv_weight.sym_size(1); }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/clamp_min.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/promote_types.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/sum_to_size.h>
 #include <torch/library.h>
@@ -11,8 +12,9 @@
 #include <limits>
 
 #include "fuseline_torch.h"
+#include "transforms.h"
 
-namespace fuseline {
+namespace fuseline::softmax_op {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
@@ -266,8 +268,8 @@ TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    m.impl("softmax", softmax_autograd);
-    m.impl("softmax_backward", softmax_backward_autograd);
+    impl_autograd<softmax_autograd>(m, "softmax");
+    impl_autograd<softmax_backward_autograd>(m, "softmax_backward");
 }
 
-}  // namespace fuseline
+}  // namespace fuseline::softmax_op

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: one function for every case, by the kernel that is known to be fastest.
+"""Scaled dot-product attention: one function for every case; it runs the fastest kernel that is known.
 
     out = dropout(softmax(softmax_scale * q k^T + mask)) v
 
@@ -15,7 +15,7 @@ import torch
 from fuseline.errors import InputError
 from fuseline.ops.attention import choice
 from fuseline.ops.attention.call import Window, make_call
-from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.running import run
 
 
 @overload
@@ -93,18 +93,18 @@ def attention(
         causal: False or "none"; "top_left": query t sees keys 0 .. t; True or "bottom_right": query t sees
             keys 0 .. t + S - T, so that the last query sees every key.
         window: (left, right) or one number for both: query t sees keys from t - left to t + right, counted
-            from the diagonal of `causal` (from t + S - T with "bottom_right"). -1: no end.
-        mask: broadcasts to [B, H, T, S]; boolean (True is seen), or added to the scaled scores. An additive
-            mask may want its gradient.
+            from the diagonal of `causal` (from t + S - T with "bottom_right"). -1 means no limit.
+        mask: broadcasts to [B, H, T, S]; boolean (True lets a query see a key), or added to the scaled
+            scores. An additive mask may require a gradient.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1] on q's device, from 0 to the number of rows: several
             sequences packed in one batch of 1, each seeing its own keys. Causality and windows count within a
             sequence; mask and dropout within the whole.
-        max_seqlen_q, max_seqlen_k: no packed sequence is longer; the number of rows if None.
+        max_seqlen_q, max_seqlen_k: upper limits of the packed lengths; the number of rows if None.
         softmax_scale: factor on the scores; 1 / sqrt(D) if None.
-        soft_cap: c > 0 bounds scores to c * tanh(score / c), before the mask.
-        sinks: [H]: for each head a logit that takes part in the sum of the softmax and has no value.
-        dropout_p: probability with which a weight is dropped, whenever it is above 0 (by our kernels to the
-            nearest 2^-16).
+        soft_cap: c > 0 replaces each score by c * tanh(score / c) before the mask.
+        sinks: [H]: for each head a logit that adds to the sum of the softmax but has no value.
+        dropout_p: the probability that an attention weight is dropped; above 0 it acts in evaluation, too.
+            Our kernels round it to the nearest 2^-16.
         seed: one int64 on q's device that fixes what is dropped (ops/philox.py over [B, H, T, S]); None draws
             from torch's generator.
         return_lse: return (out, lse) with lse [B, H, T] in float32: the natural logarithm of each row's sum.
@@ -112,10 +112,11 @@ def attention(
             `math`, `efficient`, `flash`, `cudnn`, `flex`, `fa2`, `fa4`, `fuseline`; `naive` and `naive_fused`
             (the formula as it is taught), `auto` (torch's own choice).
 
-    Returns [B, H, T, D]. Rows that see nothing are 0 (NaN with `naive`), their lse -inf or the sink. Under
-    autocast q, k and v are cast as torch casts them.
-    Raises InputError for what does not fit, an unknown backend, or one that does not do what is asked, with
-    the reason.
+    Returns [B, H, T, D]. Rows that see nothing are 0 (NaN with `naive`), and their lse is -inf or the sink.
+    Under autocast q, k and v are cast as torch casts them. Raises InputError for arguments that do not fit,
+    an unknown backend, or a backend that does not support the call, with the reason. On a GPU
+    cu_seqlens are checked on the device: a wrong one ends its work with an assertion. Forward-mode
+    derivatives run the reference.
     """
     call = make_call(
         q,
@@ -135,7 +136,7 @@ def attention(
         seed=seed,
         return_lse=return_lse,
     )
-    out, lse = CANDIDATES[choice.choose(call, backend)].run(call)
+    out, lse = run(call, backend)
     if not return_lse:
         return out
     if lse is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fuseline.errors import InputError, unknown_name
+from fuseline.ops.attention.packing import check_starts
 from fuseline.ops.attention.problem import CAUSAL, Problem
 from fuseline.ops.philox import check_probability
 
@@ -112,6 +113,18 @@ class Call:
             within = within & (s >= t[:, None] - self.window_left)
         return within
 
+    def may_be_blind(self) -> bool:
+        """Whether a row may see nothing: by a mask or packing, which only their values tell, or surely, by
+        limits."""
+        if self.mask is not None or self.cu_seqlens_q is not None:
+            return True
+        T, S, right = self.q.shape[-2], self.k.shape[-2], self.reach_right
+        if right >= 0 and self.shift + right < 0:  # the first row ends before the first key
+            return True
+        if self.window_left >= 0 and T - 1 + self.shift - self.window_left > S - 1:  # noqa: SIM103
+            return True  # the last row begins behind the last key
+        return False
+
     def problem(self) -> Problem:
         return Problem(*self.parts())
 
@@ -182,8 +195,14 @@ def make_call(
     """A checked call, its tensors cast as autocast casts those of `scaled_dot_product_attention`."""
     _check_tensors(q, k, v)
     check_probability(dropout_p, "attention")
-    if soft_cap < 0:
-        raise InputError(f"attention: soft_cap={soft_cap} is negative. It is 0 (none) or a bound on scores.")
+    if not 0 <= soft_cap < math.inf:
+        raise InputError(
+            f"attention: soft_cap={soft_cap} bounds no score. It is 0 (none) or a finite bound above 0."
+        )
+    if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
+        raise InputError(
+            f"attention: softmax_scale={softmax_scale} is not finite. Leave it out for 1 / sqrt(D)."
+        )
     if causal is True:
         causal = "bottom_right"
     elif causal is False:
@@ -205,6 +224,11 @@ def make_call(
         if given is not None and given.device != q.device:
             raise InputError(f"attention: {name} is on {given.device} and q on {q.device}. Use one.")
     _check_packing(q, k, cu_seqlens_q, cu_seqlens_k)
+    max_seqlen_q = q.shape[2] if max_seqlen_q is None else max_seqlen_q
+    max_seqlen_k = k.shape[2] if max_seqlen_k is None else max_seqlen_k
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[2], max_seqlen_q)
+        check_starts("cu_seqlens_k", cu_seqlens_k, k.shape[2], max_seqlen_k)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -223,8 +247,8 @@ def make_call(
         mask=None if mask is None else _mask(mask, q, k),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=q.shape[2] if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen_k=k.shape[2] if max_seqlen_k is None else max_seqlen_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         softmax_scale=softmax_scale,
         soft_cap=float(soft_cap),
         sinks=None if sinks is None else sinks.float(),

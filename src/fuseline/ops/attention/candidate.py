@@ -13,6 +13,11 @@ from fuseline.ops.attention.problem import Problem
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 """out [B, H, T, D], and lse [B, H, T] in fp32 where the call asked for it."""
 
+
+class UnfitError(RuntimeError):
+    """What a candidate raises that can not run a call after all: only trying it tells."""
+
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -20,10 +25,12 @@ HALF = (torch.float16, torch.bfloat16)
 class Candidate:
     """One way to compute attention.
 
-    `supports` says why not (None: it can), `run` computes. `offered_on`: the kinds of device for which the
-    picker may choose it; elsewhere it runs on request. `varies` says why two runs may differ in their bits
-    (None: they do not). `is_linear`: its memory does not hold [B, H, T, S]. `compiles`: it compiles for each
-    new shape, for seconds. `traces`: torch.compile takes it into its graph.
+    `supports` says why it cannot run a problem (None: it can), and `run` computes. The picker may choose it
+    on the kinds of device in `offered_on`; elsewhere it runs on request. `varies` says why the bits of two
+    runs may differ (None: they do not). `is_linear`: it does not hold [B, H, T, S] in memory. `compiles`: it
+    compiles each new shape for seconds. `traces`: torch.compile can trace it into its graph. `run_packed`
+    computes from one packed tensor, of which the call's q, k and v are views, and gives its gradient whole;
+    None where there is no such kernel.
     """
 
     name: str
@@ -35,6 +42,7 @@ class Candidate:
     is_linear: bool = True
     compiles: bool = False
     traces: bool = True
+    run_packed: Callable[[Call, torch.Tensor], Attended] | None = None
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this candidate does not run the problem as asked for; None where it does."""
@@ -56,7 +64,7 @@ def refuse_cuda(
     largest_head_dim: int | None,
     capability: tuple[int, int] = (8, 0),
 ) -> str | None:
-    """What fused CUDA kernels share: device, dtypes, something to do, head dims of whole 16-byte pieces."""
+    """Limits that fused CUDA kernels share: device, dtypes, not empty, head dims of whole 16-byte pieces."""
     device = problem.device
     if device.type != "cuda":
         return f"it is a CUDA kernel; the device is {device.type}"

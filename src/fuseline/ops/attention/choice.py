@@ -1,9 +1,9 @@
-"""The choice of a candidate for a call: what was asked for, what was measured, what that tells, a rule.
+"""The choice of a candidate for a call: by request, by measurement, by estimate, or by a rule.
 
-In this order: a name given to the call; `picker.use`; the environment's FUSELINE_ATTENTION; the fastest as
-measured on this machine, then in the package's table; the fastest as estimated from what the package's
-measurements of that GPU tell, or else from what was measured here; `rule.py`. Under torch.compile the choice
-is made while tracing: from static shapes as in eager mode, from shapes that vary by the rule.
+The first of these decides: a name in the call; `picker.use`; the environment variable FUSELINE_ATTENTION; the
+fastest as measured on this machine, then in the package's table; the fastest by an estimate from the
+package's measurements of that GPU, or else from measurements on this machine; `rule.py`. Under torch.compile
+the choice is made while tracing: from static shapes as in eager mode, from shapes that vary by the rule.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fuseline.ops.attention import kept, rule
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.work import packed_bytes
 
 PICK = "pick"
 VARIABLE = "FUSELINE_ATTENTION"
@@ -29,12 +30,17 @@ _UNKNOWN_BATCH = 8
 _UNKNOWN_HEADS = 8
 _UNKNOWN_DROPOUT = 0.1
 _MOST_REMEMBERED = 4096
+COPY_GBS = 3000.0
+"""What a GPU copies in a second, near enough to weigh a pass over the gradients (an H100's)."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen and why. `refused` has reasons of candidates that were not free to be chosen,
-    `times_us` what was measured of this very problem, `estimated_us` what other problems tell of it."""
+    """What was chosen and why.
+
+    `refused` has the reasons of the candidates that could not be chosen, `times_us` the measured times of
+    this very problem, and `estimated_us` the times that are estimated from other problems.
+    """
 
     problem: Problem
     name: str
@@ -58,6 +64,7 @@ class Settings:
 
 SETTINGS = Settings()
 _remembered: dict[tuple[Any, ...], str] = {}
+_unfit: dict[tuple[Problem, str], str] = {}
 
 
 def names() -> tuple[str, ...]:
@@ -65,26 +72,41 @@ def names() -> tuple[str, ...]:
     return (PICK, *CANDIDATES)
 
 
-def choose(call: Call, backend: str) -> str:
-    """The candidate that runs the call."""
+def choose(call: Call, backend: str, *, packed: bool = False) -> str:
+    """The candidate that runs the call. `packed`: q, k and v are parts of one tensor whose gradient is wanted
+    whole."""
     if backend != PICK and backend not in CANDIDATES:
         raise unknown_name("attention backend", backend, names())
     used, forbidden = SETTINGS.used, SETTINGS.forbidden
     if torch.compiler.is_compiling():
         parts, is_dynamic = _with_stand_ins(call.parts())
-        return _choose_traced(*parts, backend, used, forbidden, is_dynamic)
+        return _choose_traced(*parts, backend, used, forbidden, is_dynamic, packed)
     parts = call.parts()
-    key = (parts, backend, used, forbidden, SETTINGS.compile, os.environ.get(VARIABLE))
+    key = (parts, backend, used, forbidden, SETTINGS.compile, os.environ.get(VARIABLE), packed)
     found = _remembered.get(key)
     if found is None:
         problem = Problem(*parts)
         if backend == PICK:
             _measure_first(problem)
-        found = decide(problem, backend, used, forbidden).name
+        found = _name_of(decide(problem, backend, used, forbidden), packed)
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def _name_of(decision: Decision, packed: bool) -> str:
+    """Who was chosen; for packed tensors with a gradient, whose times do not count that other kernels'
+    gradients are put together afterwards, the fastest once that is counted."""
+    times = decision.times_us or decision.estimated_us
+    if not (packed and decision.problem.wants_grad and times):
+        return decision.name
+    together_us = 2 * packed_bytes(decision.problem) / COPY_GBS / 1e3
+
+    def whole_us(name: str) -> float:
+        return times[name] + (0.0 if CANDIDATES[name].run_packed else together_us)
+
+    return min(times, key=whole_us)
 
 
 def _measure_first(problem: Problem) -> None:
@@ -105,6 +127,12 @@ def _measure_first(problem: Problem) -> None:
         )
     finally:
         SETTINGS.tune = tune
+
+
+def set_aside(call: Call, name: str, reason: str) -> None:
+    """Choose another than `name` for such calls from now on: it was tried, and cannot."""
+    _unfit[call.problem(), name] = reason
+    _remembered.clear()
 
 
 def forget() -> None:
@@ -168,7 +196,7 @@ def _reason(problem: Problem, name: str, is_traced: bool) -> str | None:
     candidate = CANDIDATES[name]
     if is_traced and not candidate.traces:
         return "torch.compile cannot trace it"
-    return candidate.refuses(problem)
+    return candidate.refuses(problem) or _unfit.get((problem, name))
 
 
 def _best(
@@ -254,13 +282,14 @@ def _said(reasons: Mapping[str, str]) -> str:
 
 
 def _choose_traced(*constants: Any) -> str:
-    *fields, backend, used, forbidden, is_dynamic = constants
+    *fields, backend, used, forbidden, is_dynamic, packed = constants
     if SETTINGS.tune is not None and backend == PICK and not is_dynamic:
         _measure_first(Problem(*fields))
     may_compile = SETTINGS.compile or _goes_to_inductor()
-    return decide(
+    decision = decide(
         Problem(*fields), backend, used, forbidden, is_dynamic, is_traced=True, may_compile=may_compile
-    ).name
+    )
+    return _name_of(decision, packed)
 
 
 def _goes_to_inductor() -> bool:

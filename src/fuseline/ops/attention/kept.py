@@ -20,6 +20,8 @@ from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
 from fuseline.version import __version__
 
 SHIPPED = Path(__file__).parent / "shipped"
+NEAREST = {(9, 0): "nvidia-h100-80gb-hbm3"}
+"""Whose table serves a GPU that has none of its own, by compute capability: such GPUs rank kernels alike."""
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -31,14 +33,25 @@ def gpu_name(device: torch.device) -> str | None:
 
 @functools.cache
 def shipped(gpu: str | None) -> Table:
-    """The package's table for that GPU; an empty one where there is none."""
-    return Table() if gpu is None else Table.of(read_entries(SHIPPED / f"{gpu}.json"))
+    """The package's table for that GPU, or for the nearest; an empty one where there is neither."""
+    return Table() if gpu is None else Table.of(read_entries(_shipped_file(gpu)))
+
+
+def _shipped_file(gpu: str) -> Path:
+    own = SHIPPED / f"{gpu}.json"
+    if own.is_file():
+        return own
+    for index in range(torch.cuda.device_count()):
+        if gpu_name(torch.device("cuda", index)) == gpu:
+            nearest = NEAREST.get(torch.cuda.get_device_capability(index))
+            return own if nearest is None else SHIPPED / f"{nearest}.json"
+    return own
 
 
 @functools.cache
 def fitted(gpu: str | None) -> Fitted | None:
     """What the package's measurements of that GPU tell of any problem; None where there are none."""
-    return None if gpu is None else load(fitted_file(SHIPPED / f"{gpu}.json"))
+    return None if gpu is None else load(fitted_file(_shipped_file(gpu)))
 
 
 def fitted_file(table: Path) -> Path:

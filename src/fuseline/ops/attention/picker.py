@@ -1,16 +1,15 @@
-"""Which kernel computes attention, why, and how to have another: `fuseline.picker`.
+"""Which kernel computes attention, why, and how to choose another: `fuseline.picker`.
 
     print(fuseline.picker.explain(q, k, v, causal=True))
     with fuseline.picker.use("flash"): ...
     with fuseline.picker.forbid("cudnn"): ...
     FUSELINE_ATTENTION=flash python train.py        (or -cudnn to forbid it)
-    fuseline tune --preset gpt2                      (measures, and keeps what it measured)
+    fuseline tune --preset gpt2                      (measures, and keeps the times)
     with fuseline.picker.tuning(): ...               (measures each new shape before its first call)
-    with fuseline.picker.compiling(): ...            (takes FlexAttention for new shapes, too, which compiles)
+    with fuseline.picker.compiling(): ...            (may pick FlexAttention, which compiles each new shape)
 
-`use` and `forbid` hold for the whole process while they are open, also for what torch.compile traces
-meanwhile: what it traced before is traced again when they change. The environment is read when a call is
-traced.
+`use` and `forbid` apply to the whole process while they are open, also to what torch.compile traces
+meanwhile; it traces again when they change. The environment variable is read when a call is traced.
 """
 
 from __future__ import annotations
@@ -31,13 +30,16 @@ from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry
 
 Observer = Callable[[str, int, int], None]
-"""Called with what is measured now, how many problems are done, and how many there are."""
+"""Called with the problem that is being measured, how many are done, and how many there are."""
 
 
 @dataclass(frozen=True)
 class Considered:
-    """One candidate for one call: `reason` says why it was not free to be picked (None: it was), `time_us`
-    what it took where this very problem was measured, `estimated_us` what other problems tell of it."""
+    """One candidate for one call.
+
+    `reason` says why it could not be picked (None: it could). `time_us` is its time if this very problem was
+    measured, `estimated_us` the time that the estimate predicts from other problems.
+    """
 
     name: str
     summary: str
@@ -48,7 +50,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was picked for a call and why, and what became of the others. Printing it gives a table."""
+    """Which candidate was picked for a call and why, and all others. Printing it shows a table."""
 
     problem: Problem
     picked: str
@@ -73,7 +75,7 @@ class Explanation:
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: str = PICK, **options: Any
 ) -> Explanation:
-    """What `ops.attention` with the same arguments would run, and why. Nothing is computed.
+    """Explain what `ops.attention` would run for the same arguments, and why. It computes nothing.
 
     Raises InputError as `ops.attention` does.
     """
@@ -101,7 +103,7 @@ def explain_problem(problem: Problem, backend: str = PICK) -> Explanation:
 
 
 def _known(problem: Problem) -> dict[str, float]:
-    """Times of this very problem: the package's, and over them those of this machine."""
+    """Times of this very problem: those of this machine, else those in the package's table."""
     gpu = kept.gpu_name(problem.device)
     found: dict[str, float] = {}
     for table in (kept.shipped(gpu), kept.kept(gpu)):
@@ -111,11 +113,11 @@ def _known(problem: Problem) -> dict[str, float]:
 
 
 class use:  # noqa: N801
-    """Have attention computed by one of `names` alone while the context is open: the fastest of them."""
+    """While the context is open, compute attention only with `names`: with the fastest of them."""
 
     def __init__(self, *names: str) -> None:
         if not names:
-            raise InputError("picker.use wants the names of candidates.")
+            raise InputError("picker.use needs the name of at least one candidate.")
         for name in names:
             choice.check_name(name)
         self._names = names
@@ -131,7 +133,7 @@ class use:  # noqa: N801
 
 
 class forbid:  # noqa: N801
-    """Have attention computed by none of `names` while the context is open."""
+    """While the context is open, compute attention with none of `names`."""
 
     def __init__(self, *names: str) -> None:
         for name in names:
@@ -149,8 +151,11 @@ class forbid:  # noqa: N801
 
 
 class compiling:  # noqa: N801
-    """Let eager calls of new shapes have what compiles for each of them (FlexAttention, for seconds) where it
-    is estimated to be the fastest. Under torch.compile it may be had anyway."""
+    """Allow candidates that compile each new shape for seconds (FlexAttention) in eager calls.
+
+    They are picked where the estimate says that they are the fastest. Under torch.compile they are allowed
+    anyway.
+    """
 
     def __enter__(self) -> None:
         self._before = SETTINGS.compile
@@ -163,8 +168,11 @@ class compiling:  # noqa: N801
 
 
 class tuning:  # noqa: N801
-    """Measure each shape that is new on this machine before its first call, for a fraction of a second, and
-    keep its times. Not while a CUDA graph is captured; what was chosen before is chosen anew."""
+    """Measure each shape that is new on this machine before its first call, and keep its times.
+
+    Measuring takes a fraction of a second. Nothing is measured while a CUDA graph is captured. Choices that
+    were made before are made again.
+    """
 
     def __enter__(self) -> None:
         self._before = SETTINGS.tune
@@ -183,10 +191,10 @@ def tune(
     with_compiled: bool = False,
     observe: Observer = lambda now, done, total: None,
 ) -> list[Entry]:
-    """Measure all candidates on `problems` and keep the times on this machine: they are used from now on. The
-    state of torch's generators is left as it was.
+    """Measure all candidates on `problems` and keep the times; from now on the picker uses them.
 
-    with_compiled: also FlexAttention and others that compile for each shape, for seconds.
+    It leaves the state of torch's generators as it was. `with_compiled` also measures FlexAttention and other
+    candidates that compile each shape for seconds.
     Raises InputError without a GPU.
     """
     # Imported here: measuring draws tensors and calls `attention`, which imports what this file explains.
@@ -198,7 +206,7 @@ def tune(
         gpu = kept.gpu_name(problem.device)
         if gpu is None:
             raise InputError(
-                f"Times are kept by GPU, and {problem.device} is none. On a CPU the picker follows its rule."
+                f"Times are kept for GPUs; {problem.device} is not one. On a CPU the picker follows its rule."
             )
         observe(str(problem), number, len(wanted))
         generators = [problem.device] if problem.device.type == "cuda" else []

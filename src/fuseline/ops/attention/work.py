@@ -52,3 +52,9 @@ def bytes_moved(problem: Problem) -> float:
         return forward
     trained = mask if problem.mask == "float_grad" else 0
     return forward + (q + kv + mask) + 2 * q + (q + kv + trained)
+
+
+def packed_bytes(problem: Problem) -> int:
+    """The size of q, k and v together."""
+    rows = problem.batch * (problem.heads * problem.seqlen_q + 2 * problem.kv_heads * problem.seqlen_k)
+    return rows * problem.head_dim * problem.dtype.itemsize

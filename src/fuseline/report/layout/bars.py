@@ -9,6 +9,8 @@ from fuseline.report.layout.scales import Scale, scale
 from fuseline.report.scene import Mark, Path, Rect, Scene, Text
 
 NARROW = 480.0
+# An interval that ends beyond so many times the longest bar is cut off there, and the cut marked.
+MOST_REACH = 1.5
 GROUP_HEAD = 26.0
 GROUP_GAP = 12.0
 TICKS = 34.0
@@ -20,7 +22,8 @@ def draw(chart: Bars, width: float) -> Scene:
     labels = 0.0 if stacked else min(0.42 * width, _widest(chart) + 12)
     texts = max(text_width(b.text) for b in bars) + 10
     row, thickness = (40.0, 13.0) if stacked else (27.0, 15.0)
-    reach = [v for b in bars for v in (b.value, b.high, b.mark) if v is not None]
+    most = MOST_REACH * max(v for b in bars for v in (b.value, b.mark) if v is not None)
+    reach = [v for b in bars for v in (b.value, min(b.high or 0.0, most), b.mark) if v is not None]
     x = scale(chart.axis, [0.0, *reach], labels, max(labels + 60, width - texts), ticks=4 if stacked else 6)
 
     marks, top = legend(chart.legend, width)
@@ -71,6 +74,9 @@ def _row(bar: Bar, x: Scale, y: float, row: float, thickness: float, stacked: bo
     if bar.low is not None and bar.high is not None:
         marks.extend(_whisker(x.at(bar.low), x.at(bar.high), middle, thickness))
         end = max(end, x.at(bar.high))
+        if bar.high > x.high:
+            marks.append(_cut(end, middle, thickness))
+            end += 6
     if bar.mark is not None:
         marks.append(diamond(x.at(bar.mark), middle))
         end = max(end, x.at(bar.mark) + 5)
@@ -87,6 +93,12 @@ def _whisker(low: float, high: float, middle: float, thickness: float) -> list[M
     # An interval too narrow for two caps is one stroke as wide as it is.
     at = (low + high) / 2
     return [Path(((at, middle - cap), (at, middle + cap)), stroke="ink", width=max(1.3, high - low))]
+
+
+def _cut(end: float, middle: float, thickness: float) -> Path:
+    """An arrow head: the interval goes on beyond the axis."""
+    half = thickness / 3
+    return Path(((end, middle - half), (end + 6, middle), (end, middle + half)), stroke="ink", width=1.3)
 
 
 def _grid(x: Scale, top: float, bottom: float) -> list[Mark]:

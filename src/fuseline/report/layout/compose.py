@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fuseline.report.charts import Bars, Chart, Figure, Lines, Panels, Scatter
-from fuseline.report.layout import bars, lines, scatter
+from fuseline.report.charts import Bars, Chart, Figure, Lines, Panels, Scatter, Timeline
+from fuseline.report.layout import bars, lines, scatter, timeline
 from fuseline.report.layout.legends import legend
 from fuseline.report.layout.lettering import wrapped
 from fuseline.report.scene import Mark, Rect, Scene, Text, moved
@@ -23,6 +23,8 @@ def compose(chart: Chart, width: float) -> Scene:
         return lines.draw(chart, width)
     if isinstance(chart, Scatter):
         return scatter.draw(chart, width)
+    if isinstance(chart, Timeline):
+        return timeline.draw(chart, width)
     return _panels(chart, width)
 
 

@@ -28,7 +28,7 @@ from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
 SUITES = ("short", "long", "decode", "masks", "picker")
-DIRECTIONS = {"fw": "forward", "fwbw": "forward and backward"}
+DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 # Of each peer: its colour, its dash.
 PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "math": ("baseline", ()),
@@ -90,7 +90,9 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
 def _ceilings(records: Sequence[Record]) -> Words | None:
     copies = [plain(r.value) for r in records if r.peer == "copy" and r.value is not None]
     rates = [
-        f"{plain(r.value)} TFLOP/s in {r.case['dtype']}" for r in records if r.metric == "tflops" and r.value
+        f"{plain(r.value)} TFLOP/s in {r.case.get('dtype')}"
+        for r in records
+        if r.metric == "tflops" and r.value
     ]
     if not copies:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fuseline.bench.ladder.references import REFERENCES
 from fuseline.records import Record
-from fuseline.report.blocks import Block, Heading, Headline, Section
+from fuseline.report.blocks import Block, Heading, Headline, Section, Words
 from fuseline.report.metrics import number, verdict
 from fuseline.report.numbers import plain, ratio, whole
 from fuseline.report.provenance import source
@@ -18,10 +18,10 @@ READINGS = {
     "cumulative": "slot by slot, keeping what pays",
     "alone": "one change at a time upon the baseline",
 }
-DRIFT = 0.02  # beyond this the ratio of the milliseconds and the ratio that is told are two different numbers
-IN_TURN = (
-    "The ratio is of both timed again in turn at the end; the milliseconds are each one's own, taken when "
-    "the climb came to it, since when the machine has changed its speed."
+TORCHS = "all that pays here is torch's own, so torch alone is as fast"
+BUSY = (
+    "This machine was busy with something else. The times below vary too much from run to run to be trusted; "
+    "ratios are of runs in turn and suffer less. Run the ladder again when the machine is quiet."
 )
 HEADINGS = {"cumulative": "The climb", "alone": "Each rung alone"}
 
@@ -50,7 +50,8 @@ def _section(index: int, device: str, preset: str, records: Sequence[Record]) ->
     stem = f"ladder-{preset or 'other'}" + (f"-{index}" if index > 1 else "")
     tried = climbs([r for r in records if "rung" in r.case])
     headline = next((made for c in tried if c.mode == "cumulative" and (made := _headline(c))), None)
-    blocks: list[Block | None] = [headline]
+    busy = any(climb.is_noisy for climb in tried)
+    blocks: list[Block | None] = [headline, Words(BUSY, "bad") if busy else None]
     for climb, name in zip(tried, _names(stem, tried), strict=True):
         blocks.extend(_way_up(climb, name) if climb.mode in READINGS else _named_set(climb, preset, name))
     if preset:
@@ -79,6 +80,7 @@ def _way_up(climb: Climb, name: str) -> list[Block | None]:
         Heading(f"{HEADINGS[climb.mode]}, {told}"),
         ladder_figures.times(climb, name, f"{climb.subject}: time of each rung"),
         ladder_tables.speed(climb, "What each rung gained"),
+        ladder_tables.not_run(climb),
         ladder_figures.memory(climb, f"{name}-memory", f"{climb.subject}: memory of each rung"),
         ladder_figures.precision_cost(climb, f"{name}-precision", f"{climb.subject}: speed and precision"),
         ladder_tables.cost(climb, "What each rung cost"),
@@ -99,6 +101,7 @@ def _named_set(climb: Climb, preset: str, name: str) -> list[Block | None]:
         compared or ladder_figures.times(climb, name, f"{climb.subject}: the same rows, run here"),
         beside.side_by_side(reference, climb, preset) if reference else None,
         ladder_tables.speed(climb, "What each row gained", folded=reference is not None),
+        ladder_tables.not_run(climb),
         ladder_tables.cost(climb, "What each row cost", folded=True),
         ladder_tables.notes(climb),
         ladder_tables.kernels(climb),
@@ -114,33 +117,58 @@ def _references(tried: Sequence[Climb], preset: str) -> list[Block | None]:
 
 
 def _headline(climb: Climb) -> Headline | None:
+    """What the climb came to: over the best that torch does alone where that was measured, else over plain
+    PyTorch. Both ratios are of runs in turn; what a step of the first rung takes is said through them, since
+    its own time was taken minutes before."""
     first, best = climb.baseline, climb.best
     if first is None or best is None or first is best:
         return None
-    before, after = first.interval[0], best.interval[0]
-    record = best.records.get("speedup")
-    if record is not None and record.value is not None:
-        gain, low, high = record.value, record.low, record.high
+    after = best.interval[0]
+    gain, low, high = _gain(first, best)
+    over_torch, alone = climb.over_torch, climb.torch_alone
+    over_plain = f"{verdict(gain, low, high, 'plain PyTorch')}"
+    step = f"{plain(after)} ms an iteration"
+    if over_torch is None or alone is None:
+        value, _, interval = ratio(gain, low, high).partition(" ")
+        words = f"{interval} {over_plain}, {step}".strip()
+    elif _is_same_step(best, alone):
+        value, _, interval = ratio(gain, low, high).partition(" ")
+        words = f"{interval} {over_plain}, {step}; {TORCHS}".strip()
     else:
-        gain, low, high = before / after, None, None
-    value, _, interval = ratio(gain, low, high).partition(" ")
-    told = f"{interval} {verdict(gain, low, high, 'plain PyTorch')}".strip()
-    words = f"{told}, {plain(before)} to {plain(after)} ms an iteration"
+        value, _, interval = ratio(*over_torch).partition(" ")
+        told = verdict(*over_torch, "the best that torch does alone")
+        words = f"{interval} {told}, {step}; {ratio(gain, low, high)} {over_plain}".strip()
     tiles = [
-        (label, f"{number(metric, b)}{unit}", f"from {number(metric, a)}{unit}")
-        for label, metric, unit in (
-            ("tokens a second", "tokens_per_s", ""),
-            ("MFU, 6N + 12LCT", "mfu", ""),
-            ("MFU, causal", "mfu_causal", ""),
-            ("peak memory", "peak_memory_gib", " GiB"),
-            ("largest batch", "max_batch", ""),
+        (
+            label,
+            f"{number(metric, b)}{unit}",
+            f"from {number(metric, b / gain if timed and gain else a)}{unit}",
+        )
+        for label, metric, unit, timed in (
+            ("tokens a second", "tokens_per_s", "", True),
+            ("MFU, 6N + 12LCT", "mfu", "", True),
+            ("MFU, causal", "mfu_causal", "", True),
+            ("peak memory", "peak_memory_gib", " GiB", False),
+            ("largest batch", "max_batch", "", False),
         )
         if (b := best.value(metric)) is not None and (a := first.value(metric)) is not None
     ]
     records = [r for rung in (first, best) for r in (rung.time,) if r]
-    again = f" {IN_TURN}" if abs(gain * after - before) > DRIFT * before else ""
-    made_of = f"{_recipe(best)}.{again} {source(records, samples='n (runs)')}"
+    made_of = f"{_recipe(best)}. {source(records, samples='n (runs)')}"
     return Headline(value, words, tuple(tiles), made_of)
+
+
+def _gain(first: Rung, best: Rung) -> tuple[float, float | None, float | None]:
+    """Of the best rung over the first, with its interval."""
+    record = best.records.get("speedup")
+    if record is not None and record.value is not None:
+        return record.value, record.low, record.high
+    return first.interval[0] / best.interval[0], None, None
+
+
+def _is_same_step(best: Rung, alone: Rung) -> bool:
+    parts = ("dtype", "backend", "vocab", "optimizer", "kernels", "loss", "execution")
+    return all(best.case.get(part) == alone.case.get(part) for part in parts)
 
 
 def _recipe(best: Rung) -> str:

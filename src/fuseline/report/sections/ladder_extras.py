@@ -24,7 +24,7 @@ VARIANTS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "sdpa": ("SDPA", "overhead", (8, 3, 2, 3)),
 }
 HEADINGS = {
-    "head_gemm": "The head's matrix products alone",
+    "head_gemm": "The matrix products of GPT-2's head alone",
     "stability": "Numeric stability of attention",
     "curve": "What was learned",
     "sample": "A sample of what it writes now",
@@ -58,7 +58,8 @@ def _head_gemm(records: Sequence[Record], name: str) -> Blocks:
     if groups:
         chart = Bars("A vocabulary as it is, and padded", Axis(f"{unit} a product"), tuple(groups))
         reading = (
-            "The same product with as many rows as there are tokens, and padded to the next multiple of 64."
+            "GPT-2's head, whatever model climbed: the same product with as many rows as GPT-2 has tokens, "
+            "and padded to the next multiple of 64."
         )
         made.append(Drawing(Figure(name, chart, reading, source(times, samples="n (runs)"))))
     made.append(pivot("The head's products", records))

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 from fuseline.report.blocks import Drawing
 from fuseline.report.charts import Axis, Bar, BarGroup, Bars, Chart, Dot, Figure, Key, Scatter
+from fuseline.report.layout.bars import MOST_REACH
 from fuseline.report.metrics import number
 from fuseline.report.numbers import plain, ratio, ratio_tick
 from fuseline.report.palette import lever_label, lever_role
 from fuseline.report.provenance import source
 from fuseline.report.sections.rungs import Climb, Rung
 
+IN_TURN = (
+    "Ratios are of runs in turn; a bar is as long as its ratio says, beginning with the first one's time."
+)
 FADED = "Pale: dropped, since not faster, beyond the noise, than what it would replace."
 
 
@@ -22,7 +26,9 @@ def times(climb: Climb, name: str, title: str) -> Drawing | None:
     first = climb.baseline
     bars = tuple(_time_bar(rung, first) for rung in climb.ran)
     chart = Bars(title, Axis("milliseconds an iteration"), (BarGroup("", bars),), levers(climb.ran))
-    return _drawing(climb, name, chart, f"Shorter is faster. {_faded(climb)}".strip(), "iteration_ms")
+    paired = any(rung is not first and rung.value("speedup") for rung in climb.ran)
+    reading = f"Shorter is faster. {IN_TURN if paired else ''} {_cut(climb)} {_faded(climb)}"
+    return _drawing(climb, name, chart, " ".join(reading.split()), "iteration_ms")
 
 
 def memory(climb: Climb, name: str, title: str) -> Drawing | None:
@@ -65,11 +71,16 @@ def levers(rungs: Sequence[Rung]) -> tuple[Key, ...]:
 
 
 def _time_bar(rung: Rung, first: Rung | None) -> Bar:
+    """The first rung's own time; of the others that time over their speed-up, which is of runs in turn: their
+    own milliseconds were taken minutes later, when the machine may have been slower or faster."""
     value, low, high = rung.interval
     text = f"{plain(value)} ms"
-    gain = rung.value("speedup")
-    if rung is not first and gain is not None:
-        text += f" · {ratio(gain)}"
+    record = rung.records.get("speedup")
+    if rung is not first and first is not None and record is not None and record.value:
+        whole = first.interval[0]
+        value = whole / record.value
+        low, high = (None if v is None else whole / v for v in (record.high, record.low))
+        text = f"{plain(value)} ms · {ratio(record.value)}"
     return Bar(rung.name, value, text, lever_role(rung.lever), low, high, faded=not rung.kept)
 
 
@@ -87,6 +98,13 @@ def _dot(rung: Rung, metric: str, is_baseline: bool) -> Dot:
         return Dot(rung.name, error, 1.0, lever_role(rung.lever))
     role = lever_role(rung.lever)
     return Dot(rung.name, error, record.value, role, record.low, record.high, faded=not rung.kept)
+
+
+def _cut(climb: Climb) -> str:
+    """A word on intervals that leave the axis."""
+    longest = max(rung.interval[0] for rung in climb.ran)
+    beyond = any((rung.interval[2] or 0.0) > MOST_REACH * longest for rung in climb.ran)
+    return "An arrow head: the interval goes on beyond the axis." if beyond else ""
 
 
 def _faded(climb: Climb) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuseline.report.blocks import EMPTY, Cell, Column, Details, Row, Table, Tone, table
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
+from fuseline.report.blocks import EMPTY, Cell, Column, Details, Row, Table, Tone, Words, table
 from fuseline.report.metrics import cell, presentation
+from fuseline.report.numbers import ratio
 from fuseline.report.palette import lever_label, lever_role
 from fuseline.report.provenance import source
 from fuseline.report.sections.rungs import Climb, Rung
@@ -22,17 +24,31 @@ COST = (
 
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
-    """Every rung in order, those that did not run among them with the reason."""
-    columns = [Column("rung", numeric=False), *_columns(SPEED), Column("outcome", numeric=False)]
+    """Every rung that ran or would have, given time, in order. `not_run` has the others."""
+    beside = Column("torch alone", "speed-up over the best that torch does alone")
+    columns = [Column("rung", numeric=False), *_columns(SPEED), beside, Column("outcome", numeric=False)]
     rows = [
         Row(
-            (_name(rung), *_cells(rung, SPEED), _outcome(rung, climb.mode)),
+            (_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
             "" if rung.kept else "muted",
         )
         for rung in climb.rungs
+        if rung.time is not None or rung.said("out_of_budget", False)
     ]
     reading = "Brackets: 95% intervals." if climb.of("iteration_ms") else ""
     return table(title, columns, rows, _source(climb, SPEED), reading, folded=folded)
+
+
+def not_run(climb: Climb) -> Words | None:
+    """What this machine cannot run, in one line."""
+    by_reason: dict[str, list[str]] = {}
+    for rung in climb.rungs:
+        if rung.time is None and not rung.said("out_of_budget", False):
+            by_reason.setdefault(rung.said("reason", "no reason recorded"), []).append(rung.name)
+    if not by_reason:
+        return None
+    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return Words(f"Not run here: {told}.")
 
 
 def cost(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
@@ -89,6 +105,12 @@ def _name(rung: Rung) -> Cell:
     return Cell(rung.name, detail if detail != rung.name else "", swatch=lever_role(rung.lever))
 
 
+def _over_torch(rung: Rung, climb: Climb) -> Cell:
+    alone = climb.torch_alone
+    mine, theirs = rung.value("speedup"), None if alone is None else alone.value("speedup")
+    return Cell(ratio(mine / theirs)) if mine and theirs else EMPTY
+
+
 def _outcome(rung: Rung, mode: str) -> Cell:
     if rung.time is None:
         return Cell("skipped", rung.said("reason", "no reason recorded"), "muted")
@@ -96,8 +118,8 @@ def _outcome(rung: Rung, mode: str) -> Cell:
     beside = f"against {against}" if against else ""
     if mode not in ("cumulative", "alone"):
         return Cell("", beside) if beside else EMPTY
-    if rung.said("slot", "") == "baseline":
-        return Cell("baseline")
+    if rung.said("slot", "") in ("baseline", TORCH_ALONE):
+        return Cell("baseline", beside)
     good, poor = ("kept", "dropped") if mode == "cumulative" else ("pays", "does not pay")
     return Cell(good if rung.kept else poor, beside)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fuseline.bench.ladder.result import WIDE
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
 from fuseline.records.record import Scalar
 from fuseline.report.numbers import whole
@@ -94,6 +96,28 @@ class Climb:
         Each was kept for its paired ratio. Where clocks drift, medians taken minutes apart can say otherwise.
         """
         return next((rung for rung in reversed(self.ran) if rung.kept), None)
+
+    @property
+    def torch_alone(self) -> Rung | None:
+        """The best that torch does alone, the fastest of its modes: each was timed in turn with `best`."""
+        modes = [r for r in self.ran if r.said("slot", "") == TORCH_ALONE and r.value("paired_speedup")]
+        return max(modes, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+
+    @property
+    def over_torch(self) -> tuple[float, float | None, float | None] | None:
+        """How much faster `best` is than torch alone, with its interval."""
+        alone = self.torch_alone
+        record = None if alone is None else alone.records["paired_speedup"]
+        if record is None or not record.value:
+            return None
+        low, high = (None if end is None else 1 / end for end in (record.high, record.low))
+        return 1 / record.value, low, high
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether something else kept the machine busy: a kept rung whose time nobody can tell."""
+        intervals = [rung.interval for rung in self.ran if rung.kept]
+        return any(low and high and high / low > WIDE for _, low, high in intervals)
 
     def of(self, metric: str) -> list[Record]:
         """The records of `metric` that hold a value."""

@@ -288,5 +288,5 @@ def _key(record: Record) -> tuple[str, str]:
 
 
 def _step(record: Record) -> int:
-    step = record.case["step"]
+    step = record.case.get("step")
     return int(step) if isinstance(step, (int, float)) else 0

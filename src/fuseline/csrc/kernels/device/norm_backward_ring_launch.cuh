@@ -20,13 +20,14 @@ struct RingPlan {
 template <class X, class Y, int kSums, bool kCentred, bool kPast = false>
 struct RingFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
+  static constexpr bool kMixed = kAdded && sizeof(X) > sizeof(Y);  // an fp32 stream, branches of 16 bits
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr int kSize = kVector<Y>;
   template <int kSlots, bool kShifted, bool kLined = false>
   using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast, kLined>;
   static constexpr int kMostSlots = kAdded ? 2 : 4;
   static constexpr bool kShort = sizeof(X) == 2 && !kPast;
-  static constexpr bool kOneWarp = kAdded && kShort;              // of a row has three slots
+  static constexpr bool kOneWarp = kAdded && !kPast && sizeof(Y) == 2;  // of a row has three slots
   static constexpr bool kLines = kShort && (kAdded || !kCentred);  // of layer norms at 1,000 0.925, and 0.888 with them
   using Tiles = TileFamily<X, Y, kSums, kCentred>;
 
@@ -55,9 +56,16 @@ struct RingFamily {
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
       if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
       const int all = std::min(most_threads, threads_of(slots, aligned));
-      const int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
-      const int64_t stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
-      const int64_t room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
+      int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
+      int64_t stage, room;
+      const auto measure = [&] {
+        stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
+        room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
+      };
+      measure();
+      if (kMixed && !measuring) {  // rows of fp32 fill shared memory before there is a thread for each vector of them
+        for (const int wanted = threads == kWarp ? 2 : kBehind; groups > 1 && room < wanted * stage; measure()) --groups;
+      }
       int stages = int(std::min<int64_t>({room / stage, most_stages, kMostRingStages}));
       if (kAdded && !measuring && (bytes <= kLongestFew || (masked && cluster <= kMaxCluster))) {
         const int64_t ahead = divide_up(groups * n, int64_t(cluster)) * int64_t(2 * sizeof(X) + sizeof(Y));
@@ -78,8 +86,12 @@ struct RingFamily {
     if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
     const int most = ahead ? kFewerThreads : kMostThreads;
     const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
+    // A warp that holds a whole row waits for no other.
+    const bool one_warp = kMixed && !measuring && vectors <= 3 * kWarp &&
+                          fits(vectors <= 2 * kWarp ? 2 : 3, most, 1, kMostRingStages);
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
-    for (int least = kBehind; !measuring && !(by_table && plan.stages >= kBehind) && least > 1; --least) {
+    const bool found_already = one_warp || (by_table && plan.stages >= kBehind);
+    for (int least = kBehind; !measuring && !found_already && least > 1; --least) {
       bool found = false;
       for (int cluster = 1; !found && cluster <= kMostBlocks; cluster *= 2) {
         for (const int slots : {2, 4}) {
@@ -172,8 +184,10 @@ struct RingFamily {
         if (slots == 2 && lined) return run(Kind<2, false, true>{});
       }
       if (slots == 2) return aligned ? run(Kind<2, false>{}) : run(Kind<2, true>{});
-      if constexpr (kOneWarp) {
+      if constexpr (kOneWarp && kLines) {
         return lined ? run(Kind<3, false, true>{}) : run(Kind<3, false>{});
+      } else if constexpr (kOneWarp) {
+        return run(Kind<3, false>{});
       } else {
         return aligned ? run(Kind<kMostSlots, false>{}) : run(Kind<kMostSlots, true>{});
       }

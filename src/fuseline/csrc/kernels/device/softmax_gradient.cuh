@@ -37,6 +37,7 @@ __device__ __forceinline__ Sums<T> sums_of(const uint4& grad_raw, const uint4& y
 __device__ __forceinline__ float mean_of(double sum) { return float(sum); }
 __device__ __forceinline__ float mean_of(float2 sums) { return sums.y == 0.f ? 0.f : sums.x / sums.y; }
 
+// Where y is 0 the gradient is, too, whatever was given: a hidden key stays clear of the NaN of its row.
 template <class T>
 __device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_raw, float mean, float scale,
                                          float (&result)[kVector<T>]) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void gradient(const uint4& grad_raw, const uint4& y_r
   unpack<T>(grad_raw, grad);
   unpack<T>(y_raw, y);
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) result[i] = scale * y[i] * (grad[i] - mean);
+  for (int i = 0; i < kVector<T>; ++i) result[i] = y[i] == 0.f ? 0.f : scale * y[i] * (grad[i] - mean);
 }
 
 }  // namespace fuseline

@@ -84,13 +84,13 @@ void forward_row(const CrossEntropy& task, int64_t row, A* room) {
     const A smoothing = static_cast<A>(task.label_smoothing);
     A loss = (A(1) - smoothing) * (weight == nullptr ? A(1) : weight[target]) * ((maximum - z[target]) + log_sum);
     if (smoothing != A(0)) {
-        double linear = 0;
+        double linear = 0;  // against the maximum: the size of the scores would cancel
         if (weight == nullptr) {
-            for (int64_t c = 0; c < n; ++c) linear += static_cast<double>(z[c]);
+            for (int64_t c = 0; c < n; ++c) linear += static_cast<double>(z[c] - maximum);
         } else {
-            for (int64_t c = 0; c < n; ++c) linear += static_cast<double>(weight[c]) * static_cast<double>(z[c]);
+            for (int64_t c = 0; c < n; ++c) linear += static_cast<double>(weight[c]) * static_cast<double>(z[c] - maximum);
         }
-        const double about = task.weight_sum * static_cast<double>(lse) - linear;
+        const double about = task.weight_sum * static_cast<double>(log_sum) - linear;
         loss += smoothing * static_cast<A>(about / static_cast<double>(n));
     }
     static_cast<A*>(task.loss)[row] = loss + static_cast<A>(task.z_loss) * lse * lse;

@@ -100,7 +100,9 @@ void backward_row(const SoftmaxBackward& task, int64_t row, A* room) {
         }
         A* grad_x = open_row(task.grad_x, task.type, start + done, room);
 #pragma omp simd
-        for (int64_t i = 0; i < m; ++i) grad_x[i] = scale * (y[i] * (g[i] - mean));
+        for (int64_t i = 0; i < m; ++i) {
+            grad_x[i] = y[i] == A(0) ? A(0) : scale * (y[i] * (g[i] - mean));  // what is hidden has no NaN either
+        }
         close_row(task.grad_x, task.type, start + done, grad_x, m);
     }
 }

@@ -40,16 +40,31 @@ def bias(call: Call, *, with_limits: bool, lowest: float = -math.inf) -> torch.T
     if mask is None and limits is None:
         return None
     if mask is None or mask.dtype == torch.bool:
-        seen = limits if mask is None else mask if limits is None else mask & limits
-        if seen is None:
+        within = limits if mask is None else mask if limits is None else mask & limits
+        if within is None:
             return None
-        if seen.dim() == 2:
-            seen = seen[None, None]
-        return torch.zeros((), dtype=call.q.dtype, device=seen.device).masked_fill(~seen, lowest)
+        if within.dim() == 2:
+            within = within[None, None]
+        return torch.zeros((), dtype=call.q.dtype, device=within.device).masked_fill(~within, lowest)
     mask = mask.to(call.q.dtype)
     if lowest != -math.inf:
         mask = mask.clamp(min=lowest)
     return mask if limits is None else mask.masked_fill(~limits, lowest)
+
+
+def seen(call: Call) -> torch.Tensor | None:
+    """What a boolean mask and the limits let be seen, in 4 dimensions; None where they hide nothing."""
+    limits = call.limits()
+    if call.mask is None or call.mask.dtype != torch.bool:
+        return None if limits is None else limits[None, None]
+    return call.mask if limits is None else call.mask & limits
+
+
+def hide(scores: torch.Tensor, seen_BHTS: torch.Tensor, value: float) -> None:
+    """Write `value` over the scores of hidden keys, whatever they are: what is added to NaN or inf hides
+    neither. In place, and past autograd: a hidden key's weight is 0, and so is its gradient."""
+    with torch.no_grad():
+        scores.masked_fill_(~seen_BHTS, value)
 
 
 def in_pieces(bias_BHTS: torch.Tensor, S: int) -> torch.Tensor:
@@ -63,12 +78,14 @@ def in_pieces(bias_BHTS: torch.Tensor, S: int) -> torch.Tensor:
 
 def unseeing(call: Call) -> torch.Tensor | None:
     """[.., .., T, 1], True for rows that see nothing; None where every row is known to see something."""
+    if not call.may_be_blind():
+        return None
     limits = call.limits()
     mask = call.mask
     if mask is None:
         return None if limits is None else ~limits.any(-1, keepdim=True)
-    seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    return ~(seen if limits is None else seen & limits).any(-1, keepdim=True)
+    within = mask if mask.dtype == torch.bool else mask != -math.inf  # a NaN is seen
+    return ~(within if limits is None else within & limits).any(-1, keepdim=True)
 
 
 def with_gradient_like(x: torch.Tensor) -> torch.Tensor:

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fuseline.ops.attention.call import Call
-from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_cuda, refuse_extras
+from fuseline.ops.attention.candidate import HALF, Attended, Candidate, UnfitError, refuse_cuda, refuse_extras
 from fuseline.ops.attention.problem import Problem
 
 _BLOCK = 128
 _LARGEST_GRID = 65535
 _DECODED_ROWS = 16  # with more, its kernel for decoding may find no configuration
+_built: set[tuple[Any, ...]] = set()  # the signatures whose kernels were compiled and fit
 _Limits = tuple[int, int, int, int, int]  # T, S, shift, window_left, reach_right
 
 
@@ -45,7 +47,26 @@ def _run(call: Call) -> Attended:
     if torch.compiler.is_compiling():
         return attend(call, None if limits is None else block_map(limits, call.q.device), flex_attention)
     blocks = None if limits is None else _cached_block_map(limits, call.q.device)
-    return attend(call, blocks, _compiled(_signature(call)))
+    signature = _signature(call)
+    if signature in _built:
+        return attend(call, blocks, _compiled(signature))
+    # Both directions are compiled here: the backward would otherwise fail where nobody can choose again.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        try:
+            attended = attend(call, blocks, _compiled(signature))
+        except RuntimeError as error:
+            if not _lacks_room(error):
+                raise
+            raise UnfitError("its kernel needs more shared memory than the GPU has") from error
+    _built.add(signature)
+    return attended
+
+
+def _lacks_room(error: BaseException) -> bool:
+    """Whether none of the kernel's configurations fit in shared memory: triton says so, inductor wraps it."""
+    words = ("out of resource", "OutOfResources", "No valid triton configs")
+    causes = (error, error.__cause__, error.__context__)
+    return any(word in str(each) for each in causes if each is not None for word in words)
 
 
 def attend(call: Call, blocks: BlockMask | None, function: Callable[..., Any]) -> Attended:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Attended, Candidate, refuse_dtype, refuse_extras
-from fuseline.ops.attention.candidates.arguments import bias, unseeing, with_all_heads
+from fuseline.ops.attention.candidates.arguments import hide, seen, unseeing, with_all_heads
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.softmax import softmax
 
@@ -60,11 +60,14 @@ def _plain(call: Call) -> Attended:
     """In as few passes as torch's operators allow; rows that see nothing are zero."""
     k, v = with_all_heads(call)
     scores = (call.q * call.softmax_scale) @ k.transpose(-2, -1)
-    added = bias(call, with_limits=True, lowest=torch.finfo(call.q.dtype).min / 2)
-    if added is not None:
-        scores = scores + added
+    lowest = torch.finfo(call.q.dtype).min / 2
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        scores = scores + call.mask.to(scores.dtype).clamp(min=lowest)
+    within = seen(call)
+    if within is not None:
+        hide(scores, within, lowest)
     out = F.dropout(torch.softmax(scores, dim=-1), call.dropout_p) @ v
-    blind = None if added is None else unseeing(call)
+    blind = unseeing(call)
     return out if blind is None else out.masked_fill(blind, 0.0), None
 
 

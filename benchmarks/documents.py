@@ -1,0 +1,129 @@
+"""Draw the tables of README.md and docs/ from the committed records; `--check` says whether they are current.
+
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; several documents may show the same table. The
+line below a table names the device, the version of torch and the days of the records that it is drawn from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tables import attention, front, generation, hardware, ladder, linears, ops, seeds, translation
+from tables.markdown import source
+
+from fuseline.records import Record, read
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+GPU = "h100"
+"""Part of the file names of the records that the suites' tables are drawn from."""
+
+TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
+    "ladder": ("ladder", ladder.ladder),
+    "compile": ("compile", ladder.compiling),
+    "ops": ("ops", ops.ops),
+    "ops-peers": ("ops", ops.against_the_best),
+    "head-and-loss": ("ops", ops.head_and_loss),
+    "gemv": ("linear", linears.gemv),
+    "layers": ("linear", linears.layers),
+    "decode": ("decode", generation.decode),
+    "climb": ("decode", generation.climb),
+    "quality": ("quality", generation.quality),
+    "translation": ("translation", translation.translation),
+    "bleu": ("translation", translation.bleu),
+    "short-attention": ("attention", attention.short),
+    "long-attention": ("attention", attention.long),
+    "decoding-attention": ("attention", attention.decoding),
+    "small-layers": ("attention", attention.small_layers),
+    "picks": ("attention", attention.picks),
+    "hardware": ("hardware", hardware.hardware),
+    "seed-attention-layer": ("attention", seeds.attention_layer),
+    "seed-nanogpt": ("ladder", seeds.nanogpt),
+    "seed-batches": ("ladder", seeds.batches),
+    "seed-head": ("ladder", seeds.head),
+    "seed-stability": ("ladder", seeds.stability),
+    "seed-fused-kernels": ("ops", seeds.fused_kernels),
+    "seed-epoch": ("translation", seeds.translation_epoch),
+    "seed-compilers": ("compile", seeds.compilers),
+    "seed-machine": ("hardware", seeds.machine),
+}
+
+
+@functools.cache
+def records(suite: str, gpu: str = GPU) -> tuple[Record, ...]:
+    """The committed records of a suite on the GPUs whose file names have `gpu` in them."""
+    return tuple(read(*sorted(RESULTS.glob(f"{suite}-*{gpu}*.jsonl*"))))
+
+
+def step() -> list[str]:
+    """Whole training steps: the suite `step` once it is on record, else the ladder's and translation's."""
+    found = records("step", gpu="nvidia")
+    if found:
+        return [*front.steps(found), "", source(found)]
+    return front.compiled_steps(records("ladder"), records("translation"))
+
+
+def acceleration() -> list[str]:
+    """Users' models by `fuseline.accelerate` once they are on record, else the training step of GPT-2."""
+    found = records("acceleration", gpu="nvidia")
+    if found:
+        return [*front.steps(found), "", source(found)]
+    return front.step_in_words(records("step", gpu="nvidia"))
+
+
+def against() -> list[str]:
+    return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
+
+
+FRONT: dict[str, Callable[[], list[str]]] = {"step": step, "acceleration": acceleration, "against": against}
+
+
+def drawn(name: str) -> str:
+    """The lines between the two marks of the table `name`."""
+    if name in FRONT:
+        return "\n".join(FRONT[name]())
+    suite, draw = TABLES[name]
+    found = records(suite)
+    return "\n".join([*draw(found), "", source(found)])
+
+
+def rewritten(text: str) -> str:
+    """A document's text with every table drawn from the records."""
+    for name in re.findall(r"<!-- /([\w-]+) -->", text):
+        if name not in TABLES and name not in FRONT:
+            raise ValueError(f"There is no table named {name!r}; known: {', '.join([*TABLES, *FRONT])}.")
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text = pattern.sub(lambda m, name=name: m[1] + drawn(name) + "\n" + m[2], text)  # type: ignore[misc]
+    return text
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it would")
+    options = parser.parse_args()
+    stale = []
+    for document in documents():
+        text = document.read_text(encoding="utf-8")
+        new = rewritten(text)
+        if new != text:
+            stale.append(document.relative_to(ROOT))
+            if not options.check:
+                document.write_text(new, encoding="utf-8")
+    for document in stale:
+        print(
+            f"{document}: " + ("its tables are not those of the records" if options.check else "drawn anew")
+        )
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Logits that are not computed unless somebody asks for their values.
+
+A head's forward returns `DeferredLogits` in their place: a tensor of the logits' shape without memory, which
+knows the hidden states and the head. Taking rows, reshaping rows and casting to float32 go to the hidden
+states; `cross_entropy` of it is `fuseline.ops.linear_cross_entropy`, which never has all logits at once. Any
+other operation computes the logits first, as the head would have, and goes on with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from fuseline.ops import linear_cross_entropy
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Head:
+    """What logits are computed from: hidden [..., C], weight [V, C], bias [V] or None; `wide`: cast to
+    float32 afterwards."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    wide: bool = False
+
+    def logits(self) -> torch.Tensor:
+        logits = F.linear(self.hidden, self.weight, self.bias)
+        return logits.float() if self.wide else logits
+
+    def shape(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.weight.shape[0])
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """One cross-entropy of a head's logits."""
+
+    head: Head
+    target: torch.Tensor
+    weight: torch.Tensor | None = None
+    ignore_index: int = IGNORED
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def by_torch(self) -> torch.Tensor:
+        return F.cross_entropy(self.head.logits(), self.target, self.weight, **self._options())
+
+    def by_fuseline(self) -> torch.Tensor:
+        """In chunks of rows. The loss has the dtype that torch's has."""
+        hidden, weight, bias = self.head.hidden, self.head.weight, self.head.bias
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
+        if autocast:
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        if weight.dtype not in (hidden.dtype, torch.float32):
+            weight = weight.to(hidden.dtype)
+        if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
+            bias = bias.to(hidden.dtype)
+        loss = linear_cross_entropy(
+            hidden, weight, self.target, bias, class_weight=self.weight, **self._options()
+        )
+        narrow = hidden.dtype.itemsize < 4 and not self.head.wide and not autocast
+        return loss.to(hidden.dtype) if narrow else loss
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "label_smoothing": self.label_smoothing,
+        }
+
+
+taken: list[HeadLoss] | None = None
+"""Where losses are written down while somebody looks (`head_loss.py`)."""
+
+
+class DeferredLogits(torch.Tensor):
+    """The logits of a head, computed when an operation other than those above wants them."""
+
+    _head: Head
+    _logits: torch.Tensor | None
+
+    @staticmethod
+    def of(head: Head) -> DeferredLogits:
+        dtype = torch.float32 if head.wide else _product_dtype(head)
+        nothing = torch.empty((), dtype=dtype, device=head.hidden.device).expand(head.shape())
+        deferred = nothing.as_subclass(DeferredLogits)
+        deferred._head, deferred._logits = head, None
+        return deferred
+
+    def logits(self) -> torch.Tensor:
+        """The logits, computed once."""
+        if self._logits is None:
+            self._logits = self._head.logits()
+        return self._logits
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is F.cross_entropy:
+            loss = _loss(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif args and isinstance(args[0], DeferredLogits) and not _deferred_in(args[1:], kwargs):
+            head = _moved(func, args[0]._head, args[1:], kwargs)
+            if head is not None:
+                return cls.of(head)
+        args, kwargs = pytree.tree_map(_computed, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _loss(
+    input: Any,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = IGNORED,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """The loss without the logits; None for what the op does not do."""
+    if not isinstance(input, DeferredLogits) or input._logits is not None or input.dim() > 2:
+        return None
+    if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
+        return None
+    if target.dtype not in (torch.int64, torch.int32) or target.shape != input.shape[:-1]:
+        return None
+    loss = HeadLoss(input._head, target, weight, ignore_index, reduction, label_smoothing)
+    if taken is not None:
+        taken.append(loss)
+    return loss.by_fuseline()
+
+
+def _moved(
+    func: Callable[..., Any], head: Head, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Head | None:
+    """The head of what an operation on rows, or a cast to float32, gives; None for any other operation."""
+    shape, columns = head.shape(), head.weight.shape[0]
+    if kwargs:
+        return None
+    if func is torch.Tensor.contiguous and not args:
+        return head
+    if func is torch.Tensor.float and not args:
+        return replace(head, wide=True)
+    if func is torch.Tensor.to and len(args) == 1:
+        if args[0] is torch.float32:
+            return replace(head, wide=True)
+        same = isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == head.hidden.device
+        return head if same else None
+    if func in (torch.Tensor.view, torch.Tensor.reshape):
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+        if not sizes or not all(isinstance(size, int) for size in sizes):
+            return None
+        rows = tuple(torch.empty(shape, device="meta").view(sizes).shape)
+        if rows[-1] != columns:
+            return None
+        return replace(head, hidden=head.hidden.reshape(*rows[:-1], head.hidden.shape[-1]))
+    if func in (torch.Tensor.flatten, torch.flatten) and len(args) == 2:
+        first, last = (int(dim) % len(shape) for dim in args)
+        return None if last == len(shape) - 1 else replace(head, hidden=head.hidden.flatten(first, last))
+    if func is torch.Tensor.__getitem__ and len(args) == 1:
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        if _takes_rows(index, len(shape)):
+            return replace(head, hidden=head.hidden[args[0]])
+    return None
+
+
+def _takes_rows(index: tuple[Any, ...], rank: int) -> bool:
+    """Whether slices, with at most one ellipsis, leave the last dimension whole."""
+    if not all(isinstance(one, slice) or one is Ellipsis for one in index):
+        return False
+    reaches = index[-1] is not Ellipsis if Ellipsis in index else len(index) == rank
+    return not reaches or index[-1] == slice(None)
+
+
+def _deferred_in(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def _computed(leaf: Any) -> Any:
+    return leaf.logits() if isinstance(leaf, DeferredLogits) else leaf
+
+
+def _product_dtype(head: Head) -> torch.dtype:
+    device = head.hidden.device.type
+    if torch.is_autocast_enabled(device) and head.hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device)
+    return head.hidden.dtype
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_LOOKS = frozenset(
+    {
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
+        *map(_getter, ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    }
+)
+"""What is known of logits before they are computed."""

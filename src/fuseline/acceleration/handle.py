@@ -1,0 +1,222 @@
+"""What `accelerate` returns: the account of every site, the way back, and steps over the faster model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuseline.acceleration.attention import MARK, NAME, REPLACED, AttentionMark, register, rename
+from fuseline.acceleration.attention_study import AttentionStudy
+from fuseline.acceleration.compiled_call import CompiledCall
+from fuseline.acceleration.head_loss import deferred
+from fuseline.acceleration.pay import Clock, Verdict
+from fuseline.acceleration.site import KEPT, Site
+from fuseline.acceleration.study import Study, study
+from fuseline.acceleration.swap import Swapped, put_in, take_out
+from fuseline.acceleration.table import report_text, table
+from fuseline.acceleration.training_step import Loss, Scheduler, TrainingStep
+from fuseline.acceleration.wanted import Wanted
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Of one kept site since it was swapped: calls that took Fuseline's op, and those that did not, with why.
+
+    A replayed CUDA graph runs no Python: it counts once, when it is recorded.
+    """
+
+    path: str
+    kind: str
+    taken: int
+    declined: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`sites` in the model's order; printed as one line a site that took the original, and a sum."""
+
+    sites: tuple[Runs, ...]
+
+    @property
+    def declined(self) -> int:
+        return sum(sum(runs.declined.values()) for runs in self.sites)
+
+    @property
+    def taken(self) -> int:
+        return sum(runs.taken for runs in self.sites)
+
+    def __str__(self) -> str:
+        return report_text([(r.path, r.taken, r.declined) for r in self.sites])
+
+
+@dataclass
+class Acceleration:
+    """A model whose forwards run Fuseline's ops where that was proved right and faster.
+
+    The model itself is called as before. `sites` says what became of every place that was recognized; print
+    the handle for a table. `whole` compares the model's whole step before and after, where sites were timed.
+    """
+
+    model: nn.Module
+    sites: tuple[Site, ...] = ()
+    whole: Verdict | None = None
+    notes: tuple[str, ...] = ()
+    head: nn.Linear | None = None
+    wanted: Wanted = field(default_factory=lambda: Wanted(train=True))
+    _swapped: dict[str, tuple[nn.Module, Swapped]] = field(default_factory=dict, repr=False)
+    _marked: dict[str, tuple[nn.Module, AttentionMark]] = field(default_factory=dict, repr=False)
+    _call: CompiledCall | None = field(default=None, repr=False)
+    _on_undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
+    _configs: list[Any] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        return table(self.sites, self.whole, self.notes)
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        return tuple(site for site in self.sites if site.status == KEPT)
+
+    def apply(self, found: Study) -> None:
+        """Make the changes of a study; plans for modules that are swapped already join the others."""
+        for change in found.changes:
+            if change.path not in self._swapped:
+                self._swapped[change.path] = (change.module, Swapped(change.module, self.wanted.strict))
+            module, swapped = self._swapped[change.path]
+            for key, plan in change.plans.items():
+                swapped.add(key, plan)
+            put_in(module, swapped)
+        if found.head is not None:
+            self.head = found.head.head
+        if found.attention is not None and found.attention.marks:
+            self._apply_attention(found.attention)
+
+    def _apply_attention(self, found: AttentionStudy) -> None:
+        for path, module, mark in found.marks:
+            if path in self._marked:
+                self._marked[path][1].keys |= mark.keys
+            else:
+                self._marked[path] = (module, mark)
+                module.__dict__[MARK] = mark
+        register()
+        rename(found.configs, NAME)
+        self._configs += found.configs
+
+    def on_undo(self, steps: Sequence[Callable[[], object]]) -> None:
+        """What else `undo` has to take back."""
+        self._on_undo += steps
+
+    def remove(self, path: str) -> None:
+        """Give one module its own forward back."""
+        if path in self._marked:
+            self._marked.pop(path)[0].__dict__.pop(MARK, None)
+            return
+        module, _ = self._swapped.pop(path)
+        take_out(module)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, the model runs its own code everywhere."""
+        for module, _ in self._swapped.values():
+            take_out(module)
+        rename(self._configs, REPLACED)
+        try:
+            yield
+        finally:
+            for module, swapped in self._swapped.values():
+                put_in(module, swapped)
+            rename(self._configs, NAME)
+
+    def undo(self) -> nn.Module:
+        """Give every module its own forward back: the model is what it was, bit for bit."""
+        for module, _ in self._swapped.values():
+            take_out(module)
+        self._swapped.clear()
+        for module, _ in self._marked.values():
+            module.__dict__.pop(MARK, None)
+        while self._on_undo:
+            self._on_undo.pop()()
+        self._marked.clear()
+        self.head = None
+        rename(self._configs, REPLACED)
+        self._configs.clear()
+        if self._call is not None:
+            self._call.close()
+            self._call = None
+        return self.model
+
+    def report(self) -> Report:
+        """How often each kept site ran Fuseline's op since, and how often and why it did not."""
+        kinds = {site.path: site.kind for site in self.sites}
+        standing: list[tuple[str, tuple[nn.Module, Swapped | AttentionMark]]] = [
+            *self._swapped.items(),
+            *self._marked.items(),
+        ]
+        return Report(
+            tuple(
+                Runs(path, kinds.get(path, ""), runs.taken, dict(runs.declined))
+                for path, (_, runs) in standing
+            )
+        )
+
+    def training_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        precision: str = "bf16",
+        accumulation: int = 1,
+        grad_clip: float = 1.0,
+        scheduler: Scheduler | None = None,
+        loss: Loss | None = None,
+    ) -> TrainingStep:
+        """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
+
+        On a GPU the whole step is recorded as one CUDA graph for each set of shapes; see `TrainingStep` for
+        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that;
+        its learning rates become tensors, which schedulers and whoever sets `group["lr"]` change as before.
+        Sites are proved and timed anew on the first batch, under this precision.
+        """
+        return TrainingStep(
+            self.model,
+            self._prepare,
+            lambda: deferred(self.head),
+            optimizer,
+            precision=precision,
+            accumulation=accumulation,
+            grad_clip=grad_clip,
+            scheduler=scheduler,
+            loss=loss,
+        )
+
+    def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes."""
+        if self._call is None:
+            self._call = CompiledCall(self.model)
+        return self._call(*args, **kwargs)
+
+    def _prepare(self, batch: Any) -> None:
+        """Prove and time the sites again under the autocast of now, as they run inside a recording."""
+        recorded = self.device.type == "cuda"
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if self.wanted.dry_run or not (recorded or autocast):
+            return
+        with self.paused():
+            found = study(self.model, batch, replace(self.wanted, train=True), Clock(recorded=recorded))
+        self.apply(found)
+        fresh = {site.path: site for site in found.sites if site.status == KEPT}
+        self.sites = tuple(
+            fresh.pop(site.path, site) if site.status != KEPT else site for site in self.sites
+        ) + tuple(site for path, site in fresh.items() if path not in {s.path for s in self.kept})
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "An Acceleration is not copied or pickled: it holds on to one model. Copy or pickle the model, "
+            "whose forwards stay swapped."
+        )

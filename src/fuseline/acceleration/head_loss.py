@@ -1,0 +1,140 @@
+"""A head and its loss as one: found by a run in which the logits are deferred, proved on what it was given.
+
+It is done inside `training_step`, where nobody but the loss reads the logits; a model called directly
+computes its logits as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fuseline.acceleration import deferred_logits
+from fuseline.acceleration import prove as rule
+from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
+from fuseline.acceleration.find import is_wanted
+from fuseline.acceleration.observe import Observed, call_model
+from fuseline.acceleration.site import FOUND, REFUSED, Site
+from fuseline.acceleration.swap import why_not_passed
+from fuseline.acceleration.wanted import Wanted
+from fuseline.acceleration.wide import widened
+from fuseline.errors import first_line
+
+KIND, OP = "head_loss", "linear_cross_entropy"
+IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
+MOST_ROWS = 4096
+"""Rows that a proof takes: all logits of them exist three times, once in float64."""
+
+
+@dataclass(frozen=True)
+class HeadStudy:
+    """The head that the loss follows, if there is one, and what is said of it."""
+
+    sites: tuple[Site, ...] = ()
+    head: nn.Linear | None = None
+
+
+def study_head(
+    model: nn.Module, batch: Any, seen: list[Observed], classes: set[int], wanted: Wanted
+) -> HeadStudy:
+    """Look for the linear layer whose logits go into a cross-entropy over one of these numbers of classes."""
+    heads = [
+        one
+        for one in seen
+        if type(one.module) is nn.Linear and one.calls == 1 and one.module.out_features in classes
+    ]
+    for observed in reversed(heads):
+        head = observed.module
+        assert isinstance(head, nn.Linear)
+        if not is_wanted(observed.paths, wanted.only, wanted.skip):
+            continue
+        losses = _losses(model, batch, head)
+        if not losses:
+            continue
+        reason = why_not_passed(head, observed.path) or _prove(losses[0])
+        if reason:
+            return HeadStudy((Site(observed.path, KIND, REFUSED, reason, OP),))
+        site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
+        return HeadStudy((site,), head)
+    return HeadStudy()
+
+
+@contextlib.contextmanager
+def deferred(head: nn.Linear | None) -> Iterator[None]:
+    """Within, the head returns logits that are computed only where they are read."""
+    if head is None or "forward" in head.__dict__ or why_not_passed(head, "the head") is not None:
+        yield
+        return
+    weight, bias = head._parameters.get("weight"), head._parameters.get("bias")
+    if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
+        yield
+        return
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if type(input) is not torch.Tensor or not torch.is_grad_enabled():
+            return F.linear(input, weight, bias)
+        return DeferredLogits.of(Head(input, weight, bias))
+
+    head.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del head.__dict__["forward"]
+
+
+def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
+    """The losses that were taken of this head's logits without computing them, in one run of the batch."""
+    deferred_logits.taken = []
+    try:
+        with torch.enable_grad(), deferred(head):
+            call_model(model, batch)
+        return list(deferred_logits.taken)
+    finally:
+        deferred_logits.taken = None
+
+
+def _prove(loss: HeadLoss) -> str | None:
+    """Why the op does not stand for head and loss; None where it does."""
+    hidden = loss.head.hidden.detach().reshape(-1, loss.head.hidden.shape[-1])[:MOST_ROWS]
+    target = loss.target.reshape(-1)[:MOST_ROWS]
+    weight, bias = loss.head.weight.detach(), loss.head.bias
+    given = [hidden, weight] if bias is None else [hidden, weight, bias.detach()]
+
+    def run(tensors: list[torch.Tensor], how: str) -> rule.Results:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        head = Head(leaves[0], leaves[1], leaves[2] if bias is not None else None, loss.head.wide)
+        own = replace(loss, head=head, target=target)
+        with torch.enable_grad():
+            return rule.results(own.by_torch() if how == "torch" else own.by_fuseline(), leaves)
+
+    try:
+        original, ours = run(given, "torch"), run(given, "fuseline")
+        with torch.autocast(hidden.device.type, enabled=False):
+            exact_head = [widened(t) for t in given]
+            exact = run_wide_loss(exact_head, replace(loss, target=target), bias is not None)
+        if ours.outputs[0].dtype is not original.outputs[0].dtype:
+            return f"the op returns {ours.outputs[0].dtype}, the model {original.outputs[0].dtype}"
+        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        rule.compare(ours, original, exact, dtype)
+    except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
+        return first_line(error)
+    return None
+
+
+def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss, biased: bool) -> rule.Results:
+    """The same loss in float64."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    head = Head(leaves[0], leaves[1], leaves[2] if biased else None)
+    weight = None if loss.weight is None else widened(loss.weight)
+    with torch.enable_grad():
+        return rule.results(replace(loss, head=head, weight=weight).by_torch(), leaves)
+
+
+def _autocast(tensor: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)

@@ -1,0 +1,242 @@
+"""What each module of a model is called with: one run of the batch with hooks that look and change nothing.
+
+Modules that look alike (same class, attributes, children, shapes) and are called alike share one sample of
+their inputs, so that a model of many layers keeps the inputs of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.attributes import INTERNAL
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Types of arguments that are what they are: no state hides in them."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of a module: its arguments, the tensors among them detached copies."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if is_tensor(leaf)]
+
+    def others(self) -> list[Any]:
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if not is_tensor(leaf)]
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> Sample:
+        """The same call with other tensors, in order."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if is_tensor(leaf) else leaf for leaf in leaves], spec
+        )
+        return Sample(args, kwargs)
+
+    def form(self) -> tuple[Any, ...]:
+        """How the call is written: the structure of its arguments, and those that are no tensors."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return str(spec), tuple("tensor" if is_tensor(leaf) else repr(leaf) for leaf in leaves)
+
+
+@dataclass
+class Observed:
+    """A module, every path that leads to it, and how it was called."""
+
+    module: nn.Module
+    paths: tuple[str, ...]
+    samples: dict[Any, Sample] = field(default_factory=dict)
+    """One for each signature that it was called with."""
+    calls: int = 0
+    attends: bool = False
+    """Whether its own code calls torch's attention."""
+    reason: str | None = None
+    """Why nothing can be said of it, where its arguments are none that can be looked at."""
+
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for two modules only if the same code on the same inputs does the same with both, but for the
+    values of parameters and buffers."""
+    return (
+        type(module),
+        module.training,
+        tuple((name, _described(value)) for name, value in vars(module).items() if name not in INTERNAL),
+        tuple((name, None if p is None else _tensor_signature(p)) for name, p in module._parameters.items()),
+        tuple((name, None if b is None else _tensor_signature(b)) for name, b in module._buffers.items()),
+        tuple(
+            (name, None if child is None else fingerprint(child)) for name, child in module._modules.items()
+        ),
+    )
+
+
+@dataclass
+class Observation:
+    """What was seen of each module, by its id; the last dimensions of what cross-entropies were given; what
+    the model returned."""
+
+    modules: dict[int, Observed]
+    classes: set[int]
+    output: Any
+
+
+def observe(model: nn.Module, batch: Any) -> Observation:
+    """Run the batch once and look."""
+    paths: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(name)
+    seen = {id(m): Observed(m, tuple(paths[id(m)])) for m in model.modules()}
+    shared: dict[Any, Sample] = {}
+    inside: list[nn.Module] = [model]
+
+    def leave(module: nn.Module, *_: object) -> None:
+        inside.pop()
+
+    classes: set[int] = set()
+
+    def told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name != "cross_entropy":
+            seen[id(inside[-1])].attends = True
+            return
+        logits = kwargs.get("input", args[0] if args else None)
+        if isinstance(logits, torch.Tensor) and logits.dim():
+            classes.add(logits.shape[-1])
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        observed = seen[id(module)]
+        inside.append(module)
+        observed.calls += 1
+        leaves = pytree.tree_leaves((args, kwargs))
+        strange = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, PLAIN)]
+        if strange:
+            observed.reason = f"it is called with a {type(strange[0]).__name__}, which may hold state"
+            return
+        signature = (
+            fingerprint(module),
+            str(pytree.tree_structure((args, kwargs))),
+            tuple(_tensor_signature(leaf) if is_tensor(leaf) else repr(leaf) for leaf in leaves),
+        )
+        if signature in observed.samples:
+            return
+        if signature not in shared:
+            shared[signature] = Sample(*pytree.tree_map(_copied, (args, kwargs)))
+        observed.samples[signature] = shared[signature]
+
+    handles = [
+        module.register_forward_pre_hook(look, with_kwargs=True, prepend=False)
+        for module in model.modules()
+        if module is not model
+    ]
+    handles += [
+        module.register_forward_hook(leave, always_call=True)
+        for module in model.modules()
+        if module is not model
+    ]
+    try:
+        with _calls_seen(told):
+            output = call_model(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Observation(seen, classes, output)
+
+
+@contextlib.contextmanager
+def left_as_found(model: nn.Module) -> Iterator[None]:
+    """Random numbers, buffers and modes are on exit what they were: a run in between leaves no trace."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module, mode in modes:
+                module.training = mode
+
+
+@contextlib.contextmanager
+def _calls_seen(tell: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Within, `tell` is called at each call of torch's attention functions and of its cross-entropy."""
+    names = ("scaled_dot_product_attention", "multi_head_attention_forward", "cross_entropy")
+    originals = {name: getattr(F, name) for name in names}
+
+    def telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tell(name, args, kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(F, name, telling(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)
+
+
+def _copied(leaf: Any) -> Any:
+    if not is_tensor(leaf):
+        return leaf
+    # Strides are part of a call: clone keeps those of a dense tensor, and an expanded one stays expanded.
+    copy = leaf.detach() if 0 in leaf.stride() else leaf.detach().clone()
+    return copy.requires_grad_(leaf.requires_grad)
+
+
+def _tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        type(tensor),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()) if tensor.layout is torch.strided else (),
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _described(value: object) -> object:
+    """What stands for an attribute: its value where that is all there is to it, else which object it is."""
+    return (type(value), value) if isinstance(value, PLAIN) else id(value)

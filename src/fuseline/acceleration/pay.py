@@ -1,0 +1,100 @@
+"""Whether a change pays: the original against it, in pairs, as the user will run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from fuseline.timing import Ratio, paired_ratio, ran_out_of_memory, synchronize
+
+PAIRS = 12
+SHORTEST = 4e-4
+"""Seconds of calls between two looks at the clock: host and device then both count as they do in a loop."""
+LARGEST_CALLS = 64
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Microseconds of one call of each, and their paired ratio."""
+
+    original_us: float
+    swapped_us: float
+    ratio: Ratio
+
+    @property
+    def pays(self) -> bool:
+        """Whether the ratio's whole interval is at least 1."""
+        return self.ratio.low >= 1.0
+
+
+class Clock:
+    """Times two calls against each other.
+
+    `recorded`: as they run inside a CUDA graph, where the host's time does not count; else as they run
+    eagerly, where whichever of host and device is slower does.
+    """
+
+    def __init__(self, *, recorded: bool = False, pairs: int = PAIRS) -> None:
+        self.recorded, self.pairs = recorded, pairs
+
+    def compare(self, original: Call, swapped: Call, device: torch.device) -> Verdict:
+        """Both in turn, A B B A, so that clocks and temperature drift on both alike."""
+        calls = [original, swapped]
+        if self.recorded and device.type == "cuda":
+            calls = _both_captured(calls, device)
+        repeats = [_repeats(call, device) for call in calls]
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(self.pairs):
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                times[which].append(_stretch(calls[which], device, repeats[which]))
+        ratio = paired_ratio(*times)
+        return Verdict(1e6 * median(times[0]), 1e6 * median(times[1]), ratio)
+
+
+def _stretch(call: Call, device: torch.device, repeats: int) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begin) / repeats
+
+
+def _repeats(call: Call, device: torch.device) -> int:
+    _stretch(call, device, 2)
+    return max(1, min(LARGEST_CALLS, int(SHORTEST / max(_stretch(call, device, 2), 1e-7))))
+
+
+def _both_captured(calls: list[Call], device: torch.device) -> list[Call]:
+    """Both as graphs; both as they are where one of them waits for the device and cannot be recorded."""
+    try:
+        return [_captured(call, device) for call in calls]
+    except RuntimeError as error:
+        if ran_out_of_memory(error):
+            raise
+        return calls
+
+
+def _captured(call: Call, device: torch.device) -> Call:
+    """The call as a CUDA graph that replays it."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        kept = call()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay

@@ -1,0 +1,67 @@
+"""What takes a forward's place: a recipe is a value of paths and numbers, never a tensor or a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
+
+
+class Recipe(Protocol):
+    """Computes what a module's forward computes, by Fuseline's ops.
+
+    `weights` are the paths of the parameters and buffers that it reads, `drops` whether it draws random
+    numbers in training.
+    """
+
+    op: ClassVar[str]
+
+    @property
+    def weights(self) -> tuple[str, ...]: ...
+
+    @property
+    def drops(self) -> bool: ...
+
+    def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Match:
+    """A module computes `kind`; `recipes` are the ways to compute it, any of which may be the fastest."""
+
+    kind: str
+    recipes: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A module looks like `kind`, and why Fuseline leaves it."""
+
+    kind: str
+    reason: str
+
+
+Verdict = Match | Refusal | None
+
+
+def tensor_at(module: nn.Module, path: str) -> torch.Tensor:
+    """The parameter or buffer of that path, past every `__getattr__`."""
+    owner, name = module, path
+    if "." in path:
+        *parents, name = path.split(".")
+        for parent in parents:
+            child = owner._modules[parent]
+            assert child is not None
+            owner = child
+    tensor: torch.Tensor | None = owner._parameters.get(name)
+    if tensor is None:
+        tensor = owner._buffers[name]
+    assert tensor is not None
+    return tensor
+
+
+def optional_tensor_at(module: nn.Module, path: str | None) -> torch.Tensor | None:
+    return None if path is None else tensor_at(module, path)

@@ -1,0 +1,74 @@
+"""What a CUDA graph may hold, and what would be frozen into it or freed under it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fuseline.errors import InputError
+
+
+class NotRecordableError(InputError):
+    """A graph of this would not do what the eager code does; the message says why."""
+
+
+def autocast_now(device: torch.device) -> Hashable:
+    """The dtype of the autocast that is on for the device; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextlib.contextmanager
+def without_cached_weights(device: torch.device) -> Iterator[None]:
+    """An autocast that the caller has on casts weights anew inside. It keeps 16-bit copies of them until the
+    caller leaves it: a graph that reads such copies would read freed memory, and miss every weight update."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    if autocast_now(device) is not None:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+def modes(module: nn.Module) -> Hashable:
+    """Which modules are in training mode and which parameters take gradients: a graph holds one choice."""
+    return tuple(
+        (one.training, *(p is not None and p.requires_grad for p in one._parameters.values()))
+        for one in _modules(module)
+    )
+
+
+def addresses(module: nn.Module) -> Hashable:
+    """Where the parameters and buffers lie; another address is memory that a graph does not know of."""
+    return tuple(
+        tensor.data_ptr()
+        for one in _modules(module)
+        for tensor in (*one._parameters.values(), *one._buffers.values())
+        if tensor is not None
+    )
+
+
+def _modules(module: nn.Module) -> list[nn.Module]:
+    """All modules, each once. Every step asks, and `nn.Module.modules` takes several times as long."""
+    seen = {module: None}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in seen:
+                seen[child] = None
+                waiting.append(child)
+    return list(seen)
+
+
+def why_not_plain(values: Any, what: str) -> str | None:
+    """Why a recording cannot take or return these values: only tensors are copied in and out of a graph. An
+    object that holds tensors of its own, like a key-value cache, would be the graph's, not the caller's."""
+    for leaf in pytree.tree_leaves(values):
+        if not isinstance(leaf, torch.Tensor | int | float | complex | str | None):
+            return f"{what} hold a {type(leaf).__name__}, which cannot be copied into or out of a graph"
+    return None

@@ -1,0 +1,267 @@
+"""CUDA graphs of a whole training step (forward, backward, clipping, optimizer) and of a forward alone.
+
+A replay costs the host a few microseconds where the eager step launches thousands of kernels. The recording
+leaves no trace in the training: what the warm-up changes (weights, buffers, optimizer, scaler, random
+numbers) is put back before the first replay, so the first replay is the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.recordable import (
+    NotRecordableError,
+    addresses,
+    autocast_now,
+    modes,
+    why_not_plain,
+    without_cached_weights,
+)
+
+Batch = Any
+"""Tensors in any structure of tuples, lists and mappings; what else stands there is taken as it is."""
+WARM_UP_STEPS = 3  # lazy initialization, optimizer state, autotuning: all done by the second, one to spare
+
+
+class StepGraph:
+    """Replays `run(micro_batches) -> loss`, recorded once for each set of shapes it is called with."""
+
+    def __init__(
+        self,
+        run: Callable[[tuple[Batch, ...]], torch.Tensor],
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._run = run
+        self._module = module
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._device = next(module.parameters()).device
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Batch, ...], torch.Tensor]] = {}
+        self._places: Hashable = None  # of all tensors that the graphs hold and share
+
+    def __call__(self, micro_batches: tuple[Batch, ...], also: Hashable = None) -> torch.Tensor:
+        """Replay the step for batches of these shapes; record it first where it is the first of them, and
+        where `also`, all else that the recording depends on, was another one. Where weights or optimizer
+        state lie elsewhere since (a loaded state does), record it anew."""
+        self.refresh()
+        key = self._key(micro_batches, also)
+        if key not in self._recorded:
+            with without_cached_weights(self._device):
+                self._recorded[key] = self._record(micro_batches)
+            self._places = self._find_places()
+        graph, static, loss = self._recorded[key]
+        fill(static, micro_batches)
+        graph.replay()
+        # The next replay overwrites the graph's own loss; a caller may still hold this one by then.
+        return loss.clone()
+
+    def refresh(self) -> None:
+        """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
+        if self._recorded and self._find_places() != self._places:
+            self._recorded.clear()
+
+    def has(self, micro_batches: tuple[Batch, ...], also: Hashable = None) -> bool:
+        """Whether such a step is recorded."""
+        return self._key(micro_batches, also) in self._recorded
+
+    def __len__(self) -> int:
+        """How many graphs are kept."""
+        return len(self._recorded)
+
+    def _key(self, micro_batches: tuple[Batch, ...], also: Hashable) -> Hashable:
+        return signature(micro_batches), also, autocast_now(self._device), modes(self._module)
+
+    def _find_places(self) -> Hashable:
+        return (
+            addresses(self._module),
+            tuple(tensor.data_ptr() for tensor in self._kept_by_optimizer()),
+            tuple(
+                value.data_ptr()
+                for group in self._optimizer.param_groups
+                for value in group.values()
+                if isinstance(value, torch.Tensor)
+            ),
+        )
+
+    def close(self) -> None:
+        """Let go of the graphs and the memory they hold."""
+        self._recorded.clear()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _record(
+        self, micro_batches: tuple[Batch, ...]
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Batch, ...], torch.Tensor]:
+        static = copied(micro_batches, self._device)
+        self._warm_up(static)
+        self._optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
+        recording = torch.cuda.graph(
+            graph, stream=_recording_stream(self._device), capture_error_mode="thread_local"
+        )
+        with _no_collection(), _own_workspaces(), recording:
+            loss = self._run(static)
+        return graph, static, loss
+
+    def _warm_up(self, static: tuple[Batch, ...]) -> None:
+        if self._scaler is not None:
+            # The scaler makes its tensors on first use; from here on they are the ones the graph holds.
+            self._scaler.scale(torch.zeros((), device=self._device))
+        before = {id(t): (t, t.to("cpu", copy=True)) for t in self._changing()}
+        host_random, device_random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
+        side = _recording_stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(side), warnings.catch_warnings():
+                # Meant so: the side stream is waited for below, whichever stream gradients are added up on.
+                warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+                for _ in range(WARM_UP_STEPS):
+                    self._run(static)
+        finally:  # a step that cannot be run leaves no half of it behind
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            with torch.no_grad():
+                for tensor in self._changing():
+                    if id(tensor) in before:
+                        tensor.copy_(before[id(tensor)][1])
+                    else:
+                        tensor.zero_()  # optimizer state made by the first step: moments begin at zero
+            torch.set_rng_state(host_random)
+            torch.cuda.set_rng_state(device_random, self._device)
+            torch.cuda.synchronize(self._device)
+
+    def _changing(self) -> Iterable[torch.Tensor]:
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+        yield from self._kept_by_optimizer()
+        if self._scaler is not None:
+            yield from (self._scaler._scale, self._scaler._growth_tracker)  # type: ignore[misc]
+
+    def _kept_by_optimizer(self) -> Iterator[torch.Tensor]:
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+class CallGraph:
+    """Replays `run(call) -> outputs`, a forward without gradients, recorded once for each set of shapes."""
+
+    def __init__(self, run: Callable[[Any], Any], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
+
+    def __call__(self, call: Any, also: Hashable = None) -> Any:
+        """What `run` gives for the call; its tensors are the caller's to keep."""
+        key = self._key(call, also)
+        if key not in self._recorded:
+            with without_cached_weights(self._device):
+                self._recorded[key] = self._record(call)
+        graph, static, outputs = self._recorded[key]
+        fill(static, call)
+        graph.replay()
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+
+    def has(self, call: Any, also: Hashable = None) -> bool:
+        """Whether such a call is recorded."""
+        return self._key(call, also) in self._recorded
+
+    def __len__(self) -> int:
+        """How many graphs are kept."""
+        return len(self._recorded)
+
+    def close(self) -> None:
+        """Let go of the graphs and the memory they hold."""
+        self._recorded.clear()
+
+    def _key(self, call: Any, also: Hashable) -> Hashable:
+        return signature(call), also, autocast_now(self._device)
+
+    def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+        static = copied(call, self._device)
+        side = _recording_stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
+        with torch.cuda.stream(side), torch.no_grad():
+            for _ in range(WARM_UP_STEPS):
+                check_outputs(self._run(static))
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.set_rng_state(random[0])
+        torch.cuda.set_rng_state(random[1], self._device)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        with _no_collection(), _own_workspaces(), recording, torch.no_grad():
+            outputs = self._run(static)
+        return graph, static, outputs
+
+
+def check_outputs(outputs: Any) -> None:
+    """`NotRecordableError` if they cannot be handed to the caller as copies."""
+    if why := why_not_plain(outputs, "the outputs"):
+        raise NotRecordableError(why)
+
+
+def signature(batches: Any) -> Hashable:
+    """Equal for two sets of batches only if a recording of one fits the other."""
+    leaves, spec = pytree.tree_flatten(batches)
+    return str(spec), tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+
+
+def copied(batches: Any, device: torch.device) -> Any:
+    """The batches with tensors of their own on the device."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(copy, batches)
+
+
+def fill(static: Any, batches: Any) -> None:
+    """Copy the values of batches into the tensors that a graph reads."""
+    pairs = zip(pytree.tree_leaves(static), pytree.tree_leaves(batches), strict=True)
+    for target, source in pairs:
+        if isinstance(target, torch.Tensor):
+            target.copy_(source, non_blocking=True)
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream to warm up and to record on, one a device."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """cuBLAS takes its workspaces while recording, from the graph's own memory. Those it had before belong to
+    the process, and torch.compile frees them whenever it records graphs of its own: a replay would then write
+    to memory that is gone."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage is collected before, not during: a graph that was left lying about frees its memory
+    when it goes, which would break the recording."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,254 @@
+"""What stands in a forward's place: the recipe where it was proved to hold, else the module's own code.
+
+`Swapped` is an attribute `forward` of one module's instance. The module stays what it is: its class, its
+parameters, their names, its hooks and its `state_dict` do not change, and deleting the attribute undoes all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.attributes import Attributes, are_unchanged, attributes
+from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
+from fuseline.acceleration.recipe import Recipe, tensor_at
+from fuseline.acceleration.trace import Returned
+
+Key = tuple[Any, ...]
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One recipe, how the forward was called when it was proved, and how its result is given back.
+
+    `passed` says of each tensor that the forward returns which input it is, or None for the computed one.
+    """
+
+    recipe: Recipe
+    form: tuple[Any, ...]
+    returned: Returned
+    passed: tuple[int | None, ...]
+
+
+class Swapped:
+    """Called in the place of a module's forward.
+
+    It looks before each call whether what the proof stood on is still there: the shape of the call, dtypes,
+    device, mode, autocast; the module's own numbers, its children, their hooks and the kind of their weights.
+    """
+
+    def __init__(self, module: nn.Module, strict: bool = False) -> None:
+        self._module = weakref.ref(module)
+        self.strict = strict
+        self.plans: dict[Key, Plan] = {}
+        self.taken = 0
+        self.declined: Counter[str] = Counter()
+        self._inside = Inside.of(module)
+        self._weights: tuple[str, ...] = ()
+
+    def add(self, key: Key, plan: Plan) -> None:
+        """Take that plan for calls of that key."""
+        self.plans[key] = plan
+        self._weights = plan.recipe.weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        tensors, form = tensors_and_form(args, kwargs)
+        plan: Plan | None = None
+        reason = self._inside.why_not(module)
+        if reason is None:
+            plan, reason = self._plan(module, tensors, form)
+        if plan is None:
+            if not is_dynamo_compiling():
+                self.declined[reason or ""] += 1
+            if self.strict:
+                raise RuntimeError(
+                    f"{type(module).__name__} runs its own forward, not Fuseline's: {reason}. This raises "
+                    "because the model was accelerated with strict=True."
+                )
+            return type(module).forward(module, *args, **kwargs)
+        if not is_dynamo_compiling():
+            self.taken += 1
+        result = plan.recipe.run(module, tensors)
+        if plan.returned.is_one_tensor:
+            return result
+        return plan.returned.build([result if i is None else tensors[i] for i in plan.passed])
+
+    def _plan(
+        self, module: nn.Module, tensors: Sequence[torch.Tensor], form: tuple[Any, ...]
+    ) -> tuple[Plan | None, str | None]:
+        reason = why_not_tensors(tensors)
+        if reason is not None:
+            return None, reason
+        for lengths in (None, tuple(tuple(t.shape) for t in tensors)):
+            plan = self.plans.get(call_key(module, tensors, self._weights, lengths))
+            if plan is not None:
+                if plan.form != form:
+                    return None, "it is called with other arguments than it was proved for"
+                return plan, None
+        return None, "it was not proved for these dtypes, dimensions, devices or this mode"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Swapped:
+        """A copied module's forward is the copy's: the copy is in the memo before its attributes are."""
+        module = self._module()
+        copied = memo.get(id(module), module)
+        twin = Swapped.__new__(Swapped)
+        twin.__setstate__({**self.__getstate__(), "module": copied})
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "module": self._module(),
+            "strict": self.strict,
+            "plans": dict(self.plans),
+            "inside": self._inside,
+            "weights": self._weights,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module = weakref.ref(state["module"])
+        self.strict, self.plans, self._inside = state["strict"], dict(state["plans"]), state["inside"]
+        self._weights = state["weights"]
+        self.taken, self.declined = 0, Counter()
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What stood in a module when it was looked at: its numbers, and its descendants' kinds and numbers."""
+
+    own: Attributes
+    children: tuple[tuple[str, type, Attributes], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Inside:
+        return cls(
+            attributes(module),
+            tuple((path, type(m), attributes(m)) for path, m in module.named_modules() if path),
+        )
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """What has changed since, or what the original's children would do that a recipe goes around."""
+        if not are_unchanged(module, self.own):
+            return "a number or a function on the module was changed"
+        if not self.children:
+            return None
+        if has_global_hooks():
+            return "hooks on all modules are set"
+        for path, kind, seen in self.children:
+            child = child_at(module, path)
+            if type(child) is not kind:
+                return f"{path} was replaced"
+            assert child is not None
+            reason = why_not_passed(child, path)
+            if reason is not None:
+                return reason
+            if child.training is not module.training:
+                return f"{path} is in another mode than the module around it"
+            if not are_unchanged(child, seen):
+                return f"a number or a function on {path} was changed"
+        return None
+
+
+def child_at(module: nn.Module, path: str) -> nn.Module | None:
+    child: nn.Module | None = module
+    for name in path.split("."):
+        if child is None:
+            return None
+        child = child._modules.get(name)
+    return child
+
+
+def why_not_passed(child: nn.Module, path: str) -> str | None:
+    """Why a recipe may not take a child's weights past its forward."""
+    if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+        return f"{path} has hooks, which a fused op goes around"
+    if "forward" in child.__dict__:
+        return f"{path} has a forward of its own"
+    if "parametrizations" in child._modules:
+        return f"{path} is parametrized"
+    return None
+
+
+def has_global_hooks() -> bool:
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def why_not_tensors(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Inputs whose operations somebody else carries out: subclasses, and torch.func's."""
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TENSORS:
+            return f"an input is a {type(tensor).__name__}"
+    if not is_dynamo_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "it is called inside a transform of torch.func"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "it is called inside forward-mode differentiation"
+    return None
+
+
+def call_key(
+    module: nn.Module,
+    tensors: Sequence[torch.Tensor],
+    weights: Sequence[str],
+    lengths: tuple[Any, ...] | None,
+) -> Key:
+    """What a proof is for: dtypes, dimensions, device, mode and autocast; shapes where it is tied to them."""
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    parts: list[Any] = [device, autocast, module.training, lengths]
+    for tensor in tensors:
+        rank, dtype = tensor.dim(), tensor.dtype
+        parts += (dtype, rank, tensor.shape[-1] if rank and dtype.is_floating_point else 0)
+    for path in weights:
+        tensor = tensor_at(module, path)
+        parts += (type(tensor), tensor.dtype, tensor.device.type)
+    return tuple(parts)
+
+
+def tensors_and_form(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """The tensors of a call in order, and all the rest of it."""
+    if len(args) == 1 and not kwargs and is_tensor(args[0]):
+        return [args[0]], ONE_TENSOR
+    values = (*args, *kwargs.values())
+    if all(is_tensor(value) or isinstance(value, PLAIN) for value in values):
+        rest = tuple(None if is_tensor(value) else (type(value), value) for value in values)
+        return [value for value in values if is_tensor(value)], (len(args), tuple(kwargs), rest)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    form = str(spec), tuple("tensor" if is_tensor(leaf) else repr(leaf) for leaf in leaves)
+    return [leaf for leaf in leaves if is_tensor(leaf)], form
+
+
+def form_of(sample: Sample) -> tuple[Any, ...]:
+    return tensors_and_form(sample.args, sample.kwargs)[1]
+
+
+ONE_TENSOR: tuple[Any, ...] = ("one tensor",)
+
+
+def put_in(module: nn.Module, swapped: Swapped) -> None:
+    """Make `swapped` the module's forward."""
+    module.__dict__["forward"] = swapped
+
+
+def take_out(module: nn.Module) -> None:
+    """Give the module its own forward back."""
+    if isinstance(module.__dict__.get("forward"), Swapped):
+        del module.__dict__["forward"]

@@ -1,0 +1,221 @@
+"""`fast.training_step(...)`: one optimizer step of the user's model, one CUDA graph where it can be recorded.
+
+Forward under autocast, backward, clipping without a synchronization, optimizer, scheduler. Where a step
+cannot be recorded (a CPU, an optimizer that is not capturable, shapes that never repeat) it runs eagerly, and
+`execution` and `reason` say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
+from fuseline.acceleration.observe import call_model
+from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.recordable import why_not_plain
+from fuseline.acceleration.recording import StepGraph
+from fuseline.errors import InputError, first_line
+from fuseline.timing import ran_out_of_memory
+
+MOST_GRAPHS = 8
+"""Recordings that are kept: of batches in more shapes than that, the rest run eagerly."""
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Scheduler(Protocol):
+    """What has a `step()`: any of torch's learning rate schedulers."""
+
+    def step(self) -> object: ...
+
+
+class TrainingStep:
+    """`step(batch)` takes one optimizer step and returns the mean loss, detached, on the device.
+
+    Args:
+        model: called with each batch as `accelerate` calls it.
+        prepare: called with the first batch, under the step's autocast, before anything is recorded.
+        forward: a context that the forward and the loss run in.
+        optimizer: over the model's parameters.
+        precision: "bf16" and "fp16" (with a gradient scaler, for a fused optimizer) run float32 weights under
+            autocast; "tf32" and "fp32" do not. Weights that are 16 bits wide already need none.
+        accumulation: micro-batches a step: `step(first, second, ..)`; losses and gradients are averaged.
+        grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+        scheduler: its `step()` is called after each optimizer step.
+        loss: `loss(output, batch)`, for a model that returns none.
+
+    Attributes:
+        execution: "recorded" or "eager", and `reason`: why it is eager.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prepare: Callable[[Any], None],
+        forward: Callable[[], contextlib.AbstractContextManager[None]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: str = "bf16",
+        accumulation: int = 1,
+        grad_clip: float = 1.0,
+        scheduler: Scheduler | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.device = next(model.parameters()).device
+        check_precision(precision, self.device)
+        if accumulation < 1:
+            raise InputError(f"accumulation={accumulation}: a step needs at least one micro-batch.")
+        if grad_clip < 0:
+            raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
+        self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
+        self.accumulation, self.grad_clip = accumulation, grad_clip
+        self._loss, self._forward = loss, forward
+        self._prepare: Callable[[Any], None] | None = prepare
+        self._scaler = make_scaler(self.precision, self.device, optimizer)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.reason = _why_eager(model, optimizer, self.device)
+        self._graph: StepGraph | None = None
+        self._rates: LearningRates | None = None
+        if not self.reason:
+            self._graph = StepGraph(self._run, model, optimizer, self._scaler)
+            self._rates = LearningRates(optimizer, self.device)
+
+    @property
+    def execution(self) -> str:
+        return "eager" if self._graph is None else "recorded"
+
+    def __call__(self, *micro_batches: Any) -> torch.Tensor:
+        """Take one step over `accumulation` batches, each a mapping, a tuple or a tensor."""
+        if len(micro_batches) != self.accumulation:
+            raise InputError(
+                f"This step accumulates over {self.accumulation} micro-batches and was given "
+                f"{len(micro_batches)}."
+            )
+        batches = tuple(self._moved(batch) for batch in micro_batches)
+        if self._prepare is not None:
+            prepare, self._prepare = self._prepare, None
+            with matmul_format(self.precision), autocast(self.precision, self.device):
+                prepare(batches[0])
+        with matmul_format(self.precision):
+            loss = self._take(batches)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return loss
+
+    def close(self) -> None:
+        """Let go of recorded graphs. The model and the optimizer stay usable; further steps are eager."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph, self.reason = None, "it was closed"
+
+    def _take(self, batches: tuple[Any, ...]) -> torch.Tensor:
+        if self._graph is None or self._rates is None:
+            return self._run(batches)
+        if why := why_not_plain(batches, "the batches"):
+            self._give_up(why)
+            return self._run(batches)
+        self._rates.refresh()
+        self._graph.refresh()
+        also = self._rates.others()
+        if len(self._graph) >= MOST_GRAPHS and not self._graph.has(batches, also):
+            return self._run(batches)
+        try:
+            return self._graph(batches, also)
+        except RuntimeError as error:
+            if ran_out_of_memory(error) or self._graph.has(batches, also):
+                raise
+            self._give_up(f"it could not be recorded ({first_line(error)})")
+            return self._run(batches)
+
+    def _give_up(self, reason: str) -> None:
+        self.close()
+        self.reason = reason
+
+    def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for index, batch in enumerate(batches):
+            with self._gradients_averaged(is_last=index == self.accumulation - 1):
+                with autocast(self.precision, self.device), self._forward():
+                    output = call_model(self.model, batch)
+                    loss = self._loss_of(output, batch)
+                    if self.accumulation > 1:
+                        loss = loss / self.accumulation
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            losses.append(loss.detach())
+        self._update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _update(self) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self.grad_clip:
+            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        if self._loss is not None:
+            return self._loss(output, batch)
+        loss = returned_loss(output)
+        if loss is None:
+            raise InputError(
+                f"The model returns {type(output).__name__} without a loss. Give training_step a "
+                "loss=function(output, batch) that returns one number."
+            )
+        return loss
+
+    def _moved(self, batch: Any) -> Any:
+        def moved(leaf: Any) -> Any:
+            return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+        # A batch of transformers is a mapping of its own kind.
+        return pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+
+    def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
+        """Processes exchange gradients once a step, at its last micro-batch."""
+        if isinstance(self.model, DistributedDataParallel) and not is_last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+
+_HALVES = ("bf16", "fp16")
+
+
+def returned_loss(output: Any) -> torch.Tensor | None:
+    """The one number with a gradient among what a model returns, or what it calls its loss."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named if named.dim() == 0 else named.mean()
+    numbers = [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad
+    ]
+    return numbers[0].reshape(()) if len(numbers) == 1 else None
+
+
+def _is_narrow(model: nn.Module) -> bool:
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    return bool(floating) and all(p.dtype.itemsize == 2 for p in floating)
+
+
+def _why_eager(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"the model is on {device.type}, which has no CUDA graphs"
+    if isinstance(model, DistributedDataParallel):
+        return "gradients are exchanged between processes"
+    if any(type(p) is not nn.Parameter for p in model.parameters()):
+        return "its parameters are spread over processes or of a kind of their own"
+    return why_not_recordable(optimizer) or ""

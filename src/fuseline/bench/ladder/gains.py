@@ -1,0 +1,45 @@
+"""Which rungs gain most, on which kind of device: they are tried before the time runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fuseline.bench.ladder.rungs import Rung
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
+
+# On a GPU: the rungs whose paired ratio is 1.1 or more in one of the committed ladders of an H100 (gpt2,
+# shakespeare), the largest first. No ladder of a CPU is on record: those are what is expected to pay there. A
+# compiled step takes most of a minute on a CPU before its first timed step, so all else is tried before it.
+LARGEST_GAINS: dict[str, tuple[str, ...]] = {
+    "cpu": ("bf16", "flash", "fused-adamw", "inductor"),
+    "cuda": (
+        *("tf32", "fused-softmax", "padded-vocabulary", "cudagraphs", "reduce-overhead"),
+        *("bf16", "fused-loss", "efficient", "inductor", "16-bit-loss"),
+    ),
+}
+_WRAPPERS = ("execution", TORCH_ALONE)
+
+
+def is_kept_for(later: Rung, rung: Rung, device: str) -> bool:
+    """Whether time is kept for `later` rather than spent on `rung`: for the largest gains, and before all
+    others for what wraps them, a compiled step."""
+    if rung.slot in ("baseline", *_WRAPPERS) or not _gains_much(later, device):
+        return False
+    return later.slot in _WRAPPERS or not _gains_much(rung, device)
+
+
+def _gains_much(rung: Rung, device: str) -> bool:
+    return rung.slot == TORCH_ALONE or rung.name in LARGEST_GAINS[device.partition(":")[0]]
+
+
+def by_expected_gain(rungs: Sequence[Rung], device: str) -> list[Rung]:
+    """`rungs` in the order in which to climb them on a CPU: the largest gains first, but what wraps all
+    others (execution) last. On a GPU, where time reaches for all of them, slot by slot as they are."""
+    if device != "cpu":
+        return list(rungs)
+    known = LARGEST_GAINS["cpu"]
+
+    def place(rung: Rung) -> tuple[bool, int]:
+        return rung.slot == "execution", known.index(rung.name) if rung.name in known else len(known)
+
+    return sorted(rungs, key=place)

@@ -1,0 +1,83 @@
+"""A training step to time, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fuseline.errors import InputError, unknown_name
+from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
+
+# By preset: its own batch sizes.
+_BATCHES = {"tiny": (8,), "shakespeare": (64,), "gpt2": (16, 64), "gpt2-medium": (16,), "gpt2-xl": (4,)}
+_VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A step of `batch` sequences of `seqlen` tokens of one of our GPT presets."""
+
+    preset: str
+    batch: int
+    seqlen: int
+    precision: str = "bf16"
+    dropout: float = 0.0
+    bias: bool = True
+
+    @property
+    def config(self) -> GPTConfig:
+        """Ours, its vocabulary padded to a multiple of 64, which changes no number."""
+        return replace(
+            preset(self.preset), dropout=self.dropout, bias=self.bias, vocab_multiple=_VOCAB_MULTIPLE
+        )
+
+    @property
+    def nanogpt_vocab_size(self) -> int:
+        """nanoGPT pads GPT-2's vocabulary to 50,304, and a character model's not at all."""
+        config = self.config
+        return config.padded_vocab_size if config.vocab_size > 1000 else config.vocab_size
+
+    def as_record(self) -> dict[str, str | int | float | bool]:
+        return {
+            "preset": self.preset,
+            "task": "train",
+            "batch": self.batch,
+            "seqlen_q": self.seqlen,
+            "dtype": self.precision,
+            "dropout": self.dropout,
+            "bias": self.bias,
+        }
+
+    def __str__(self) -> str:
+        extras = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.preset}, {self.batch} x {self.seqlen}, {self.precision}{extras}" + (
+            "" if self.bias else ", no biases"
+        )
+
+
+def find_cases(
+    presets: Iterable[str],
+    *,
+    batch_size: int | None = None,
+    seqlen: int | None = None,
+    precision: str = "bf16",
+    dropout: float | None = None,
+    bias: bool = True,
+) -> tuple[StepCase, ...]:
+    """The cases of these presets; sizes that are not given are the preset's own."""
+    if precision == "fp16":
+        raise InputError("bench step has no fp16: nanoGPT's step would need a gradient scaler. Take bf16.")
+    cases = []
+    for name in presets:
+        if name not in PRESETS:
+            raise unknown_name("preset", name, PRESETS)
+        own = preset(name)
+        length = own.block_size if seqlen is None else seqlen
+        if not 1 <= length <= own.block_size:
+            raise InputError(f"--seqlen {length}: {name} takes 1 to {own.block_size} tokens.")
+        if batch_size is not None and batch_size < 1:
+            raise InputError(f"--batch-size {batch_size}: a step takes one sequence or more.")
+        batches = _BATCHES.get(name, (16,)) if batch_size is None else (batch_size,)
+        p = own.dropout if dropout is None else dropout
+        cases += [StepCase(name, batch, length, precision, p, bias) for batch in batches]
+    return tuple(cases)

@@ -1,0 +1,123 @@
+"""Find in a model of yours what Fuseline's ops can do, prove it, time it, and print what it gains.
+
+The model is MODULE:FUNCTION, a function without arguments that returns (model, batch) or (model, batch,
+loss_fn), or a Hugging Face folder with a config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.precisions import checked
+from fuseline.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fuseline.acceleration import Acceleration
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """Of `fuseline accelerate`."""
+
+    model: Annotated[str, tyro.conf.Positional] = ""
+    """MODULE:FUNCTION (a module name or a .py file), or a Hugging Face folder."""
+    level: tuple[str, ...] = field(default=("exact",))
+    """Levels of change that are allowed."""
+    train: bool | None = None
+    """Whether forward and backward count (True) or the forward alone (False); None for its own mode."""
+    batch_size: int = 4
+    """Sequences of the batch for a Hugging Face folder."""
+    seqlen: int = 512
+    """Tokens of a row for a Hugging Face folder."""
+    precision: str = "fp32"
+    """Of the weights of a Hugging Face folder: fp32, bf16 or fp16."""
+    only: tuple[str, ...] = ()
+    """Modules to look at, by name or pattern with stars."""
+    skip: tuple[str, ...] = ()
+    """Modules to leave."""
+
+
+def run(options: Options) -> int:
+    from fuseline.acceleration import accelerate
+
+    model, batch = _load(options)
+    fast = accelerate(
+        model,
+        batch,
+        train=options.train,
+        levels=options.level,
+        only=options.only,
+        skip=options.skip,
+        dry_run=options.dry_run,
+    )
+    print(json.dumps(as_json(fast)) if options.json else fast)
+    return 0
+
+
+def as_json(fast: Acceleration) -> dict[str, Any]:
+    """The account as one object."""
+    whole = None
+    if fast.whole is not None:
+        whole = {
+            "time_us": fast.whole.swapped_us,
+            "original_time_us": fast.whole.original_us,
+            "ratio": asdict(fast.whole.ratio),
+        }
+    return {
+        "sites": [{**asdict(site), "gain": site.gain} for site in fast.sites],
+        "kept": len(fast.kept),
+        "whole": whole,
+        "notes": list(fast.notes),
+    }
+
+
+def _load(options: Options) -> tuple[nn.Module, Any]:
+    import torch
+
+    from fuseline.profiling import user_code
+
+    if not options.model:
+        raise InputError("Which model? Give MODULE:FUNCTION or a Hugging Face folder.")
+    device = resolve_device(options.device)
+    if Path(options.model).is_dir():
+        return _from_folder(Path(options.model), options, device)
+    work = user_code.load(options.model).to(torch.device(device))
+    return work.model, work.batch(work.tensors)
+
+
+def _from_folder(folder: Path, options: Options, device: str) -> tuple[nn.Module, Any]:
+    """The folder's model with its head, and token numbers drawn at random: times do not go with the words."""
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes[checked(options.precision, dtypes)]
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json: it is no Hugging Face folder.")
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "A Hugging Face folder needs transformers: pip install 'fuseline[transformers]'."
+        ) from error
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = " ".join(getattr(config, "architectures", None) or ())
+    kind = transformers.AutoModelForMaskedLM if "MaskedLM" in names else transformers.AutoModelForCausalLM
+    try:
+        model: nn.Module = kind.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: {first_line(error)}") from error
+    training = bool(options.train) if options.train is not None else True
+    model.to(device).train(training)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (options.batch_size, options.seqlen), generator=generator)
+    batch = {"input_ids": tokens.to(device)}
+    if training:
+        batch["labels"] = batch["input_ids"]
+    return model, batch

@@ -1,0 +1,169 @@
+"""Whole training steps of a GPT: ours and compiled nanoGPT's in turn, in one process.
+
+The last column is the time of the best nanoGPT over ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Recorded, Seeded, resolve_device
+from fuseline.cli.publishing import publish
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.step import StepBench
+    from fuseline.bench.step.suite import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-step")
+
+
+@dataclass(frozen=True)
+class Options(Recorded, Seeded):
+    presets: tuple[str, ...] = ()
+    """Models: gpt2 and shakespeare on a GPU, tiny on a processor; any preset of `fuseline train gpt`."""
+    peers: tuple[str, ...] = ()
+    """fuseline, fuseline-eager, fuseline-inductor, nanogpt-eager, nanogpt-inductor, nanogpt-reduce-overhead,
+    nanogpt-max-autotune. All if none is named."""
+    nanogpt: Path | None = None
+    """A copy of nanoGPT's model.py, which this package does not have."""
+    batch_size: int | None = None
+    """Sequences a step; the preset's own if not given (gpt2: 16, then 64)."""
+    seqlen: int | None = None
+    """Tokens a sequence; the preset's own if not given."""
+    precision: str = "auto"
+    """bf16, fp32 or tf32; auto: bf16 on a GPU, else fp32."""
+    dropout: float | None = None
+    """The preset's own if not given."""
+    no_bias: bool = False
+    """Leave out all biases, as nanoGPT's configuration for GPT-2 does."""
+    grad_clip: float = 0.0
+    """Largest norm of all gradients together; 0 leaves them as they are."""
+    rounds: int = 8
+    """Runs of each peer, in turn with the others'."""
+    steps: int = 10
+    """Steps a run."""
+
+
+def run(options: Options) -> int:
+    from fuseline.bench import step as suite
+
+    bench = _bench(options)
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        _print_plan(bench)
+        return 0
+    file = out / "step.jsonl"
+    with _progress() as observe:
+        records = suite.run(bench, file, observe)
+    skipped = sorted({f"Skipped {r.peer}: {r.case['reason']}." for r in records if r.metric == "skipped"})
+    return publish(records, file, [_table(records)], skipped, as_json=options.json)
+
+
+def _bench(options: Options) -> StepBench:
+    import torch
+
+    from fuseline.bench.step import PEERS, StepBench, find_cases
+
+    device = torch.device(resolve_device(options.device))
+    on_gpu = device.type == "cuda"
+    precision = ("bf16" if on_gpu else "fp32") if options.precision == "auto" else options.precision
+    cases = find_cases(
+        split_names(options.presets) or (("gpt2", "shakespeare") if on_gpu else ("tiny",)),
+        batch_size=options.batch_size,
+        seqlen=options.seqlen,
+        precision=precision,
+        dropout=options.dropout,
+        bias=not options.no_bias,
+    )
+    return StepBench(
+        device,
+        cases,
+        split_names(options.peers) or PEERS,
+        options.rounds,
+        options.steps,
+        options.grad_clip,
+        options.nanogpt,
+        options.seed,
+    )
+
+
+def _print_plan(bench: StepBench) -> None:
+    from fuseline.bench.step.contenders import why_not
+
+    for case in bench.cases:
+        print(f"{case}, on {bench.device}:")
+        for peer in bench.peers:
+            reason = why_not(peer, bench.device, bench.nanogpt)
+            print(f"  {peer:<24} {f'skipped: {reason}' if reason else ''}".rstrip())
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    from rich.console import Console
+
+    words = {
+        "build": "building and warming up",
+        "run": "running",
+        "check": "comparing with",
+        "skip": "skipping",
+    }
+    with Console(stderr=True).status("") as status:
+        yield lambda case, peer, phase: status.update(f"{case}: {words[phase]} {peer}")
+
+
+def _table(records: Sequence[Record]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="One training step", box=box.SIMPLE)
+    for heading in ("model", "peer"):
+        table.add_column(heading)
+    for heading in (
+        "ms",
+        "tokens/s",
+        "MFU %",
+        "GiB",
+        "first 4 s",
+        "loss err",
+        "grad err",
+        "best nanoGPT / this",
+    ):
+        table.add_column(heading, justify="right")
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        if record.metric != "skipped":
+            case = f"{record.case['preset']} {record.case['batch']} x {record.case['seqlen_q']}"
+            rows.setdefault((case, record.peer), {})[record.metric] = record
+    before = None
+    for (case, peer), row in rows.items():
+        if case != before:
+            table.add_section()
+        table.add_row(case if case != before else "", peer, *_cells(row))
+        before = case
+    return table
+
+
+def _cells(row: dict[str, Record]) -> list[str]:
+    def text(metric: str, form: str, scale: float = 1.0) -> str:
+        record = row.get(metric)
+        return "" if record is None or record.value is None else form.format(record.value * scale)
+
+    ratio = row.get("paired_speedup")
+    interval = "" if ratio is None else rf" \[{ratio.low:.3f}, {ratio.high:.3f}]"
+    return [
+        text("iteration_ms", "{:.2f}"),
+        text("tokens_per_s", "{:,.0f}"),
+        text("mfu", "{:.1f}", 100),
+        text("peak_memory_gib", "{:.1f}"),
+        text("compile_s", "{:.1f}"),
+        text("loss_error", "{:.1e}"),
+        text("grad_error", "{:.1e}"),
+        text("paired_speedup", "{:.3f}") + interval,
+    ]

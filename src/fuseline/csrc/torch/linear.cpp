@@ -1,0 +1,186 @@
+// A linear layer, and its gradients: three products (product.cpp).
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
+#include <torch/library.h>
+
+#include <array>
+#include <tuple>
+
+#include "fuseline_torch.h"
+#include "product.h"
+#include "transforms.h"
+
+namespace fuseline::linear_op {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Wanted = std::array<bool, 3>;
+
+constexpr const char* kName = "linear";
+
+Tensor forward_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear", "").typed<
+        Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>();
+    return op.call(x, weight, bias);
+}
+
+Three backward_op(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, const Wanted& wanted) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_backward", "").typed<
+        Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, Wanted)>();
+    return op.call(grad_out, x, weight, wanted);
+}
+
+void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    cpu_type(x, kName);
+    TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 2 && x.sym_size(-1) == weight.sym_size(1), kName, ": x has shape ",
+                      x.sym_sizes(), " and weight ", weight.sym_sizes(), "; they are [..., C] and [D, C].");
+    const auto like_x = [&](const Tensor& given, const char* name) {
+        TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ", x.device(),
+                          ".");
+        TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), kName, ": ", name, " is ", given.scalar_type(), " and x ",
+                         x.scalar_type(), "; they are the same.");
+    };
+    like_x(weight, "weight");
+    if (!bias.has_value()) return;
+    like_x(*bias, "bias");
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kName, ": bias has shape ",
+                      bias->sym_sizes(), "; it is [", weight.sym_size(0), "].");
+}
+
+// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
+struct WithoutAutocast {
+    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+Tensor rows_of(const Tensor& x) {
+    return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
+
+std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
+    auto sizes = x.sym_sizes().vec();
+    sizes.back() = std::move(last);
+    return sizes;
+}
+
+// ---- kernels, for any device ----
+
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    check(x, weight, bias);
+    const WithoutAutocast off;
+    const c10::DeviceGuard guard(x.device());
+    return product(rows_of(x), false, weight.contiguous(), true, bias).view_symint(sizes_of(x, weight.size(0)));
+}
+
+// x is there if the weight's gradient is wanted, weight if x's is.
+Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, Wanted wanted) {
+    const WithoutAutocast off;
+    const c10::DeviceGuard guard(grad_out.device());
+    const Tensor grad = rows_of(grad_out);
+    Tensor grad_x, grad_weight, grad_bias;
+    if (wanted[0]) {
+        grad_x = product(grad, false, weight->contiguous(), false).view_symint(sizes_of(grad_out, weight->size(1)));
+    }
+    if (wanted[1]) grad_weight = product(grad, true, rows_of(*x), false);
+    if (wanted[2]) grad_bias = grad.sum(at::IntArrayRef{0});
+    return {grad_x, grad_weight, grad_bias};
+}
+
+Tensor linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    check(x, weight, bias);
+    return at::empty_symint(sizes_of(x, weight.sym_size(0)), x.options());
+}
+
+Three linear_backward_meta(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, Wanted wanted) {
+    const auto of = [&](bool is_wanted, c10::SymIntArrayRef sizes) {
+        return is_wanted ? at::empty_symint(sizes, grad_out.options()) : Tensor();
+    };
+    const c10::SymInt D = grad_out.sym_size(-1);
+    Tensor grad_x, grad_weight;
+    if (wanted[0]) grad_x = at::empty_symint(sizes_of(grad_out, weight->sym_size(1)), grad_out.options());
+    if (wanted[1]) grad_weight = of(true, {D, x->sym_size(-1)});
+    return {grad_x, grad_weight, of(wanted[2], {D})};
+}
+
+// ---- autograd ----
+
+struct Linear : torch::autograd::Function<Linear> {
+    static constexpr bool is_traceable = true;
+
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        ctx->saved_data["bias"] = bias.has_value();
+        const auto kept = [](bool keep, const Tensor& t) { return keep ? t : Tensor(); };
+        ctx->save_for_backward({kept(wants_grad(weight), x), kept(wants_grad(x), weight)});
+        return forward_op(x, weight, bias);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const auto saved = ctx->get_saved_variables();
+        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+        const bool bias = ctx->saved_data["bias"].toBool();
+        const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), bias && ctx->needs_input_grad(2)};
+        const auto [grad_x, grad_weight, grad_bias] = backward_op(grads[0], optional(saved[0]), optional(saved[1]), wanted);
+        return {grad_x, grad_weight, grad_bias};
+    }
+};
+
+Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(weight) || wants_grad(bias))) {
+        return Linear::apply(x, weight, bias);
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_op(x, weight, bias);
+}
+
+Three linear_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, Wanted wanted) {
+    Three made = [&] {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return backward_op(grad_out, x, weight, wanted);
+    }();
+    if (!at::GradMode::is_enabled()) return made;
+    const auto refuse = [&](Tensor result) {
+        for (const OptionalTensor& each : {OptionalTensor(grad_out), x, weight}) {
+            if (result.defined() && wants_grad(each)) {
+                result = NoSecondDerivative::apply(result, grad_out, *each, std::string(kName));
+            }
+        }
+        return result;
+    };
+    return {refuse(std::get<0>(made)), refuse(std::get<1>(made)), refuse(std::get<2>(made))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+    m.def("linear_backward(Tensor grad_out, Tensor? x, Tensor? weight, bool[3] wanted) "
+          "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+          {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
+    m.impl("linear", linear);
+    m.impl("linear_backward", linear_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("linear", linear);
+    m.impl("linear_backward", linear_backward);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("linear", linear_meta);
+    m.impl("linear_backward", linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
+    impl_autograd<linear_autograd>(m, "linear");
+    impl_autograd<linear_backward_autograd>(m, "linear_backward");
+}
+
+}  // namespace fuseline::linear_op

@@ -1,0 +1,99 @@
+"""A linear layer, whose products go to the algorithm that was measured to be the fastest.
+
+    y = x @ weight^T + bias
+
+On a GPU, in 16 bits, cuBLASLt proposes several algorithms for each of the three products that a layer is in
+training (y, the gradient of x, the gradient of weight). Its first proposal is what torch takes, and is not
+always the fastest. `fuseline.ops.products` measures them and keeps the choice; until then, and everywhere
+else, this is torch's own product.
+
+Not twice differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fuseline import native
+from fuseline.ops.op import Case, Op, register
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The definition in plain PyTorch, for every device."""
+    return F.linear(x, weight, bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., C] @ weight^T + bias.
+
+    Args:
+        x: [..., C]; float32, float16, bfloat16 or float64.
+        weight: [D, C].
+        bias: [D], or None.
+
+    Returns [..., D]. All have one dtype; under autocast they are cast as torch casts those of its own linear.
+    Raises ValueError or TypeError for shapes and dtypes that do not fit.
+    """
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        return torch.ops.fuseline.linear.default(x, weight, bias)
+    return reference(x, weight, bias)
+
+
+def _inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    """`case.shape` is that of x; the result is as wide unless `out` says."""
+    options = dict(case.options)
+    C = case.shape[-1]
+    D, has_bias = options.pop("out", C), options.pop("bias", True)
+    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    arguments: dict[str, Any] = {
+        "x": torch.randn(case.shape, **draw).to(dtype),
+        "weight": (torch.randn(D, C, **draw) / math.sqrt(max(1, C))).to(dtype),
+        "bias": torch.randn(D, **draw).to(dtype) if has_bias else None,
+    }
+    return {**arguments, **options}
+
+
+def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
+    rows, C = math.prod(case.shape[:-1]), case.shape[-1]
+    D = case.options.get("out", C)
+    return itemsize * (rows * (C + D) + D * C) * (1 if direction == "fw" else 2)
+
+
+def _flops(case: Case, direction: str) -> int:
+    C = case.shape[-1]
+    return 2 * math.prod(case.shape) * case.options.get("out", C) * (1 if direction == "fw" else 2)
+
+
+LINEAR = register(
+    Op(
+        name="linear",
+        function=linear,
+        reference=reference,
+        inputs=_inputs,
+        differentiable=("x", "weight", "bias"),
+        cases=(
+            Case("40 rows of 24", (40, 24)),
+            Case("three dimensions", (2, 9, 16), {"out": 40}),
+            Case("no bias", (33, 16), {"bias": False, "out": 8}),
+            Case("odd sizes", (7, 9), {"out": 5}),
+            Case("one dimension", (24,)),
+            Case("no rows", (0, 16)),
+        ),
+        bytes_moved=_bytes_moved,
+        flops=_flops,
+        lengths=(768, 4096),
+        by_blas=True,
+        casts=True,
+    )
+)

@@ -1,0 +1,106 @@
+"""What is kept by given times, the whole step's veto, proofs of earlier runs, and the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fuseline.acceleration import study as study_module
+from fuseline.acceleration.accelerate import accelerate_by
+from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.pay import Clock, Verdict
+
+from .conftest import GivenClock
+
+OPTIONS: dict[str, Any] = {
+    "train": None,
+    "levels": ("exact",),
+    "only": (),
+    "skip": (),
+    "dry_run": False,
+    "strict": False,
+    "time_sites": True,
+}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.LayerNorm(16))
+
+
+def by(clock: Clock, given: nn.Module) -> Acceleration:
+    return accelerate_by(clock, given, torch.randn(3, 8), **OPTIONS)
+
+
+@pytest.mark.parametrize("ratio, status", [(2.0, "kept"), (1.0, "kept"), (0.9, "not faster")])
+def test_what_pays_is_kept(ratio: float, status: str) -> None:
+    given = model()
+    fast = by(GivenClock(ratio), given)
+    assert {site.status for site in fast.sites} == {status}
+    assert all(site.gain == pytest.approx(ratio) for site in fast.sites)
+    assert sum("forward" in vars(m) for m in given.modules()) == (3 if status == "kept" else 0)
+
+
+def test_equal_sites_are_timed_once() -> None:
+    clock = GivenClock(2.0)
+    by(clock, model())
+    assert clock.asked == 3  # one norm, GELU, the whole step
+
+
+class Veto(GivenClock):
+    """Every site pays, and the whole step is slower until two are left out."""
+
+    def compare(self, original: Any, swapped: Any, device: torch.device) -> Verdict:
+        whole = "whole" in getattr(original, "__module__", "")
+        self.ratio = 0.5 if whole and self.asked < 3 else 2.0
+        return super().compare(original, swapped, device)
+
+
+def test_the_whole_step_takes_sites_out() -> None:
+    given = model()
+    fast = by(Veto(2.0), given)
+    assert {site.status for site in fast.sites} == {"kept", "not faster"}
+    assert sum("forward" in vars(m) for m in given.modules()) == len(fast.kept)
+    assert fast.whole is not None
+    assert fast.whole.ratio.value == 2.0
+    assert "whole step was not faster" in str(fast)
+
+
+def test_proofs_and_times_are_kept_between_runs(kept_apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by(GivenClock(2.0), model())
+    assert list(kept_apart.glob("*.json"))
+
+    def never(*_: object) -> None:
+        raise AssertionError("proved again")
+
+    monkeypatch.setattr(study_module, "prove", never)
+    clock = GivenClock(2.0)
+    assert len(by(clock, model()).kept) == 3
+    assert clock.asked == 1  # the whole step alone
+    for file in kept_apart.glob("*.json"):
+        file.write_text("{ half a file")
+    with pytest.raises(AssertionError, match="proved again"):
+        by(GivenClock(2.0), model())
+
+
+def test_the_table_puts_equal_sites_together() -> None:
+    text = str(by(GivenClock(2.0), nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.LayerNorm(16))))
+    assert "{1..2} (2)" in text
+    assert "2 of 2 sites run Fuseline's ops." in text
+    assert "The whole step:" in text
+
+
+def test_a_model_with_nothing_in_it() -> None:
+    assert "No module" in str(by(GivenClock(2.0), nn.Sequential(nn.Linear(8, 8))))
+
+
+def test_a_real_clock_takes_pairs() -> None:
+    verdict = Clock(pairs=3).compare(
+        lambda: torch.randn(200, 200), lambda: torch.randn(2, 2), torch.device("cpu")
+    )
+    assert verdict.ratio.value > 1
+    assert verdict.pays
+    assert verdict.original_us > verdict.swapped_us > 0

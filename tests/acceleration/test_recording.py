@@ -1,0 +1,272 @@
+"""What a recording is tied to, and what is not recorded at all. Graphs stand in by stubs on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fuseline.acceleration import training_step
+from fuseline.acceleration.compiled_call import CompiledCall
+from fuseline.acceleration.learning_rates import RECORDABLE, LearningRates, why_not_recordable
+from fuseline.acceleration.recordable import without_cached_weights
+from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs
+from fuseline.acceleration.training_step import TrainingStep
+
+
+class Stub:
+    """Stands in for a CUDA graph."""
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every step that is recorded, with a stub for its graph."""
+    made: list[Any] = []
+
+    def record(self: StepGraph, batches: Any) -> Any:
+        made.append(batches)
+        return Stub(), batches, self._run(batches)
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    return made
+
+
+def make_step() -> tuple[nn.Module, torch.optim.Optimizer, StepGraph]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(batches: Any) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(batches[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, optimizer, StepGraph(run, model, optimizer, None)
+
+
+def test_a_recording_goes_with_the_tensors_that_it_writes(recordings: list[Any]) -> None:
+    model, optimizer, step = make_step()
+    batches = (torch.randn(3, 4),)
+    for _ in range(2):
+        step(batches)
+    assert (len(recordings), len(step)) == (1, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(batches)
+    assert (len(recordings), len(step)) == (2, 1)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights)  # in place: the graph sees it
+    step(batches)
+    assert (len(recordings), len(step)) == (2, 1)
+    model.load_state_dict(weights, assign=True)
+    step(batches)
+    assert (len(recordings), len(step)) == (3, 1)
+    model[0].weight.data = model[0].weight.data.clone()
+    step(batches)
+    assert (len(recordings), len(step)) == (4, 1)
+    model[2].running_mean = torch.zeros(4)
+    step(batches)
+    assert (len(recordings), len(step)) == (5, 1)
+
+
+def test_a_recording_is_of_one_choice_of_modes_and_of_trained_parameters(recordings: list[Any]) -> None:
+    model, _, step = make_step()
+    batches = (torch.randn(3, 4),)
+    model[0].weight.requires_grad_(False)
+    step(batches)
+    model[0].weight.requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    step(batches)
+    assert not torch.equal(model[0].weight, before)
+    model[1].eval()
+    step(batches)
+    assert len(recordings) == 3
+    with torch.autocast("cpu", torch.bfloat16):
+        step(batches)
+    assert len(recordings) == 4
+
+
+def test_a_state_saved_by_a_plain_optimizer_is_made_capturable() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    rates = LearningRates(optimizer, torch.device("cpu"))
+    tensor = optimizer.param_groups[0]["lr"]
+    optimizer.load_state_dict(saved)
+    assert not optimizer.param_groups[0]["capturable"]
+    rates.refresh()
+    assert optimizer.param_groups[0]["capturable"]
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert tensor.item() == 0.5
+
+
+@pytest.mark.parametrize("kind", RECORDABLE)
+def test_state_of_recordable_optimizers_begins_at_zero(kind: type[torch.optim.Optimizer]) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)  # moments stay at their first values
+    optimizer = kind([weight])
+    assert why_not_recordable(optimizer) is None
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert state.pop("step") == 1
+    assert len(state) >= 1
+    # Adamax adds eps to the largest gradient so far.
+    assert all(value.abs().max() <= 1e-8 for value in state.values())
+
+
+def test_other_optimizers_are_not_recorded() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    weight = nn.Parameter(torch.ones(3))
+    for kind in (torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.SGD, Own):
+        assert f"{kind.__name__} is not among" in (why_not_recordable(kind([weight])) or "")
+
+
+class Cache:
+    """Holds tensors that torch does not know of, as key-value caches do."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __repr__(self) -> str:
+        return "Cache()"
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, cache: Cache | None = None, use_cache: bool = True) -> Any:
+        y = self.layer(x)
+        cache = Cache() if cache is None else cache
+        cache.kept.append(y)
+        return (y, cache) if use_cache else (y, None)
+
+
+def stub_call_recording(self: CallGraph, call: Any) -> Any:
+    outputs = self._run(call)
+    check_outputs(outputs)
+    return Stub(), call, outputs
+
+
+def test_calls_with_a_cache_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallGraph, "_record", stub_call_recording)
+    call, x, cache = CompiledCall(Remembering()), torch.ones(1, 2), Cache()
+    call._never = ""  # as on a GPU
+    call(x, cache, use_cache=False)
+    assert "the arguments hold a Cache" in call.reason
+    assert len(cache.kept) == 1
+    first, second = call(x)[1], call(2 * x)[1]
+    assert "the outputs hold a Cache" in call.reason
+    assert first is not second
+    assert len(call._graph) == 0
+    call(x, use_cache=False)
+    assert (call.reason, len(call._graph)) == ("", 1)
+
+
+def make_training_step(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> TrainingStep:
+    """A step that is recorded as on a GPU, for a batch `{"x": .., ..}`."""
+    monkeypatch.setattr(training_step, "_why_eager", lambda *_: "")
+    monkeypatch.setattr(LearningRates, "_make_capturable", lambda _: None)  # no optimizer is, on a CPU
+    return TrainingStep(
+        model,
+        lambda _: None,
+        contextlib.nullcontext,
+        options.pop("optimizer", torch.optim.AdamW(model.parameters())),
+        precision="fp32",
+        loss=lambda output, _: output.square().mean(),
+        **options,
+    )
+
+
+def test_batches_that_hold_objects_are_eager(recordings: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            return self.layer(x)
+
+    step = make_training_step(monkeypatch, Scaled())
+    assert step.execution == "recorded"
+    step({"x": torch.ones(1, 2), "cache": Cache()})
+    assert (step.execution, recordings) == ("eager", [])
+    assert "the batches hold a Cache" in step.reason
+
+
+def test_a_recording_under_the_callers_autocast_reads_no_cached_weights() -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    device = torch.device("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+        with torch.no_grad():
+            layer.weight.zero_()
+        assert layer(x).any()  # autocast's own copy of the weights
+        with without_cached_weights(device):
+            assert not layer(x).any()
+        assert torch.is_autocast_cache_enabled()
+    with without_cached_weights(device):
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.gpu
+def test_a_call_recorded_under_autocast_outlives_it() -> None:
+    model, x = nn.Linear(256, 256, bias=False).cuda().eval(), torch.randn(8, 256, device="cuda")
+    call = CompiledCall(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = call(x)
+    taken = [torch.full((256, 256), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(64)]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(call(x), expected)
+        with torch.no_grad():
+            model.weight.zero_()
+        assert not call(x).any()
+    assert call(x).dtype is torch.float32
+    assert not call.reason
+    del taken  # held so far: it fills what autocast freed
+
+
+@pytest.mark.gpu
+def test_a_loaded_state_is_the_one_that_a_recorded_step_goes_on_from() -> None:
+    def losses(recorded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
+        x = torch.randn(16, 8, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = TrainingStep(
+            model,
+            lambda _: None,
+            contextlib.nullcontext,
+            optimizer,
+            precision="fp32",
+            loss=lambda output, _: output.square().mean(),
+        )
+        assert step.execution == "recorded"
+        if not recorded:
+            step.close()
+        found = []
+        saved: Any = None
+        for number in range(12):
+            if number == 3:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if number == 8:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            found.append(float(step(x)))
+        step.close()
+        return found
+
+    found = losses(recorded=True)
+    assert found == pytest.approx(losses(recorded=False), rel=1e-5)
+    assert found[8:] == pytest.approx(found[3:7], rel=1e-5)

@@ -1,0 +1,67 @@
+"""The suite of whole steps: equal steps have equal times and errors; wrong requests are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseline.bench.step import StepBench, find_cases, run
+from fuseline.errors import InputError
+
+# A model with nanoGPT's interface and ours inside.
+MODEL = """
+import torch
+from fuseline.models.gpt import GPT as Ours
+from fuseline.models.gpt_config import GPTConfig as OurConfig
+
+class GPTConfig:
+    def __init__(self, **given):
+        self.__dict__.update(given)
+
+class GPT(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        ours = OurConfig(c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias)
+        made = Ours(ours)
+        self.transformer, self.lm_head, self._made = made.transformer, made.lm_head, [made]
+    def forward(self, tokens, targets):
+        return None, self._made[0](tokens, targets)
+    def configure_optimizers(self, decay, rate, betas, device):
+        return torch.optim.AdamW(self.parameters(), lr=rate, betas=betas, weight_decay=decay)
+"""
+
+
+def test_records_of_a_step(tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    cases = find_cases(["tiny"], batch_size=2, seqlen=16, precision="fp32")
+    bench = StepBench(
+        torch.device("cpu"), cases, ("fuseline-eager", "fuseline", "nanogpt-eager"), 3, 1, nanogpt=model
+    )
+    records = run(bench, tmp_path / "step.jsonl", lambda case, peer, phase: None)
+    found = {(r.peer, r.metric): r.value for r in records}
+    assert found["fuseline", "skipped"] is None
+    for peer in ("fuseline-eager", "nanogpt-eager"):
+        assert found[peer, "loss_error"] < 1e-6
+        assert found[peer, "grad_error"] < 1e-5
+        assert found[peer, "tokens_per_s"] == pytest.approx(2 * 16 / found[peer, "iteration_ms"] * 1e3)
+    ratio = found["nanogpt-eager", "iteration_ms"] / found["fuseline-eager", "iteration_ms"]
+    assert found["fuseline-eager", "paired_speedup"] == pytest.approx(ratio, rel=0.5)
+    assert len((tmp_path / "step.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tiny takes 1 to"):
+        find_cases(["tiny"], seqlen=10**6)
+    with pytest.raises(InputError, match="preset"):
+        find_cases(["gpt9"])
+    cases = find_cases(["tiny"], batch_size=1, seqlen=8, precision="fp32")
+    with pytest.raises(InputError, match="Unknown peers: nobody"):
+        StepBench(torch.device("cpu"), cases, ("nobody",))
+    empty = tmp_path / "model.py"
+    empty.write_text("x = 1")
+    bench = StepBench(torch.device("cpu"), cases, ("nanogpt-eager",), 1, 1, nanogpt=empty)
+    with pytest.raises(InputError, match="no GPT and GPTConfig"):
+        run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)

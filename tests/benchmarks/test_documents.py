@@ -1,0 +1,119 @@
+"""The tables of README.md and docs/ are those of the committed records."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fuseline.records import Record
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def documents() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("documents")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_the_tables_are_drawn_from_the_records(documents: ModuleType) -> None:
+    for page in documents.documents():
+        text = page.read_text(encoding="utf-8")
+        assert documents.rewritten(text) == text, (
+            f"{page}: records have changed; run `python benchmarks/documents.py`"
+        )
+
+
+def test_every_table_is_shown_somewhere(documents: ModuleType) -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in documents.documents())
+    for name in (*documents.TABLES, *documents.FRONT):
+        assert f"<!-- {name} -->\n" in text, f"no document shows the table {name!r}"
+
+
+def test_an_unknown_table_is_an_error(documents: ModuleType) -> None:
+    with pytest.raises(ValueError, match="There is no table named 'norms'"):
+        documents.rewritten("<!-- norms -->\n\n<!-- /norms -->")
+
+
+def a_record(**changes: object) -> Record:
+    case = {"model": "llama-1b", "task": "train", "batch": 4, "seqlen_q": 512, "dtype": "bf16"}
+    record = Record(
+        suite="step",
+        case=case,
+        peer="fuseline",
+        peer_version=None,
+        metric="iteration_ms",
+        value=20.0,
+        unit="ms",
+        low=None,
+        high=None,
+        n=5,
+        device="GPU X",
+        clocks=None,
+        power_w=None,
+        torch="2.13.0+cu130",
+        cuda="13.0",
+        fuseline="0.1.0",
+        commit=None,
+        time="2026-01-02T00:00:00+00:00",
+    )
+    return replace(record, **changes)
+
+
+def test_a_whole_step_is_compared_with_the_fastest_of_the_others(documents: ModuleType) -> None:
+    records = [
+        a_record(),
+        a_record(peer="fuseline-inductor", value=16.0),
+        a_record(peer="eager", value=60.0),
+        a_record(peer="inductor", value=24.0),
+        a_record(peer="fuseline-inductor", metric="peak_memory_gib", value=3.25),
+        a_record(case={"model": "alone", "task": "train"}),  # nobody to compare it with
+    ]
+    lines = documents.front.steps(records)
+    assert lines[2:] == [
+        "| llama-1b, training step, 4 x 512, bf16 | 24.00 ms (`torch.compile`) | **16.00 ms** | 1.50x | 3.2 |"
+    ]
+
+
+def test_the_newest_run_of_a_case_counts(documents: ModuleType) -> None:
+    later = a_record(value=10.0, time="2026-01-03T00:00:00+00:00")
+    lines = documents.front.steps([later, a_record(), a_record(peer="eager", value=15.0)])
+    assert "| 15.00 ms (eager) | **10.00 ms** | 1.50x |" in lines[2]
+
+
+def test_the_source_names_device_version_and_days(documents: ModuleType) -> None:
+    records = [a_record(), a_record(time="2026-02-01T10:00:00+00:00")]
+    assert documents.source(records) == "*GPU X; torch 2.13.0; measured 2 January 2026 to 1 February 2026.*"
+
+
+def test_a_combination_stands_before_the_row_that_stood_in_for_it(documents: ModuleType) -> None:
+    def row(combination: str, rung: str, ms: float, day: int) -> Record:
+        case = {"preset": "gpt2", "batch": 16, "combination": combination, "rung": rung}
+        return a_record(suite="ladder", case=case, value=ms, time=f"2026-01-0{day}T00:00:00+00:00")
+
+    anchors = [
+        row("anchors", "inductor naive 50257", 50.0, 2),
+        row("anchors", "inductor flash 50257", 40.0, 2),
+    ]
+    lines = documents.seeds.nanogpt(anchors)
+    assert "| naive attention | 143 ms | 1.00x | 50.0 ms | 1.00x |" in lines
+    assert "| SDPA, flash | 113 ms | 1.27x | 40.0 ms | 1.25x |" in lines
+    assert "| SDPA, math | 134 ms | 1.07x | not on record yet | |" in lines
+    lines = documents.seeds.nanogpt(
+        [*anchors, row("seed-001", "naive", 60.0, 1), row("seed-001", "flash", 30.0, 1)]
+    )
+    assert "| SDPA, flash | 113 ms | 1.27x | 30.0 ms | 2.00x |" in lines
+
+
+def test_a_backend_without_records_is_not_on_record(documents: ModuleType) -> None:
+    lines = documents.seeds.compilers([])
+    assert "| GPT-2 | inductor | 2,640.2 ± 5.8 ms | 51.0% | 1.18x | not on record yet | | |" in lines
+    assert "| GPT-2 | max-autotune | | | | not on record yet | | |" in lines

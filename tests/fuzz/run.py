@@ -1,0 +1,110 @@
+"""The fuzz: random cases of bad will, checked against what must hold, reproducible by a seed.
+
+    python tests/fuzz/run.py                                  every suite, 1,000 cases each (200 kills)
+    python tests/fuzz/run.py ops --cases 100000               one suite
+    python tests/fuzz/run.py --seconds 60                     as many cases as fit, shared among the suites
+    python tests/fuzz/run.py ops --device cuda --seed 7
+    python tests/fuzz/run.py ops --seed 7 --only 1234         one case of a run
+    python tests/fuzz/run.py ops --trial '{"op":"softmax",..}'  one case as a failure prints it
+
+`make fuzz ARGS="..."` is the same. A failure prints its seed and number, the smallest case that still fails,
+and what is wrong with that. Exit code 0: every case held; 1: some did not.
+
+A new suite is a module with a `SUITE` (suite.py says what that is), and its line in SUITES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))  # drawn_cases, which the tests share
+
+import attention_cases
+import kills
+import op_cases
+from suite import Suite, written
+
+import files
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (op_cases.SUITE, attention_cases.SUITE, files.SUITE, kills.SUITE)
+}
+
+MOST_FAILURES = 20
+
+
+def main() -> int:
+    options = _options()
+    torch.set_num_threads(1)
+    suites = [SUITES[name] for name in options.suites or SUITES]
+    if options.trial is not None:
+        return _one(suites[0], json.loads(options.trial))
+    if options.only is not None:
+        return _one(suites[0], suites[0].trial(options.seed, options.only, options.device))
+    seconds = None if options.seconds is None else options.seconds / len(suites)
+    failures = sum(_run(suite, options, seconds) for suite in suites)
+    return 1 if failures else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = "; ".join(f"{suite.name}: {suite.summary}" for suite in SUITES.values())
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], metavar="SUITE", help=kinds)
+    parser.add_argument("--cases", type=int, default=None, help="cases of each suite (1,000; 200 kills)")
+    parser.add_argument("--seconds", type=float, default=None, help="time for all, instead of a count")
+    parser.add_argument("--seed", type=int, default=0, help="which cases are drawn")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", type=int, default=None, help="this case alone")
+    parser.add_argument("--trial", default=None, help="this case alone, as a failure printed it")
+    return parser.parse_args()
+
+
+def _one(suite: Suite, trial: dict[str, object]) -> int:
+    suite.prepare(str(trial.get("device", "cpu")))
+    complaint = suite.complaint(trial)
+    print(f"{written(trial)}\n{complaint or 'holds'}")
+    return 0 if complaint is None else 1
+
+
+def _run(suite: Suite, options: argparse.Namespace, seconds: float | None) -> int:
+    """Run one suite, print what fails and a last line with counts. Returns the number of failures."""
+    suite.prepare(options.device)
+    most = options.cases or (suite.cases if seconds is None else sys.maxsize)
+    began, done, failures = time.monotonic(), 0, 0
+    while done < most and failures < MOST_FAILURES:
+        if seconds is not None and time.monotonic() - began > seconds:
+            break
+        number = options.first + done
+        trial = suite.trial(options.seed, number, options.device)
+        done += 1
+        complaint = suite.complaint(trial)
+        if complaint is None:
+            continue
+        failures += 1
+        small = suite.smallest(trial)
+        print(
+            f"{suite.name}: case {number} of seed {options.seed} fails: {complaint}\n"
+            f"  smallest: {written(small)}\n  there: {suite.complaint(small)}",
+            flush=True,
+        )
+    spent = time.monotonic() - began
+    stopped = " (stopped there)" if failures >= MOST_FAILURES else ""
+    print(
+        f"{suite.name}: {done:,} cases on {options.device} from seed {options.seed} in {spent:.0f} s, "
+        f"{failures or 'no'} failure{'s' * (failures != 1)}{stopped}",
+        flush=True,
+    )
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

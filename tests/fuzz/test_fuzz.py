@@ -1,0 +1,95 @@
+"""A minute of the fuzz, and that it would find what is wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .judged import judge, judge_same
+from .suite import Suite, Trial
+
+RUN = Path(__file__).parent / "run.py"
+BUDGET_S = 60
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_minute_of_it_holds(device: str) -> None:
+    ended = run("ops", "attention", "--seconds", str(BUDGET_S), "--seed", "26", "--device", device)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["ops", "attention"]
+    assert all("no failures" in line for line in lines)
+
+
+def test_one_case_is_the_same_wherever_it_is_asked_for() -> None:
+    first = run("ops", "--seed", "7", "--only", "12")
+    assert first.returncode == 0, first.stderr
+    trial, says = first.stdout.splitlines()
+    assert says == "holds"
+    assert run("ops", "--trial", trial).stdout == first.stdout
+
+
+def test_a_failure_is_cut_down_and_exits_with_1() -> None:
+    broken = '{"op":"softmax","shape":[2,3],"options":{"dim":9},"dtype":"float32","device":"cpu","seed":1,'
+    ended = run("ops", "--trial", broken + '"specials":{},"layouts":{},"wanted":[],"incoming":"drawn"}')
+    assert ended.returncode == 1
+    assert "IndexError" in ended.stdout
+
+
+def numbers() -> Suite:
+    """Cases are lists of numbers; those that hold a 7 are wrong."""
+
+    def simpler(trial: Trial) -> Iterator[Trial]:
+        held = trial["held"]
+        for i in range(len(held)):
+            yield {"held": [*held[:i], *held[i + 1 :]]}
+
+    return Suite(
+        "numbers",
+        "",
+        draw=lambda pick, device: {"held": [pick.randrange(10) for _ in range(8)]},
+        check=lambda trial: "value: 7" if 7 in trial["held"] else None,
+        simpler=simpler,
+    )
+
+
+def test_finds_the_smallest_case() -> None:
+    suite = numbers()
+    failing = [t for n in range(50) if suite.complaint(t := suite.trial(0, n, "cpu")) is not None]
+    assert failing
+    assert all(suite.smallest(trial) == {"held": [7]} for trial in failing)
+    assert suite.trial(3, 5, "cpu") == suite.trial(3, 5, "cpu") != suite.trial(3, 6, "cpu")
+
+
+def test_an_exception_is_a_failure() -> None:
+    suite = Suite("raises", "", draw=lambda pick, device: {}, check=lambda trial: str(1 // len(trial)))
+    assert "ZeroDivisionError" in str(suite.complaint(suite.draw(random.Random(0), "cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_judge_knows_right_from_wrong(dtype: torch.dtype) -> None:
+    exact = torch.randn(64, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = exact.to(dtype)
+    assert judge(plain, plain, exact, dtype=dtype) is None
+    for wrong in (plain * 1.1, plain * 0, torch.where(plain > 2, 0, plain)):
+        assert "error" in str(judge(wrong, plain, exact, dtype=dtype))
+    assert "and the reference" in str(judge(plain[1:], plain, exact, dtype=dtype))
+    for odd in (math.nan, math.inf):
+        poisoned = plain.clone()
+        poisoned[3, 4] = odd
+        assert "at [3, 4]" in str(judge(poisoned, plain, exact, dtype=dtype))
+        assert "at [3, 4]" in str(judge(plain, poisoned, poisoned.double(), dtype=dtype))
+        assert judge(plain, poisoned, poisoned.double(), dtype=dtype, is_finite=True) is None
+    assert judge_same(plain, plain.clone()) is None
+    assert judge_same(plain, plain * 1.1) is not None

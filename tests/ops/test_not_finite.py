@@ -1,0 +1,87 @@
+"""NaN and infinities: where torch has them and nowhere else; the random cases of the fuzz look further."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fuseline import ops
+
+from .registered_cases import DEVICES
+
+OPTIONS = [{"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"}]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_size", [3, 128])
+@pytest.mark.parametrize("rows", [0, 8])
+@pytest.mark.parametrize("given", [1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["reduction"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_without_targets_poisons_no_weight(
+    dtype: torch.dtype, options: dict[str, str], given: float, rows: int, chunk_size: int, device: str
+) -> None:
+    hidden = torch.randn(rows, 16, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(32, 16, device=device).to(dtype).requires_grad_()
+    bias = torch.randn(32, device=device).to(dtype).requires_grad_()
+    target = torch.full((rows,), -100, device=device)
+    loss = ops.linear_cross_entropy(hidden, weight, target, bias, chunk_size=chunk_size, **options)
+    theirs = F.cross_entropy(F.linear(hidden, weight, bias), target, **options)
+    assert torch.equal(loss.isnan(), theirs.isnan())
+    for grad in torch.autograd.grad(loss, (hidden, weight, bias), torch.full_like(loss, given)):
+        assert grad.eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grad_in_forward", [False, True])
+@pytest.mark.parametrize("given", [1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["reduction"])
+def test_ignored_logits_have_no_gradient(
+    options: dict[str, str], given: float, grad_in_forward: bool, device: str
+) -> None:
+    logits = torch.randn(4, 9, device=device)
+    logits[1, 2] = torch.nan
+    logits.requires_grad_()
+    target = torch.full((4,), -100, device=device)
+    loss = ops.cross_entropy(logits, target, grad_in_forward=grad_in_forward, **options)
+    (grad,) = torch.autograd.grad(loss, logits, torch.full_like(loss, given))
+    assert grad.eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("n", [5, 64, 1000, 5000])
+def test_a_blind_row_of_softmax_keeps_nan_out_of_its_gradient(
+    n: int, dtype: torch.dtype, device: str
+) -> None:
+    x = torch.randn(6, n, device=device).to(dtype).requires_grad_()
+    mask = torch.ones(6, n, dtype=torch.bool, device=device)
+    mask[2] = False
+    mask[4, 1:] = False
+    given = torch.randn(6, n, device=device).to(dtype)
+    given[2], given[4, 3] = torch.nan, torch.inf
+    (grad,) = torch.autograd.grad(ops.softmax(x, mask=mask), x, given)
+    assert grad[2].eq(0).all()
+    assert grad[4, 1:].eq(0).all()
+    assert grad[[0, 1, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["add_rms_norm", "dropout_add_rms_norm"])
+def test_epsilon_is_that_of_x(op: str, device: str) -> None:
+    """Beside a stream of float32, too."""
+    x = torch.full((2, 64), 1e-3, dtype=torch.float16, device=device)
+    residual = torch.full((2, 64), 1e-3, device=device)
+    y, total = getattr(ops, op)(x, residual)
+    wanted = F.rms_norm(total, (64,), eps=torch.finfo(torch.float16).eps)
+    torch.testing.assert_close(y, wanted.half())
+    assert y.float().mean() < 0.1  # by float32's epsilon it would be near 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_smoothing_of_large_scores_is_exact(device: str) -> None:
+    logits = torch.full((2, 131), 1000.0, device=device)
+    target = torch.tensor([0, 130], device=device)
+    loss = ops.cross_entropy(logits, target, label_smoothing=0.1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target, label_smoothing=0.1), rtol=1e-4, atol=0)
