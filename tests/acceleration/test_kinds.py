@@ -359,6 +359,7 @@ def test_returns_what_the_original_returned(keep_all: Make) -> None:
     model, x = Model(), torch.randn(2, 5, WIDTH)
     before = model(x)
     fast = keep_all(model, x)
-    assert {site.path: site.status for site in fast.sites} == {"part": "kept", "part.norm": "found"}
+    statuses = {site.path: site.status for site in fast.sites}
+    assert statuses == {"part": "kept", "part.norm": "found"}, str(fast)
     assert torch.allclose(model(x), before, atol=1e-6)
     assert fast.report().taken == 1

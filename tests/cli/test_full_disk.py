@@ -30,7 +30,7 @@ TINY = [
         "2",
         "--embed-dim",
         "32",
-        "--block-size",
+        "--seqlen",
         "16",
         "--batch-size",
         "2",

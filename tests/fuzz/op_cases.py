@@ -38,6 +38,8 @@ HUGE = {
 }
 INCOMING = {False: ("nan", "huge"), True: ("huge",)}  # one NaN for all rows leaves nothing to see
 MOST = {"cpu": 3000, "cuda": 200_000}  # elements, mostly
+LEVEL = {"zeros", "tiny", "alike", "signed zeros"}  # values without variance
+LEAST_EPS = 1e-6  # of the norms' defaults
 FEW = 64  # elements of a row, which may cancel
 
 
@@ -100,10 +102,13 @@ def check(trial: Trial) -> str | None:
         # and the gradient of a mask is a sum of many that were rounded
         added = [math.sqrt(max(1, plain[0].numel() / max(1, before[n].numel()))) for n in wanted]
         sizes[len(plain) :] = [max(s, given * a) for s, a in zip(sizes[len(plain) :], added, strict=True)]
-    if few:
+    level = "norm" in op.name and LEVEL & set(trial["specials"].values())
+    if few or level:
         given = _largest(grads_out) * max(
             1.0, _largest([t for t in before.values() if t.is_floating_point()])
         )
+        if level:  # what is left of a gradient's own mean is divided by the root of epsilon alone
+            given *= LEAST_EPS**-0.5
         sizes[len(plain) :] = [max(size, given) for size in sizes[len(plain) :]]
     smoothed = bool(trial["options"].get("label_smoothing"))
     if smoothed:  # the sum of all scores is subtracted from as many times the largest

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fuseline.cli.train_options import FLAGS
 from fuseline.training.distributed import Group
 from fuseline.training.train import train
 
@@ -27,7 +28,7 @@ def torchrun(
         word
         for name, value in asdict(config).items()
         if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        for word in (f"--{FLAGS.get(name, name).replace('_', '-')}", str(value))
         if name not in ("tensorboard", "wandb")
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

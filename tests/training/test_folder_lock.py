@@ -24,7 +24,7 @@ TINY = [
         "2",
         "--embed-dim",
         "16",
-        "--block-size",
+        "--seqlen",
         "16",
     ),
     *("--batch-size", "2", "--eval-batches", "1", "--sample-interval", "0", "--checkpoint-interval", "50"),

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from fuseline.errors import InputError
@@ -85,7 +86,7 @@ class Product24:
     def __reduce__(self) -> tuple[type[Product24], tuple[()]]:
         return Product24, ()
 
-    @torch.compiler.disable
+    @_disable_dynamo  # as torch.compiler.disable, which would import the compiler with this module
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

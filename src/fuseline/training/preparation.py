@@ -146,7 +146,7 @@ def _check_length(name: str, tokens: np.ndarray, config: TrainConfig) -> None:
     if len(tokens) <= config.block_size:
         raise InputError(
             f"The {name} part of {config.data!r} has {len(tokens)} tokens, and a sequence of block_size "
-            f"{config.block_size} needs {config.block_size + 1}. Give more text, a smaller --block-size, or "
+            f"{config.block_size} needs {config.block_size + 1}. Give more text, a smaller --seqlen, or "
             "another --validation-fraction."
         )
 
