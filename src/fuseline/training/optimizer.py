@@ -75,7 +75,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Take over moments and step counts saved by `optimizer_state`, keeping this optimizer's own groups.
 
-    Must come before the first step of a captured graph: the tensors are replaced, not filled.
+    The tensors are replaced, not filled: a recorded step notices, and is recorded anew.
     """
     groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in optimizer.param_groups]
