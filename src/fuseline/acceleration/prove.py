@@ -1,8 +1,9 @@
 """Proof that a recipe computes what a module computes: outputs and every gradient, against float64.
 
 The rule is that of the op contract: an error against float64 of at most twice the original's plus one unit in
-the last place, as a norm and at the worst element, and more where few numbers are compared. Original and recipe run on the module's own parameters and
-on what it was called with, then on other values, lengths and strides, in training and in evaluation.
+the last place, as a norm and at the worst element, and more where few numbers are compared. Original and
+recipe run on the module's own parameters and on what it was called with, then on other values, lengths and
+strides, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fuseline.timing import ran_out_of_memory
 
 SEED = 1234
 FEW = 4.0
-"""Errors of few numbers scatter: of n, so many units in the last place over the root of n are allowed more."""
+"""Errors of few numbers scatter: of n, so many units in the last place over the root of n are added."""
 SLACK_OF_MASKED = 4.0
 """With dropout drawn by torch, recipe and original are compared with each other, by so many times the errors
 that the original has in evaluation: both have errors, and the mask leaves some of an average out."""
