@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tables import attention, front, generation, hardware, ladder, linears, ops, seeds, translation
+from tables import attention, behind, front, generation, hardware, ladder, linears, ops, seeds, translation
 from tables.markdown import source
 
 from fuseline.records import Record, read
@@ -80,7 +80,19 @@ def against() -> list[str]:
     return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
 
 
-FRONT: dict[str, Callable[[], list[str]]] = {"step": step, "acceleration": acceleration, "against": against}
+def where_others_lead() -> list[str]:
+    suites = ("ops", "attention", "linear", "decode", "translation")
+    found = [r for suite in suites for r in records(suite)]
+    found += [r for suite in ("step", "acceleration") for r in records(suite, gpu="nvidia")]
+    return [*behind.behind(found), "", source(found)]
+
+
+FRONT: dict[str, Callable[[], list[str]]] = {
+    "step": step,
+    "acceleration": acceleration,
+    "against": against,
+    "behind": where_others_lead,
+}
 
 
 def drawn(name: str) -> str:
