@@ -215,7 +215,7 @@ class Climb:
             result = _noted(result, f"compared with {against.name} upon the same: {held}")
         if result.reason is None:
             self._known[spec] = result
-        return result
+        return result if against is None else result.ahead_of(against)
 
     def _measure(self, rung: Rung, spec: RunSpec, rival: RunSpec | None, later: Sequence[Try]) -> Measurement:
         left, device = self._budget.left(), self._machine.device

@@ -177,9 +177,9 @@ class StepMeasurer:
         truth = self._reference(spec)
         figures.update(errors(new, truth))
         self._observer(Stage("listing kernels"))
-        kernels = kernels_seen(lambda: new.step(truth.batch), self._device)
+        seen = kernels_seen(lambda: new.step(truth.batch), self._device)
         self._seen_seconds.setdefault(spec.execution, []).append(time.monotonic() - begin - timing)
-        return Measurement(figures=figures, kernels=kernels, peaks=known)
+        return Measurement(figures=figures, kernels=seen.names, work=seen.work, peaks=known)
 
     def _raise(self, spec: RunSpec) -> Contender:
         contender = Contender(spec, self._device, self._learner.state)
