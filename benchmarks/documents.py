@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tables import acceleration as accelerations
 from tables import attention, front, generation, hardware, ladder, linears, ops, seeds, translation
 from tables.markdown import source
 
@@ -80,7 +81,17 @@ def against() -> list[str]:
     return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
 
 
-FRONT: dict[str, Callable[[], list[str]]] = {"step": step, "acceleration": acceleration, "against": against}
+def accelerated() -> list[str]:
+    """Users' models by everyone; nothing while none is on record."""
+    return accelerations.acceleration(records("acceleration", gpu="nvidia"))
+
+
+FRONT: dict[str, Callable[[], list[str]]] = {
+    "step": step,
+    "acceleration": acceleration,
+    "accelerated": accelerated,
+    "against": against,
+}
 
 
 def drawn(name: str) -> str:
