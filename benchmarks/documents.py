@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tables import acceleration as accelerations
 from tables import attention, behind, front, generation, hardware, ladder, linears, ops, seeds, translation
 from tables.markdown import source
 
@@ -87,9 +88,15 @@ def where_others_lead() -> list[str]:
     return [*behind.behind(found), "", source(found)]
 
 
+def accelerated() -> list[str]:
+    """Users' models by everyone; nothing while none is on record."""
+    return accelerations.acceleration(records("acceleration", gpu="nvidia"))
+
+
 FRONT: dict[str, Callable[[], list[str]]] = {
     "step": step,
     "acceleration": acceleration,
+    "accelerated": accelerated,
     "against": against,
     "behind": where_others_lead,
 }

@@ -45,6 +45,10 @@ VERBS = {
         "fuseline.cli.bench_step",
         "whole training steps of a GPT: ours against compiled nanoGPT",
     ),
+    "bench acceleration": (
+        "fuseline.cli.bench_acceleration",
+        "models that people use: eager, torch.compile, Liger and fuseline.accelerate in turn",
+    ),
     "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
     "bench attention": (
         "fuseline.cli.bench_attention",
