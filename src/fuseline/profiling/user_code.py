@@ -77,8 +77,8 @@ def loss_in(output: Any) -> torch.Tensor:
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
             return found
     raise InputError(
-        f"The model returned {_described(output)}, and no loss. Give labels in the batch, return (model, batch, "
-        "loss_fn) with loss_fn(model, batch) the loss, or profile its forward pass alone with --forward."
+        f"The model returned {_described(output)}, and no loss. Give labels in the batch, return (model, "
+        "batch, loss_fn) with loss_fn(model, batch) the loss, or profile its forward pass with --forward."
     )
 
 
@@ -121,8 +121,8 @@ def made(returned: Any, target: str) -> Work:
         if names:
             return Work(model, tuple(batch[name] for name in names), names, rest, loss_fn)
     raise InputError(
-        f"{target} returned {_described(batch)} as the batch, which is a tensor, a tuple of tensors, or a dict of "
-        "the model's arguments."
+        f"{target} returned {_described(batch)} as the batch, which is a tensor, a tuple of tensors, or a "
+        "dict of the model's arguments."
     )
 
 
