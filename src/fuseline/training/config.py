@@ -195,6 +195,6 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def continued(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
-    """`saved` taken up again with `overrides`; `InputError` for one that would make it another run."""
+    """`saved` resumed with `overrides`; `InputError` for one that would make it another run."""
     instead = "begin a new run from these weights with --init-from"
     return schema.continued(saved, overrides, free=FREE_ON_RESUME, instead=instead)

@@ -20,12 +20,12 @@ from fuseline.training.execution import fastest_execution, find_execution
 from fuseline.training.initial_weights import fresh_model, pretrained_model
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.reporter import Reporter
+from fuseline.training.resume import TOKENIZER, prepare_folder, restore
 from fuseline.training.run import DataIdentity, Run
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
 from fuseline.training.stream import Stream
-from fuseline.training.taking_up import TOKENIZER, lay_out, take_up
 
 
 def settled(
@@ -72,7 +72,7 @@ def prepared(
     if saved is not None:
         _check_identity(settings_of(DataIdentity, saved.data, folder / LATEST), identity, config)
     run = _assembled(config, folder, group, dataset, identity, saved, init_from)
-    group.first(lambda: lay_out(run, as_dict(run.config)))
+    group.first(lambda: prepare_folder(run, as_dict(run.config)))
     if saved is None:
         run.save()
     return run
@@ -208,7 +208,7 @@ def _assembled(
     # Each process its own stream of dropout; the first keeps the seed's.
     torch.manual_seed(config.seed + 7919 * group.rank)
     if saved is not None:
-        take_up(run, saved, config.seed)
+        restore(run, saved, config.seed)
     return run
 
 

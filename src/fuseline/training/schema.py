@@ -62,7 +62,7 @@ def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def continued(saved: Config, overrides: Mapping[str, Any], *, free: frozenset[str], instead: str) -> Config:
-    """The config of a run taken up again, with `overrides` where they leave the weights' course alone: in
+    """The config of a resumed run, with `overrides` where they leave the weights' course alone: in
     fields that are `free`, or where they say what the run had.
 
     Raises:

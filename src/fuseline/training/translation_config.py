@@ -181,5 +181,5 @@ def as_dict(config: TranslateConfig) -> dict[str, Any]:
 
 
 def continued(saved: TranslateConfig, overrides: Mapping[str, Any]) -> TranslateConfig:
-    """`saved` taken up again with `overrides`; `InputError` for one that would make it another run."""
+    """`saved` resumed with `overrides`; `InputError` for one that would make it another run."""
     return schema.continued(saved, overrides, free=FREE_ON_RESUME, instead="begin a new run")

@@ -38,10 +38,10 @@ from fuseline.training.execution import find_execution
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.preparation import check_vacant
 from fuseline.training.reporter import Reporter, TrainResult
+from fuseline.training.resume import prepare_folder, restore
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
-from fuseline.training.taking_up import lay_out, take_up
 from fuseline.training.translation_config import TranslateConfig, as_dict, continued
 from fuseline.training.translation_run import Intervals, TranslationRun
 
@@ -251,8 +251,8 @@ def _prepared(
     )
     torch.manual_seed(config.seed + 7919 * group.rank)  # each process its own stream of dropout
     if saved is not None:
-        _take_up(run, saved)
-    group.first(lambda: lay_out(run, as_dict(run.settings)))
+        _restore(run, saved)
+    group.first(lambda: prepare_folder(run, as_dict(run.settings)))
     if saved is None:
         run.save()
     return run
@@ -279,8 +279,8 @@ def _shareable(config: TranslateConfig, group: Group) -> TranslateConfig:
     return config
 
 
-def _take_up(run: TranslationRun, saved: Checkpoint) -> None:
-    take_up(run, saved, run.settings.seed)
+def _restore(run: TranslationRun, saved: Checkpoint) -> None:
+    restore(run, saved, run.settings.seed)
     if run.average is not None:
         if not saved.average:
             raise InputError(f"{run.folder / LATEST} has no running average of the weights: it was damaged.")

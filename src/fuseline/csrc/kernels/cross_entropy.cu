@@ -171,9 +171,10 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
     whole.max = row_powers.max, whole.sum = row_powers.sum;
   } else {
     const MaxSum<T> of_warp{max_over_warp(running.so_far.max), sum_over_warp(running.so_far.linear), 0};
-    Scores<T> told{of_warp};
-    told.of.sum = sum_over_warp(Total<T>(running.so_far.sum * exponential<T>(running.so_far.max - finite(of_warp.max))));
-    whole = gather(seat.meet(told), seat.count());
+    Scores<T> warp_scores{of_warp};
+    warp_scores.of.sum =
+        sum_over_warp(Total<T>(running.so_far.sum * exponential<T>(running.so_far.max - finite(of_warp.max))));
+    whole = gather(seat.meet(warp_scores), seat.count());
   }
   const Top<T> top(whole.max, unit);
   const float rest = kPlain ? top.rest(unit) : 1.f;
@@ -301,10 +302,10 @@ constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a ro
 
 // Long rows; false if they fit no cluster.
 template <class T>
-bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error, const RowChoice* told) {
-  if ((!told && a.width <= kShortRow) || (a.grad && !a.grad_vectors)) return false;
+bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error, const RowChoice* requested) {
+  if ((!requested && a.width <= kShortRow) || (a.grad && !a.grad_vectors)) return false;
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
-  if (!told && plain && !a.grad && a.rows >= 2 * device.processors) {
+  if (!requested && plain && !a.grad && a.rows >= 2 * device.processors) {
     const bool most = a.width >= int64_t(2 * kPiece) * kMostPassing * kVector<T>;
     const auto kernel = most ? cross_entropy_passing<T, kMostPassing> : cross_entropy_passing<T, kFewerPassing>;
     error = launch(kernel, a, a.rows, dim3(most ? kMostPassing : kFewerPassing), 0, 1, stream, device.clusters);
@@ -312,7 +313,7 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error,
   }
   const Lines lines = lines_of<T>(a.width, a.logits, a.logits, a.grad ? a.grad : a.logits);
   const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
-  const Waiting plan = told ? told_waiting<T>(*told, a.width, lines, 1, room, device)
+  const Waiting plan = requested ? requested_waiting<T>(*requested, a.width, lines, 1, room, device)
                             : plan_waiting<T>(a.rows, a.width, lines, 1, room, device);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.line = lines.bytes;
@@ -330,7 +331,7 @@ int run(CrossEntropy a, const Device& device, void* stream) {
   const bool measuring = row_overrides[FUSELINE_CROSS_ENTROPY].given;
   if (!measuring && run_short<T>(a, device, stream, error)) return error;
   const RowChoice* const choice = choice_for(FUSELINE_CROSS_ENTROPY, sizeof(T), a.width);
-  if (choice && choice->way == RowWay::copied && a.grad &&
+  if (choice && choice->kernel == RowKernel::copied && a.grad &&
       (measuring || are_many(a.rows, a.rows * a.width * int64_t(sizeof(T)), device))) {
     if (run_waiting<T>(a, device, stream, error, choice)) return error;
     if (measuring) return FUSELINE_UNSUPPORTED;

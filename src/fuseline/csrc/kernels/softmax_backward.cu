@@ -328,13 +328,13 @@ bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* st
   return fits || error;
 }
 
-// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
+// Rows in the requested layout, aligned ones but those that wait; false where there is no such kernel.
 template <class T>
-bool run_told(SoftmaxBackward a, const RowChoice& told, const Device& device, void* stream, int& error) {
-  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
-  if (told.way != RowWay::copied) return false;
+bool run_requested(SoftmaxBackward a, const RowChoice& requested, const Device& device, void* stream, int& error) {
+  if (requested.kernel == RowKernel::tiles) return run_tiled<T>(a, device, stream, error);
+  if (requested.kernel != RowKernel::copied) return false;
   const Lines lines = lines_of<T>(a.n, a.grad_out, a.y, a.grad_x);
-  const Waiting plan = told_waiting<T>(told, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
+  const Waiting plan = requested_waiting<T>(requested, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
   if (plan.threads == 0) return false;
   a.line = lines.bytes;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
@@ -353,10 +353,10 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
   int failed = 0;
   const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.n);
-  const bool waits = choice && choice->way == RowWay::copied && alike;
-  if ((aligned || waits) && choice && choice->way != RowWay::rules &&
+  const bool waits = choice && choice->kernel == RowKernel::copied && alike;
+  if ((aligned || waits) && choice && choice->kernel != RowKernel::rules &&
       (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
-    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
+    if (run_requested<T>(a, *choice, device, stream, failed)) return failed;
     if (measuring) return FUSELINE_UNSUPPORTED;
   }
   if (aligned && !measuring && run_few<T>(a, device, stream, failed)) return failed;

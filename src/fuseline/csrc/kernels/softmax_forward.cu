@@ -269,14 +269,14 @@ bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* str
   return fits || error;
 }
 
-// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
+// Rows in the requested layout, aligned ones but those that wait; false where there is no such kernel.
 template <class T>
-bool run_told(SoftmaxForward a, const RowChoice& told, const Device& device, void* stream, int& error) {
-  if (told.way == RowWay::packed) return run_packed<T>(a, device, stream, error);
-  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
-  if (told.way != RowWay::copied || a.scale <= 0) return false;
+bool run_requested(SoftmaxForward a, const RowChoice& requested, const Device& device, void* stream, int& error) {
+  if (requested.kernel == RowKernel::packed) return run_packed<T>(a, device, stream, error);
+  if (requested.kernel == RowKernel::tiles) return run_tiled<T>(a, device, stream, error);
+  if (requested.kernel != RowKernel::copied || a.scale <= 0) return false;
   const Lines lines = lines_of<T>(a.n, a.x, a.y, a.y);
-  const Waiting plan = told_waiting<T>(told, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device);
+  const Waiting plan = requested_waiting<T>(requested, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device);
   if (plan.threads == 0) return false;
   a.line = lines.bytes;
   a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
@@ -298,10 +298,10 @@ int run(SoftmaxForward a, const Device& device, void* stream) {
   const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
   int failed = 0;
   const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.n);
-  const bool waits = choice && choice->way == RowWay::copied && a.y_vectors;
-  if ((plain || waits) && !masked && choice && choice->way != RowWay::rules &&
+  const bool waits = choice && choice->kernel == RowKernel::copied && a.y_vectors;
+  if ((plain || waits) && !masked && choice && choice->kernel != RowKernel::rules &&
       (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
-    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
+    if (run_requested<T>(a, *choice, device, stream, failed)) return failed;
     if (measuring) return FUSELINE_UNSUPPORTED;
   }
   if (plain && !masked && !measuring && run_few<T>(a, device, stream, failed)) return failed;

@@ -123,7 +123,7 @@ inline RowPlan plan_rows(fuseline_family family, int element_size, int64_t rows,
   const int64_t vectors = aligned ? n / size : divide_up(n + size - 1, size);
   const bool measuring = row_overrides[family].given;
   const RowChoice* choice = choice_for(family, element_size, n);
-  const bool waits = choice && choice->way == RowWay::copied;  // where that kernel takes the rows
+  const bool waits = choice && choice->kernel == RowKernel::copied;  // where that kernel takes the rows
   plan.streamed = !choice || (!waits && (choice->held == 0 || (choice->cluster > 1 && !device.clusters)));
   if (plan.streamed) {
     plan.threads = kMostThreads;

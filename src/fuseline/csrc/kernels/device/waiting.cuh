@@ -303,13 +303,17 @@ Waiting plan_waiting(int64_t rows, int64_t n, const Lines& lines, int tensors, s
   return plan;
 }
 
-// As it is told; no threads: no block holds it.
+// The requested layout; no threads: no block holds it.
 template <class T>
-Waiting told_waiting(const RowChoice& told, int64_t n, const Lines& lines, int tensors, size_t room, const Device& device) {
-  Waiting plan{told.cluster, 0, 0, 0};
-  const int64_t warps = told.block / kWarp, vectors = vectors_of<T>(n, lines);
-  if (!device.clusters || told.cluster < 1 || told.cluster > kMostBlocks || warps < 1 || told.block > kMostThreads) return plan;
-  plan.part = int(divide_up(divide_up(vectors, told.cluster * warps), 8) * 8);
+Waiting requested_waiting(const RowChoice& requested, int64_t n, const Lines& lines, int tensors, size_t room,
+                          const Device& device) {
+  Waiting plan{requested.cluster, 0, 0, 0};
+  const int64_t warps = requested.block / kWarp, vectors = vectors_of<T>(n, lines);
+  if (!device.clusters || requested.cluster < 1 || requested.cluster > kMostBlocks || warps < 1 ||
+      requested.block > kMostThreads) {
+    return plan;
+  }
+  plan.part = int(divide_up(divide_up(vectors, requested.cluster * warps), 8) * 8);
   plan.bytes = size_t(plan.part * warps * tensors * 16);
   if (plan.part <= kPartSlots && plan.bytes + room <= size_t(device.shared_a_block)) plan.threads = int(warps * kWarp);
   return plan;

@@ -1,4 +1,4 @@
-"""Where tables lie: those that ship with the package, by GPU, and what was measured on this machine."""
+"""Reads and writes tables of measured times: those of the package, by GPU, and this machine's own."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def _shipped_file(gpu: str) -> Path:
 
 @functools.cache
 def fitted(gpu: str | None) -> Fitted | None:
-    """What the package's measurements of that GPU tell of any problem; None where there are none."""
+    """The estimator fitted to the package's measurements of that GPU; None where there are none."""
     return None if gpu is None else load(fitted_file(_shipped_file(gpu)))
 
 
 def fitted_file(table: Path) -> Path:
-    """It lies beside the table."""
+    """The file of the estimator, beside its table."""
     return table.with_suffix(".npz")
 
 
-def kept_file(gpu: str) -> Path:
-    """What was measured here with this GPU, torch and library: a change of any begins anew."""
+def measured_file(gpu: str) -> Path:
+    """The file of this machine's own times, one for each GPU, version of torch and version of Fuseline."""
     versions = f"torch-{torch.__version__.split('+')[0]}-fuseline-{__version__}"
     return native.cache_dir() / "attention" / f"{gpu}-{versions}.json"
 
 
 @functools.cache
-def kept(gpu: str | None) -> Table:
-    """What was measured on this machine; read once."""
+def measured_here(gpu: str | None) -> Table:
+    """The times measured on this machine; read once."""
     if gpu is None:
         return Table()
-    file = kept_file(gpu)
+    file = measured_file(gpu)
     try:
         return Table.of(read_entries(file))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -80,14 +80,14 @@ def kept(gpu: str | None) -> Table:
 
 
 @functools.cache
-def every(gpu: str | None) -> Table:
-    """All that is known of a GPU: the package's table, and over it what was measured here."""
-    return shipped(gpu).with_(kept(gpu))
+def combined(gpu: str | None) -> Table:
+    """The package's table for a GPU, where times measured on this machine take precedence."""
+    return shipped(gpu).with_(measured_here(gpu))
 
 
-def keep(gpu: str, entries: Iterable[Entry]) -> Path:
-    """Add entries to what is kept, under a lock, and put the file in place whole."""
-    file = kept_file(gpu)
+def save(gpu: str, entries: Iterable[Entry]) -> Path:
+    """Add entries to this machine's times, under a lock; the file is replaced as a whole."""
+    file = measured_file(gpu)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(file.with_name(file.name + ".lock")):
@@ -102,7 +102,7 @@ def keep(gpu: str, entries: Iterable[Entry]) -> Path:
             f"The measured times cannot be kept in {file} ({error.strerror or error}). "
             "Name another folder in $FUSELINE_CACHE."
         ) from error
-    forget()
+    clear_caches()
     return file
 
 
@@ -114,9 +114,9 @@ def write(file: Path, entries: Iterable[Entry], about: dict[str, str]) -> None:
     os.replace(name, file)
 
 
-def forget() -> None:
-    """Read tables again when they are next asked for."""
+def clear_caches() -> None:
+    """Read all tables again at their next use."""
     shipped.cache_clear()
     fitted.cache_clear()
-    kept.cache_clear()
-    every.cache_clear()
+    measured_here.cache_clear()
+    combined.cache_clear()

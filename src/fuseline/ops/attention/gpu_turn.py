@@ -1,4 +1,4 @@
-"""Whose turn it is on a device on which several processes measure: nothing else runs while one is timed."""
+"""Processes that measure on one GPU take turns, so that nothing else runs there while one is timed."""
 
 from __future__ import annotations
 

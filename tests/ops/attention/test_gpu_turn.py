@@ -10,7 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from fuseline.ops.attention.turn import Turn, lent_while_compiling
+from fuseline.ops.attention.gpu_turn import Turn, lent_while_compiling
 
 
 class Told(Turn):

@@ -1,4 +1,4 @@
-// tokens = argmax(logits), lengths += 1: what ends a decoding step that takes the likeliest token.
+// tokens = argmax(logits), lengths += 1: what ends a decoding step that takes the most likely token.
 //
 // Moves: the logits once, 64 KB of a vocabulary of 32,000 in 16 bits, which the product before has left in the L2. Limit:
 // the launch, and the latency of one read and one meeting; torch's argmax, copy and sum are three launches.
@@ -14,7 +14,7 @@
 
 #include "device/launch.cuh"
 #include "device/meeting.cuh"
-#include "fuseline_likeliest.h"
+#include "fuseline_argmax_step.h"
 
 namespace fuseline {
 namespace {
@@ -22,7 +22,7 @@ namespace {
 using Ranked = unsigned long long;  // 0 is below all
 using Room = MeetingRoom<Ranked, 1, kMaxStates>;
 
-struct TakeLikeliest {
+struct ArgmaxStep {
   const void* logits;
   int64_t* tokens;
   int64_t* lengths;
@@ -51,7 +51,7 @@ __device__ __forceinline__ Ranked largest_ranked(Ranked mine) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMostThreads) take_likeliest(const TakeLikeliest a) {
+__global__ void __launch_bounds__(kMostThreads) argmax_step(const ArgmaxStep a) {
   __shared__ Room room;
   const int thread = threadIdx.x, threads = blockDim.x, rank = int(blockIdx.x) % a.cluster;
   const int64_t row = int(blockIdx.x) / a.cluster;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMostThreads) take_likeliest(const TakeLikelie
 // ---- launcher ----
 
 template <class T>
-int run(TakeLikeliest& a, int64_t rows, const Device& device, void* stream) {
+int run(ArgmaxStep& a, int64_t rows, const Device& device, void* stream) {
   const int64_t vectors = divide_up(a.n, kVector<T>);
   a.cluster = 1;
   while (device.clusters && a.cluster < kMaxCluster && vectors > int64_t(a.cluster) * kMostThreads &&
@@ -117,14 +117,14 @@ int run(TakeLikeliest& a, int64_t rows, const Device& device, void* stream) {
     a.cluster *= 2;
   }
   const int64_t threads = divide_up(divide_up(vectors, a.cluster), kWarp) * kWarp;
-  return launch(take_likeliest<T>, a, rows * a.cluster, dim3(unsigned(std::min<int64_t>(threads, kMostThreads))), 0,
+  return launch(argmax_step<T>, a, rows * a.cluster, dim3(unsigned(std::min<int64_t>(threads, kMostThreads))), 0,
                 a.cluster, stream, device.clusters);
 }
 
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_take_likeliest(const void* logits, int64_t* tokens, int64_t* lengths, int64_t rows, int64_t n,
+int fuseline_argmax_step(const void* logits, int64_t* tokens, int64_t* lengths, int64_t rows, int64_t n,
                             int64_t stride, int dtype, void* stream) {
   using namespace fuseline;
   if (rows < 0 || n < 1 || n > FUSELINE_MOST_LOGITS) return FUSELINE_BAD_SIZE;
@@ -132,6 +132,6 @@ int fuseline_take_likeliest(const void* logits, int64_t* tokens, int64_t* length
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  TakeLikeliest a{logits, tokens, lengths, stride, int(n), 1};
+  ArgmaxStep a{logits, tokens, lengths, stride, int(n), 1};
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, rows, device, stream); });
 }

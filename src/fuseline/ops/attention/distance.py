@@ -1,4 +1,4 @@
-"""Where problems stand to each other: near in the logarithms of their sizes, and alike in their features."""
+"""The distance between two problems: by the logarithms of their sizes and by the features that differ."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PENALTIES = {
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where problems stand: their sizes in doublings, and their features as numbers that are equal or not."""
+class Points:
+    """Problems as points: base-2 logarithms of their sizes, and features as numbers that are equal or not."""
 
     sizes: np.ndarray
     features: np.ndarray
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> Places:
+    def of(cls, problems: Sequence[Problem]) -> Points:
         return cls(
             np.array([_sizes(problem) for problem in problems]),
             np.array([_codes(problem) for problem in problems]),
@@ -52,8 +52,8 @@ class Places:
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """How far apart two problems are, in doublings of a size."""
-    return float(Places.of([other]).distances(one)[0])
+    """The distance between two problems, in doublings of a size."""
+    return float(Points.of([other]).distances(one)[0])
 
 
 def _sizes(problem: Problem) -> tuple[float, ...]:

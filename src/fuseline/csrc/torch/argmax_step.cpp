@@ -1,17 +1,17 @@
-// The likeliest token of each row of logits, and the row's length counted on, on CUDA; other devices run the reference in
-// Python.
+// Writes the most likely token of each row of logits and adds 1 to the row's length, on CUDA; other devices run the
+// reference in Python.
 //
 // Tokens and lengths are written, so that the op has no gradient and is for inference alone.
 
 #include <torch/library.h>
 
-#include "fuseline_likeliest.h"
+#include "fuseline_argmax_step.h"
 #include "fuseline_torch.h"
 
-namespace fuseline::likeliest_op {
+namespace fuseline::argmax_step_op {
 namespace {
 
-constexpr const char* kName = "take_likeliest";
+constexpr const char* kName = "argmax_step";
 
 void check_rows(const Tensor& x, const Tensor& logits, const char* name) {
     TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == logits.size(0) && x.is_contiguous() && x.scalar_type() == at::kLong &&
@@ -20,7 +20,7 @@ void check_rows(const Tensor& x, const Tensor& logits, const char* name) {
                       "; they are int64, one a row, dense, on the logits' device.");
 }
 
-void take_likeliest_cuda(const Tensor& logits, const Tensor& tokens, const Tensor& lengths) {
+void argmax_step_cuda(const Tensor& logits, const Tensor& tokens, const Tensor& lengths) {
     TORCH_CHECK_VALUE(logits.dim() == 2 && logits.size(1) >= 1 && logits.size(1) <= FUSELINE_MOST_LOGITS &&
                           (logits.size(1) == 1 || logits.stride(1) == 1),
                       kName, ": logits have shape ", logits.sizes(), " and strides ", logits.strides(),
@@ -28,23 +28,23 @@ void take_likeliest_cuda(const Tensor& logits, const Tensor& tokens, const Tenso
     check_rows(tokens, logits, "tokens");
     check_rows(lengths, logits, "lengths");
     const c10::DeviceGuard guard(logits.device());
-    static const auto launch = FUSELINE_KERNEL(fuseline_take_likeliest);
+    static const auto launch = FUSELINE_KERNEL(fuseline_argmax_step);
     check_launch(launch(logits.const_data_ptr(), tokens.mutable_data_ptr<int64_t>(), lengths.mutable_data_ptr<int64_t>(),
                         logits.size(0), logits.size(1), logits.stride(0), kernel_dtype(logits, kName),
                         current_stream(logits)),
                  kName);
 }
 
-void take_likeliest_meta(const Tensor&, const Tensor&, const Tensor&) {}
+void argmax_step_meta(const Tensor&, const Tensor&, const Tensor&) {}
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("take_likeliest(Tensor logits, Tensor(a!) tokens, Tensor(b!) lengths) -> ()", {at::Tag::pt2_compliant_tag});
+    m.def("argmax_step(Tensor logits, Tensor(a!) tokens, Tensor(b!) lengths) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("take_likeliest", take_likeliest_cuda); }
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("argmax_step", argmax_step_cuda); }
 
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("take_likeliest", take_likeliest_meta); }
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("argmax_step", argmax_step_meta); }
 
-}  // namespace fuseline::likeliest_op
+}  // namespace fuseline::argmax_step_op

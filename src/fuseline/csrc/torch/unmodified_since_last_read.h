@@ -1,11 +1,12 @@
-// Which tensors have stood unwritten since an earlier call took them: the launch just before this call's did not write them,
-// so that this one may read them while that ends (kernels/device/overlap.cuh).
+// Remembers which tensors an earlier call read and whether anything has modified them since. Where nothing has, the launch
+// just before this call's did not write them, and this call may read them while that launch ends
+// (kernels/device/overlap.cuh).
 //
-// What is written in place counts a tensor's version up, but for writing through `.data`, collectives and foreign pointers,
-// which is to be waited for. Fused optimizers do not count either, and inference tensors have no versions: these and what
-// wants a gradient are never known. The earlier call was on the same stream, behind whoever wrote: another stream might
-// have come to it past that. Only a capture knows what calls outside it took, on any stream, since its own launches have
-// not written that.
+// A write in place increments a tensor's version. Writes through `.data`, by collectives and through foreign pointers do not,
+// and the caller has to wait for those. Fused optimizers do not increment it either, and inference tensors have no versions:
+// inference tensors and tensors that want a gradient are therefore always taken as modified. The earlier call must have been
+// on the same stream, after whoever wrote: a call on another stream could have overtaken that write. Inside a capture, tensors
+// that a call outside it read count as well, from any stream, because the capture's own launches have not written them.
 
 #pragma once
 
@@ -24,7 +25,7 @@
 
 namespace fuseline {
 
-class Unwritten {
+class UnmodifiedSinceLastRead {
   public:
     static constexpr size_t kMost = 3;
     using Tensors = std::array<const at::Tensor*, kMost>;  // null where there is none

@@ -1,4 +1,4 @@
-"""The likeliest token of each row and the length counted on: against the definition, element by element."""
+"""The most likely token of each row, and lengths that grow by 1: compared with the definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseline import native
 from fuseline.ops import softmax
-from fuseline.ops.likeliest import fused, take_likeliest
+from fuseline.ops.argmax_step import argmax_step, fused
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,7 +54,7 @@ def test_the_reference_is_the_definition(kind: str, dtype: torch.dtype) -> None:
     for B, V in ((1, 1), (3, 7), (2, 1001)):
         logits = drawn(B, V, dtype, kind)
         tokens, lengths = torch.full((B,), -1), torch.arange(B)
-        take_likeliest(logits, tokens, lengths)
+        argmax_step(logits, tokens, lengths)
         assert tokens.tolist() == by_hand(logits)
         assert lengths.tolist() == list(range(1, B + 1))
     assert not fused(logits)
@@ -91,7 +91,7 @@ def test_the_kernel_is_the_definition(kind: str, dtype: torch.dtype) -> None:
             assert fused(logits)
             tokens = torch.full((B + 2,), -7, device="cuda")
             lengths = torch.arange(B + 2, device="cuda")
-            take_likeliest(logits, tokens[1:-1], lengths[1:-1])
+            argmax_step(logits, tokens[1:-1], lengths[1:-1])
             assert tokens.tolist() == [-7, *expected.tolist(), -7], (B, V, before)
             assert lengths.tolist() == [0, *range(2, B + 2), B + 1], (B, V, before)
 
@@ -103,7 +103,7 @@ def test_the_largest_is_found_wherever_it_stands() -> None:
     logits = torch.zeros(len(places), V + 1, dtype=torch.bfloat16, device="cuda")[:, 1:]
     logits[torch.arange(len(places)), torch.tensor(places)] = 1
     tokens, lengths = (torch.zeros(len(places), dtype=torch.int64, device="cuda") for _ in range(2))
-    take_likeliest(logits, tokens, lengths)
+    argmax_step(logits, tokens, lengths)
     assert tokens.tolist() == places
     one, count = (
         torch.zeros(1, dtype=torch.int64, device="cuda"),
@@ -111,7 +111,7 @@ def test_the_largest_is_found_wherever_it_stands() -> None:
     )
     found = []
     for row in range(len(places)):  # alone, a row is a cluster's
-        take_likeliest(logits[row : row + 1], one, count)
+        argmax_step(logits[row : row + 1], one, count)
         found.append(one.clone())
     assert torch.cat(found).tolist() == places
     assert count.item() == len(places)
@@ -129,7 +129,7 @@ def test_it_waits_for_the_logits_and_others_wait_for_it() -> None:
     given, logged = x[0].clone(), torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def step() -> None:
-        take_likeliest(softmax(given), tokens, length)
+        argmax_step(softmax(given), tokens, length)
         logged.copy_(tokens)
 
     stream, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -148,7 +148,7 @@ def test_it_waits_for_the_logits_and_others_wait_for_it() -> None:
         for row in x:
             given.copy_(row)
             with torch.cuda.stream(other):
-                take_likeliest(apart, *at)
+                argmax_step(apart, *at)
             work()
             found.append(logged.clone())
         torch.cuda.synchronize()
@@ -167,7 +167,7 @@ def test_the_reference_takes_nothing_that_does_not_fit() -> None:
         ((logits[:, :0], tokens, lengths), "V of 1 or more"),
     ):
         with pytest.raises(ValueError, match=named):
-            take_likeliest(*given)
+            argmax_step(*given)
     assert tokens.tolist() == lengths.tolist() == [0, 0]
 
 
@@ -176,21 +176,21 @@ def test_what_does_not_fit_is_refused_or_left_to_the_reference() -> None:
     logits = torch.randn(2, 100, device="cuda")
     tokens, lengths = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
     with pytest.raises(ValueError, match=r"tokens are Long of shape \[1\]"):
-        take_likeliest(logits, tokens[:1], lengths)
+        argmax_step(logits, tokens[:1], lengths)
     with pytest.raises(ValueError, match="lengths are Int"):
-        take_likeliest(logits, tokens, lengths.int())
+        argmax_step(logits, tokens, lengths.int())
     with pytest.raises(ValueError, match=r"\[B, V\] with V from 1"):
-        take_likeliest(logits[:, :0], tokens, lengths)
+        argmax_step(logits[:, :0], tokens, lengths)
     for other in (logits.double(), logits.t().contiguous().t()):
         assert not fused(other)
-        take_likeliest(other, tokens, lengths)
+        argmax_step(other, tokens, lengths)
         assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_it_is_one_node_of_a_graph_that_changes_its_arguments() -> None:
     """What the compiler sees of it: shapes, and what is written."""
     assert native.load()
-    op = torch.ops.fuseline.take_likeliest.default
+    op = torch.ops.fuseline.argmax_step.default
     written = [argument.name for argument in op._schema.arguments if argument.is_write]
     assert (written, len(op._schema.returns)) == (["tokens", "lengths"], 0)
     B = 3

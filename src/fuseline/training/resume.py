@@ -1,4 +1,4 @@
-"""Putting a run where its checkpoint was, and its folder in order."""
+"""Resuming a run: its state as the checkpoint has it, and its folder in order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
 
 
-def take_up(run: Run | TranslationRun, saved: Checkpoint, seed: int) -> None:
-    """Optimizer, scaler, random numbers and counts as `saved` has them. `InputError` if they are not those of
-    such a run."""
+def restore(run: Run | TranslationRun, saved: Checkpoint, seed: int) -> None:
+    """Give the run the optimizer, scaler, random numbers and counts of `saved`. `InputError` if they do not
+    fit the run."""
     place = run.folder / LATEST
     _check_moments(run.step.optimizer, saved, place)
     load_optimizer_state(run.step.optimizer, saved.optimizer)
@@ -75,12 +75,12 @@ def _check_moments(optimizer: torch.optim.Optimizer, saved: Checkpoint, place: P
                 )
 
 
-def lay_out(run: Run | TranslationRun, config: Mapping[str, Any]) -> None:
+def prepare_folder(run: Run | TranslationRun, config: Mapping[str, Any]) -> None:
     """Make the run's folder, or clear it of what was written after the checkpoint."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         remove_partial(run.folder)
-        # A run taken up at its very beginning validates its fresh weights again.
+        # A run resumed before its first step validates its fresh weights again.
         cut_back(run.folder / METRICS, run.taken or -1)
         run.dataset.tokenizer.save(run.folder / TOKENIZER)
         write_json(run.folder / CONFIG, config)

@@ -1,4 +1,4 @@
-"""What a run would be, told without reading its data or writing anything."""
+"""The plan of a training run, made without reading its data or writing anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuseline.training.reporter import Plan
 _VOCAB_SIZES = {"gpt2": 50257, "bpe": 1000, "char": 65}
 
 
-def outlook(config: TrainConfig, *, folder: Path, device: str, resume: bool = False) -> Plan:
+def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = False) -> Plan:
     """The plan of `train` with these arguments. Its numbers of tokens are None; with a character tokenizer
     its vocabulary is a guess.
 

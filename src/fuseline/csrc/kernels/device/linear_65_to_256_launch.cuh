@@ -1,7 +1,7 @@
-// The host's half of linear_hundreds.cuh.
+// The launcher of linear_65_to_256.cuh.
 #pragma once
 
-#include "linear_hundreds.cuh"
+#include "linear_65_to_256.cuh"
 
 namespace fuseline {
 
@@ -54,16 +54,16 @@ cudaError_t plan_hundreds(const LinearArguments& a, const Device& device, int as
   };
   constexpr bool kInt4 = Weights::kGrouped;
   cudaError_t error =
-      consider(linear_hundreds_kernel<T, Weights, 2>, HundredsShape<Weights, 2>{}, 2, 8, 2.7, 2.9, kInt4 ? 0.52 : 0.41);
+      consider(linear_65_to_256_kernel<T, Weights, 2>, Shape65To256<Weights, 2>{}, 2, 8, 2.7, 2.9, kInt4 ? 0.52 : 0.41);
   if (error == cudaSuccess) {
-    error = consider(linear_hundreds_kernel<T, Weights, 3>, HundredsShape<Weights, 3>{}, 3, 4, 3.4, 4.4, kInt4 ? 0.63 : 0.57);
+    error = consider(linear_65_to_256_kernel<T, Weights, 3>, Shape65To256<Weights, 3>{}, 3, 4, 3.4, 4.4, kInt4 ? 0.63 : 0.57);
   }
   return error;
 }
 
 template <class T, class Weights, int kWarpgroups>
 int launch_hundreds(const LinearArguments& a, const fuseline_linear& call, int splits, void* stream) {
-  using Shape = HundredsShape<Weights, kWarpgroups>;
+  using Shape = Shape65To256<Weights, kWarpgroups>;
   constexpr int kLines = Shape::kTileBytes / 128;
   HundredsCall c{};
   c.a = a;
@@ -76,7 +76,7 @@ int launch_hundreds(const LinearArguments& a, const fuseline_linear& call, int s
                                     Shape::kBlockTiles});
   if (code != 0) return code;
   const int64_t blocks = divide_up(a.tiles, Shape::kBlockTiles) * c.row_blocks * splits;
-  return launch_overlapping(linear_hundreds_kernel<T, Weights, kWarpgroups>, c, dim3(unsigned(blocks)), Shape::kThreads,
+  return launch_overlapping(linear_65_to_256_kernel<T, Weights, kWarpgroups>, c, dim3(unsigned(blocks)), Shape::kThreads,
                             size_t(Shape::kShared), splits, stream);
 }
 
@@ -85,7 +85,7 @@ int launch_hundreds(const LinearArguments& a, const fuseline_linear& call, int s
 template <class T, class Weights>
 int run_hundreds(const LinearArguments& a, const fuseline_linear& call, void* stream) {
   constexpr int kLeastRows = 65, kMostRows = 256;
-  const bool asked = call.kernel == FUSELINE_LINEAR_HUNDREDS;
+  const bool asked = call.kernel == FUSELINE_LINEAR_65_TO_256;
   if (!asked && (call.kernel || call.splits)) return FUSELINE_UNSUPPORTED;
   if (a.m < kLeastRows || a.m > kMostRows || a.norm || a.activation || a.residual || a.k == 0 || !a.x_vectors) {
     return FUSELINE_UNSUPPORTED;

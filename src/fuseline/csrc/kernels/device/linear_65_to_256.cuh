@@ -30,7 +30,7 @@ struct HundredsCall {
 };
 
 template <class Weights, int kWarpgroups>
-struct HundredsShape {
+struct Shape65To256 {
   static constexpr int kMultipliers = kWarpgroups * 128;
   static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that fetches and gives them its registers
   static constexpr int kRegisters = kWarpgroups == 3 ? 160 : 240, kOtherRegisters = 24;
@@ -208,8 +208,8 @@ __device__ __forceinline__ void add_shares(const LinearArguments& a, const float
   out.send(a, count * 8, first_row + first * 8, first_feature);
 }
 
-template <class T, class Weights, int kWarpgroups, class Shape = HundredsShape<Weights, kWarpgroups>>
-__global__ void __launch_bounds__(Shape::kThreads, 1) linear_hundreds_kernel(const __grid_constant__ HundredsCall c) {
+template <class T, class Weights, int kWarpgroups, class Shape = Shape65To256<Weights, kWarpgroups>>
+__global__ void __launch_bounds__(Shape::kThreads, 1) linear_65_to_256_kernel(const __grid_constant__ HundredsCall c) {
 #if FUSELINE_HAS_WGMMA
   constexpr int kRows = kHundredsRows, kStages = Shape::kStages;
   extern __shared__ char raw[];

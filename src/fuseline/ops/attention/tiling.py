@@ -1,5 +1,5 @@
-"""How kernels cut a problem, as numbers: which of Fuseline's takes it, tiles and their padding, rounds of
-blocks over the multiprocessors, and how FlashAttention splits a long cache. Times jump where these do."""
+"""How kernels tile a problem, as numbers: which of Fuseline's kernels runs, tiles and their padding, rounds
+of blocks over the multiprocessors, and how FlashAttention splits a long cache. Times jump where these do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCKS = ((64, 2), (128, 1), (128, 2))  # rows of a tile, and blocks that a mul
 _PADDED = ((64, 128, 256), (32, 64, 128, 256))
 
 
-def cuts(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
+def tiling_features(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
     """The same columns for every problem; `sizes` as `features.sizes` gives them."""
     return [
         *_short(problem, sizes),

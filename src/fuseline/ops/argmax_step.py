@@ -35,7 +35,7 @@ def fused(logits: Tensor) -> bool:
     )
 
 
-def take_likeliest(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+def argmax_step(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
     """Write the most likely token of each row to `tokens` and add 1 to each of `lengths`.
 
     Args:
@@ -45,16 +45,16 @@ def take_likeliest(logits: Tensor, tokens: Tensor, lengths: Tensor) -> None:
     Raises ValueError for shapes and dtypes that do not fit.
     """
     if fused(logits):
-        torch.ops.fuseline.take_likeliest.default(logits, tokens, lengths)
+        torch.ops.fuseline.argmax_step.default(logits, tokens, lengths)
         return
     if logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(
-            f"take_likeliest: logits have shape {list(logits.shape)}; they are [B, V], with V of 1 or more."
+            f"argmax_step: logits have shape {list(logits.shape)}; they are [B, V], with V of 1 or more."
         )
     for name, held in (("tokens", tokens), ("lengths", lengths)):
         if held.shape != logits.shape[:1] or held.dtype != torch.int64 or held.device != logits.device:
             raise ValueError(
-                f"take_likeliest: {name} are {held.dtype} of shape {list(held.shape)} on {held.device}; they "
+                f"argmax_step: {name} are {held.dtype} of shape {list(held.shape)} on {held.device}; they "
                 "are int64, one a row, on the logits' device."
             )
     reference(logits, tokens, lengths)
