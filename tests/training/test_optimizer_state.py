@@ -13,12 +13,13 @@ import torch
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
+from fuseline.models.gpt_config import preset as shape
 from fuseline.optim import CompactAdamW, state_bytes
 from fuseline.training import translation_config
 from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, save_checkpoint
 from fuseline.training.config import TrainConfig, continued, preset
 from fuseline.training.memory_estimate import training_state_bytes
-from fuseline.training.optimizer import make_optimizer
+from fuseline.training.optimizer import expected_state, make_optimizer
 from fuseline.training.train import train
 
 Make = Callable[..., Any]
@@ -64,6 +65,20 @@ def test_the_estimate_is_what_is_taken(gpt: GPT, state: str) -> None:
     counts = 4 * len(list(gpt.parameters()))
     saved = {"fp32": 0, "bf16": 4, "8bit": 8 - (2 + 8 / 256)}[state]
     assert state_bytes(optimizer) == pytest.approx(estimate + saved * small + counts, abs=1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-xl"])
+def test_the_documents_figures(name: str) -> None:
+    with torch.device("meta"):
+        model = GPT(shape(name, vocab_multiple=64))
+    parameters = sum(p.numel() for p in model.parameters())
+    figures = [parameters]
+    for state in ("fp32", "bf16", "8bit"):
+        expected = expected_state(make_optimizer(model, lr=1e-3, state=state, fused=False))
+        moments = sum(count * dtype.itemsize for kept in expected for count, dtype in kept.values())
+        figures.append(round((moments + 8 * parameters) / 2**20))
+    line = " | ".join((f"| `{name}`", *(f"{figure:,}" for figure in figures)))
+    assert line + " |" in (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
 
 def test_fp32_is_torchs_own(gpt: GPT) -> None:
