@@ -6,7 +6,10 @@ from collections.abc import Hashable
 
 import torch
 
+from fuseline.optim import CompactAdamW
+
 RECORDABLE = (
+    CompactAdamW,
     torch.optim.Adadelta,
     torch.optim.Adam,
     torch.optim.Adamax,

@@ -33,6 +33,10 @@ VERBS = {
         "fuseline.cli.explain_compile",
         "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",
     ),
+    "inspect": (
+        "fuseline.cli.inspect",
+        "registers, memory and occupancy of each compiled CUDA kernel, and what limits it; SASS, PTX",
+    ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
     "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
     "generate": ("fuseline.cli.generate", "continue prompts with a language model, token by token"),

@@ -173,6 +173,7 @@ def _assembled(
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
     step = TrainStep(
         group.wrapped(model),

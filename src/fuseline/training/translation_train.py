@@ -211,6 +211,7 @@ def _prepared(
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
     start = 0 if saved is None else saved.position
     batches = training_batches(
