@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,11 +60,13 @@ def architectures_of(stem: str) -> tuple[str, ...]:
     return ARCHITECTURES if os.environ.get("FUSELINE_TEST_FULL") == "1" else ("sm_90",)
 
 
-def compiled() -> Iterator[ParameterSet]:
+def compiled() -> list[ParameterSet]:
     """Every source, the twins in fp16 for the full check."""
-    for path in sorted(KERNELS.rglob("*.cu")):
-        is_twin = path.stem.removesuffix("_sm90a").endswith(OLDER)
-        yield pytest.param(path, id=path.stem, marks=pytest.mark.full if is_twin else ())
+    twins = {path for path in KERNELS.rglob("*.cu") if path.stem.removesuffix("_sm90a").endswith(OLDER)}
+    return [
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if path in twins else ())
+        for path in sorted(KERNELS.rglob("*.cu"))
+    ]
 
 
 def test_every_source_of_16_bits_has_its_twin() -> None:
