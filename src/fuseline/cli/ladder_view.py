@@ -74,11 +74,8 @@ class LadderView:
             self._end_rung(event)
 
     def _start(self, event: Started) -> None:
-        base = event.base
-        self.say(
-            f"A {base.preset} GPT, {base.batch} x {base.seqlen} tokens a step, on {event.device_name}: "
-            f"{event.total} rungs"
-        )
+        base = str(event.base)
+        self.say(f"{base[0].upper()}{base[1:]}, on {event.device_name}: {event.total} rungs")
         self._climbed = self._ladder.add_task("ladder".ljust(NAME_WIDTH), total=event.total)
         self._live.start()
 
@@ -116,9 +113,7 @@ class LadderView:
 
 def print_plan(lines: Sequence[Planned], settings: Settings) -> None:
     """What `--dry-run` shows."""
-    base = settings.base
-    shape = f"{base.preset}, {base.batch} x {base.seqlen} tokens a step, on {settings.device}"
-    table = Table(title=f"{settings.mode} ladder: {shape}")
+    table = Table(title=f"{settings.mode} ladder: {settings.base}, on {settings.device}")
     for heading in ("rung", "slot", "lever", "what it does"):
         table.add_column(heading)
     for line in lines:

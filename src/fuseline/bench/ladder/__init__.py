@@ -13,12 +13,15 @@ precision_check.py  loss and gradients against fp32    kernels_seen.py  which ke
 max_batch.py    the largest batch             max_batch_probe.py  the process that tries it out
 head_gemm.py    the head's products alone     stability.py     attention's formulas against float64
 run.py          all of it in order            afterwards.py    what follows the climb
+ascent.py       the climb, put on record      course.py        what a climb goes over
+workload.py     what rungs are measured on
 events.py       what it tells a watcher
 """
 
+from fuseline.bench.ladder.ascent import RECORDS
 from fuseline.bench.ladder.events import Event, Observer
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult
-from fuseline.bench.ladder.run import RECORDS, run
+from fuseline.bench.ladder.run import run
 from fuseline.bench.ladder.settings import Outcome, Planned, Settings, plan
 from fuseline.bench.ladder.spec import RunSpec, baseline
 
