@@ -218,7 +218,8 @@ def _verdict(outcome: Outcome) -> list[str]:
         told = "all that pays here is torch's own" if same else _ratio(over_torch)
         lines.append(f"{best.name} over the best that torch does alone: [bold]{told}[/]")
     if best is not None and total is not None:
-        lines.append(f"{best.name} over plain PyTorch: [bold]{_ratio(total)}[/]")
+        first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
+        lines.append(f"{best.name} over {first}: [bold]{_ratio(total)}[/]")
     if outcome.is_noisy:
         lines.append(f"[bold yellow]{BUSY}[/]")
     return lines

@@ -48,6 +48,7 @@ EXPECTED_SECONDS: dict[str, dict[str, float]] = {
         "max-autotune-no-cudagraphs": 240.0,
         "max-autotune": 240.0,
         "graph": 8.0,
+        "recorded": 40.0,
         "inductor-graph": 60.0,
     },
 }
@@ -86,7 +87,7 @@ class StepMeasurer:
             self._drop(old=True, new=True)
             note = "timed alone: it did not fit in memory beside the rung it is compared with"
             found = self._guarded(spec, begin, seconds, limit)
-        return replace(found, note=note) if note else found
+        return replace(found, note="; ".join(filter(None, (note, found.note))))
 
     def compare(self, spec: Spec, against: Spec, *, seconds: float, limit: float) -> Figure | None:
         """See `climb.Measurer`. None unless `spec` is still alive and the two fit beside each other."""
@@ -163,7 +164,7 @@ class StepMeasurer:
         self._observer(Stage("listing kernels"))
         kernels = kernels_seen(lambda: new.step(batch), self._device)
         self._seen_seconds.setdefault(spec.execution, []).append(time.monotonic() - begin - timing)
-        return Measurement(figures=figures, kernels=kernels, peaks=known)
+        return Measurement(figures=figures, kernels=kernels, note=new.note, peaks=known)
 
     def _raise(self, spec: Spec) -> Contender:
         contender = self._workload.build(spec)
