@@ -11,6 +11,7 @@ import tyro
 from fuseline.cli.options import Recorded, Seeded
 
 DEFAULT_BUDGET = {"cpu": "3m", "cuda": "8m"}
+MODEL_BUDGET = {"cpu": "5m", "cuda": "8m"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Options(Recorded, Seeded):
     separated by spaces or commas. All rungs if none is named."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
     """Time for the whole ladder: 4, 90s, 1.5h or none. Rungs it does not reach are listed; a first build of
-    the kernels does not count. Default: 3 minutes on a processor, 8 on a GPU."""
+    the kernels does not count. Default: 3 minutes on a processor (5 with --model), 8 on a GPU."""
     steps: int = 20
     """Most steps in a timed run; fewer where the budget asks for it."""
     runs: int = 5
@@ -60,4 +61,5 @@ class Options(Recorded, Seeded):
         """What --budget says, or the default for such a device."""
         from fuseline.bench.ladder.budget import parse_duration
 
-        return parse_duration(self.budget or DEFAULT_BUDGET[device.partition(":")[0]])
+        usual = DEFAULT_BUDGET if self.model is None else MODEL_BUDGET
+        return parse_duration(self.budget or usual[device.partition(":")[0]])

@@ -60,7 +60,11 @@ class Contender:
         self.spec, self.device = spec, device
         self.model, self.optimizer, self.step = model, optimizer, step
         self.loss = torch.zeros((), device=device)
-        self.note = ""  # what a reader of its figures should know
+
+    @property
+    def note(self) -> str:
+        """What a reader of its figures should know."""
+        return ""
 
     def warm_up(self, batches: Iterator[Batch]) -> None:
         """Compile, record, fill caches."""

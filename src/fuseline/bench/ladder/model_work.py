@@ -100,9 +100,7 @@ class ModelWorkload:
             )
             step = own if fast is None else _AcceleratedStep(own, seconds)
         reset_peak_memory(self._device)  # what the proofs took is no part of a step
-        contender = Contender(spec, self._device, subject, optimizer, step)
-        contender.note = "" if fast is None else _kept(fast)
-        return contender
+        return _ModelContender(spec, self._device, subject, optimizer, step, fast)
 
     def batches(self, spec: ModelSpec) -> BatchSource:
         return _Repeated(self._tensors)
@@ -183,6 +181,35 @@ class ModelWorkload:
         return Reference(self._tensors, state, losses[0], gradients)
 
 
+class _ModelContender(Contender):
+    """A copy of the model at work; `fast` is the handle where it was accelerated."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        subject: WithLoss,
+        optimizer: torch.optim.Optimizer,
+        step: Step,
+        fast: Acceleration | None,
+    ) -> None:
+        super().__init__(spec, device, subject, optimizer, step)
+        self._fast = fast
+
+    @property
+    def note(self) -> str:
+        """What is in the model now: a recorded step looks at its modules once more."""
+        if self._fast is None:
+            return ""
+        kinds = Counter(site.kind for site in self._fast.kept)
+        kept = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        return f"accelerate put in {kept or 'nothing'}"
+
+    def close(self) -> None:
+        super().close()
+        self._fast = None
+
+
 class _Repeated:
     """The one batch, again and again; nobody waits for it."""
 
@@ -236,8 +263,3 @@ class _RecordedStep:
 
     def close(self) -> None:
         self._step.close()
-
-
-def _kept(fast: Acceleration) -> str:
-    kinds = Counter(site.kind for site in fast.kept)
-    return "accelerate put in " + (", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "nothing")
