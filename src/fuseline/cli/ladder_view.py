@@ -74,11 +74,8 @@ class LadderView:
             self._end_rung(event)
 
     def _start(self, event: Started) -> None:
-        base = event.base
-        self.say(
-            f"A {base.preset} GPT, {base.batch} x {base.seqlen} tokens a step, on {event.device_name}: "
-            f"{event.total} rungs"
-        )
+        base = str(event.base)
+        self.say(f"{base[0].upper()}{base[1:]}, on {event.device_name}: {event.total} rungs")
         self._climbed = self._ladder.add_task("ladder".ljust(NAME_WIDTH), total=event.total)
         self._live.start()
 
@@ -118,9 +115,7 @@ class LadderView:
 
 def print_plan(lines: Sequence[Planned], settings: Settings) -> None:
     """What `--dry-run` shows."""
-    base = settings.base
-    shape = f"{base.preset}, {base.batch} x {base.seqlen} tokens a step, on {settings.device}"
-    table = Table(title=f"{settings.mode} ladder: {shape}")
+    table = Table(title=f"{settings.mode} ladder: {settings.base}, on {settings.device}")
     for heading in ("rung", "slot", "lever", "what it does"):
         table.add_column(heading)
     for line in lines:
@@ -225,7 +220,8 @@ def _verdict(outcome: Outcome) -> list[str]:
         told = "all that pays here is torch's own" if same else _ratio(over_torch)
         lines.append(f"{best.name} over the best that torch does alone: [bold]{told}[/]")
     if best is not None and total is not None:
-        lines.append(f"{best.name} over plain PyTorch: [bold]{_ratio(total)}[/]")
+        first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
+        lines.append(f"{best.name} over {first}: [bold]{_ratio(total)}[/]")
     if outcome.is_noisy:
         lines.append(f"[bold yellow]{BUSY}[/]")
     return lines

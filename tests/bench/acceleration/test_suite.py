@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,10 +41,15 @@ OURS_AND_EAGER = ("eager", "fuseline", "fuseline-eager")
 
 
 @pytest.fixture(autouse=True)
-def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs of a test are its own, and what is proved is kept, whatever it takes on this machine."""
+def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Proofs of a test are its own, what is proved is kept, whatever it takes on this machine, and one thread
+    computes: for models this small two wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(kept_proofs, "folder", lambda: tmp_path / "proofs")
     monkeypatch.setattr(contenders, "accelerate", partial(accelerate, time_sites=False))
+    yield
+    torch.set_num_threads(threads)
 
 
 def settings() -> Settings:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fuseline.bench.ladder.kernels_seen import gained_in, read_back, written
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
 from fuseline.timing import Ratio, Summary
@@ -95,7 +95,7 @@ class RungResult:
     lever: str
     mode: str
     order: int
-    spec: RunSpec
+    spec: Spec
     measurement: Measurement
     baseline: str | None = None
     kept: bool = False
@@ -158,28 +158,28 @@ class RungResult:
         return records
 
 
-def recorded(records: Iterable[Record], device: str, torch_version: str) -> dict[RunSpec, RungResult]:
+def recorded(records: Iterable[Record], device: str, torch_version: str) -> dict[Spec, RungResult]:
     """Rungs measured on `device` under that torch, read back from `records`: the newest of each spec."""
-    rungs: dict[tuple[RunSpec, str, str], list[Record]] = {}
+    rungs: dict[tuple[Spec, str, str], list[Record]] = {}
     for record in records:
         if record.suite != "ladder" or "rung" not in record.case or record.metric == "skipped":
             continue
         if (record.device, record.torch) != (device, torch_version):
             continue
         try:
-            spec = RunSpec.of_case(record.case)
+            spec: Spec = RunSpec.of_case(record.case)
         except KeyError:
             continue  # a ladder of another version: nothing to go by
         key = (spec, str(record.case["mode"]), str(record.case["rung"]))
         rungs.setdefault(key, []).append(record)
-    found = {}
+    found: dict[Spec, RungResult] = {}
     for (spec, _, _), group in rungs.items():
         if any(record.metric == "iteration_ms" for record in group):
             found[spec] = _read_back(spec, group)
     return found
 
 
-def _read_back(spec: RunSpec, group: Sequence[Record]) -> RungResult:
+def _read_back(spec: Spec, group: Sequence[Record]) -> RungResult:
     case = {key: value for record in group for key, value in record.case.items()}
     figures = {
         r.metric: Figure(r.value, r.low, r.high, r.n)
