@@ -313,13 +313,13 @@ bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error,
   }
   const Lines lines = lines_of<T>(a.width, a.logits, a.logits, a.grad ? a.grad : a.logits);
   const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
-  const Waiting plan = requested ? requested_waiting<T>(*requested, a.width, lines, 1, room, device)
-                            : plan_waiting<T>(a.rows, a.width, lines, 1, room, device);
+  const Waiting plan = requested ? requested_waiting(sizeof(T), *requested, a.width, lines, 1, room, device)
+                            : plan_waiting(sizeof(T), a.rows, a.width, lines, 1, room, device);
   if (plan.threads == 0) return false;
   a.cluster = plan.cluster, a.part = plan.part, a.line = lines.bytes;
   bool fits = false;
   const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
+  error = launch_waiting(kernel, a, shape_of(plan, a.rows), device, stream, fits);
   return fits || error;
 }
 
