@@ -34,6 +34,14 @@ def test_it_prints_one_json_object(capsys) -> None:
     assert forward["fallback"]["kernel"] == "softmax_forward_streamed"
 
 
+def test_an_op_has_options_of_its_own(capsys) -> None:
+    problem = ["cross_entropy", "--shape", "8192", "50257", "--gpu", "h200"]
+    assert run(["explain", *problem, "--label-smoothing", "0.1"]) == 0
+    assert "loss alone: cross_entropy_waiting" in capsys.readouterr().out
+    assert run(["explain", *problem, "--causal"]) == 2
+    assert "There is no option of cross_entropy named 'causal'" in capsys.readouterr().err
+
+
 def test_mistakes_are_named_in_one_line(capsys) -> None:
     assert run(["explain", "softmax", "--shape", "4", "--dtype", "int8", "--gpu", "h200"]) == 2
     assert "There is no dtype named 'int8'" in capsys.readouterr().err

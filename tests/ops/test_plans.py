@@ -10,7 +10,7 @@ import torch
 
 from fuseline import native, ops
 from fuseline.errors import InputError
-from fuseline.ops.plans import GPUS, Plan, explain
+from fuseline.ops.plans import GPUS, PLANNED, Plan, explain
 
 pytestmark = pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing")
 
@@ -46,8 +46,35 @@ def test_what_the_op_is_asked_for_decides_with_the_shape() -> None:
     assert both((131072, 4096), address=2) != both((131072, 4096))
 
 
-def test_every_problem_has_a_kernel_that_the_gpu_can_launch() -> None:
-    draw = random.Random(0)
+@pytest.mark.parametrize(
+    "shape, options, with_gradient, alone",
+    [
+        ((8192, 1000), {}, "cross_entropy_short", "cross_entropy_short"),
+        ((8192, 1000), {"label_smoothing": 0.1}, "cross_entropy_rows", "cross_entropy_rows"),
+        ((8192, 50257), {}, "cross_entropy_waiting", "cross_entropy_passing"),
+        ((8192, 50257), {"weight": True}, "cross_entropy_waiting", "cross_entropy_waiting"),
+        ((100, 50257), {}, "cross_entropy_waiting", "cross_entropy_waiting"),
+        ((8, 2000000), {"soft_cap": 30.0}, "cross_entropy_streamed", "cross_entropy_streamed"),
+    ],
+)
+def test_cross_entropy_goes_by_what_is_wanted_of_a_row(shape, options, with_gradient, alone) -> None:
+    plans = explain("cross_entropy", shape, gpu="h200", **options).plans
+    assert [plan.kernel for plan in plans] == [with_gradient, alone]
+
+
+OPTIONS = {
+    "softmax": {
+        "causal": [False, False, True],
+        "masked": [False, False, True],
+        "scale": [1.0, 0.125, -1.0, 0.0],
+    },
+    "cross_entropy": {"weight": [False, False, True], "soft_cap": [0.0, 0.0, 30.0]},
+}
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_every_problem_has_a_kernel_that_the_gpu_can_launch(op) -> None:
+    draw = random.Random(op)
     made_up = replace(
         GPUS["h200"], name="small", processors=7, shared_per_block=101376, shared_per_processor=102400
     )
@@ -55,14 +82,10 @@ def test_every_problem_has_a_kernel_that_the_gpu_can_launch() -> None:
         n = int(2 ** draw.uniform(0, 21))
         gpu = draw.choice([*GPUS.values(), made_up])
         dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
-        options = {
-            "causal": draw.random() < 0.2,
-            "masked": draw.random() < 0.2,
-            "scale": draw.choice([1.0, -1.0, 0.0]),
-        }
+        options = {name: draw.choice(values) for name, values in OPTIONS[op].items()}
         rows = int(2 ** draw.uniform(0, 34 - n.bit_length()))
         at = draw.choice([0, 0, 4, 16])
-        for plan in explain("softmax", (rows, n), dtype, gpu=gpu, address=at, **options).plans:
+        for plan in explain(op, (rows, n), dtype, gpu=gpu, address=at, **options).plans:
             _can_be_launched(plan, gpu, rows)
 
 
@@ -106,6 +129,8 @@ def test_an_explanation_reads_well() -> None:
         (("softmax", (4, 4), torch.float64), {}, "kernels take torch.float32"),
         (("softmax", (4, 4)), {"gpu": "h300"}, "Did you mean 'h"),
         (("softmax", (4, 4)), {"address": 3}, "stand at multiples of 2"),
+        (("softmax", (4, 4)), {"soft_cap": 3.0}, "There is no option of softmax named 'soft_cap'"),
+        (("cross_entropy", (4, 4)), {"weights": True}, "Did you mean 'weight'"),
     ],
 )
 def test_mistakes_are_named(arguments, options, said) -> None:
@@ -124,14 +149,28 @@ def test_without_a_gpu_one_has_to_be_named() -> None:
     "shape", [(64, 1024), (40000, 4096), (20000, 197), (20000, 1000), (2048, 50257), (300, 300000)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_that_are_explained_are_those_that_run(shape, dtype) -> None:
+def test_the_softmax_that_is_explained_is_the_one_that_runs(shape, dtype) -> None:
     x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     ops.softmax(x).backward(grad)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         ops.softmax(x).backward(grad)
         torch.cuda.synchronize()
-    ran = [event.name for event in profile.events() if "softmax" in event.name]
+    ran = [event.name for event in profile.events()]
     for plan in explain("softmax", shape, dtype).plans:
         names = {plan.kernel, plan.fallback.kernel if plan.fallback else plan.kernel}
         assert any(f"{name}<" in kernel for name in names for kernel in ran), (plan, ran)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 1000), (4096, 197), (8192, 50257), (100, 50257), (8, 2000000)])
+def test_the_loss_that_is_explained_is_the_one_that_runs(shape) -> None:
+    logits = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(shape[1], shape[:1], device="cuda")
+    ops.cross_entropy(logits, target)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.cross_entropy(logits, target)
+        torch.cuda.synchronize()
+    ran = [event.name for event in profile.events()]
+    (_, alone) = explain("cross_entropy", shape).plans
+    assert any(f"{alone.kernel}<" in kernel for kernel in ran), (alone, ran)

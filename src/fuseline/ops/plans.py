@@ -9,6 +9,7 @@ that no GPU is needed and any GPU can be asked for. Attention has a picker inste
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ GRANTED_CLUSTER = 8
 class Plan:
     """One launch: which kernel, why, and how its threads are laid out."""
 
-    direction: str
+    work: str
+    """What the launch computes, such as "forward"."""
     kernel: str
     """The name that profilers show; empty where no kernel takes the problem."""
     reason: str
@@ -88,8 +90,8 @@ class Plan:
 
     def __str__(self) -> str:
         if not self.kernel:
-            return f"{self.direction}: {self.reason}"
-        lines = [f"{self.direction}: {self.kernel}", f"  because {self.reason}", f"  {self.layout}"]
+            return f"{self.work}: {self.reason}"
+        lines = [f"{self.work}: {self.kernel}", f"  because {self.reason}", f"  {self.layout}"]
         if self.fallback:
             other = f"{self.fallback.kernel}, {self.fallback.layout}"
             lines.append(f"  where the GPU grants no cluster of {self.blocks_per_row}: {other}")
@@ -98,7 +100,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run for one problem of an op on one GPU, forward and backward."""
+    """What would run for one problem of an op on one GPU."""
 
     op: str
     shape: tuple[int, ...]
@@ -112,35 +114,55 @@ class Explanation:
         return "\n".join([head, *map(str, self.plans)])
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a contiguous tensor, and where its first element stands."""
+
+    count: int
+    length: int
+    itemsize: int
+    address: int
+    gpu: Gpu
+
+    @property
+    def arguments(self) -> tuple[list[int], int, int, int]:
+        """The first arguments of every plan in csrc/torch/plans.cpp."""
+        return self.gpu.numbers(), self.count, self.length, self.itemsize
+
+
 def explain(
     op: str,
     shape: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
     *,
     gpu: str | Gpu | None = None,
-    causal: bool = False,
-    masked: bool = False,
-    scale: float = 1.0,
     address: int = 0,
+    **options: float,
 ) -> Explanation:
     """Which kernels take `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax".
+        op: "softmax" or "cross_entropy".
         shape: of the input, [..., N].
         dtype: float32, float16 or bfloat16.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
-        causal, masked, scale: as in the op. A mask is taken to be dense and aligned.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
+        options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
+            (there are class weights), `label_smoothing` and `soft_cap`.
 
-    Raises InputError for an op without plans, for a shape without elements, for a dtype or address that
-    kernels do not take, for an unknown GPU, and where the native core is missing.
+    Raises InputError for an op without plans, for an option that it does not have, for a shape without
+    elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
+    is missing.
     """
-    if op not in _PLANNED:
+    if op not in PLANNED:
         raise InputError(
-            f"{unknown_name('op with plans', op, _PLANNED)} The tables of docs/kernels.md say how the others "
+            f"{unknown_name('op with plans', op, PLANNED)} The tables of docs/kernels.md say how the others "
             "choose; fuseline.picker.explain says it of attention."
         )
+    for name in options:
+        known = list(inspect.signature(PLANNED[op]).parameters)[1:]
+        if name not in known:
+            raise unknown_name(f"option of {op}", name, known)
     shape = tuple(shape)
     if not shape or min(shape) < 1:
         raise InputError(f"shape is {list(shape)}; give one size of 1 or more for each dimension.")
@@ -151,7 +173,8 @@ def explain(
     if not native.ready("cpu"):
         raise InputError("The native core is missing, which decides. `fuseline doctor` says why.")
     on = _resolved(gpu)
-    return Explanation(op, shape, dtype, on, _PLANNED[op](shape, dtype, on, causal, masked, scale, address))
+    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype.itemsize, address, on)
+    return Explanation(op, shape, dtype, on, PLANNED[op](rows, **options))
 
 
 def _resolved(gpu: str | Gpu | None) -> Gpu:
@@ -174,42 +197,48 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
     )
 
 
-def _softmax(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    gpu: Gpu,
-    causal: bool,
-    masked: bool,
-    scale: float,
-    address: int,
-) -> tuple[Plan, ...]:
-    rows, n = math.prod(shape[:-1]), shape[-1]
-    problem = (gpu.numbers(), rows, n, dtype.itemsize)
-
+def _softmax(rows: _Rows, causal: bool = False, masked: bool = False, scale: float = 1.0) -> tuple[Plan, ...]:
     def forward(refused: int) -> _Planned:
-        mask = (causal, masked, n * dtype.itemsize % 16 == 0)
-        return torch.ops.fuseline.plan_softmax_forward(*problem, [address] * 2, scale, *mask, refused)
+        mask_in_vectors = rows.length * rows.itemsize % 16 == 0
+        options = (scale, bool(causal), bool(masked), mask_in_vectors)
+        return torch.ops.fuseline.plan_softmax_forward(*rows.arguments, [rows.address] * 2, *options, refused)
 
     def backward(refused: int) -> _Planned:
-        return torch.ops.fuseline.plan_softmax_backward(*problem, [address] * 3, refused)
+        return torch.ops.fuseline.plan_softmax_backward(*rows.arguments, [rows.address] * 3, refused)
 
     return _plan("forward", forward), _plan("backward", backward)
 
 
+def _cross_entropy(
+    rows: _Rows, weight: bool = False, label_smoothing: float = 0.0, soft_cap: float = 0.0
+) -> tuple[Plan, ...]:
+    plain = not weight and label_smoothing == 0 and soft_cap == 0
+
+    def with_gradient(grad: bool) -> Callable[[int], _Planned]:
+        return lambda refused: torch.ops.fuseline.plan_cross_entropy(
+            *rows.arguments, [rows.address] * 2, grad, plain, refused
+        )
+
+    return (
+        _plan("loss and gradient", with_gradient(True)),
+        _plan("loss alone", with_gradient(False)),
+    )
+
+
+PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {"softmax": _softmax, "cross_entropy": _cross_entropy}
+"""The ops that `explain` knows; each takes the rows and the op's own options."""
+
 _Planned = tuple[str, str, list[int]]
 
 
-def _plan(direction: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
+def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
     kernel, reason, numbers = ask(refused)
     if not kernel:
-        return Plan(direction, kernel, reason)
+        return Plan(work, kernel, reason)
     blocks, threads, rows, cluster, shared, refusable = numbers
-    fallback = _plan(direction, ask, refusable) if cluster > GRANTED_CLUSTER else None
-    return Plan(direction, kernel, reason, blocks, threads, rows, cluster, shared, fallback)
+    fallback = _plan(work, ask, refusable) if cluster > GRANTED_CLUSTER else None
+    return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, fallback)
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-_PLANNED = {"softmax": _softmax}

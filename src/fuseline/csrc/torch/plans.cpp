@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "plans/cross_entropy.h"
 #include "plans/softmax.h"
 
 namespace fuseline::plans_op {
@@ -30,22 +31,26 @@ void check(int64_t rows, int64_t n, int64_t element_size, int64_t refused) {
     TORCH_CHECK_VALUE(refused >= 0 && refused <= 2, "refused is 0, 1 or 2, not ", refused, ".");
 }
 
-Planned planned(const SoftmaxPlan& plan, const char* prefix) {
+// `Plan`: one of kernels/plans.
+template <class Plan>
+Planned planned(const Plan& plan, const std::string& kernel) {
     const LaunchShape& shape = plan.shape;
-    if (plan.kernel == SoftmaxKernel::unsupported) return {"", "no kernel takes this problem", {}};
-    const std::string name =
-        plan.kernel == SoftmaxKernel::masked ? "softmax_masked_rows" : std::string(prefix) + name_of(plan.kernel);
-    return {name, plan.reason,
+    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
+    return {kernel, plan.reason,
             {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable)}};
 }
+
+int in_line(int64_t address) { return int(address % 128); }
 
 Planned softmax_forward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
                         double scale, bool causal, bool masked, bool mask_vectors, int64_t refused) {
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 2, "softmax's forward has the addresses of x and y, not ", addresses.size(), ".");
-    const SoftmaxForwardProblem problem{int(element_size), rows,   n,      int(addresses[0] % 128), int(addresses[1] % 128),
+    const SoftmaxForwardProblem problem{int(element_size), rows,   n,      in_line(addresses[0]), in_line(addresses[1]),
                                         float(scale),      causal, masked, mask_vectors};
-    return planned(plan_softmax_forward(problem, device_of(device), Refused(refused)), "softmax_forward_");
+    const SoftmaxPlan plan = plan_softmax_forward(problem, device_of(device), Refused(refused));
+    return planned(plan, plan.kernel == SoftmaxKernel::masked ? "softmax_masked_rows"
+                                                              : std::string("softmax_forward_") + name_of(plan.kernel));
 }
 
 Planned softmax_backward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
@@ -53,9 +58,21 @@ Planned softmax_backward(at::IntArrayRef device, int64_t rows, int64_t n, int64_
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 3, "softmax's backward has the addresses of grad_out, y and grad_x, not ",
                       addresses.size(), ".");
-    const SoftmaxBackwardProblem problem{int(element_size), rows, n, int(addresses[0] % 128), int(addresses[1] % 128),
-                                         int(addresses[2] % 128)};
-    return planned(plan_softmax_backward(problem, device_of(device), Refused(refused)), "softmax_backward_");
+    const SoftmaxBackwardProblem problem{int(element_size),     rows, n, in_line(addresses[0]), in_line(addresses[1]),
+                                         in_line(addresses[2])};
+    const SoftmaxPlan plan = plan_softmax_backward(problem, device_of(device), Refused(refused));
+    return planned(plan, std::string("softmax_backward_") + name_of(plan.kernel));
+}
+
+// `grad`: the gradient is written together with the loss. `plain`: without cap, label smoothing and class weights.
+Planned cross_entropy(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
+                      bool grad, bool plain, int64_t refused) {
+    check(rows, n, element_size, refused);
+    TORCH_CHECK_VALUE(addresses.size() == 2, "cross_entropy has the addresses of logits and grad, not ", addresses.size(), ".");
+    const CrossEntropyProblem problem{int(element_size), rows, n, n, in_line(addresses[0]), grad ? in_line(addresses[1]) : 0,
+                                      grad,              plain};
+    const CrossEntropyPlan plan = plan_cross_entropy(problem, device_of(device), Refused(refused));
+    return planned(plan, name_of(plan.kernel));
 }
 
 }  // namespace
@@ -65,6 +82,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "bool masked, bool mask_vectors, int refused) -> (str, str, int[])", softmax_forward);
     m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, int refused) -> "
           "(str, str, int[])", softmax_backward);
+    m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
+          "int refused) -> (str, str, int[])", cross_entropy);
 }
 
 }  // namespace fuseline::plans_op

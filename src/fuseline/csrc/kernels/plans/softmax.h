@@ -44,9 +44,6 @@ inline const char* name_of(SoftmaxKernel kernel) {
   }
 }
 
-// Which layouts the device would not hold. A layout whose clusters a GPU may refuse has the plan without it as its fallback.
-enum class Refused { nothing, of_table, of_rules };
-
 struct SoftmaxPlan {
   SoftmaxKernel kernel = SoftmaxKernel::unsupported;
   const char* reason = "";

@@ -29,6 +29,9 @@ inline LaunchShape shape_of(const Waiting& plan, int64_t rows) {
   return {divide_up(rows, plan.together) * plan.cluster, plan.threads, 1, plan.cluster, plan.bytes};
 }
 
+// Which layouts the device would not hold. A layout whose clusters a GPU may refuse has the plan without it as its fallback.
+enum class Refused { nothing, of_table, of_rules };
+
 constexpr int64_t kAnyBytes = INT64_MAX / 2;
 
 // Where the lines of rows begin in all of their tensors alike, and whether that is where rows begin.
