@@ -29,6 +29,10 @@ VERBS = {
         "fuseline.cli.accelerate",
         "make a model of yours faster: what was found in it, proved, and what it gains",
     ),
+    "explain": (
+        "fuseline.cli.explain",
+        "which kernel takes a shape, and why, on any GPU",
+    ),
     "explain compile": (
         "fuseline.cli.explain_compile",
         "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",

@@ -163,10 +163,10 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
 
 template <class T, bool kAdded, bool kMasked>
 bool run_tiled(const NormForward& a, int offsets, const Device& device, void* stream, int& error) {
-  Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
+  Tiling plan = plan_tiles(sizeof(T), a.rows, a.n, offsets, kAdded ? 2 : 1, device);
   if (plan.threads == 0) return false;
   if (kMasked) plan.bytes += size_t(divide_up(plan.rows * a.n, 8));
-  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, plan, device, stream, true);
+  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, shape_of(plan), device, stream);
   return true;
 }
 

@@ -45,7 +45,7 @@ bool run_odd(NormForward a, const RowChoice& requested, void* workspace, const D
   if (!alike(16) || (a.dropout.seed && offset_in_vector(first) != 0)) return false;
   if (sizeof(T) == 2 && a.fp32_weights && (a.weight || a.bias || a.x_bias)) return false;
   const Lines lines{alike(128) ? 128 : 16, false};
-  const int64_t vectors = vectors_of<T>(a.n, lines);
+  const int64_t vectors = vectors_of(sizeof(T), a.n, lines);
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const FetchedPlan plan = plan_requested(requested, vectors, kTensors, sizeof(T) == 2 && !kAdded, false, kMostWarps, device);
   if (plan.warps == 0) return false;
