@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.observe import Sample, is_tensor
 from fuseline.acceleration.probes import PROBES, in_mode, reduced
-from fuseline.acceleration.recipe import Recipe
+from fuseline.acceleration.recipe import Recipe, each_computed
 from fuseline.acceleration.trace import Returned, Trace, UntraceableError, trace
 from fuseline.acceleration.wide import fix_default_eps, run_wide, widened
 from fuseline.errors import first_line
@@ -286,12 +286,14 @@ def _draws(node: torch.fx.Node) -> bool:
     return "dropout" in str(node.target) and len(node.args) > 2 and bool(node.args[1]) and bool(node.args[2])
 
 
-def _outputs_of(traced: Trace, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that the forward returns: the computed one, and inputs that it passes on."""
-    outputs = []
+def _outputs_of(
+    traced: Trace, tensors: Sequence[torch.Tensor], result: torch.Tensor | tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """The tensors that the forward returns: those that it computes, and inputs that it passes on."""
+    outputs, computed = [], each_computed(result)
     for node in traced.outputs:
         source = traced.source_of(node)
-        outputs.append(result if source is None else tensors[source.index])
+        outputs.append(next(computed) if source is None else tensors[source.index])
     return outputs
 
 
