@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from fuseline.training.optimizer import expected_state
 
 ALIGNMENT = 256  # bytes, at which a tensor begins: as the allocator's own do for every kernel's vectors
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Wanted = tuple[Sequence[int], torch.dtype, torch.device]
 """A tensor to be: its shape, dtype and device."""
 
@@ -40,7 +42,7 @@ def allocate(wanted: Iterable[Wanted]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def move(model: nn.Module, device: torch.device) -> nn.Module:
+def move(model: ModuleT, device: torch.device) -> ModuleT:
     """`model.to(device)`, with its parameters in one stretch. Returns the model, which stays what it is:
     parameters that modules share are still shared."""
     parameters = list(model.parameters())
