@@ -1,4 +1,5 @@
-"""Draw the tables of README.md and docs/ from the committed records; `--check` says whether they are current.
+"""Draw the tables of README.md and docs/ from the committed records, and those of kernels from the plans that
+choose them; `--check` says whether they are current.
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; several documents may show the same table. The
 line below a table names the device, the version of torch and the days of the records that it is drawn from.
@@ -14,7 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tables import acceleration as accelerations
-from tables import attention, front, generation, hardware, ladder, linears, ops, seeds, translation
+from tables import (
+    attention,
+    behind,
+    front,
+    generation,
+    hardware,
+    ladder,
+    linears,
+    ops,
+    plans,
+    seeds,
+    translation,
+)
 from tables.markdown import source
 
 from fuseline.records import Record, read
@@ -81,23 +94,33 @@ def against() -> list[str]:
     return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
 
 
+def where_others_lead() -> list[str]:
+    suites = ("ops", "attention", "linear", "decode", "translation")
+    found = [r for suite in suites for r in records(suite)]
+    found += [r for suite in ("step", "acceleration") for r in records(suite, gpu="nvidia")]
+    return [*behind.behind(found), "", source(found)]
+
+
 def accelerated() -> list[str]:
     """Users' models by everyone; nothing while none is on record."""
     return accelerations.acceleration(records("acceleration", gpu="nvidia"))
 
 
-FRONT: dict[str, Callable[[], list[str]]] = {
+OTHERS: dict[str, Callable[[], list[str]]] = {
     "step": step,
     "acceleration": acceleration,
     "accelerated": accelerated,
     "against": against,
+    "behind": where_others_lead,
+    "plans-softmax": plans.softmax,
+    "plans-cross-entropy": plans.cross_entropy,
 }
 
 
 def drawn(name: str) -> str:
     """The lines between the two marks of the table `name`."""
-    if name in FRONT:
-        return "\n".join(FRONT[name]())
+    if name in OTHERS:
+        return "\n".join(OTHERS[name]())
     suite, draw = TABLES[name]
     found = records(suite)
     return "\n".join([*draw(found), "", source(found)])
@@ -106,8 +129,8 @@ def drawn(name: str) -> str:
 def rewritten(text: str) -> str:
     """A document's text with every table drawn from the records."""
     for name in re.findall(r"<!-- /([\w-]+) -->", text):
-        if name not in TABLES and name not in FRONT:
-            raise ValueError(f"There is no table named {name!r}; known: {', '.join([*TABLES, *FRONT])}.")
+        if name not in TABLES and name not in OTHERS:
+            raise ValueError(f"There is no table named {name!r}; known: {', '.join([*TABLES, *OTHERS])}.")
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = pattern.sub(lambda m, name=name: m[1] + drawn(name) + "\n" + m[2], text)  # type: ignore[misc]
     return text
@@ -130,9 +153,7 @@ def main() -> int:
             if not options.check:
                 document.write_text(new, encoding="utf-8")
     for document in stale:
-        print(
-            f"{document}: " + ("its tables are not those of the records" if options.check else "drawn anew")
-        )
+        print(f"{document}: " + ("its tables are out of date" if options.check else "drawn anew"))
     return int(options.check and bool(stale))
 
 

@@ -166,7 +166,7 @@ def softmax_layouts(held: dict[int, tuple[int, ...]], tensors: int) -> Callable[
         yield from candidates(n, size, held[size], ())
         yield from waits(n, size, tensors)
         if size == 2 and tensors == 1 and 1024 < n <= 16384:
-            yield Layout(4, 512, way="packed")
+            yield Layout(4, 512, kernel="packed")
 
     return tried
 

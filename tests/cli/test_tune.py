@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuseline.cli.main import run
-from fuseline.ops.attention import kept
+from fuseline.ops.attention import table_store
 
 
 def test_says_what_it_would_measure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,11 +63,11 @@ def test_keeps_what_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
     line = ["tune", "--shapes", "1x2x8x16", "--precision", "fp32", "--directions", "fw", "--device", "cpu"]
     assert run([*line, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["entries"][0]["times_us"]["flash"] > 0
     assert Path(told["file"]).parent == tmp_path / "attention"
     assert json.loads(Path(told["file"]).read_text())["entries"] == told["entries"]
-    kept.forget()
+    table_store.clear_caches()

@@ -58,7 +58,7 @@ def _afterwards(work: Callable[[], int], room: Path) -> str | None:
 
 
 def _train(room: Path, after_s: float, *, resumed: bool = False) -> str | None:
-    """A run killed at some moment, then taken up, or begun anew where it had not begun."""
+    """A run killed at some moment, then resumed, or begun anew where it had not begun."""
     from fuseline.training.checkpoint import LATEST, load_checkpoint, peek
     from fuseline.training.metrics import METRICS, read_metrics
     from fuseline.training.train import train

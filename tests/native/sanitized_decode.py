@@ -19,8 +19,8 @@ from fuseline.generation.decoder import Decoder
 from fuseline.models.gpt import GPT, GPTConfig
 from fuseline.models.llama import Llama, preset
 from fuseline.nn import RMSNorm, branch
+from fuseline.ops.argmax_step import argmax_step
 from fuseline.ops.decode_attention import LayerCache, decode_attention, quantized
-from fuseline.ops.likeliest import take_likeliest
 from fuseline.quant import Format, quantize_linear
 
 Call = Callable[[], object]
@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 def calls(racecheck: bool = False) -> Iterator[tuple[str, Call]]:
     """Contexts of one block, of clusters of two to eight, and of more blocks than a cluster has; each format
-    with a norm, with SwiGLU and with a sum; the likeliest token by a cluster and by a warp; and steps of
+    with a norm, with SwiGLU and with a sum; the most likely token by a cluster and by a warp; and steps of
     models with both kinds of norm."""
     for lengths, heads, kv_heads, capacity in (
         ((3, 20), 4, 4, 30),
@@ -46,7 +46,7 @@ def calls(racecheck: bool = False) -> Iterator[tuple[str, Call]]:
             yield f"{name} {rows} swiglu", linear(name, rows, 512, 192, norm=True, activation="swiglu")
             yield f"{name} {rows} added", linear(name, rows, 704, 88, residual=True)
     for rows, vocabulary in ((1, 32003), (3, 100)):
-        yield f"likeliest {rows} of {vocabulary}", likeliest(rows, vocabulary)
+        yield f"argmax_step {rows} of {vocabulary}", argmax_step_of(rows, vocabulary)
     if not racecheck:
         yield "step of a GPT", step(GPT(GPTConfig(256, 300, 2, 2, 128, norm="fuseline")))
     yield "step of a Llama", step(Llama(preset("llama-tiny")))
@@ -92,10 +92,10 @@ def linear(
     return lambda: branch(layer, x, norm=normed, residual=added, activation=activation)
 
 
-def likeliest(rows: int, vocabulary: int) -> Call:
+def argmax_step_of(rows: int, vocabulary: int) -> Call:
     logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16)
     tokens, lengths = (torch.zeros(rows, dtype=torch.int64, device="cuda") for _ in range(2))
-    return lambda: take_likeliest(logits, tokens, lengths)
+    return lambda: argmax_step(logits, tokens, lengths)
 
 
 def step(model: GPT | Llama) -> Call:

@@ -65,7 +65,7 @@ def test_loss_and_gradient(kernels: Kernels, dtype: torch.dtype, in_place: bool)
 def test_every_line_of_the_table(kernels: Kernels, dtype: torch.dtype) -> None:
     """Of the kernels that many rows alone would take, at the longest row of a line and at a shorter one."""
     lines = [
-        line for line in read(TABLE.read_text())["cross_entropy", dtype.itemsize] if line[1].way != "rules"
+        line for line in read(TABLE.read_text())["cross_entropy", dtype.itemsize] if line[1].kernel != "rules"
     ]
     assert lines
     for longest, layout in lines:

@@ -55,7 +55,11 @@ def test_layouts_that_are_one_at_a_length_have_one_time() -> None:
 
 
 def test_a_range_is_judged_by_both_its_ends() -> None:
-    high, low, fair = Layout(0, 64, way="copied"), Layout(0, 96, way="copied"), Layout(0, 128, way="copied")
+    high, low, fair = (
+        Layout(0, 64, kernel="copied"),
+        Layout(0, 96, kernel="copied"),
+        Layout(0, 128, kernel="copied"),
+    )
     times = {
         8: {high: 1.0, low: 1.1},
         16: {high: 1.0, low: 2.0},
@@ -103,7 +107,7 @@ def test_the_table_in_use_is_as_it_would_be_written() -> None:
 def test_every_line_holds_its_longest_row(element_size: int) -> None:
     for (family, size), lines in read(TABLE.read_text()).items():
         for longest, layout in lines:
-            if size == element_size and layout.way == RULES.way and not family.startswith("many"):
+            if size == element_size and layout.kernel == RULES.kernel and not family.startswith("many"):
                 assert layout.threads(longest, size) <= layout.block, (family, longest)
 
 

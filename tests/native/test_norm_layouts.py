@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuseline.native.kernels import FAMILIES, NORMS
-from fuseline.native.layouts import RULES, TABLE, WAYS, Layout, read
+from fuseline.native.layouts import ROW_KERNELS, RULES, TABLE, Layout, read
 from fuseline.native.norm_layouts import every_layout, norm_layouts, odd_layouts, taken, taken_odd
 
 LENGTHS = (8, 64, 256, 384, 768, 1000, 1600, 4096, 12288, 16384, 65536, 131072, 262144)
@@ -18,21 +18,23 @@ def test_layouts_that_are_tried_differ_and_are_known(norm: str, direction: str, 
         tried = list(norm_layouts(norm, direction, n, size))
         assert RULES in tried
         assert len({taken(norm, direction, n, size, layout) for layout in tried}) == len(tried)
-        assert {layout.way for layout in tried} <= set(WAYS)
+        assert {layout.kernel for layout in tried} <= set(ROW_KERNELS)
 
 
 def test_a_sum_comes_in_rings_and_x_alone_in_lighter_blocks() -> None:
-    ways = {norm: {one.way for one in norm_layouts(norm, "forward", 32768, 2)} for norm in NORMS}
-    assert "light" in ways["rms_norm"]
-    assert "ring" not in ways["rms_norm"]
-    assert "ring" in ways["add_rms_norm"]
-    assert "light" not in ways["add_rms_norm"]
+    kernels = {norm: {one.kernel for one in norm_layouts(norm, "forward", 32768, 2)} for norm in NORMS}
+    assert "light" in kernels["rms_norm"]
+    assert "ring" not in kernels["rms_norm"]
+    assert "ring" in kernels["add_rms_norm"]
+    assert "light" not in kernels["add_rms_norm"]
 
 
 def test_blocks_of_several_rows_are_told_by_how_many_they_have() -> None:
-    one = [taken("layer_norm", "forward", 4096, 2, Layout(4, block, way="held")) for block in (64, 128, 256)]
+    one = [
+        taken("layer_norm", "forward", 4096, 2, Layout(4, block, kernel="held")) for block in (64, 128, 256)
+    ]
     assert one[0] == one[1] != one[2]
-    assert taken("layer_norm", "forward", 65536, 2, Layout(4, 512, way="held")) is None
+    assert taken("layer_norm", "forward", 65536, 2, Layout(4, 512, kernel="held")) is None
 
 
 def test_every_family_of_many_rows_is_a_norm_and_a_direction() -> None:
@@ -58,6 +60,6 @@ def test_odd_rows_come_in_bulk_copies_or_by_rules(norm: str, size: int) -> None:
         tried = list(odd_layouts(norm, n, size))
         assert tried[0] == RULES
         assert len(set(tried)) == len(tried) > 1
-        assert {layout.way for layout in tried[1:]} <= {"elements", "copied", "light"}
+        assert {layout.kernel for layout in tried[1:]} <= {"elements", "copied", "light"}
     for longest, layout in read(TABLE.read_text())[f"many_odd_{norm}_forward", size]:
         assert taken_odd(norm, longest, size, layout), longest

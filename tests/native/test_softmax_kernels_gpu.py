@@ -59,10 +59,10 @@ def test_every_line_of_the_table(kernels: Kernels, direction: str, dtype: torch.
     """Of the kernels that many rows alone would take, at the longest row of a line and at shorter ones; those
     that wait stand anywhere in a line of memory."""
     family = f"softmax_{direction}"
-    lines = [line for line in read(TABLE.read_text())[family, dtype.itemsize] if line[1].way != "rules"]
+    lines = [line for line in read(TABLE.read_text())[family, dtype.itemsize] if line[1].kernel != "rules"]
     assert lines
     for longest, layout in lines:
-        waits = layout.way == "copied"
+        waits = layout.kernel == "copied"
         unit = 1 if waits else 16 // dtype.itemsize  # others have rows that keep to 16 bytes
         for n, offset in (
             (longest // unit * unit, 0),

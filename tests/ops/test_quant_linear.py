@@ -54,7 +54,7 @@ def test_hundreds_of_rows_are_right_at_odd_sizes(name: str, dtype: torch.dtype) 
                 if splits * 64 > k + 63:
                     continue
                 y = torch.full((rows, n), float("nan"), dtype=dtype, device="cuda")
-                launch_quant_linear(kernels, x, y=y, **arguments, kernel="hundreds", splits=splits)
+                launch_quant_linear(kernels, x, y=y, **arguments, kernel="65_to_256", splits=splits)
                 assert_exact(y, wanted, f"{rows} x {k} x {n}, {splits} splits")
 
 
@@ -128,7 +128,7 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
     arguments.pop("out_features")
     weight = arguments.pop("weight")
     taken = 0
-    for kernel in ("stream", "tiles", "gemv", "hundreds", "slices"):
+    for kernel in ("stream", "tiles", "gemv", "65_to_256", "slices"):
         for splits in range(1, 9):
             y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
             plan: dict[str, Any] = {"kernel": kernel, "splits": splits}

@@ -126,7 +126,7 @@ def run(options: Options) -> int:
             outcome = measure(bench, out, observe)
     outcome.records[:0] = layers
     outcome.left += left
-    tables, remarks = _told(outcome)
+    tables, remarks = _tables_and_remarks(outcome)
     tables[:0] = layer_tables(layers)
     return publish(
         outcome.records,
@@ -178,7 +178,7 @@ def _print_plan(bench: AttentionBench, sweep: SmallBench | None, out: Path, *, a
     print(f"Records would go to {out / 'attention.jsonl'}.")
 
 
-def _told(outcome: Outcome) -> tuple[list[Table], list[str]]:
+def _tables_and_remarks(outcome: Outcome) -> tuple[list[Table], list[str]]:
     """A table a suite, and what to say of the picks."""
     from fuseline.bench.attention.run import summary
 

@@ -177,7 +177,7 @@ def run(options: Options) -> int:
     else:
         for number, stream in enumerate(rows, 1):
             print(f"--- {number}\n{stream.text}")
-    print(_told(figures), file=sys.stderr)
+    print(_summary(figures), file=sys.stderr)
     return 0
 
 
@@ -359,7 +359,7 @@ def _figures(
     }
 
 
-def _told(figures: dict[str, Any]) -> str:
+def _summary(figures: dict[str, Any]) -> str:
     memory = figures["peak_memory_gib"]
     return (
         f"{figures['new_tokens']} tokens in {figures['steps']} steps: first after "

@@ -108,7 +108,9 @@ class LadderView:
         paired = result.measurement.figures.get("paired_speedup")
         gain = f"  {_ratio(paired)} against {result.baseline}" if paired else ""
         left_out = "" if result.kept or result.slot == TORCH_ALONE else ", left out"
-        self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}")
+        kinds = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in result.gained)
+        where = f" (less: {kinds})" if kinds and paired and paired.value > 1 else ""
+        self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}{where}")
 
 
 def print_plan(lines: Sequence[Planned], settings: Settings) -> None:

@@ -29,9 +29,17 @@ VERBS = {
         "fuseline.cli.accelerate",
         "make a model of yours faster: what was found in it, proved, and what it gains",
     ),
+    "explain": (
+        "fuseline.cli.explain",
+        "which kernel takes a shape, and why, on any GPU",
+    ),
     "explain compile": (
         "fuseline.cli.explain_compile",
         "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",
+    ),
+    "inspect": (
+        "fuseline.cli.inspect",
+        "registers, memory and occupancy of each compiled CUDA kernel, and what limits it; SASS, PTX",
     ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
     "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),

@@ -1,6 +1,6 @@
 """Train a GPT on text, from nothing or from weights you have.
 
-Options left out are the preset's. A run can be stopped at any time and taken up again (--out FOLDER
+Options left out are the preset's. A run can be stopped at any time and resumed (--out FOLDER
 --resume): it goes on as if it had never stopped.
 On several GPUs: torchrun --nproc-per-node N -m fuseline train gpt ...
 """
@@ -99,9 +99,9 @@ def _resumed(options: Any) -> TrainConfig:
 
 
 def _tell(config: TrainConfig, folder: Path, device: str, options: Any, console: Console) -> int:
-    from fuseline.training.outlook import outlook
+    from fuseline.training.dry_run import dry_run
 
-    plan = outlook(config, folder=folder, device=device, resume=options.resume)
+    plan = dry_run(config, folder=folder, device=device, resume=options.resume)
     if options.json:
         print(json.dumps({**asdict(plan), "folder": str(folder), "config": asdict(config)}))
     else:

@@ -1,7 +1,7 @@
 """Train a model that translates, and count its BLEU.
 
 The embedded default (German to English, sentences of a grammar of our own) is learned in minutes on two
-cores. Options left out are the preset's. A run can be stopped at any time and taken up again (--out FOLDER
+cores. Options left out are the preset's. A run can be stopped at any time and resumed (--out FOLDER
 --resume): it goes on as if it had never stopped. `fuseline translate` uses what was trained.
 """
 

@@ -51,23 +51,23 @@ class Options(Common):
 def run(options: Options) -> int:
     import torch
 
-    from fuseline.ops.attention import kept, picker
+    from fuseline.ops.attention import picker, table_store
 
     device = torch.device(resolve_device(options.device))
     problems = _problems(options, device)
     if not problems:
         raise InputError("`fuseline tune` wants to know what: --preset NAME, or --shapes " + SHAPE + ".")
-    gpu = kept.gpu_name(device)
+    gpu = table_store.gpu_name(device)
     if options.dry_run:
         print(f"{len(problems)} problems:")
         for problem in problems:
             print(f"  {problem}")
-        where = "nowhere: there is no GPU" if gpu is None else str(kept.kept_file(gpu))
+        where = "nowhere: there is no GPU" if gpu is None else str(table_store.measured_file(gpu))
         print(f"Times would be kept in {where}.")
         return 0
     with measuring(80) as observe:
         entries = picker.tune(problems, with_compiled=options.flex, observe=observe)
-    file = "" if gpu is None else str(kept.kept_file(gpu))
+    file = "" if gpu is None else str(table_store.measured_file(gpu))
     if options.json:
         print(json.dumps({"entries": [entry.to_json() for entry in entries], "file": file}))
         return 0

@@ -22,8 +22,8 @@ from fuseline.generation.choice import GREEDY, Sampling, choose, penalized
 from fuseline.generation.static_cache import Beginning, CacheShape, Continuation, StaticCache
 from fuseline.models.heads import Attend
 from fuseline.models.whole_step import whole_step
+from fuseline.ops.argmax_step import argmax_step
 from fuseline.ops.decode_step import decode_step, workspace
-from fuseline.ops.likeliest import take_likeliest
 
 SMALLEST_BUCKET = 128
 # Tokens of prompts that go through the model at once; more of them only take memory.
@@ -208,7 +208,7 @@ class Decoder:
             x_BTC = self.model.hidden(self.tokens_B.unsqueeze(1), attend.positions_BT, attend)
             logits_BV = self.model.logits(x_BTC[:, 0])
             if self.sampling.is_greedy and self.seen_BV is None:
-                take_likeliest(logits_BV, self.tokens_B, self.cache.lengths_B)
+                argmax_step(logits_BV, self.tokens_B, self.cache.lengths_B)
             else:
                 self.tokens_B.copy_(self._drawn(logits_BV))
                 self.cache.lengths_B += 1

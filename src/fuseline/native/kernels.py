@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from fuseline.native.layouts import WAYS, Layout
+from fuseline.native.layouts import ROW_KERNELS, Layout
 from fuseline.native.library import NativeError, load, status
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NORMS = (
     "layer_norm",
@@ -164,7 +164,13 @@ class Kernels:
         """Lay out a family's kernels (of `FAMILIES`) so in calls of this thread; None: by the table."""
         numbers = (0, 0, 0, 0, 0)
         if layout is not None:
-            numbers = layout.held, layout.block, layout.cluster, layout.stages, WAYS.index(layout.way)
+            numbers = (
+                layout.held,
+                layout.block,
+                layout.cluster,
+                layout.stages,
+                ROW_KERNELS.index(layout.kernel),
+            )
         self._check(self.library.fuseline_plan_override(FAMILIES.index(family), *numbers))
 
     def _check(self, code: int) -> None:

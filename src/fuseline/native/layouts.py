@@ -38,11 +38,11 @@ WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
 """What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
 
-WAYS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces", "elements")
-"""The kernels that take a row, by number; RowWay in csrc/kernels/device/choice.h says what each is."""
+ROW_KERNELS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces", "elements")
+"""The kernels for rows, by number; RowKernel in csrc/kernels/device/choice.h says what each does."""
 
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)
-_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)(?:, RowWay::(\w+))?\}")
+_LINE = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+)(?:, RowKernel::(\w+))?\}")
 
 
 @dataclass(frozen=True, order=True)
@@ -53,7 +53,7 @@ class Layout:
     block: int
     cluster: int = 1
     stages: int = 0
-    way: str = WAYS[0]
+    kernel: str = ROW_KERNELS[0]
 
     def threads(self, n: int, element_size: int) -> int:
         """Threads of one block that share a row of n elements."""
@@ -104,8 +104,8 @@ def shares_evenly(vectors: int, warps: int, cluster: int) -> bool:
     return not warps & (warps - 1) or vectors % (cluster * warps * WARP) == 0
 
 
-def _line(longest: str, held: str, block: str, cluster: str, stages: str, way: str) -> Line:
-    return int(longest), Layout(int(held), int(block), int(cluster), int(stages), way or WAYS[0])
+def _line(longest: str, held: str, block: str, cluster: str, stages: str, kernel: str) -> Line:
+    return int(longest), Layout(int(held), int(block), int(cluster), int(stages), kernel or ROW_KERNELS[0])
 
 
 def by_layout(
@@ -278,8 +278,8 @@ inline constexpr RowChoices kRowChoices[FUSELINE_FAMILIES][2] = {{
 
 
 def _numbers(longest: int, layout: Layout) -> list[str]:
-    way = [] if layout.way == WAYS[0] else [f"RowWay::{layout.way}"]
-    return [*map(str, (longest, layout.held, layout.block, layout.cluster, layout.stages)), *way]
+    kernel = [] if layout.kernel == ROW_KERNELS[0] else [f"RowKernel::{layout.kernel}"]
+    return [*map(str, (longest, layout.held, layout.block, layout.cluster, layout.stages)), *kernel]
 
 
 def _snake_case(name: str) -> str:

@@ -54,15 +54,15 @@ def every_layout(direction: str) -> Iterator[Layout]:
     """Of any norm, dtype and length."""
     yield RULES
     if direction == "backward":
-        yield Layout(1, WARP, way="tiles")
+        yield Layout(1, WARP, kernel="tiles")
         for held, cluster in product((1, 2, 4), CLUSTERS):
-            yield Layout(held, 512, cluster, way="held")
+            yield Layout(held, 512, cluster, kernel="held")
         for held, block, cluster, stages in product((2, 3, 4), RING_BLOCKS, CLUSTERS, (3, 4, 5, 6)):
             yield Layout(held, block, cluster, stages, "ring")
     else:
         for held, block, cluster, stages in product((1, 2, 3, 4), (64, 128, 256, 512), CLUSTERS[:4], (0, 1)):
             yield Layout(held, block, cluster, stages, "held")
-        yield Layout(4, 512, way="packed")
+        yield Layout(4, 512, kernel="packed")
         blocks = tuple(warps * WARP for warps in WAITING_WARPS)
         for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
             yield Layout(pieces, block, cluster, stages, "copied")
@@ -71,62 +71,63 @@ def every_layout(direction: str) -> Iterator[Layout]:
         for block, cluster, blocks_beside, stages in product((256, 512), CLUSTERS, (1, 2), (3, 4)):
             yield Layout(blocks_beside, block, cluster, stages, "ring")
     for slots, cluster in product((1, 2), CLUSTERS[1:]):
-        yield Layout(slots, MOST_THREADS, cluster, way="pieces")
+        yield Layout(slots, MOST_THREADS, cluster, kernel="pieces")
 
 
 def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) -> Taken | None:
     """The same for layouts that are one at this length; None for those that no kernel has, or that idle."""
     vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
-    way, held, block, cluster, stages = layout.way, layout.held, layout.block, layout.cluster, layout.stages
+    kernel, held, block = layout.kernel, layout.held, layout.block
+    cluster, stages = layout.cluster, layout.stages
     forward = direction == "forward"
-    if way == RULES.way:
-        return (way,)
-    if way == "tiles":
-        return (way,) if vectors <= WARP else None
-    if way == "pieces":
+    if kernel == RULES.kernel:
+        return (kernel,)
+    if kernel == "tiles":
+        return (kernel,) if vectors <= WARP else None
+    if kernel == "pieces":
         slots = held == 2 or (not forward and element_size == 4)
         there = n >= SHORTEST_PIECES and (not forward or adds or element_size == 4)
         return (
-            (way, held, cluster)
+            (kernel, held, cluster)
             if slots and there and 2 <= -(-n // (cluster * PIECE_COLUMNS)) <= 16
             else None
         )
-    if way == "packed":
+    if kernel == "packed":
         fits = element_size == 2 and not adds and vectors // 4 > WARP and -(-vectors // 4) <= MOST_THREADS
-        return (way,) if fits else None
-    if way in ("copied", "light"):
+        return (kernel,) if fits else None
+    if kernel in ("copied", "light"):
         return _copied(vectors, adds, masked, element_size, layout)
     threads = -(-vectors // (held * cluster))
     whole = -(-threads // WARP) * WARP
-    if way == "ring" and forward:
+    if kernel == "ring" and forward:
         warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
         fits = adds and warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster)
-        return (way, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
-    if way == "ring":
+        return (kernel, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
+    if kernel == "ring":
         most = min(block, 640 if held == 2 and not adds else MOST_THREADS)
         one_warp = adds and element_size == 2 and vectors <= 3 * WARP
         if whole > most or vectors <= WARP // 2 or (held == 3 and not one_warp) or (held == 4 and adds):
             return None
         if cluster > 1:
-            return (way, held, cluster, stages) if held != 3 and whole >= 2 * WARP else None
-        return way, held, 1, stages, min(16, most // whole), masked and element_size == 2 and block == 384
+            return (kernel, held, cluster, stages) if held != 3 and whole >= 2 * WARP else None
+        return kernel, held, 1, stages, min(16, most // whole), masked and element_size == 2 and block == 384
     if direction == "backward":
         if held > (2 if adds or element_size == 2 else 4):
             return None
         if vectors <= WARP:
-            return (way,) if (held, cluster) == (1, 1) else None
+            return (kernel,) if (held, cluster) == (1, 1) else None
         fits = threads <= (384 if adds and held > 1 else MOST_THREADS) and (
             cluster == 1 or threads >= 4 * WARP
         )
-        return (way, held, cluster) if fits else None
+        return (kernel, held, cluster) if fits else None
     if cluster == 1 and threads <= WARP:
-        return (way, held, block) if held <= vectors and block <= 256 and stages == 0 else None
+        return (kernel, held, block) if held <= vectors and block <= 256 and stages == 0 else None
     if held == 3 or whole > MOST_THREADS or (stages and held != 4 and (held != 1 or cluster > 1)):
         return None
     if cluster > 1:
-        return (way, held, cluster, stages) if whole >= 2 * WARP else None
+        return (kernel, held, cluster, stages) if whole >= 2 * WARP else None
     beside = max(1, block // whole)
-    return (way, held, 1, stages, beside) if beside in (1, 2, 4) else None
+    return (kernel, held, 1, stages, beside) if beside in (1, 2, 4) else None
 
 
 def odd_layouts(norm: str, n: int, element_size: int) -> Iterator[Layout]:
@@ -136,8 +137,8 @@ def odd_layouts(norm: str, n: int, element_size: int) -> Iterator[Layout]:
 
 def every_odd_layout() -> Iterator[Layout]:
     """Of any norm, dtype and length."""
-    copied = (one for one in every_layout("forward") if one.way in ("copied", "light") and not one.held)
-    single = (Layout(held, MOST_ELEMENT_THREADS, way="elements") for held in (1, 2, 4, 8))
+    copied = (one for one in every_layout("forward") if one.kernel in ("copied", "light") and not one.held)
+    single = (Layout(held, MOST_ELEMENT_THREADS, kernel="elements") for held in (1, 2, 4, 8))
     return chain((RULES,), single, copied)
 
 
@@ -145,7 +146,7 @@ def taken_odd(norm: str, n: int, element_size: int, layout: Layout) -> Layout | 
     """As `taken`: the layout itself. A row has the lines of memory that it stands in."""
     if layout == RULES:
         return layout
-    if layout.way == "elements":
+    if layout.kernel == "elements":
         return layout if 2 * WARP <= n // layout.held < layout.block else None
     vectors = -(-(n * element_size + LINE_BYTES - element_size) // VECTOR_BYTES)
     warps, adds = layout.block // WARP, "add" in norm
@@ -161,7 +162,7 @@ def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: L
     warps, cluster = layout.block // WARP, layout.cluster
     if not shares_evenly(vectors, warps, cluster) or not _fits(vectors, adds, masked, element_size, layout):
         return None
-    return layout.way, layout.held, warps, cluster, layout.stages
+    return layout.kernel, layout.held, warps, cluster, layout.stages
 
 
 def _fits(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> bool:
@@ -176,5 +177,5 @@ def _fits(vectors: int, adds: bool, masked: bool, element_size: int, layout: Lay
         return False
     if pieces and (not adds or element_size == 2 or part <= PIECE_VECTORS * pieces):
         return False
-    light = layout.way == "light"
+    light = layout.kernel == "light"
     return not (light and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP))

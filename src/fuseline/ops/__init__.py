@@ -19,6 +19,7 @@ from fuseline.ops.linear import linear
 from fuseline.ops.linear_cross_entropy import linear_cross_entropy
 from fuseline.ops.mlp import mlp
 from fuseline.ops.op import Case, Op, get, registered
+from fuseline.ops.plans import explain
 from fuseline.ops.quant_linear import quant_linear
 from fuseline.ops.rms_norm import rms_norm
 from fuseline.ops.rope import rope
@@ -40,6 +41,7 @@ __all__ = [
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embedding",
+    "explain",
     "geglu",
     "gelu",
     "get",

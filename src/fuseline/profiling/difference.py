@@ -39,9 +39,9 @@ class Difference:
     kernels: tuple[Change, ...]
 
     def __str__(self) -> str:
-        from fuseline.profiling.difference_text import told
+        from fuseline.profiling.difference_text import as_text
 
-        return told(self)
+        return as_text(self)
 
 
 def difference(old: Profile, new: Profile) -> Difference:

@@ -9,7 +9,7 @@ from fuseline.profiling.text import NAME, table
 MOST = 20
 
 
-def told(difference: Difference, most: int = MOST) -> str:
+def as_text(difference: Difference, most: int = MOST) -> str:
     """The difference by kind, and the kernels that account for most of it."""
     ratio = difference.old_ms / difference.new_ms if difference.new_ms else float("inf")
     head = f"{difference.old_ms:.4g} ms a step, then {difference.new_ms:.4g} ms: {ratio:.3g}x."

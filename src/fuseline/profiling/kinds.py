@@ -109,7 +109,7 @@ KERNELS: tuple[Rule, ...] = (
         r"batched_transpose|bfloat16tofloat32|float16_copy|unrolled_elementwise_kernel.*(copy|LoadWithCast)",
     ),
     _rule("other", r"embedding|index|gather|scatter|sort|Radix|Onesweep|cub::|thrust::|philox|distribution"),
-    _rule("other", r"fuseline::(decode_step|step_kernel|take_likeliest|likeliest)"),
+    _rule("other", r"fuseline::(decode_step|step_kernel|argmax_step)"),
     _rule("pointwise", r"elementwise|reduce_kernel|vectorized|fuseline::(gelu|glu|geglu|swiglu|rope)"),
 )  # fmt: skip
 

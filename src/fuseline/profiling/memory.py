@@ -132,11 +132,11 @@ def _taken(live: Iterable[tuple[int, int, Call | None]], after: Tensors, places:
         else:
             kind = "activations" if places.part(call) == "forward" else "temporary"
             place = pattern(places.place(call))
-            sums[kind, _told(call), place] += size
+            sums[kind, _op_name(call), place] += size
     return [Holder(kind, size, op, place) for (kind, op, place), size in sums.items()]
 
 
-def _told(call: Call | None) -> str:
+def _op_name(call: Call | None) -> str:
     """The name of the op as the model's author knows it: the outermost inside its module or its node."""
     name = ""
     for around in [] if call is None else call.around():

@@ -206,9 +206,9 @@ class Profile:
         ]
 
     def __str__(self) -> str:
-        from fuseline.profiling.text import told
+        from fuseline.profiling.text import as_text
 
-        return told(self)
+        return as_text(self)
 
 
 def _row(name: str, group: Sequence[Entry], time: Summary, whole_ms: float) -> Row:

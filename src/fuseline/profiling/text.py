@@ -13,7 +13,7 @@ NAME = 64
 MIB = 2**20
 
 
-def told(profile: Profile, most: int = MOST) -> str:
+def as_text(profile: Profile, most: int = MOST) -> str:
     """The tables of a profile, the longest of them cut to `most` rows."""
     parts = [headline(profile), next_thing(profile), _kinds(profile), _kernels(profile, most)]
     parts += [_gaps(profile, most // 2), _memory(profile, most // 2), _compiled(profile, most // 2)]

@@ -61,7 +61,7 @@ class Work:
         if self.loss_fn is not None:
             found = self.loss_fn(module, self.batch(tensors))
             if not isinstance(found, torch.Tensor) or found.numel() != 1:
-                raise InputError(f"loss_fn returned {_told(found)}; a loss is a tensor of one element.")
+                raise InputError(f"loss_fn returned {_described(found)}; a loss is a tensor of one element.")
             return found
         return loss_in(self.output(module, tensors))
 
@@ -77,8 +77,8 @@ def loss_in(output: Any) -> torch.Tensor:
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
             return found
     raise InputError(
-        f"The model returned {_told(output)}, and no loss. Give labels in the batch, return (model, batch, "
-        "loss_fn) with loss_fn(model, batch) the loss, or profile its forward pass alone with --forward."
+        f"The model returned {_described(output)}, and no loss. Give labels in the batch, return (model, "
+        "batch, loss_fn) with loss_fn(model, batch) the loss, or profile its forward pass with --forward."
     )
 
 
@@ -94,7 +94,7 @@ def load(target: str) -> Work:
         raise InputError(f"{where} has no function named {name!r}. {WANTED.replace('It', 'The function')}.")
     if not callable(function):
         raise InputError(
-            f"{target} is {_told(function)}, not a function. {WANTED.replace('It', 'A function')}."
+            f"{target} is {_described(function)}, not a function. {WANTED.replace('It', 'A function')}."
         )
     return made(function(), target)
 
@@ -102,14 +102,14 @@ def load(target: str) -> Work:
 def made(returned: Any, target: str) -> Work:
     """What the function returned, as work. Raises `InputError` for what is none."""
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
-        raise InputError(f"{target} returned {_told(returned)}. {WANTED}.")
+        raise InputError(f"{target} returned {_described(returned)}. {WANTED}.")
     model, batch = returned[0], returned[1]
     loss_fn = returned[2] if len(returned) == 3 else None
     if not isinstance(model, nn.Module):
-        raise InputError(f"{target} returned {_told(model)} where the model should be. {WANTED}.")
+        raise InputError(f"{target} returned {_described(model)} where the model should be. {WANTED}.")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
-            f"{target} returned {_told(loss_fn)} as loss_fn, which is called as loss_fn(model, batch)."
+            f"{target} returned {_described(loss_fn)} as loss_fn, which is called as loss_fn(model, batch)."
         )
     if isinstance(batch, torch.Tensor):
         return Work(model, (batch,), loss_fn=loss_fn, alone=True)
@@ -121,8 +121,8 @@ def made(returned: Any, target: str) -> Work:
         if names:
             return Work(model, tuple(batch[name] for name in names), names, rest, loss_fn)
     raise InputError(
-        f"{target} returned {_told(batch)} as the batch, which is a tensor, a tuple of tensors, or a dict of "
-        "the model's arguments."
+        f"{target} returned {_described(batch)} as the batch, which is a tensor, a tuple of tensors, or a "
+        "dict of the model's arguments."
     )
 
 
@@ -156,7 +156,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     """What something is, for an error."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

@@ -13,6 +13,7 @@ from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
 from fuseline.errors import InputError
 from fuseline.ops import attention_backends
+from fuseline.training import arena
 from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state, settings_of
 from fuseline.training.config import TrainConfig, as_dict, continued
 from fuseline.training.distributed import Group
@@ -20,12 +21,12 @@ from fuseline.training.execution import fastest_execution, find_execution
 from fuseline.training.initial_weights import fresh_model, pretrained_model
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.reporter import Reporter
+from fuseline.training.resume import TOKENIZER, prepare_folder, restore
 from fuseline.training.run import DataIdentity, Run
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
 from fuseline.training.stream import Stream
-from fuseline.training.taking_up import TOKENIZER, lay_out, take_up
 
 
 def settled(
@@ -72,7 +73,7 @@ def prepared(
     if saved is not None:
         _check_identity(settings_of(DataIdentity, saved.data, folder / LATEST), identity, config)
     run = _assembled(config, folder, group, dataset, identity, saved, init_from)
-    group.first(lambda: lay_out(run, as_dict(run.config)))
+    group.first(lambda: prepare_folder(run, as_dict(run.config)))
     if saved is None:
         run.save()
     return run
@@ -166,14 +167,18 @@ def _assembled(
         model, config = pretrained_model(config, init_from, dataset.vocab_size)
     if saved is not None:
         load_model_state(model, saved.model, folder / LATEST)
-    model = model.to(group.device).train()
+    model = arena.move(model, group.device) if config.arena else model.to(group.device)
+    model.train()
     optimizer = make_optimizer(
         model,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
+    if config.arena:
+        arena.make_moments(optimizer)
     step = TrainStep(
         group.wrapped(model),
         optimizer,
@@ -208,7 +213,7 @@ def _assembled(
     # Each process its own stream of dropout; the first keeps the seed's.
     torch.manual_seed(config.seed + 7919 * group.rank)
     if saved is not None:
-        take_up(run, saved, config.seed)
+        restore(run, saved, config.seed)
     return run
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fuseline.errors import InputError, unknown_name
 
 Config = TypeVar("Config", bound=Any)
+OPTIMIZER_STATES = ("fp32", "bf16", "8bit")
 LARGEST_SEED = 2**63 - 1
 
 
@@ -52,6 +53,17 @@ def check_seed(seed: int) -> None:
         raise InputError(f"seed is {seed}; it is a whole number from 0 to 2**63 - 1.")
 
 
+def check_optimizer_state(state: str, precision: str) -> None:
+    """`InputError` for a state that AdamW does not have, or not in that precision."""
+    if state not in OPTIMIZER_STATES:
+        raise unknown_name("optimizer state", state, OPTIMIZER_STATES)
+    if state != "fp32" and precision == "fp16":
+        raise InputError(
+            f"optimizer_state is {state!r} and precision fp16, whose gradient scaler needs torch's fused "
+            "AdamW to skip steps that overflowed. Take precision bf16, or optimizer_state fp32."
+        )
+
+
 def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
     """`config` with some fields replaced; `InputError` for a field there is not."""
     known = [f.name for f in fields(config)]
@@ -62,7 +74,7 @@ def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def continued(saved: Config, overrides: Mapping[str, Any], *, free: frozenset[str], instead: str) -> Config:
-    """The config of a run taken up again, with `overrides` where they leave the weights' course alone: in
+    """The config of a resumed run, with `overrides` where they leave the weights' course alone: in
     fields that are `free`, or where they say what the run had.
 
     Raises:

@@ -19,6 +19,7 @@ from fuseline.generation.writers import TranslationModel
 from fuseline.models.encoder_decoder import EncoderDecoder
 from fuseline.models.translation import DecoderOnly
 from fuseline.models.translation_config import TranslationConfig
+from fuseline.training import arena
 from fuseline.training.averaging import WeightAverage
 from fuseline.training.bleu import corpus_bleu
 from fuseline.training.checkpoint import (
@@ -38,10 +39,10 @@ from fuseline.training.execution import find_execution
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.preparation import check_vacant
 from fuseline.training.reporter import Reporter, TrainResult
+from fuseline.training.resume import prepare_folder, restore
 from fuseline.training.schedule import CosineSchedule
 from fuseline.training.schema import changed
 from fuseline.training.step import TrainStep
-from fuseline.training.taking_up import lay_out, take_up
 from fuseline.training.translation_config import TranslateConfig, as_dict, continued
 from fuseline.training.translation_run import Intervals, TranslationRun
 
@@ -204,14 +205,18 @@ def _prepared(
     model = build_model(config.model_config(dataset.tokenizer.vocab_size))
     if saved is not None:
         load_model_state(model, saved.model, folder / LATEST)
-    model = model.to(group.device).train()
+    model = arena.move(model, group.device) if config.arena else model.to(group.device)
+    model.train()
     optimizer = make_optimizer(
         model,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
+    if config.arena:
+        arena.make_moments(optimizer)
     start = 0 if saved is None else saved.position
     batches = training_batches(
         config, dataset, group.device, start=start + group.rank, stride=group.world_size
@@ -251,8 +256,8 @@ def _prepared(
     )
     torch.manual_seed(config.seed + 7919 * group.rank)  # each process its own stream of dropout
     if saved is not None:
-        _take_up(run, saved)
-    group.first(lambda: lay_out(run, as_dict(run.settings)))
+        _restore(run, saved)
+    group.first(lambda: prepare_folder(run, as_dict(run.settings)))
     if saved is None:
         run.save()
     return run
@@ -279,8 +284,8 @@ def _shareable(config: TranslateConfig, group: Group) -> TranslateConfig:
     return config
 
 
-def _take_up(run: TranslationRun, saved: Checkpoint) -> None:
-    take_up(run, saved, run.settings.seed)
+def _restore(run: TranslationRun, saved: Checkpoint) -> None:
+    restore(run, saved, run.settings.seed)
     if run.average is not None:
         if not saved.average:
             raise InputError(f"{run.folder / LATEST} has no running average of the weights: it was damaged.")

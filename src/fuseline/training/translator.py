@@ -13,7 +13,7 @@ from fuseline.data.pair_tokens import PairTokenizer
 from fuseline.errors import InputError
 from fuseline.generation.writers import TranslationModel
 from fuseline.training.checkpoint import BEST, LATEST
-from fuseline.training.taking_up import TOKENIZER
+from fuseline.training.resume import TOKENIZER
 from fuseline.training.translation_run import translated_ids
 from fuseline.training.translation_train import load_translation_model
 

@@ -12,11 +12,11 @@ import torch
 
 from fuseline.bench.attention.fit import fit
 from fuseline.bench.attention.random_problems import random_problem
-from fuseline.ops.attention.cuts import cuts, flash_splits
 from fuseline.ops.attention.features import floor_us, numbers, sizes
 from fuseline.ops.attention.fitted import Fitted, load
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry
+from fuseline.ops.attention.tiling import flash_splits, tiling_features
 
 GPU = torch.device("cuda")
 
@@ -108,10 +108,10 @@ def test_the_kernel_that_takes_a_problem_is_among_its_numbers() -> None:
     short = Problem(GPU, torch.bfloat16, 8, 4, 4, 48, 48, 64)
     decoding = replace(short, seqlen_q=1, seqlen_k=4096)
     for problem, place in ((short, 0), (decoding, 6)):
-        assert cuts(problem, sizes(problem))[place] == 1.0
-        assert cuts(replace(problem, dtype=torch.float32), sizes(problem))[place] == 0.0
-    assert cuts(replace(short, sinks=True), sizes(short))[:6] == [0.0] * 6
-    assert cuts(short, sizes(short))[1:3] == [2 * math.log2(64 / 48), 0.0], "a tile of 64 x 64"
+        assert tiling_features(problem, sizes(problem))[place] == 1.0
+        assert tiling_features(replace(problem, dtype=torch.float32), sizes(problem))[place] == 0.0
+    assert tiling_features(replace(short, sinks=True), sizes(short))[:6] == [0.0] * 6
+    assert tiling_features(short, sizes(short))[1:3] == [2 * math.log2(64 / 48), 0.0], "a tile of 64 x 64"
 
 
 def test_what_cuts_packed_sequences_decoding_and_the_gradient_of_a_mask_is_among_its_numbers() -> None:
@@ -124,7 +124,7 @@ def test_what_cuts_packed_sequences_decoding_and_the_gradient_of_a_mask_is_among
     trained = Problem(GPU, torch.bfloat16, 2, 4, 4, 256, 256, 64, "fwbw", mask="float_grad", mask_dims="hts")
 
     def last(problem: Problem) -> list[float]:
-        return cuts(problem, sizes(problem))[-17:]
+        return tiling_features(problem, sizes(problem))[-17:]
 
     assert last(packed)[:2] == [1.0, 1.0]
     assert last(middling)[:5] == [0.0] * 5

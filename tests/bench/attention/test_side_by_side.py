@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fuseline.bench.attention.side_by_side import Lock, SideBySide
-from fuseline.ops.attention.turn import Turn
+from fuseline.ops.attention.gpu_turn import Turn
 
 CPU = torch.device("cpu")
 DEADLY, CROWDED = 3, 5

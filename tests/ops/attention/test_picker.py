@@ -14,7 +14,7 @@ import fuseline
 from fuseline import native
 from fuseline.errors import InputError
 from fuseline.ops import attention
-from fuseline.ops.attention import choice, kept, rule
+from fuseline.ops.attention import choice, rule, table_store
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Attended, UnfitError
 from fuseline.ops.attention.candidates import CANDIDATES, flex
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.usefixtures("nothing_is_remembered")
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
     """Tables of a made-up GPU, which the test fills."""
     tables: dict[str, list[Entry]] = {"kept": [], "shipped": []}
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
-    monkeypatch.setattr(kept, "kept", lambda gpu: Table.of(tables["kept"]))
-    monkeypatch.setattr(kept, "shipped", lambda gpu: Table.of(tables["shipped"]))
-    monkeypatch.setattr(kept, "fitted", lambda gpu: None)
-    monkeypatch.setattr(kept, "every", lambda gpu: Table.of(tables["shipped"] + tables["kept"]))
-    monkeypatch.setattr(kept, "forget", lambda: None)
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "measured_here", lambda gpu: Table.of(tables["kept"]))
+    monkeypatch.setattr(table_store, "shipped", lambda gpu: Table.of(tables["shipped"]))
+    monkeypatch.setattr(table_store, "fitted", lambda gpu: None)
+    monkeypatch.setattr(table_store, "combined", lambda gpu: Table.of(tables["shipped"] + tables["kept"]))
+    monkeypatch.setattr(table_store, "clear_caches", lambda: None)
     return tables
 
 
@@ -103,7 +103,7 @@ def test_networks_come_before_neighbours_and_after_measurements(
             times = {"flash": 3.0, "math": 2.0, "flex": 1.0, "plain": 4.0}
             return {name: times[name] for name in names if problem.dtype == torch.float32}
 
-    monkeypatch.setattr(kept, "fitted", lambda gpu: Fitted())
+    monkeypatch.setattr(table_store, "fitted", lambda gpu: Fitted())
     flex = replace(choice.CANDIDATES["flex"], supports=lambda problem: None, offered_on=("cpu", "cuda"))
     monkeypatch.setitem(choice.CANDIDATES, "flex", flex)
     decision = decide(BASE)

@@ -13,9 +13,9 @@ import torch
 from fuseline.bench.attention.results import case_of
 from fuseline.bench.attention.suites import problems_of
 from fuseline.errors import InputError
-from fuseline.ops.attention import kept
+from fuseline.ops.attention import table_store
+from fuseline.ops.attention.distance import distance
 from fuseline.ops.attention.fitted import load
-from fuseline.ops.attention.places import distance
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table, as_text, read_entries
 from fuseline.ops.attention.work import flops
@@ -98,23 +98,25 @@ def test_an_estimate_is_near_what_was_measured_near() -> None:
 
 def test_what_is_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
-    kept.forget()
-    assert kept.kept("some-gpu").entries == {}
-    kept.keep("some-gpu", [Entry(BASE, {"flash": 5.0})])
-    file = kept.keep("some-gpu", [Entry(replace(BASE, batch=9), {"math": 7.0})])
+    table_store.clear_caches()
+    assert table_store.measured_here("some-gpu").entries == {}
+    table_store.save("some-gpu", [Entry(BASE, {"flash": 5.0})])
+    file = table_store.save("some-gpu", [Entry(replace(BASE, batch=9), {"math": 7.0})])
     assert torch.__version__.split("+")[0] in file.name, "another torch begins anew"
     assert [p.name for p in file.parent.iterdir() if not p.name.endswith(".lock")] == [file.name]
-    kept.forget()
-    assert sorted(entry.problem.batch for entry in kept.kept("some-gpu").entries.values()) == [4, 9]
+    table_store.clear_caches()
+    assert sorted(
+        entry.problem.batch for entry in table_store.measured_here("some-gpu").entries.values()
+    ) == [4, 9]
     file.write_text("{")
-    kept.forget()
+    table_store.clear_caches()
     with pytest.raises(InputError, match="is not a table of attention times"):
-        kept.kept("some-gpu")
-    kept.forget()
+        table_store.measured_here("some-gpu")
+    table_store.clear_caches()
 
 
 def test_shipped_tables_are_tables() -> None:
-    for file in kept.SHIPPED.glob("*.json"):
+    for file in table_store.SHIPPED.glob("*.json"):
         entries = read_entries(file)
         assert len(entries) > 100
         assert all(entry.times_us and min(entry.times_us.values()) > 0 for entry in entries)
@@ -123,7 +125,7 @@ def test_shipped_tables_are_tables() -> None:
 def test_shipped_tables_know_the_fastest_of_the_suites_on_record() -> None:
     """What compiles among the candidates and not: the pick in the table is at 0.97 of the best at least."""
     root = Path(__file__).parents[3] / "benchmarks" / "results"
-    for file in kept.SHIPPED.glob("*.json"):
+    for file in table_store.SHIPPED.glob("*.json"):
         times: dict[str, dict[str, float]] = {}
         for record in read(*root.glob(f"attention-{file.stem}.jsonl*")):
             if record.metric == "time_us" and record.peer != "pick" and record.value is not None:
@@ -146,7 +148,7 @@ def test_shipped_tables_know_the_fastest_of_the_suites_on_record() -> None:
 
 
 def test_shipped_networks_tell_of_any_problem() -> None:
-    for file in kept.SHIPPED.glob("*.npz"):
+    for file in table_store.SHIPPED.glob("*.npz"):
         fitted = load(file)
         assert fitted is not None
         assert fitted.problems > 1000

@@ -11,7 +11,7 @@ import torch
 import fuseline
 from fuseline.errors import InputError
 from fuseline.ops import attention
-from fuseline.ops.attention import choice, kept
+from fuseline.ops.attention import choice, table_store
 from fuseline.ops.attention.choice import decide
 from fuseline.ops.attention.measure import Times, measure
 from fuseline.ops.attention.problem import Problem
@@ -30,7 +30,7 @@ def short_qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_tuning_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
     small = replace(BASE, seqlen_q=8, seqlen_k=8)
     seen: list[tuple[int, int]] = []
     (entry,) = picker.tune([small, small], observe=lambda now, done, total: seen.append((done, total)))
@@ -46,15 +46,15 @@ def test_a_new_shape_is_measured_before_its_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
     q, k, v = short_qkv()
     attention(q, k, v)
-    assert kept.kept("a-gpu").entries == {}
+    assert table_store.measured_here("a-gpu").entries == {}
     with picker.tuning():
         attention(q, k, v)
         attention(q, k, v)
         attention(q, k, v, backend="math", causal=True)
-    (entry,) = kept.kept("a-gpu").entries.values()
+    (entry,) = table_store.measured_here("a-gpu").entries.values()
     assert (entry.problem.seqlen_q, entry.problem.causal) == (8, "none")
     assert picker.explain(q, k, v).why == "the fastest measured on this machine"
     assert choice.SETTINGS.tune is None
@@ -62,14 +62,14 @@ def test_a_new_shape_is_measured_before_its_first_call(
 
 def test_tuning_leaves_the_generators_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
     before = torch.get_rng_state()
     picker.tune([replace(BASE, seqlen_q=8, seqlen_k=8, direction="fwbw", dropout_p=0.5)])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_shape_without_memory_to_measure_it_is_picked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "gpu_name", lambda device: "a-gpu")
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
 
     def full(problem: Problem) -> None:
         raise torch.OutOfMemoryError("no memory")

@@ -12,10 +12,10 @@ import torch
 from fuseline.bench.attention.side_by_side import SideBySide
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.candidates import CANDIDATES
+from fuseline.ops.attention.gpu_turn import Turn
 from fuseline.ops.attention.measure import Times, clock, prepare
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry
-from fuseline.ops.attention.turn import Turn
 
 Observer = Callable[[str, int, int], None]
 """Called with what is measured now, how many are done, and how many there are."""

@@ -25,9 +25,9 @@ from fuseline.bench.attention.side_by_side import SideBySide
 from fuseline.bench.attention.suites import COMPILED_CASES, is_wanted, problems_of, spread, thinned
 from fuseline.bench.ladder.budget import Budget
 from fuseline.ops.attention.choice import decide
+from fuseline.ops.attention.gpu_turn import ALONE, Turn
 from fuseline.ops.attention.measure import Times, clock, prepare
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.turn import ALONE, Turn
 from fuseline.records import Environment, Record, append, describe, read_same
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 

@@ -21,8 +21,8 @@ from typing import Generic, TextIO, TypeVar
 import torch
 
 from fuseline import native
+from fuseline.ops.attention.gpu_turn import ALONE, Turn
 from fuseline.ops.attention.measure import release
-from fuseline.ops.attention.turn import ALONE, Turn
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")

@@ -16,7 +16,7 @@ import torch
 from fuseline.bench.attention.fit import fit
 from fuseline.bench.attention.measured import Measured, Observer, as_entry, measure_again, measure_all, read
 from fuseline.bench.attention.suites import COMPILED_SEEDS, TABLE_SEEDS, random_problems, typical
-from fuseline.ops.attention import kept
+from fuseline.ops.attention import table_store
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.tables import Entry, Table, plain, read_entries
@@ -78,9 +78,13 @@ def write_table(
     table = Table.of([*read_entries(file), *entries])
     ordered = sorted(table.entries.values(), key=lambda entry: str(plain(entry.problem)))
     file.parent.mkdir(parents=True, exist_ok=True)
-    about = {"gpu": kept.gpu_name(device) or device.type, "torch": torch.__version__, "fuseline": __version__}
-    kept.write(file, ordered, about)
-    told = fit_lines(lines, kept.fitted_file(file), device, steps)
+    about = {
+        "gpu": table_store.gpu_name(device) or device.type,
+        "torch": torch.__version__,
+        "fuseline": __version__,
+    }
+    table_store.write(file, ordered, about)
+    told = fit_lines(lines, table_store.fitted_file(file), device, steps)
     return Written(len(ordered), told, left + sum(part.left for part in parts))
 
 

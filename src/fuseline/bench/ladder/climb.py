@@ -209,7 +209,7 @@ class Climb:
             result = _noted(result, f"compared with {against.name} upon the same: {held}")
         if result.reason is None:
             self._known[spec] = result
-        return result
+        return result if against is None else result.ahead_of(against)
 
     def _measure(self, rung: Rung, spec: Spec, rival: Spec | None, later: Sequence[Try]) -> Measurement:
         left, device = self._budget.left(), self._machine.device

@@ -162,9 +162,9 @@ class StepMeasurer:
         errors, batch = self._workload.check(new)
         figures.update(errors)
         self._observer(Stage("listing kernels"))
-        kernels = kernels_seen(lambda: new.step(batch), self._device)
+        seen = kernels_seen(lambda: new.step(batch), self._device)
         self._seen_seconds.setdefault(spec.execution, []).append(time.monotonic() - begin - timing)
-        return Measurement(figures=figures, kernels=kernels, note=new.note, peaks=known)
+        return Measurement(figures=figures, kernels=seen.names, work=seen.work, note=new.note, peaks=known)
 
     def _raise(self, spec: Spec) -> Contender:
         contender = self._workload.build(spec)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fuseline.bench.ladder.kernels_seen import gained_in, read_back, written
 from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
@@ -68,13 +69,15 @@ class Measurement:
     """What measuring one spec gave: figures by metric, or the reason why there are none.
 
     `out_of_budget` says that it would have run, given time. `kernels` names the kernels that took longest,
-    `note` what a reader should know. `peaks` is peak memory in GiB by batch size.
+    `work` has the milliseconds by kind of work, `note` says what a reader should know. `peaks` is peak memory
+    in GiB by batch size.
     """
 
     reason: str | None = None
     out_of_budget: bool = False
     figures: Mapping[str, Figure] = field(default_factory=dict)
     kernels: str = ""
+    work: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     peaks: Mapping[int, float] = field(default_factory=dict)
 
@@ -83,7 +86,8 @@ class Measurement:
 class RungResult:
     """One rung as it was tried: where it stands in the ladder, what ran, what came of it.
 
-    `baseline` names the rung it is paired with; `kept` says that the climb went on from here.
+    `baseline` names the rung it is paired with; `kept` says that the climb went on from here; `gained` has
+    the kinds of work in which it is ahead of its pair, with milliseconds.
     """
 
     name: str
@@ -96,6 +100,15 @@ class RungResult:
     baseline: str | None = None
     kept: bool = False
     combination: str | None = None
+    gained: tuple[tuple[str, float], ...] = ()
+
+    def ahead_of(self, pair: RungResult) -> RungResult:
+        """With what it gained over `pair`, by kind of work."""
+        mine, theirs = self.iteration_ms, pair.iteration_ms
+        if mine is None or theirs is None or not (self.measurement.work and pair.measurement.work):
+            return self
+        gained = gained_in(pair.measurement.work, theirs.value, self.measurement.work, mine.value)
+        return replace(self, gained=gained)
 
     @property
     def reason(self) -> str | None:
@@ -138,7 +151,9 @@ class RungResult:
             for metric, f in measurement.figures.items()
         ]
         if measurement.kernels:
-            named = {**case, "names": measurement.kernels}
+            named = {**case, "names": measurement.kernels, "work": written(measurement.work)}
+            if self.gained:
+                named["gained"] = written(self.gained)
             records.append(Record.of("ladder", named, "kernels", None, environment))
         return records
 
@@ -171,7 +186,12 @@ def _read_back(spec: Spec, group: Sequence[Record]) -> RungResult:
         for r in group
         if r.value is not None and r.metric != "kernels"
     }
-    measurement = Measurement(figures=figures, kernels=str(case.get("names") or ""), note=_text(case, "note"))
+    measurement = Measurement(
+        figures=figures,
+        kernels=_text(case, "names"),
+        work=read_back(_text(case, "work")),
+        note=_text(case, "note"),
+    )
     return RungResult(
         name=_text(case, "rung"),
         slot=_text(case, "slot"),
@@ -183,6 +203,7 @@ def _read_back(spec: Spec, group: Sequence[Record]) -> RungResult:
         baseline=_text(case, "baseline") or None,
         kept=bool(case.get("kept")),
         combination=_text(case, "combination") or None,
+        gained=tuple(read_back(_text(case, "gained")).items()),
     )
 
 

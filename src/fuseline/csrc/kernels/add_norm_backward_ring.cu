@@ -18,12 +18,12 @@ bool past_ring(const NormBackward& a) {
 }  // namespace
 
 bool add_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                            const RowChoice* told) {
+                            const RowChoice* requested) {
   return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
-    if (past_ring<X, Y>(a) && PastFamily<X, Y>::run(a, device, stream, error, told)) return 1;
-    return int(RingFamily<X, Y, kSumsOfAddedNorm, true>::run(a, device, stream, error, told));
+    if (past_ring<X, Y>(a) && PastFamily<X, Y>::run(a, device, stream, error, requested)) return 1;
+    return int(RingFamily<X, Y, kSumsOfAddedNorm, true>::run(a, device, stream, error, requested));
   });
 }
 

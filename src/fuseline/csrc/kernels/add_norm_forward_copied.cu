@@ -5,13 +5,13 @@
 namespace fuseline {
 
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                             const RowChoice* told) {
+                             const RowChoice* requested) {
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     int failed = 0;
-    taken = a.x_bias || a.dropout.seed ? run_copied<T, true, true>(a, device, stream, failed, told)
-                                       : run_copied<T, true>(a, device, stream, failed, told);
+    taken = a.x_bias || a.dropout.seed ? run_copied<T, true, true>(a, device, stream, failed, requested)
+                                       : run_copied<T, true>(a, device, stream, failed, requested);
     return failed;
   });
   return taken || error;

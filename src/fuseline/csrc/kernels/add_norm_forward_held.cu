@@ -5,11 +5,11 @@
 namespace fuseline {
 
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* told) {
+                           const RowChoice* requested) {
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
     int failed = 0;
-    taken = run_held<decltype(type), true>(a, device, stream, failed, told);
+    taken = run_held<decltype(type), true>(a, device, stream, failed, requested);
     return failed;
   });
   return taken || error;

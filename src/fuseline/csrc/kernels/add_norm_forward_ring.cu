@@ -4,9 +4,9 @@
 namespace fuseline {
 
 bool add_norm_forward_ring(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* told) {
+                           const RowChoice* requested) {
   return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return int(run_forward_added<decltype(x), decltype(y)>(a, device, stream, error, told));
+    return int(run_forward_added<decltype(x), decltype(y)>(a, device, stream, error, requested));
   });
 }
 

@@ -171,9 +171,10 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
     whole.max = row_powers.max, whole.sum = row_powers.sum;
   } else {
     const MaxSum<T> of_warp{max_over_warp(running.so_far.max), sum_over_warp(running.so_far.linear), 0};
-    Scores<T> told{of_warp};
-    told.of.sum = sum_over_warp(Total<T>(running.so_far.sum * exponential<T>(running.so_far.max - finite(of_warp.max))));
-    whole = gather(seat.meet(told), seat.count());
+    Scores<T> warp_scores{of_warp};
+    warp_scores.of.sum =
+        sum_over_warp(Total<T>(running.so_far.sum * exponential<T>(running.so_far.max - finite(of_warp.max))));
+    whole = gather(seat.meet(warp_scores), seat.count());
   }
   const Top<T> top(whole.max, unit);
   const float rest = kPlain ? top.rest(unit) : 1.f;
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(kMostThreads, kPlain ? 2 : 1) cross_entropy_wa
   if (seat.lane == 0) wait_for_copies_out();
 }
 
-constexpr int kMostPassing = 512, kFewerPassing = 256;  // threads of a row that passes
+using cross_entropy_plans::kFewerPassing, cross_entropy_plans::kMostPassing;
 
 // The losses alone of rows without cap, smoothing and class weights: nothing of a row is wanted twice. us of 8,192 rows by blocks
 // of 256 threads and by 512, whose vectors leave the L2 first: fp32 16,384 columns 192.7 and 183.7 (184.0 if not first, by 128
@@ -297,57 +298,49 @@ __global__ void __launch_bounds__(kMostThreads, 1) cross_entropy_streamed(const 
 
 // ---- launcher ----
 
-constexpr int64_t kShortRow = 1024;  // up to which a warp's registers hold a row
-
-// Long rows; false if they fit no cluster.
+// `fits` is false where the device does not hold the plan's blocks; then nothing ran.
 template <class T>
-bool run_waiting(CrossEntropy a, const Device& device, void* stream, int& error, const RowChoice* told) {
-  if ((!told && a.width <= kShortRow) || (a.grad && !a.grad_vectors)) return false;
-  const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
-  if (!told && plain && !a.grad && a.rows >= 2 * device.processors) {
-    const bool most = a.width >= int64_t(2 * kPiece) * kMostPassing * kVector<T>;
-    const auto kernel = most ? cross_entropy_passing<T, kMostPassing> : cross_entropy_passing<T, kFewerPassing>;
-    error = launch(kernel, a, a.rows, dim3(most ? kMostPassing : kFewerPassing), 0, 1, stream, device.clusters);
-    return true;
+int run_as(const CrossEntropyPlan& plan, CrossEntropy a, bool plain, const Device& device, void* stream, bool& fits) {
+  static_assert(sizeof(WaitingRoom<Told<T, true>>) == cross_entropy_plans::room(sizeof(T), true));
+  static_assert(sizeof(WaitingRoom<Told<T, false>>) == cross_entropy_plans::room(sizeof(T), false));
+  static_assert(kMostHeld<T> == cross_entropy_plans::most_held(sizeof(T)));
+  const LaunchShape& shape = plan.shape;
+  a.cluster = shape.cluster, a.part = plan.part, a.line = plan.line;
+  switch (plan.kernel) {
+    case CrossEntropyKernel::short_rows: {
+      const auto kernel = a.grad ? short_kernel<T, true>(plan.held) : short_kernel<T, false>(plan.held);
+      return launch(kernel, a, shape.grid, dim3(unsigned(shape.threads * shape.beside)), 0, 1, stream, device.clusters);
+    }
+    case CrossEntropyKernel::waiting:
+      return launch_waiting(plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>, a, shape, device, stream,
+                            fits);
+    case CrossEntropyKernel::passing:
+      return launch(shape.threads == kMostPassing ? cross_entropy_passing<T, kMostPassing>
+                                                  : cross_entropy_passing<T, kFewerPassing>,
+                    a, shape, device, stream);
+    case CrossEntropyKernel::rows:
+      return launch(plan.held == kMostHeld<T> ? cross_entropy_rows<T, kMostHeld<T>> : cross_entropy_rows<T, 1>, a, shape,
+                    device, stream);
+    case CrossEntropyKernel::streamed:
+      return launch(cross_entropy_streamed<T>, a, shape, device, stream);
+    default:
+      return FUSELINE_UNSUPPORTED;
   }
-  const Lines lines = lines_of<T>(a.width, a.logits, a.logits, a.grad ? a.grad : a.logits);
-  const size_t room = plain ? sizeof(WaitingRoom<Told<T, true>>) : sizeof(WaitingRoom<Told<T, false>>);
-  const Waiting plan = told ? told_waiting<T>(*told, a.width, lines, 1, room, device)
-                            : plan_waiting<T>(a.rows, a.width, lines, 1, room, device);
-  if (plan.threads == 0) return false;
-  a.cluster = plan.cluster, a.part = plan.part, a.line = lines.bytes;
-  bool fits = false;
-  const auto kernel = plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
-  return fits || error;
 }
 
 template <class T>
 int run(CrossEntropy a, const Device& device, void* stream) {
-  constexpr int kMost = kMostHeld<T>;
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
-  int error = 0;
-  const bool measuring = row_overrides[FUSELINE_CROSS_ENTROPY].given;
-  if (!measuring && run_short<T>(a, device, stream, error)) return error;
-  const RowChoice* const choice = choice_for(FUSELINE_CROSS_ENTROPY, sizeof(T), a.width);
-  if (choice && choice->way == RowWay::copied && a.grad &&
-      (measuring || are_many(a.rows, a.rows * a.width * int64_t(sizeof(T)), device))) {
-    if (run_waiting<T>(a, device, stream, error, choice)) return error;
-    if (measuring) return FUSELINE_UNSUPPORTED;
+  const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
+  const CrossEntropyProblem problem{int(sizeof(T)),         a.rows, a.n, a.width, offset_in_line(a.logits),
+                                    offset_in_line(a.grad), a.grad != nullptr,   plain};
+  for (Refused refused = Refused::nothing;;) {
+    const CrossEntropyPlan plan = plan_cross_entropy(problem, device, refused);
+    bool fits = true;
+    const int error = run_as<T>(plan, a, plain, device, stream, fits);
+    if (fits || error) return error;
+    refused = plan.refusable;
   }
-  if (!measuring && run_waiting<T>(a, device, stream, error, nullptr)) return error;
-  const bool aligned = a.width % kVector<T> == 0 && offset_in_vector(a.logits) == 0;
-  const RowPlan plan =
-      plan_rows(FUSELINE_CROSS_ENTROPY, sizeof(T), a.rows, a.width, aligned, false, kMost, device);
-  a.cluster = 1;
-  if (!plan.fits || (row_overrides[FUSELINE_CROSS_ENTROPY].given && !plan.one_warp)) return FUSELINE_UNSUPPORTED;
-  if (!plan.one_warp) {
-    return launch(cross_entropy_streamed<T>, a, a.rows, dim3(kMostThreads), 0, 1, stream, device.clusters);
-  }
-  if (plan.held != kMost && plan.held != 1) return FUSELINE_UNSUPPORTED;
-  const auto kernel = plan.held == kMost ? cross_entropy_rows<T, kMost> : cross_entropy_rows<T, 1>;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream,
-                device.clusters);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 4
+#define FUSELINE_KERNELS_ABI_VERSION 5
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -58,10 +58,10 @@ typedef enum {
 
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.
  * held: 16-byte vectors of a row that a thread holds (0: the table's layout again); block: threads of a block at
- * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay; way: the
- * kernels that take it, of RowWay in device/choice.h, for families that have several, or 0. A call for which the layout
+ * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay;
+ * kernel: a RowKernel of device/choice.h, for families that have several, or 0. A call for which the layout
  * does not work then answers FUSELINE_UNSUPPORTED. */
-FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages, int way);
+FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages, int kernel);
 
 FUSELINE_API int fuseline_kernels_abi_version(void);
 FUSELINE_API const char* fuseline_error_string(int code);

@@ -30,7 +30,7 @@ typedef enum {
   FUSELINE_LINEAR_STREAM = 1, /* up to 32 rows of x */
   FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; nothing around them but a bias */
   FUSELINE_LINEAR_GEMV = 3,   /* 16-bit weights and up to 4 rows of x, or 8; few quantized weights and one row alone */
-  FUSELINE_LINEAR_HUNDREDS = 4, /* quantized weights on Hopper and 65 to 256 rows of x in bf16 at multiples of 16 bytes; */
+  FUSELINE_LINEAR_65_TO_256 = 4, /* quantized weights on Hopper and 65 to 256 rows of x in bf16 at multiples of 16 bytes; */
                                /* nothing around them but a bias, no zero points, groups of 128 and more */
   FUSELINE_LINEAR_SLICES = 5   /* quantized weights on Hopper and up to 32 rows of x (int4 16); likewise */
 } fuseline_linear_kernel;

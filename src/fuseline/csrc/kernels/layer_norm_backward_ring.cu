@@ -4,9 +4,9 @@
 namespace fuseline {
 
 bool layer_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                              const RowChoice* told) {
+                              const RowChoice* requested) {
   return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return int(RingFamily<decltype(x), decltype(y), kSumsOfLayerNorm, true>::run(a, device, stream, error, told));
+    return int(RingFamily<decltype(x), decltype(y), kSumsOfLayerNorm, true>::run(a, device, stream, error, requested));
   });
 }
 

@@ -5,11 +5,11 @@
 namespace fuseline {
 
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* told) {
+                         const RowChoice* requested) {
   bool taken = false;
   error = with_dtype(dtype, [&](auto type) {
     int failed = 0;
-    taken = run_copied<decltype(type), false>(a, device, stream, failed, told);
+    taken = run_copied<decltype(type), false>(a, device, stream, failed, requested);
     return failed;
   });
   return taken || error;

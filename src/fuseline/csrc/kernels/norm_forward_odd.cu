@@ -5,15 +5,16 @@
 
 namespace fuseline {
 
-bool norm_forward_odd(const NormForward& a, const RowChoice& told, void* workspace, int dtype, const Device& device,
+bool norm_forward_odd(const NormForward& a, const RowChoice& requested, void* workspace, int dtype, const Device& device,
                       void* stream, int& error) {
-  if (!workspace || a.n > (int64_t(1) << 30) || (told.way != RowWay::copied && told.way != RowWay::light)) return false;
+  if (!workspace || a.n > (int64_t(1) << 30)) return false;
+  if (requested.kernel != RowKernel::copied && requested.kernel != RowKernel::light) return false;
   const bool masked = a.x_bias || a.dropout.seed;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if (!a.residual) return int(run_odd<T, false, false>(a, told, workspace, device, stream, error));
-    return int(masked ? run_odd<T, true, true>(a, told, workspace, device, stream, error)
-                      : run_odd<T, true, false>(a, told, workspace, device, stream, error));
+    if (!a.residual) return int(run_odd<T, false, false>(a, requested, workspace, device, stream, error));
+    return int(masked ? run_odd<T, true, true>(a, requested, workspace, device, stream, error)
+                      : run_odd<T, true, false>(a, requested, workspace, device, stream, error));
   });
 }
 

@@ -20,25 +20,25 @@ bool takes(const NormForward& a, bool halves, bool masked) {
 }  // namespace
 
 bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* told) {
+                         const RowChoice* requested) {
   if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given) return false;
   if (!device.clusters || a.rows < device.processors || a.n > (int64_t(1) << 30)) return false;
   const bool masked = a.x_bias || a.dropout.seed;
   return 0 != with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if (!told && !takes(a, sizeof(T) == 2, masked)) return 0;
+    if (!requested && !takes(a, sizeof(T) == 2, masked)) return 0;
     bool aligned = a.n % kVector<T> == 0;
     for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                                static_cast<const void*>(a.sum)}) {
       aligned = aligned && offset_in_vector(tensor) == 0;
     }
-    if (aligned != (told != nullptr)) return 0;
+    if (aligned != (requested != nullptr)) return 0;
     if (!a.residual) {
-      if constexpr (sizeof(T) == 4) return int(run_staying<T, false, false>(a, device, stream, error, told));
+      if constexpr (sizeof(T) == 4) return int(run_staying<T, false, false>(a, device, stream, error, requested));
       return 0;
     }
-    return int(masked ? run_staying<T, true, true>(a, device, stream, error, told)
-                      : run_staying<T, true, false>(a, device, stream, error, told));
+    return int(masked ? run_staying<T, true, true>(a, device, stream, error, requested)
+                      : run_staying<T, true, false>(a, device, stream, error, requested));
   });
 }
 

@@ -28,7 +28,7 @@ const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backw
                                           : FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
   if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
   const RowChoice* const choice = choice_for(family, size, norm.n);
-  return choice && choice->way != RowWay::rules ? choice : nullptr;
+  return choice && choice->kernel != RowKernel::rules ? choice : nullptr;
 }
 
 // y has the dtype of what is normalized, or 16 bits where that is fp32; weights have y's dtype or fp32.
@@ -38,23 +38,23 @@ bool dtypes_fit(const fuseline_norm& norm, bool weights) {
   return !weights || weights_fit(norm.weight_dtype, norm.y_dtype);
 }
 
-// As it is told; false where there is no such kernel. `adds`: as above.
-bool forward_as(const RowChoice& told, const NormForward& a, int adds, int dtype, const Device& device, void* stream,
+// The requested layout; false where there is no such kernel. `adds`: as above.
+bool forward_as(const RowChoice& requested, const NormForward& a, int adds, int dtype, const Device& device, void* stream,
                 int& error) {
-  switch (told.way) {
-    case RowWay::held:
-    case RowWay::packed:
+  switch (requested.kernel) {
+    case RowKernel::held:
+    case RowKernel::packed:
       return (adds == 0   ? norm_forward_held
               : adds == 1 ? add_norm_forward_held
-                          : add_norm_forward_masked)(a, dtype, device, stream, error, &told);
-    case RowWay::copied:
-    case RowWay::light:
-    case RowWay::elements:
-      return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &told);
-    case RowWay::ring:
-      return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &told);
-    case RowWay::pieces:
-      return norm_forward_pieces(a, dtype, device, stream, error, &told);
+                          : add_norm_forward_masked)(a, dtype, device, stream, error, &requested);
+    case RowKernel::copied:
+    case RowKernel::light:
+    case RowKernel::elements:
+      return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &requested);
+    case RowKernel::ring:
+      return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &requested);
+    case RowKernel::pieces:
+      return norm_forward_pieces(a, dtype, device, stream, error, &requested);
     default:
       return false;
   }
@@ -157,9 +157,9 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
   if (!measured && norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice) {
-    if (choice->way == RowWay::pieces) {
+    if (choice->kernel == RowKernel::pieces) {
       if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) return failed;
-    } else if (choice->way == RowWay::held) {
+    } else if (choice->kernel == RowKernel::held) {
       failed = run(a, norm.dtype, norm.y_dtype, device, stream, choice);
       if (failed != FUSELINE_UNSUPPORTED) return failed;
     } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
@@ -194,7 +194,7 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   const int64_t longest_blocks = norm_backward_pieces_blocks(norm.rows, norm.n, device);
   int64_t told_blocks = 0;
   if (const RowChoice* const choice = choice_of_backward(norm, device)) {
-    const int clusters = std::max(choice->cluster, 1), beside = choice->way == RowWay::held && clusters > 1 ? 2 : 1;
+    const int clusters = std::max(choice->cluster, 1), beside = choice->kernel == RowKernel::held && clusters > 1 ? 2 : 1;
     told_blocks = std::min(norm.rows, divide_up(beside * device.processors, clusters));
   }
   const int64_t blocks = std::max({told_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),

@@ -12,8 +12,8 @@ int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* 
 int launch_gemv_shifted(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv_shifted.cu
 int launch_gemv_quantized(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_gemv_quantized.cu
 int run_slices(const LinearArguments& a, const fuseline_linear& call, void* stream);           // linear_slices.cu
-int run_hundreds_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);    // linear_hundreds_int8_sm90a.cu
-int run_hundreds_int4(const LinearArguments& a, const fuseline_linear& call, void* stream);    // linear_hundreds_int4_sm90a.cu
+int run_65_to_256_int8(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_65_to_256_int8_sm90a.cu
+int run_65_to_256_int4(const LinearArguments& a, const fuseline_linear& call, void* stream);  // linear_65_to_256_int4_sm90a.cu
 
 namespace {
 
@@ -195,9 +195,9 @@ int fuseline_quant_linear(const fuseline_linear* call, void* stream) {
     if (answer != FUSELINE_UNSUPPORTED || call->kernel) return answer;
   }
   if (!plain) {
-    const auto hundreds = call->format == FUSELINE_WEIGHT_INT8 ? run_hundreds_int8 : run_hundreds_int4;
-    const int answer = hundreds(a, *call, stream);
-    if (answer != FUSELINE_UNSUPPORTED || call->kernel == FUSELINE_LINEAR_HUNDREDS) return answer;
+    const auto run_65_to_256 = call->format == FUSELINE_WEIGHT_INT8 ? run_65_to_256_int8 : run_65_to_256_int4;
+    const int answer = run_65_to_256(a, *call, stream);
+    if (answer != FUSELINE_UNSUPPORTED || call->kernel == FUSELINE_LINEAR_65_TO_256) return answer;
   }
   switch (call->format) {
     case FUSELINE_WEIGHT_INT8:

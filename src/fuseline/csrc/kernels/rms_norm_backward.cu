@@ -4,9 +4,9 @@
 namespace fuseline {
 
 int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                      const RowChoice* told) {
+                      const RowChoice* requested) {
   return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return BackwardFamily<decltype(x), decltype(y), kSumsOfRmsNorm, false>::run(a, device, stream, told);
+    return BackwardFamily<decltype(x), decltype(y), kSumsOfRmsNorm, false>::run(a, device, stream, requested);
   });
 }
 

@@ -33,8 +33,7 @@ struct SoftmaxBackward {
   int line;             // bytes, at which the parts of rows that wait begin
 };
 
-// Four vectors of each row are 32 registers.
-constexpr int kMostHeld = 4;
+constexpr int kMostHeld = softmax_plans::kMostHeldBackward;
 
 // ---- kernels ----
 
@@ -259,88 +258,45 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 // ---- launcher ----
 
 template <class T>
-auto kernel_for(const RowPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
+auto row_kernel(const SoftmaxPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
   constexpr int kMost = kMostHeld;
-  if (plan.streamed) return softmax_backward_streamed<T>;
-  if (plan.stages > 0) return nullptr;
   if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
   if (!plan.one_warp && plan.held == kMost) return softmax_backward_rows<T, kMost, true, false>;
   if (!plan.one_warp && plan.held == 2) return softmax_backward_rows<T, 2, true, false>;
-  if (!plan.one_warp) return plan.held == 1 ? softmax_backward_rows<T, 1, true, false> : nullptr;
+  if (!plan.one_warp) return softmax_backward_rows<T, 1, true, false>;
   if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
-  return plan.held == kMost / 4 ? softmax_backward_rows<T, kMost / 4, true, true> : nullptr;
+  return softmax_backward_rows<T, kMost / 4, true, true>;
 }
 
-// False for rows that it does not take.
+// `fits` is false where the device does not hold the plan's blocks; then nothing ran.
 template <class T>
-bool run_few(const SoftmaxBackward& a, const Device& device, void* stream, int& error) {
-  const int64_t vectors = a.n / kVector<T>;
-  const FewRows plan = plan_few_rows(a.rows, vectors, false, device);
-  if (plan.held == 0) return false;
-  const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y), static_cast<uint4*>(a.grad_x),
-                        a.rows, int(vectors), plan.cluster, a.scale};
-  error = launch(few_backward_kernel<T>(plan), few, divide_up(a.rows, plan.beside) * plan.cluster,
-                 dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
-  return true;
-}
-
-// Short rows at odd addresses, or of odd lines; false for others.
-template <class T>
-bool run_tiled(SoftmaxBackward a, const Device& device, void* stream, int& error) {
-  const int offsets = offset_in_vector(a.grad_out) + offset_in_vector(a.y) + offset_in_vector(a.grad_x);
-  if (a.n % kVector<T> == 0 && offsets == 0) {
-    const Tiling plan = plan_vector_tiles<T>(a.rows, a.n, kMostHeld, 2, device);
-    a.part = plan.rows;
-    if (plan.threads > 0) error = launch_tiles(softmax_backward_tiled_vectors<T>, a, plan, device, stream, true);
-    return plan.threads > 0;
+int run_as(const SoftmaxPlan& plan, SoftmaxBackward a, bool aligned, const Device& device, void* stream, bool& fits) {
+  static_assert(sizeof(WaitingRoom<Sums<T>>) == softmax_plans::backward_room());
+  const LaunchShape& shape = plan.shape;
+  a.part = plan.part, a.together = plan.together, a.line = plan.line, a.cluster = shape.cluster;
+  switch (plan.kernel) {
+    case SoftmaxKernel::few: {
+      const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y),
+                            static_cast<uint4*>(a.grad_x), a.rows, int(a.n / kVector<T>), shape.cluster, a.scale};
+      return launch(few_backward_kernel<T>(plan), few, shape, device, stream);
+    }
+    case SoftmaxKernel::tiled:
+      return launch_tiles(softmax_backward_tiled<T>, a, shape, device, stream);
+    case SoftmaxKernel::tiled_vectors:
+      return launch_tiles(softmax_backward_tiled_vectors<T>, a, shape, device, stream);
+    case SoftmaxKernel::waiting:
+      return launch_waiting(softmax_backward_waiting<T, false>, a, shape, device, stream, fits);
+    case SoftmaxKernel::waiting_together:
+      return launch_waiting(softmax_backward_waiting<T, true>, a, shape, device, stream, fits);
+    case SoftmaxKernel::rows:
+      return launch(row_kernel<T>(plan, aligned), a, shape, device, stream);
+    case SoftmaxKernel::streamed:
+      return launch(softmax_backward_streamed<T>, a, shape, device, stream);
+    default:
+      return FUSELINE_UNSUPPORTED;
   }
-  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 2, device);
-  if (plan.threads == 0) return false;
-  a.part = plan.rows;
-  error = launch_tiles(softmax_backward_tiled<T>, a, plan, device, stream, true);
-  return true;
-}
-
-// Beyond which a block's registers do not hold a row. Many rows of fp32 wait earlier: at 16,384 in 271.2 us, in registers in
-// 293.7.
-constexpr int64_t kLongRow = 16384, kLongRowOfMany = 8192;
-constexpr int64_t kManyRows = 8;  // are more than these a multiprocessor
-
-// Long rows; false if the row fits no cluster.
-template <class T>
-bool run_waiting(SoftmaxBackward a, bool aligned, const Device& device, void* stream, int& error) {
-  const int64_t long_row = sizeof(T) == 4 && a.rows > kManyRows * device.processors ? kLongRowOfMany : kLongRow;
-  if (!a.y_vectors || !a.grad_x_vectors || a.n <= (aligned ? long_row : kLongestTiled)) return false;
-  Waiting plan = plan_waiting_together<T>(a.n, 2, device);
-  const bool together = !aligned && plan.threads > 0;
-  const Lines lines = lines_of<T>(a.n, a.grad_out, a.y, a.grad_x);
-  a.line = together ? 16 : lines.bytes;
-  if (!together) {
-    plan = plan_waiting<T>(a.rows, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
-  }
-  if (plan.threads == 0) return false;
-  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
-  bool fits = false;
-  const auto kernel = together ? softmax_backward_waiting<T, true> : softmax_backward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
-  return fits || error;
-}
-
-// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
-template <class T>
-bool run_told(SoftmaxBackward a, const RowChoice& told, const Device& device, void* stream, int& error) {
-  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
-  if (told.way != RowWay::copied) return false;
-  const Lines lines = lines_of<T>(a.n, a.grad_out, a.y, a.grad_x);
-  const Waiting plan = told_waiting<T>(told, a.n, lines, 2, sizeof(WaitingRoom<Sums<T>>), device);
-  if (plan.threads == 0) return false;
-  a.line = lines.bytes;
-  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
-  bool fits = false;
-  error = launch_waiting(softmax_backward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
-  return fits || error;
 }
 
 template <class T>
@@ -348,32 +304,16 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   const int offset = offset_in_vector(a.grad_out);
   a.y_vectors = offset_in_vector(a.y) == offset;
   a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
-  const bool alike = a.y_vectors && a.grad_x_vectors;
-  const bool aligned = a.n % kVector<T> == 0 && offset == 0 && alike;
-  const bool measuring = row_overrides[FUSELINE_SOFTMAX_BACKWARD].given;
-  int failed = 0;
-  const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.n);
-  const bool waits = choice && choice->way == RowWay::copied && alike;
-  if ((aligned || waits) && choice && choice->way != RowWay::rules &&
-      (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
-    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
-    if (measuring) return FUSELINE_UNSUPPORTED;
+  const bool aligned = a.n % kVector<T> == 0 && offset == 0 && a.y_vectors && a.grad_x_vectors;
+  const SoftmaxBackwardProblem problem{int(sizeof(T)), a.rows, a.n, offset_in_line(a.grad_out), offset_in_line(a.y),
+                                       offset_in_line(a.grad_x)};
+  for (Refused refused = Refused::nothing;;) {
+    const SoftmaxPlan plan = plan_softmax_backward(problem, device, refused);
+    bool fits = true;
+    const int error = run_as<T>(plan, a, aligned, device, stream, fits);
+    if (fits || error) return error;
+    refused = plan.refusable;
   }
-  if (aligned && !measuring && run_few<T>(a, device, stream, failed)) return failed;
-  RowPlan plan = plan_few_softmax(a.rows, a.n / kVector<T>, kMostHeld, device);
-  const bool few = aligned && !measuring && plan.fits;
-  if (!few && !measuring) {
-    int error = 0;
-    if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, aligned, device, stream, error)) return error;
-  }
-  if (!few) {
-    plan = plan_rows(FUSELINE_SOFTMAX_BACKWARD, sizeof(T), a.rows, a.n, aligned, false, kMostHeld, device);
-  }
-  a.cluster = plan.cluster;
-  const auto kernel = plan.fits ? kernel_for<T>(plan, aligned) : nullptr;
-  if (!kernel) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream,
-                device.clusters);
 }
 
 }  // namespace

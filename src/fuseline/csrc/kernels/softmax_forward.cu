@@ -194,132 +194,74 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 // ---- launcher ----
 
 template <class T>
-auto kernel_for(const RowPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
+auto row_kernel(const SoftmaxPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   constexpr int kMost = kMostHeld<T>;
-  if (plan.streamed) return softmax_forward_streamed<T>;
-  if (plan.stages > 0) return nullptr;
   if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
   if (!plan.one_warp && plan.held == kMost) return softmax_forward_rows<T, kMost, true, false>;
   if (!plan.one_warp && plan.held == 2) return softmax_forward_rows<T, 2, true, false>;
-  if (!plan.one_warp) return plan.held == 1 ? softmax_forward_rows<T, 1, true, false> : nullptr;
+  if (!plan.one_warp) return softmax_forward_rows<T, 1, true, false>;
   if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
   if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
   if (plan.held == kMost / 4) return softmax_forward_rows<T, kMost / 4, true, true>;
-  return plan.held == 1 ? softmax_forward_rows<T, 1, true, true> : nullptr;
+  return softmax_forward_rows<T, 1, true, true>;
 }
 
-// Short rows at odd addresses, or of odd lines; false for others.
+// `fits` is false where the device does not hold the plan's blocks; then nothing ran.
 template <class T>
-bool run_tiled(SoftmaxForward a, const Device& device, void* stream, int& error) {
-  const int offsets = offset_in_vector(a.x) + offset_in_vector(a.y);
-  if (a.n % kVector<T> == 0 && offsets == 0) {
-    const Tiling plan = plan_vector_tiles<T>(a.rows, a.n, kMostHeld<T>, 1, device);
-    a.part = plan.rows;
-    if (plan.threads > 0) {
-      error = launch_tiles(softmax_forward_tiled_vectors<T, kMostHeld<T>>, a, plan, device, stream, true);
-    }
-    return plan.threads > 0;
+int run_as(const SoftmaxPlan& plan, SoftmaxForward a, int dtype, bool plain, const Device& device, void* stream, bool& fits) {
+  static_assert(sizeof(WaitingRoom<Powers<T>>) == softmax_plans::forward_room(sizeof(T)));
+  static_assert(kMostHeld<T> == softmax_plans::most_held_forward(sizeof(T)));
+  const LaunchShape& shape = plan.shape;
+  a.part = plan.part, a.together = plan.together, a.line = plan.line, a.cluster = shape.cluster;
+  switch (plan.kernel) {
+    case SoftmaxKernel::few:
+      if constexpr (sizeof(T) == 2) return run_few<T>(a, plan, device, stream);
+      return FUSELINE_UNSUPPORTED;
+    case SoftmaxKernel::packed:
+      if constexpr (sizeof(T) == 2) {
+        return launch(plan.blocks == 3 ? softmax_forward_packed<T, 3> : softmax_forward_packed<T, 2>, a, shape, device, stream);
+      }
+      return FUSELINE_UNSUPPORTED;
+    case SoftmaxKernel::tiled:
+      return launch_tiles(plan.held == kFewTiled ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>,
+                          a, shape, device, stream);
+    case SoftmaxKernel::tiled_vectors:
+      return launch_tiles(softmax_forward_tiled_vectors<T, kMostHeld<T>>, a, shape, device, stream);
+    case SoftmaxKernel::waiting:
+      return launch_waiting(softmax_forward_waiting<T, false>, a, shape, device, stream, fits);
+    case SoftmaxKernel::waiting_together:
+      return launch_waiting(softmax_forward_waiting<T, true>, a, shape, device, stream, fits);
+    case SoftmaxKernel::masked:
+      return run_softmax_masked(a, plan, dtype, device, stream);
+    case SoftmaxKernel::rows:
+      return launch(row_kernel<T>(plan, plain), a, shape, device, stream);
+    case SoftmaxKernel::streamed:
+      return launch(softmax_forward_streamed<T>, a, shape, device, stream);
+    default:
+      return FUSELINE_UNSUPPORTED;
   }
-  const Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, 1, device);
-  if (plan.threads == 0) return false;
-  a.part = plan.rows;
-  const bool few = a.n <= kWarp * kFewTiled;
-  const auto kernel = few ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>;
-  error = launch_tiles(kernel, a, plan, device, stream, true);
-  return true;
-}
-
-constexpr int64_t kLongRow = 16384;  // beyond which a block's registers do not hold a row
-
-// Of a block that shares an aligned row with others. Rows of 64 KB in bf16, in blocks of 64, 32, 16 and 8 KB: 0.935, 0.945,
-// 0.967 and 0.809 of the copy bandwidth; of 100 KB at odd addresses, in blocks of 100, 50, 25 and 13 KB: 0.921, 0.912, 0.945
-// and 0.857.
-template <class T>
-constexpr int64_t kBlockBytes = sizeof(T) == 4 ? 32768 : 16384;
-constexpr int64_t kOddBlockBytes = 32768;
-
-// Of a block of rows of fp32 that have more than kMaxCluster, as of 262,144 elements: 191.6 us, and by the 10 warps that a
-// multiprocessor has registers for, whose last pieces are not full, 204.9; by 16 225.8, in clusters of 8 224.9.
-constexpr int kLongWarps = 8;
-
-// Long rows; false if the row fits no cluster.
-template <class T>
-bool run_waiting(SoftmaxForward a, bool aligned, const Device& device, void* stream, int& error) {
-  if (!a.y_vectors || a.scale <= 0 || a.n <= (aligned ? kLongRow : kLongestTiled)) return false;
-  Waiting plan = plan_waiting_together<T>(a.n, 1, device);
-  const bool together = !aligned && plan.threads > 0;
-  const Lines lines = lines_of<T>(a.n, a.x, a.y, a.y);
-  a.line = together ? 16 : lines.bytes;
-  if (!together) {
-    const int64_t most = aligned ? kBlockBytes<T> : kOddBlockBytes;
-    plan = plan_waiting<T>(a.rows, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device, most);
-  }
-  if (plan.threads == 0) return false;
-  const int64_t vectors = vectors_of<T>(a.n, lines), long_part = vectors / (int64_t(plan.cluster) * kLongWarps);
-  if (sizeof(T) == 4 && aligned && plan.cluster > kMaxCluster && plan.threads > kLongWarps * kWarp && long_part <= kPartSlots / 2) {
-    plan.threads = kLongWarps * kWarp;
-    plan.part = int(divide_up(divide_up(vectors, plan.cluster * kLongWarps), 8) * 8);
-    plan.bytes = size_t(plan.part * kLongWarps * 16);
-  }
-  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
-  bool fits = false;
-  const auto kernel = together ? softmax_forward_waiting<T, true> : softmax_forward_waiting<T, false>;
-  error = launch_waiting(kernel, a, plan, a.rows, device, stream, fits, true);
-  return fits || error;
-}
-
-// Rows as it is told, aligned ones but those that wait; false where there is no such kernel.
-template <class T>
-bool run_told(SoftmaxForward a, const RowChoice& told, const Device& device, void* stream, int& error) {
-  if (told.way == RowWay::packed) return run_packed<T>(a, device, stream, error);
-  if (told.way == RowWay::tiles) return run_tiled<T>(a, device, stream, error);
-  if (told.way != RowWay::copied || a.scale <= 0) return false;
-  const Lines lines = lines_of<T>(a.n, a.x, a.y, a.y);
-  const Waiting plan = told_waiting<T>(told, a.n, lines, 1, sizeof(WaitingRoom<Powers<T>>), device);
-  if (plan.threads == 0) return false;
-  a.line = lines.bytes;
-  a.cluster = plan.cluster, a.part = plan.part, a.together = plan.together;
-  bool fits = false;
-  error = launch_waiting(softmax_forward_waiting<T, false>, a, plan, a.rows, device, stream, fits, true);
-  return fits || error;
 }
 
 template <class T>
-int run(SoftmaxForward a, const Device& device, void* stream) {
+int run(SoftmaxForward a, int dtype, const Device& device, void* stream) {
   constexpr int kSize = kVector<T>;
+  SoftmaxForwardProblem problem{};
+  problem.element_size = sizeof(T), problem.rows = a.rows, problem.n = a.n, problem.scale = a.scale;
+  problem.x_at = offset_in_line(a.x), problem.y_at = offset_in_line(a.y);
+  problem.causal = a.causal, problem.masked = a.mask_kind != FUSELINE_MASK_NONE;
+  problem.mask_vectors = problem.masked && a.mask_strides[3] == 1 && offset_in_vector(a.mask) == 0 &&
+                         a.mask_strides[0] % kSize == 0 && a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
   const bool aligned = a.n % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0;
-  const bool masked = a.causal || a.mask_kind != FUSELINE_MASK_NONE;
-  const bool plain = aligned && a.mask_kind == FUSELINE_MASK_NONE;
   a.y_vectors = offset_in_vector(a.x) == offset_in_vector(a.y);
-  a.mask_vectors = aligned && a.mask_kind != FUSELINE_MASK_NONE && a.mask_strides[3] == 1 &&
-                   offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
-                   a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
-  const bool measuring = row_overrides[FUSELINE_SOFTMAX_FORWARD].given;
-  int failed = 0;
-  const RowChoice* const choice = choice_for(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.n);
-  const bool waits = choice && choice->way == RowWay::copied && a.y_vectors;
-  if ((plain || waits) && !masked && choice && choice->way != RowWay::rules &&
-      (measuring || are_many(a.rows, a.rows * a.n * int64_t(sizeof(T)), device))) {
-    if (run_told<T>(a, *choice, device, stream, failed)) return failed;
-    if (measuring) return FUSELINE_UNSUPPORTED;
+  a.mask_vectors = aligned && problem.mask_vectors;
+  for (Refused refused = Refused::nothing;;) {
+    const SoftmaxPlan plan = plan_softmax_forward(problem, device, refused);
+    bool fits = true;
+    const int error = run_as<T>(plan, a, dtype, aligned && !problem.masked, device, stream, fits);
+    if (fits || error) return error;
+    refused = plan.refusable;
   }
-  if (plain && !masked && !measuring && run_few<T>(a, device, stream, failed)) return failed;
-  RowPlan plan = plan_few_softmax(a.rows, a.n / kSize, kMostHeld<T>, device);
-  const bool few = plain && !measuring && plan.fits;
-  if (!masked && !few && !measuring) {
-    int error = 0;
-    if (plain && run_packed<T>(a, device, stream, error)) return error;
-    if (run_tiled<T>(a, device, stream, error) || run_waiting<T>(a, plain, device, stream, error)) return error;
-  }
-  if (!few) {
-    plan = plan_rows(FUSELINE_SOFTMAX_FORWARD, sizeof(T), a.rows, a.n, plain, false, kMostHeld<T>, device);
-  }
-  a.cluster = plan.cluster;
-  const auto kernel = plan.fits ? kernel_for<T>(plan, plain) : nullptr;
-  if (!kernel) return FUSELINE_UNSUPPORTED;
-  return launch(kernel, a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, plan.cluster, stream,
-                device.clusters);
 }
 
 }  // namespace
@@ -342,7 +284,5 @@ int fuseline_softmax_forward(const void* x, const void* mask, int mask_kind, con
   if (mask_kind != FUSELINE_MASK_NONE) std::copy(mask_strides, mask_strides + 4, a.mask_strides);
   a.rows = B * H * T, a.n = S, a.heads = H, a.height = T;
   a.scale = float(scale), a.mask_kind = mask_kind, a.causal = causal != 0;
-  int failed = 0;
-  if ((a.causal || mask_kind != FUSELINE_MASK_NONE) && run_softmax_masked(a, dtype, device, stream, failed)) return failed;
-  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, device, stream); });
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, dtype, device, stream); });
 }

@@ -122,41 +122,23 @@ __global__ void __launch_bounds__(most_threads(kOneWarp), kOneWarp ? 4 : 2) soft
 
 // ---- launcher ----
 
-constexpr int kMostHeld = 4;
-
 template <class T>
-auto kernel_for(const RowPlan& plan) -> void (*)(SoftmaxForward) {
+auto kernel_for(const SoftmaxPlan& plan) -> void (*)(SoftmaxForward) {
+  constexpr int kMost = softmax_plans::kMostHeldMasked;
   if (plan.one_warp) {
     return plan.held == 1   ? softmax_masked_rows<T, 1, true>
            : plan.held == 2 ? softmax_masked_rows<T, 2, true>
-                            : softmax_masked_rows<T, kMostHeld, true>;
+                            : softmax_masked_rows<T, kMost, true>;
   }
   return plan.held == 1   ? softmax_masked_rows<T, 1, false>
          : plan.held == 2 ? softmax_masked_rows<T, 2, false>
-                          : softmax_masked_rows<T, kMostHeld, false>;
-}
-
-template <class T>
-bool run(SoftmaxForward a, const Device& device, void* stream, int& error) {
-  constexpr int kSize = kVector<T>;
-  const bool aligned = a.n % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0;
-  const bool masked = a.mask_kind != FUSELINE_MASK_NONE;
-  const bool vectors = a.mask_strides[3] == 1 && offset_in_vector(a.mask) == 0 && a.mask_strides[0] % kSize == 0 &&
-                       a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
-  if (!aligned || (masked && !vectors) || a.n / kSize > kMostHeld * kMostThreads) return false;
-  const RowPlan plan = plan_spread(a.rows, a.n / kSize, 1, kMostHeld, 1, device);
-  a.cluster = 1;
-  error = launch(kernel_for<T>(plan), a, grid_for(plan, a.rows), dim3(plan.threads, plan.rows), 0, 1, stream,
-                 device.clusters);
-  return true;
+                          : softmax_masked_rows<T, kMost, false>;
 }
 
 }  // namespace
 
-bool run_softmax_masked(const SoftmaxForward& a, int dtype, const Device& device, void* stream, int& error) {
-  bool taken = false;
-  with_dtype(dtype, [&](auto type) { return taken = run<decltype(type)>(a, device, stream, error), 0; });
-  return taken;
+int run_softmax_masked(const SoftmaxForward& a, const SoftmaxPlan& plan, int dtype, const Device& device, void* stream) {
+  return with_dtype(dtype, [&](auto type) { return launch(kernel_for<decltype(type)>(plan), a, plan.shape, device, stream); });
 }
 
 }  // namespace fuseline

@@ -17,8 +17,8 @@
 
 #include "cpu/quant_linear.h"
 #include "quant_weight.h"
-#include "unwritten.h"
 #include "transforms.h"
+#include "unmodified_since_last_read.h"
 
 namespace fuseline::quant_linear_op {
 namespace {
@@ -163,15 +163,16 @@ struct WeightOnCuda {
         if (!w.plain()) scales = aligned(w.scales->to(w.int4() ? at::kBFloat16 : at::kFloat));
         if (w.zeros.has_value()) zeros = aligned(*w.zeros);
     }
-    // Whether what the kernel reads is what was given, not written since an earlier call took it.
-    bool unwritten(const Weight& w, void* stream) const {
-        static Unwritten seen;
+    // Whether the kernel reads the given tensors themselves, and nothing has modified them since an earlier call read them.
+    bool unmodified_since_last_read(const Weight& w, void* stream) const {
+        static UnmodifiedSinceLastRead seen;
         static const auto capture = FUSELINE_KERNEL(fuseline_capture_id);
         const auto same = [](const OptionalTensor& here, const OptionalTensor& given) {
             return !here.has_value() || here->is_same(*given);
         };
         if (!weight.is_same(w.weight) || !same(scales, w.scales) || !same(zeros, w.zeros)) return false;
-        const Unwritten::Tensors all{&weight, scales.has_value() ? &*scales : nullptr, zeros.has_value() ? &*zeros : nullptr};
+        const UnmodifiedSinceLastRead::Tensors all{&weight, scales.has_value() ? &*scales : nullptr,
+                                                   zeros.has_value() ? &*zeros : nullptr};
         return seen.known(all, stream, capture(stream));
     }
     fuseline_linear call(const Weight& w, int64_t K, int dtype) const {
@@ -230,7 +231,8 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
     call.workspace = workspace.defined() ? workspace.data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
-    call.overlap = on.unwritten(w, current_stream(x));  // from here on nothing fails: the next call counts on this launch
+    call.overlap = on.unmodified_since_last_read(w, current_stream(x));
+    // From here on nothing may fail, because the next call counts on this launch.
     const int answer = launch(&call, current_stream(x));
     if (answer == FUSELINE_UNSUPPORTED) return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
     check_launch(answer, kName);

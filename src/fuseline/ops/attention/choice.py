@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fuseline.errors import InputError, unknown_name
-from fuseline.ops.attention import kept, rule
+from fuseline.ops.attention import rule, table_store
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.problem import Problem
@@ -111,8 +111,8 @@ def _name_of(decision: Decision, packed: bool) -> str:
 
 def _measure_first(problem: Problem) -> None:
     """Measure a problem that is new on this machine; not while a graph is captured."""
-    gpu = kept.gpu_name(problem.device)
-    if SETTINGS.tune is None or gpu is None or kept.kept(gpu).find(problem) is not None:
+    gpu = table_store.gpu_name(problem.device)
+    if SETTINGS.tune is None or gpu is None or table_store.measured_here(gpu).find(problem) is not None:
         return
     if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
@@ -138,7 +138,7 @@ def set_aside(call: Call, name: str, reason: str) -> None:
 def forget() -> None:
     """Choose anew: what was measured has changed."""
     _remembered.clear()
-    kept.forget()
+    table_store.clear_caches()
 
 
 def decide(
@@ -208,11 +208,11 @@ def _best(
 ) -> Decision:
     """The fastest known of `able`."""
     if not is_dynamic:
-        gpu = kept.gpu_name(problem.device)
+        gpu = table_store.gpu_name(problem.device)
         willing = [name for name in able if may_compile or not CANDIDATES[name].compiles]
         tables = (
-            (kept.kept(gpu), able, "measured on this machine"),  # and asked to be
-            (kept.shipped(gpu), willing, "in the package's table"),
+            (table_store.measured_here(gpu), able, "measured on this machine"),  # and asked to be
+            (table_store.shipped(gpu), willing, "in the package's table"),
         )
         for table, among, where in tables:
             entry = table.find(problem)
@@ -231,7 +231,7 @@ def _best(
 
 def _estimated(problem: Problem, gpu: str | None, names: Sequence[str]) -> tuple[dict[str, float], str]:
     """Microseconds of a problem that was not measured, and what they are from."""
-    fitted = kept.fitted(gpu)
+    fitted = table_store.fitted(gpu)
     if fitted is not None:
         estimated = fitted.estimate(problem, names)
         if estimated:
@@ -239,7 +239,7 @@ def _estimated(problem: Problem, gpu: str | None, names: Sequence[str]) -> tuple
                 estimated,
                 f"the fastest as estimated from {fitted.problems} problems measured on such a GPU",
             )
-    every = kept.every(gpu)
+    every = table_store.combined(gpu)
     near = every.nearest(problem)
     if near is None:
         return {}, ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fuseline.ops.attention.places import Places
+from fuseline.ops.attention.distance import Points
 from fuseline.ops.attention.problem import Problem
 from fuseline.ops.attention.work import bytes_moved, flops
 
@@ -37,7 +37,7 @@ class Estimator:
 
     def estimate(self, problem: Problem, names: Sequence[str]) -> dict[str, float]:
         """Microseconds of those of `names` that were measured on anything."""
-        alike = _alike(self.places, problem)
+        alike = _alike(self.points, problem)
         floor = _floor(problem)
         found = {}
         for name in names:
@@ -48,12 +48,12 @@ class Estimator:
         return found
 
     @functools.cached_property
-    def places(self) -> Places:
-        return Places.of(self.problems)
+    def points(self) -> Points:
+        return Points.of(self.problems)
 
     @functools.cached_property
     def _covariance(self) -> np.ndarray:
-        return np.stack([_alike(self.places, problem) for problem in self.problems])
+        return np.stack([_alike(self.points, problem) for problem in self.problems])
 
     @functools.cached_property
     def _fits(self) -> dict[str, tuple[np.ndarray, float, np.ndarray] | None]:
@@ -72,10 +72,10 @@ class Estimator:
         return self._fits[name]
 
 
-def _alike(places: Places, problem: Problem) -> np.ndarray:
+def _alike(points: Points, problem: Problem) -> np.ndarray:
     """How much each place tells of the problem, from 1 to 0: Matern 3/2 over sizes, less for what they do not
     share."""
-    sizes, penalties = places.apart(problem)
+    sizes, penalties = points.apart(problem)
     scaled = math.sqrt(3) * sizes / REACH
     return (1 + scaled) * np.exp(-scaled - penalties / REACH)
 

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from fuseline.ops.attention.cuts import cuts
 from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.tiling import tiling_features
 from fuseline.ops.attention.work import bytes_moved, flops
 
 # Round rates for an H100, a microsecond: bytes, FLOPs by bytes of a number; and a launch.
@@ -33,7 +33,7 @@ def numbers(problem: Problem) -> list[float]:
         *_thresholds(T, S),
         *(float(problem.head_dim == size) for size in (*_HEAD_DIMS, 72, 80)),
         *_asked(problem),
-        *cuts(problem, (T, S, count, kv_count, seen)),
+        *tiling_features(problem, (T, S, count, kv_count, seen)),
     ]
 
 

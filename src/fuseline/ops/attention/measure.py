@@ -21,8 +21,8 @@ import torch
 
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.draw import Drawn, draw
+from fuseline.ops.attention.gpu_turn import ALONE, Turn, lent_while_compiling
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.turn import ALONE, Turn, lent_while_compiling
 from fuseline.timing import Summary, summarize
 
 FLUSH_BYTES = 96 * 2**20  # more than any L2; at the rate of a copy this also hides the host's next launches

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fuseline.errors import InputError
-from fuseline.ops.attention import choice, kept
+from fuseline.ops.attention import choice, table_store
 from fuseline.ops.attention.call import make_call
 from fuseline.ops.attention.candidates import CANDIDATES
 from fuseline.ops.attention.choice import PICK, SETTINGS, decide
@@ -104,9 +104,9 @@ def explain_problem(problem: Problem, backend: str = PICK) -> Explanation:
 
 def _known(problem: Problem) -> dict[str, float]:
     """Times of this very problem: those of this machine, else those in the package's table."""
-    gpu = kept.gpu_name(problem.device)
+    gpu = table_store.gpu_name(problem.device)
     found: dict[str, float] = {}
-    for table in (kept.shipped(gpu), kept.kept(gpu)):
+    for table in (table_store.shipped(gpu), table_store.measured_here(gpu)):
         entry = table.find(problem)
         found.update({} if entry is None else entry.times_us)
     return found
@@ -203,7 +203,7 @@ def tune(
     wanted = list(dict.fromkeys(problems))
     found = []
     for number, problem in enumerate(wanted):
-        gpu = kept.gpu_name(problem.device)
+        gpu = table_store.gpu_name(problem.device)
         if gpu is None:
             raise InputError(
                 f"Times are kept for GPUs; {problem.device} is not one. On a CPU the picker follows its rule."
@@ -214,7 +214,7 @@ def tune(
             times = measure(problem, with_compiled=with_compiled)
         entry = Entry(problem, times.times_us)
         if times.times_us:
-            kept.keep(gpu, [entry])
+            table_store.save(gpu, [entry])
             choice.forget()
         found.append(entry)
     release()

@@ -76,7 +76,7 @@ class Table:
         """The nearest entry and how far it is; None where none is within reach."""
         if not self.entries:
             return None
-        apart = self.estimator.places.distances(problem)
+        apart = self.estimator.points.distances(problem)
         i = int(np.argmin(apart))
         return None if apart[i] > FAR else (float(apart[i]), self._listed[i])
 

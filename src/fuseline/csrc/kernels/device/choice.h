@@ -1,4 +1,4 @@
-// Which layout a kernel takes for a row length: looked up in the table of tuning.h, or said by who measures.
+// The layout that a kernel takes for a row length: from the table of tuning.h, or set by fuseline_plan_override.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace fuseline {
 
-// The kernels that take a row, where a family has several. What a line's numbers are where they are not what RowChoice
-// says: `held` of `copied` is how many pieces of x a warp has at a time (0: all); `stages` of `held` is 1 where weights are on
-// their way with the row, of `copied` 2 where x leaves the L2 first; of `tiles` none is anything.
-enum class RowWay : int {
+// The kernels of a family that has several for a row. Some fields of RowChoice mean something else to some of them: in
+// `copied`, `held` is how many pieces of x a warp has at a time (0: all) and `stages` is 2 where x leaves the L2 first; in
+// `held`, `stages` is 1 where the weights are fetched together with the row; `tiles` ignores these fields.
+enum class RowKernel : int {
   rules,   // as the launchers lay out what no table was measured for
   held,    // registers
   packed,  // registers, as the row came
@@ -31,7 +31,7 @@ struct RowChoice {
   int stages;   // 0: each block has one row (or several short ones) and ends. Else blocks stay, and this many rows are
                 // on their way through shared memory while one is computed; 1 in the norms' forward: blocks end with their
                 // row, which waits there
-  RowWay way = RowWay::rules;
+  RowKernel kernel = RowKernel::rules;
 };
 
 struct RowChoices {

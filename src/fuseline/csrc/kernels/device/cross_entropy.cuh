@@ -1,6 +1,7 @@
 // What the forward and the backward of the cross-entropy share: scores, and the gradient of a row from its statistics.
 #pragma once
 
+#include "../plans/cross_entropy.h"
 #include "launch.cuh"
 #include "max_sum.cuh"
 #include "overlap.cuh"

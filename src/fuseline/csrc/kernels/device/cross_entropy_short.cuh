@@ -14,7 +14,7 @@
 
 namespace fuseline {
 
-constexpr int kShortBlock = 128;
+using cross_entropy_plans::kShortBlock;
 
 template <class T, int kHeld, bool kGrad>
 __global__ void __launch_bounds__(kShortBlock) cross_entropy_short(const CrossEntropy a) {
@@ -89,20 +89,6 @@ auto short_kernel(int64_t held) -> void (*)(CrossEntropy) {
   } else {
     return held <= 3 ? cross_entropy_short<T, 3, kGrad> : cross_entropy_short<T, 4, kGrad>;
   }
-}
-
-// False for rows that it does not take: shorter ones would leave lanes idle, or their vectors.
-template <class T>
-bool run_short(const CrossEntropy& a, const Device& device, void* stream, int& error) {
-  const int64_t vectors = a.n / kVector<T>;
-  const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight && a.n == a.width;
-  const bool aligned = a.n % kVector<T> == 0 && offset_in_vector(a.logits) == 0 && offset_in_vector(a.grad) == 0;
-  constexpr int kFewer = sizeof(T) == 4 ? kWarp / 2 : 2 * kWarp;
-  if (!plain || !aligned || vectors <= kFewer || vectors > kWarp * 32 / kVector<T>) return false;
-  const int64_t held = divide_up(vectors, kWarp);
-  const auto kernel = a.grad ? short_kernel<T, true>(held) : short_kernel<T, false>(held);
-  error = launch(kernel, a, divide_up(a.rows, kShortBlock / kWarp), dim3(kShortBlock), 0, 1, stream, device.clusters);
-  return true;
 }
 
 }  // namespace fuseline

@@ -9,15 +9,11 @@
 
 #include <cstdint>
 
+#include "../plans/device.h"
+
 namespace fuseline {
 
-constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kMaxCluster = 8;  // the largest that every sm_90 part grants
-constexpr int kMostThreads = 512;  // of a row in one block; two such blocks, or more of fewer, share a multiprocessor
-constexpr int kShortRowBlock = 128;  // threads of a block whose rows are a warp's each, or less
-constexpr int kMostShortRowBlock = 256;
-constexpr int kMaxStates = kMostThreads / kWarp * kMaxCluster;
 
 // Launch bounds of a kernel that holds `registers` registers of a row in each thread.
 constexpr int most_threads(bool one_warp) { return one_warp ? kMostShortRowBlock : kMostThreads; }

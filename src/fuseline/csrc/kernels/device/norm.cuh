@@ -100,31 +100,31 @@ int with_dtypes(int dtype, int y_dtype, Run&& run) {
 }
 
 // The kernels of each family, by dtypes (fuseline_dtype). Backward ones each with the blocks whose partial sums it keeps.
-// `told`: the layout to take, or none: null for that of their rules.
+// `requested`: the layout to take, or none: null for that of their rules.
 int layer_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                        const RowChoice* told = nullptr);
+                        const RowChoice* requested = nullptr);
 int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                      const RowChoice* told = nullptr);
+                      const RowChoice* requested = nullptr);
 int add_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                      const RowChoice* told = nullptr);
+                      const RowChoice* requested = nullptr);
 int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
 // Those for long rows; false for rows that they do not take.
 bool layer_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                              const RowChoice* told = nullptr);
+                              const RowChoice* requested = nullptr);
 bool rms_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                            const RowChoice* told = nullptr);
+                            const RowChoice* requested = nullptr);
 bool add_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                            const RowChoice* told = nullptr);
+                            const RowChoice* requested = nullptr);
 int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
 // That of all families for the longest rows; false for rows that it does not take.
 bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                          const RowChoice* told = nullptr);
+                          const RowChoice* requested = nullptr);
 bool norm_backward_pieces_shifted(const NormBackward& a, int dtype, const Device& device, void* stream, int& error);
 int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
 
@@ -146,20 +146,20 @@ bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Devi
 int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 // Those that they take, of x of y's dtype: false for others.
 bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                       const RowChoice* told = nullptr);
+                       const RowChoice* requested = nullptr);
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* told = nullptr);
+                         const RowChoice* requested = nullptr);
 bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* told = nullptr);
+                         const RowChoice* requested = nullptr);
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* told = nullptr);
+                           const RowChoice* requested = nullptr);
 bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                             const RowChoice* told = nullptr);
+                             const RowChoice* requested = nullptr);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                             const RowChoice* told = nullptr);
+                             const RowChoice* requested = nullptr);
 // False for rows that it does not take.
 bool add_norm_forward_ring(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* told = nullptr);
+                           const RowChoice* requested = nullptr);
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

@@ -47,7 +47,7 @@ struct BackwardFamily {
 
   static int most_slots(bool aligned) { return aligned ? kMostSlots : 2; }
 
-  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device, const RowChoice* told = nullptr) {
+  static BackwardPlan plan(int64_t rows, int64_t n, bool aligned, const Device& device, const RowChoice* requested = nullptr) {
     BackwardPlan plan;
     const int64_t slots = divide_up(n, kSize);
     const auto fits = [&](int held, int threads, int cluster) {
@@ -65,8 +65,8 @@ struct BackwardFamily {
                                    {1, kTwoBlocks, 4}, {2, kTwoBlocks, 4}, {1, kTwoBlocks, 8}, {2, kTwoBlocks, 8},
                                    {1, 512, 8},        {2, 512, 8},        {2, 512, 16},       {4, 512, 16},
                                    {2, 512, 1},        {4, 512, 1}};
-    const RowChoice* choice = told ? told : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
-    const bool measured = told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    const RowChoice* choice = requested ? requested : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const bool measured = requested || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const bool by_table = choice && choice->stages < 2 && (measured || (aligned && !kWide));
     if (!(by_table && fits(choice->held, choice->block, slots <= kWarp ? 1 : choice->cluster)) && !measured) {
       for (const Layout& layout : kLayouts) {
@@ -146,11 +146,11 @@ struct BackwardFamily {
     return int(cudaGetLastError());
   }
 
-  static int run(const NormBackward& a, const Device& device, void* stream, const RowChoice* told) {
+  static int run(const NormBackward& a, const Device& device, void* stream, const RowChoice* requested) {
     const bool aligned = in_vectors<kSize>(a);
-    if (told && !aligned) return FUSELINE_UNSUPPORTED;
-    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device, told);
-    if (plan.slots == 0 && (told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given)) return FUSELINE_UNSUPPORTED;
+    if (requested && !aligned) return FUSELINE_UNSUPPORTED;
+    BackwardPlan plan = BackwardFamily::plan(a.rows, a.n, aligned, device, requested);
+    if (plan.slots == 0 && (requested || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given)) return FUSELINE_UNSUPPORTED;
     const int error = run_rows(a, plan, aligned, device, stream);
     if (error || !a.partials) return error;
     return add_partials<Y>(a, kSums, plan.blocks, plan.slots > 0 && device.clusters, stream);

@@ -38,15 +38,15 @@ struct RingFamily {
     return int64_t(threads) * slots * kSize * (weight_bytes + past) + states + kStatic;
   }
 
-  // `weight_bytes`: of an element; `masked`: a sum's dropout has a mask; `told`: the layout, or null.
+  // `weight_bytes`: of an element; `masked`: a sum's dropout has a mask; `requested`: the layout, or null.
   static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, bool masked, const Device& device,
-                       const RowChoice* told = nullptr) {
+                       const RowChoice* requested = nullptr) {
     RingPlan plan;
     if (!device.clusters) return plan;
     const int64_t vectors = divide_up(n, kSize), bytes = n * int64_t(sizeof(Y));
     const bool crosses = bytes % kHalfLine != 0;
     const bool ahead = masked && kLines && aligned && crosses && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
-    const bool measuring = told || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+    const bool measuring = requested || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
       const bool one_warp = kOneWarp && aligned && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
       if (!one_warp && (slots > kMostSlots || (slots != 2 && slots != 4))) return false;
@@ -79,7 +79,7 @@ struct RingFamily {
       plan.shared = std::max(plan.shared, sums);
       return true;
     };
-    const RowChoice* choice = told ? told : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
+    const RowChoice* choice = requested ? requested : choice_for(FUSELINE_LAYER_NORM_BACKWARD, sizeof(Y), n);
     if (measuring && choice->stages < 2) return plan;
     const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
     if (!table && (measuring || bytes < kShortestRing)) return plan;
@@ -127,15 +127,15 @@ struct RingFamily {
   }
 
   // All of the backward; false for rows that neither a ring nor tiles take.
-  static bool run(NormBackward a, const Device& device, void* stream, int& error, const RowChoice* told) {
-    const bool rings = told ? told->way == RowWay::ring : row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
+  static bool run(NormBackward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
+    const bool rings = requested ? requested->kernel == RowKernel::ring : row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     if constexpr (!kPast) {
       if (!rings && Tiles::run(a, device, stream, error)) return true;
     }
     const bool aligned = in_vectors<kSize>(a);
-    if (told && !(rings && aligned)) return false;
+    if (requested && !(rings && aligned)) return false;
     const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
-    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device, told);
+    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device, requested);
     if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     a.beside = kAdded && plan.cluster >= kBesideFrom && plan.cluster <= kMaxCluster;

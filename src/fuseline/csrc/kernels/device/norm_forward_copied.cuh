@@ -103,12 +103,13 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   return plan;
 }
 
-// As it is told; no warps: no block holds it.
-inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors, bool may_be_light, bool may_ring,
+// The requested layout; no warps: no block holds it.
+inline FetchedPlan plan_requested(const RowChoice& requested, int64_t vectors, int tensors, bool may_be_light, bool may_ring,
                              int most_warps, const Device& device) {
   FetchedPlan plan;
-  plan.cluster = told.cluster, plan.light = told.way == RowWay::light, plan.leaves = told.stages == 2, plan.ring = told.held;
-  const int warps = told.block / kWarp;
+  plan.cluster = requested.cluster, plan.light = requested.kernel == RowKernel::light;
+  plan.leaves = requested.stages == 2, plan.ring = requested.held;
+  const int warps = requested.block / kWarp;
   if (plan.cluster < 1 || plan.cluster > kMostBlocks || warps < 1 || warps > most_warps) return plan;
   const bool lightens = may_be_light && warps <= kMostLightWarps && warps * plan.cluster <= kWarp;
   if ((plan.light && !lightens) || (plan.ring && !may_ring)) return plan;
@@ -121,11 +122,11 @@ inline FetchedPlan plan_told(const RowChoice& told, int64_t vectors, int tensors
 }
 
 template <class T, bool kAdded, bool kMasked>
-bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error, const RowChoice* told) {
+bool run_fetched(NormForward a, int most, const Device& device, void* stream, int& error, const RowChoice* requested) {
   const bool as_masked = kMasked && (sizeof(T) == 2 || a.rows > device.processors);
   const RowChoice* choice = as_masked ? masked_choice(a.n * int64_t(sizeof(T)) / 2) : nullptr;
   if (!choice && !(kMasked && sizeof(T) == 2)) choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
-  if (!told && (!choice || choice->stages == 0)) return false;
+  if (!requested && (!choice || choice->stages == 0)) return false;
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
@@ -133,7 +134,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   constexpr int kTensors = kAdded ? 2 : 1;
   const int64_t vectors = a.n / kVector<T>;
   const FetchedPlan plan =
-      told ? plan_told(*told, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
+      requested ? plan_requested(*requested, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
            : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps,
                           device);
   if (plan.warps == 0) return false;
@@ -150,7 +151,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
     failed = resident_clusters(kernel, device, plan.warps * kWarp, plan.bytes, plan.cluster, count);
   }
   if (count == 0 && plan.cluster > kMaxCluster) {  // it grants no such clusters
-    return cudaGetLastError(), !told && run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error, nullptr);
+    return cudaGetLastError(), !requested && run_fetched<T, kAdded, kMasked>(a, kMaxCluster, device, stream, error, nullptr);
   }
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
@@ -162,20 +163,20 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
 
 template <class T, bool kAdded, bool kMasked>
 bool run_tiled(const NormForward& a, int offsets, const Device& device, void* stream, int& error) {
-  Tiling plan = plan_tiles<T>(a.rows, a.n, offsets, kAdded ? 2 : 1, device);
+  Tiling plan = plan_tiles(sizeof(T), a.rows, a.n, offsets, kAdded ? 2 : 1, device);
   if (plan.threads == 0) return false;
   if (kMasked) plan.bytes += size_t(divide_up(plan.rows * a.n, 8));
-  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, plan, device, stream, true);
+  error = launch_tiles(norm_forward_tiled<T, kFewTiled, kAdded, kMasked>, TiledNorm{a, plan.rows}, shape_of(plan), device, stream);
   return true;
 }
 
 template <class T, bool kAdded, bool kMasked = false>
-bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* told) {
+bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
   const bool few = a.rows <= kMostFewRows && a.n <= kLongestElements && a.n % kVector<T> != 0 &&
                    !row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (told ? told->way == RowWay::elements : few) {
-    error = run_elements<T, kAdded, kMasked>(a, told ? told->held : 0, device, stream);
+  if (requested ? requested->kernel == RowKernel::elements : few) {
+    error = run_elements<T, kAdded, kMasked>(a, requested ? requested->held : 0, device, stream);
     return true;
   }
   const int offset = offset_in_vector(a.x);
@@ -186,12 +187,12 @@ bool run_copied(const NormForward& a, const Device& device, void* stream, int& e
     offsets += offset;
   }
   const bool in_vectors = a.n % kVector<T> == 0 && offset == 0;
-  if (told && (!in_vectors || told->way == RowWay::tiles)) return false;
+  if (requested && (!in_vectors || requested->kernel == RowKernel::tiles)) return false;
   if (!in_vectors) return a.n <= kLongestNorm && run_tiled<T, kAdded, kMasked>(a, offsets, device, stream, error);
   for (const void* weights : {a.weight, a.bias, kMasked ? a.x_bias : nullptr}) {
     if (offset_in_vector(weights) != 0) return false;
   }
-  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error, told);
+  return run_fetched<T, kAdded, kMasked>(a, kMostBlocks, device, stream, error, requested);
 }
 
 }  // namespace fuseline

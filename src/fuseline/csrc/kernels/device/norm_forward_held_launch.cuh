@@ -188,34 +188,35 @@ inline HeldPlan plan_held_sum(int64_t rows, int64_t vectors, bool masked, bool i
   return plan;
 }
 
-// As it is told; no vectors held: there is no kernel for it. A block has as many rows as its threads hold.
+// The requested layout; no vectors held: there is no kernel for it. A block has as many rows as its threads hold.
 template <class T, bool kAdded, bool kMasked>
-HeldPlan plan_told(const RowChoice& told, int64_t rows, int64_t vectors, bool may_pack, const Device& device) {
+HeldPlan plan_requested(const RowChoice& requested, int64_t rows, int64_t vectors, bool may_pack, const Device& device) {
   HeldPlan plan;
-  const int64_t threads = divide_up(vectors, int64_t(told.held) * told.cluster);
-  if (told.held < 1 || told.held > kMostHeld || told.cluster < 1 || told.cluster > kMaxCluster || threads > kMostThreads) {
+  const int64_t threads = divide_up(vectors, int64_t(requested.held) * requested.cluster);
+  if (requested.held < 1 || requested.held > kMostHeld || requested.cluster < 1 || requested.cluster > kMaxCluster ||
+      threads > kMostThreads) {
     return plan;
   }
-  plan.cluster = told.cluster, plan.early = told.stages > 0, plan.packed = told.way == RowWay::packed;
+  plan.cluster = requested.cluster, plan.early = requested.stages > 0, plan.packed = requested.kernel == RowKernel::packed;
   if (plan.cluster == 1 && threads <= kWarp) {
-    if (plan.packed || (told.held == 3 && kAdded && !kMasked) || (told.held == 4 && kAdded)) return plan;
-    plan.held = told.held, plan.threads = int(threads);
-    share_warps(plan, rows, told.block, false, device);
+    if (plan.packed || (requested.held == 3 && kAdded && !kMasked) || (requested.held == 4 && kAdded)) return plan;
+    plan.held = requested.held, plan.threads = int(threads);
+    share_warps(plan, rows, requested.block, false, device);
     return plan;
   }
   plan.threads = int(divide_up(threads, kWarp)) * kWarp;
-  if (plan.cluster == 1) plan.beside = plan.rows = std::max(1, std::min(told.block, kMostThreads) / plan.threads);
+  if (plan.cluster == 1) plan.beside = plan.rows = std::max(1, std::min(requested.block, kMostThreads) / plan.threads);
   const bool large = plan.threads > kMostThreads / 2, half = std::is_same_v<T, __half>;
-  bool there = told.held < 3;
-  if (told.held == kMostHeld) {
+  bool there = requested.held < 3;
+  if (requested.held == kMostHeld) {
     there = plan.cluster > 1 ? large || (!kAdded && sizeof(T) == 2)
                              : !kAdded && (!plan.early || (!half && plan.threads * plan.beside <= kMostThreads / 2));
   }
   if (plan.packed) {
-    there = may_pack && told.held == kPackedVectors && plan.cluster == 1 && packs(plan.threads, vectors);
+    there = may_pack && requested.held == kPackedVectors && plan.cluster == 1 && packs(plan.threads, vectors);
     plan.beside = plan.rows = 1;
   }
-  if (there) plan.held = told.held;
+  if (there) plan.held = requested.held;
   return plan;
 }
 
@@ -264,11 +265,11 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
 }
 
 template <class T, bool kAdded, bool kMasked = false>
-bool run_held(NormForward a, const Device& device, void* stream, int& error, const RowChoice* told) {
+bool run_held(NormForward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   const bool masked = a.x_bias || a.dropout.seed;
   if (kAdded && masked != kMasked) return false;
   const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
-  if (kMasked && !told && measured.given && measured.choice.stages > 0) return false;  // the rings of norm_forward_added.cuh
+  if (kMasked && !requested && measured.given && measured.choice.stages > 0) return false;  // norm_forward_added.cuh has them
   bool aligned = a.n % kVector<T> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
@@ -279,9 +280,10 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error, con
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   if constexpr (sizeof(T) == 2 && !kAdded) {
-    if (!told && !measured.given && run_turns<T>(a, device, stream, error)) return true;
+    if (!requested && !measured.given && run_turns<T>(a, device, stream, error)) return true;
   }
-  const HeldPlan longest = told || measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
+  const HeldPlan longest =
+      requested || measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
   if (longest.held > 0) {
     const auto kernel = held_kernel<T, kAdded, kMasked>(longest);
     int count = 0;
@@ -293,7 +295,7 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error, con
     }
     cudaGetLastError();  // larger clusters than all devices have
   }
-  const HeldPlan plan = told     ? plan_told<T, kAdded, kMasked>(*told, a.rows, vectors, may_pack, device)
+  const HeldPlan plan = requested     ? plan_requested<T, kAdded, kMasked>(*requested, a.rows, vectors, may_pack, device)
                         : kAdded ? plan_held_sum(a.rows, vectors, kMasked, in_thirds(a, vectors), device)
                                  : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);
   if (plan.held == 0) return false;

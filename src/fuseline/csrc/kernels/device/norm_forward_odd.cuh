@@ -32,7 +32,7 @@ int64_t odd_vectors(int64_t n) {
 }
 
 template <class T, bool kAdded, bool kMasked>
-bool run_odd(NormForward a, const RowChoice& told, void* workspace, const Device& device, void* stream, int& error) {
+bool run_odd(NormForward a, const RowChoice& requested, void* workspace, const Device& device, void* stream, int& error) {
   constexpr int kTensors = kAdded ? 2 : 1;
   const void* const first = kAdded ? a.residual : a.x;
   const auto alike = [&](uintptr_t line) {
@@ -45,9 +45,9 @@ bool run_odd(NormForward a, const RowChoice& told, void* workspace, const Device
   if (!alike(16) || (a.dropout.seed && offset_in_vector(first) != 0)) return false;
   if (sizeof(T) == 2 && a.fp32_weights && (a.weight || a.bias || a.x_bias)) return false;
   const Lines lines{alike(128) ? 128 : 16, false};
-  const int64_t vectors = vectors_of<T>(a.n, lines);
+  const int64_t vectors = vectors_of(sizeof(T), a.n, lines);
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
-  const FetchedPlan plan = plan_told(told, vectors, kTensors, sizeof(T) == 2 && !kAdded, false, kMostWarps, device);
+  const FetchedPlan plan = plan_requested(requested, vectors, kTensors, sizeof(T) == 2 && !kAdded, false, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked, true>;
   if constexpr (sizeof(T) == 2 && !kAdded) {

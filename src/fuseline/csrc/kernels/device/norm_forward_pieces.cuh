@@ -244,11 +244,11 @@ __global__ void __launch_bounds__(kStayingThreads, 1) norm_forward_pieces(const 
 
 // The host's half. False for rows that it does not take.
 template <class T, bool kAdded, bool kMasked>
-bool run_staying(NormForward a, const Device& device, void* stream, int& error, const RowChoice* told) {
+bool run_staying(NormForward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   using Kind = StayingKind<T>;
   constexpr int kTensors = kAdded ? 2 : 1;
   constexpr int64_t kColumnsOfWarp = int64_t(kWarp) * kStayingColumns;
-  for (int cluster = told ? told->cluster : 2; cluster <= kMostBlocks; cluster *= 2) {  // as few blocks as hold a row
+  for (int cluster = requested ? requested->cluster : 2; cluster <= kMostBlocks; cluster *= 2) {  // as few blocks as hold a row
     const int warps = int(divide_up(divide_up(a.n, kColumnsOfWarp), cluster));
     if (warps > kStayingWarps) continue;
     StayingNorm given{a};

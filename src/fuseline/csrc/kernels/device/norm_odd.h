@@ -6,7 +6,7 @@
 
 namespace fuseline {
 
-bool norm_forward_odd(const NormForward& a, const RowChoice& told, void* workspace, int dtype, const Device& device,
+bool norm_forward_odd(const NormForward& a, const RowChoice& requested, void* workspace, int dtype, const Device& device,
                       void* stream, int& error);
 size_t norm_forward_odd_bytes(int64_t n, int dtype);
 

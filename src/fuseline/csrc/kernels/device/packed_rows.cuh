@@ -2,15 +2,11 @@
 // registers that fp32 takes, so that more blocks share a multiprocessor and more rows are on their way.
 #pragma once
 
+#include "../plans/packed.h"
 #include "group.cuh"
 #include "vector.cuh"
 
 namespace fuseline {
-
-constexpr int kPackedVectors = 4;  // of a thread
-
-// Whether threads enough for a row of `vectors` vectors have no more than their last outside of it.
-inline bool packs(int64_t threads, int64_t vectors) { return threads * (kPackedVectors - 1) <= vectors; }
 
 // Blocks that registers leave room for. Before sm_90 the same code takes a few more.
 constexpr int packed_blocks(int blocks) {

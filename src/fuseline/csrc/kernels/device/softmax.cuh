@@ -2,6 +2,7 @@
 // the division by the sum.
 #pragma once
 
+#include "../plans/softmax.h"
 #include "launch.cuh"
 #include "max_sum.cuh"
 
@@ -124,6 +125,6 @@ __device__ __forceinline__ void share_out(Group<MaxSum<T>, kOneWarp>& group, flo
 }
 
 // Rows in 16-byte steps under a mask that can be read so, or causal: softmax_masked.cu. False for others.
-bool run_softmax_masked(const SoftmaxForward& a, int dtype, const Device& device, void* stream, int& error);
+int run_softmax_masked(const SoftmaxForward& a, const SoftmaxPlan& plan, int dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

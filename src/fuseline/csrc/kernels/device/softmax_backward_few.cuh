@@ -79,8 +79,8 @@ auto few_backward_kernel(int held) -> void (*)(FewBackward) {
 }
 
 template <class T>
-auto few_backward_kernel(const FewRows& plan) -> void (*)(FewBackward) {
-  switch (meeting_of(plan)) {
+auto few_backward_kernel(const SoftmaxPlan& plan) -> void (*)(FewBackward) {
+  switch (meeting_of(plan.shape)) {
     case Meet::kOne:
       return few_backward_kernel<T, Meet::kOne>(plan.held);
     case Meet::kFour:

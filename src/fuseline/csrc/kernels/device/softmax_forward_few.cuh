@@ -130,8 +130,8 @@ auto few_forward_kernel(int held) -> void (*)(FewForward) {
 }
 
 template <class T>
-auto few_forward_kernel(const FewRows& plan) -> void (*)(FewForward) {
-  switch (meeting_of(plan)) {
+auto few_forward_kernel(const SoftmaxPlan& plan) -> void (*)(FewForward) {
+  switch (meeting_of(plan.shape)) {
     case Meet::kOne:
       return few_forward_kernel<T, Meet::kOne>(plan.held);
     case Meet::kFour:
@@ -143,20 +143,11 @@ auto few_forward_kernel(const FewRows& plan) -> void (*)(FewForward) {
   }
 }
 
-// False for rows that it does not take.
 template <class T>
-bool run_few(const SoftmaxForward& a, const Device& device, void* stream, int& error) {
-  if constexpr (sizeof(T) == 2) {
-    if (!(a.scale > 0)) return false;
-    const FewRows plan = plan_few_rows(a.rows, a.n / kVector<T>, true, device);
-    if (plan.held == 0) return false;
-    const FewForward few{static_cast<const uint4*>(a.x), static_cast<uint4*>(a.y), a.rows, int(a.n / kVector<T>), plan.cluster,
-                         a.scale * 1.4426950408889634f};
-    error = launch(few_forward_kernel<T>(plan), few, divide_up(a.rows, plan.beside) * plan.cluster,
-                   dim3(unsigned(plan.threads), unsigned(plan.beside)), 0, plan.cluster, stream, device.clusters);
-    return true;
-  }
-  return false;
+int run_few(const SoftmaxForward& a, const SoftmaxPlan& plan, const Device& device, void* stream) {
+  const FewForward few{static_cast<const uint4*>(a.x), static_cast<uint4*>(a.y), a.rows, int(a.n / kVector<T>),
+                       plan.shape.cluster, a.scale * 1.4426950408889634f};
+  return launch(few_forward_kernel<T>(plan), few, plan.shape, device, stream);
 }
 
 }  // namespace fuseline

@@ -52,25 +52,4 @@ __global__ void __launch_bounds__(kMostThreads, packed_blocks(kBlocks)) softmax_
   }
 }
 
-// ---- host ----
-
-// Rows a multiprocessor, for which registers leave room for three blocks: 512 x 16,384 elements in 13.1 us, by two in 13.6, in
-// fp32 in 14.7. Many rows read 0.983 by two there, 0.977 by three; of shorter ones the same.
-constexpr int64_t kFewPacked = 8;
-
-// False for rows that it does not take. Those that a warp can hold are its.
-template <class T>
-bool run_packed(const SoftmaxForward& a, const Device& device, void* stream, int& error) {
-  if constexpr (sizeof(T) == 2) {
-    const int64_t vectors = a.n / kVector<T>, each = divide_up(vectors, kPackedVectors);
-    const int64_t threads = divide_up(each, kWarp) * kWarp;
-    if (!(a.scale > 0) || each <= kWarp || threads > kMostThreads || !packs(threads, vectors)) return false;
-    const bool few = a.rows <= kFewPacked * device.processors;
-    const auto kernel = few ? softmax_forward_packed<T, 3> : softmax_forward_packed<T, 2>;
-    error = launch(kernel, a, a.rows, dim3(unsigned(threads)), 0, 1, stream, device.clusters);
-    return true;
-  }
-  return false;
-}
-
 }  // namespace fuseline

@@ -6,17 +6,11 @@
 // let them: one computes while another's row is on its way.
 #pragma once
 
+#include "../plans/waiting.h"
 #include "launch.cuh"
 #include "meeting.cuh"
 
 namespace fuseline {
-
-constexpr int kPiece = 4;                    // vectors of a piece that a thread takes
-constexpr int kPieceSlots = kPiece * kWarp;  // of a warp
-constexpr int kPieces = 8;                   // of a warp's part, at most
-constexpr int kMostBlocks = 16;              // of a row; more than 8 is more than sm_90 promises, and H100 grants
-constexpr int kPartSlots = kPieces * kPieceSlots;
-constexpr int kMostTogether = 8;             // rows of a block
 
 // Bytes (a multiple of 16, between multiples of 16) from HBM to shared memory; `barrier` counts them.
 __device__ __forceinline__ void copy_in(void* shared, const void* global, int bytes, uint64_t* barrier) {
@@ -243,109 +237,27 @@ struct Part {
   }
 };
 
-// How many threads of how many blocks share a row, 0 if none can hold it; slots of a warp's part, of each tensor.
-struct Waiting {
-  int cluster, threads, part;
-  size_t bytes;
-  int together = 1;  // rows of a block
-};
-
-constexpr int64_t kAnyBytes = INT64_MAX / 2;
-
-// Where the lines of rows begin in all of their tensors alike, and whether that is where rows begin.
-struct Lines {
-  int bytes;
-  bool whole;
-};
+inline int offset_in_line(const void* at) { return int(reinterpret_cast<uintptr_t>(at) % 128); }
 
 template <class T>
 Lines lines_of(int64_t n, const void* at, const void* other, const void* third) {
-  const auto place = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 128; };
-  const bool alike = place(at) == place(other) && place(at) == place(third);
-  const int bytes = alike ? 128 : 16;
-  return {bytes, n * int64_t(sizeof(T)) % bytes == 0 && place(at) % bytes == 0};
+  return lines_of(sizeof(T), n, offset_in_line(at), offset_in_line(other), offset_in_line(third));
 }
 
-// The 16-byte vectors of a row's lines, at most.
-template <class T>
-int64_t vectors_of(int64_t n, const Lines& lines) {
-  return lines.whole ? n / kVector<T> : divide_up(n + lines.bytes / int64_t(sizeof(T)) - 1, kVector<T>);
-}
-
-// For rows of n elements of `tensors` tensors; `room` is what a block has beside them. A row has as many blocks as
-// leave each no more than `most_bytes`, or twice that beyond kMaxCluster, so that other rows' fill the time it waits.
-template <class T>
-Waiting plan_waiting(int64_t rows, int64_t n, const Lines& lines, int tensors, size_t room, const Device& device,
-                     int64_t most_bytes = kAnyBytes) {
-  Waiting plan{1, 0, 0, 0};
-  if (!device.clusters) return plan;
-  const int64_t beside = int64_t(room) + 1024;  // the system's part
-  const int64_t vectors = vectors_of<T>(n, lines);
-  int64_t blocks = 0;  // of a multiprocessor
-  for (;; plan.cluster *= 2) {
-    const int64_t bytes = divide_up(vectors, plan.cluster) * 16 * tensors + 4096;
-    blocks = bytes > device.shared_a_block - int64_t(room) ? 0 : device.shared_a_processor / (bytes + beside);
-    const bool fine = bytes - 4096 <= (plan.cluster < kMaxCluster ? most_bytes : 2 * most_bytes);
-    if ((blocks >= 2 && fine) || plan.cluster == kMostBlocks) break;
-  }
-  // Few rows have more blocks each.
-  while (plan.cluster < kMaxCluster && rows * plan.cluster * 2 <= device.processors &&
-         vectors / plan.cluster >= 4 * kPieceSlots) {
-    plan.cluster *= 2;
-  }
-  if (blocks == 0) return plan;
-  const int64_t each = divide_up(vectors, plan.cluster);
-  const int64_t most = std::min<int64_t>(kMostThreads, 1024 / std::min<int64_t>(blocks, 8)) / kWarp;
-  const int64_t warps = std::max<int64_t>(2, std::min(most, divide_up(each, kPieceSlots)));
-  plan.part = int(divide_up(divide_up(vectors, plan.cluster * warps), 8) * 8);
-  plan.bytes = size_t(plan.part * warps * tensors * 16);
-  if (plan.part <= kPartSlots) plan.threads = int(warps * kWarp);
-  return plan;
-}
-
-// As it is told; no threads: no block holds it.
-template <class T>
-Waiting told_waiting(const RowChoice& told, int64_t n, const Lines& lines, int tensors, size_t room, const Device& device) {
-  Waiting plan{told.cluster, 0, 0, 0};
-  const int64_t warps = told.block / kWarp, vectors = vectors_of<T>(n, lines);
-  if (!device.clusters || told.cluster < 1 || told.cluster > kMostBlocks || warps < 1 || told.block > kMostThreads) return plan;
-  plan.part = int(divide_up(divide_up(vectors, told.cluster * warps), 8) * 8);
-  plan.bytes = size_t(plan.part * warps * tensors * 16);
-  if (plan.part <= kPartSlots && plan.bytes + room <= size_t(device.shared_a_block)) plan.threads = int(warps * kWarp);
-  return plan;
-}
-
-// The same for rows too short for a block each, which costs as much as 1 KB of them: several of a few warps each, whose
-// parts are five vectors a lane or less. 0 threads for longer rows.
-template <class T>
-Waiting plan_waiting_together(int64_t n, int tensors, const Device& device) {
-  Waiting plan{1, 0, 0, 0};
-  const int64_t vectors = divide_up(n + kVector<T> - 1, kVector<T>);
-  int warps = 1;
-  while (warps < kMostTogether && vectors > warps * 5 * kWarp) warps *= 2;
-  if (!device.clusters || vectors > warps * 5 * kWarp) return plan;
-  plan.together = kMostTogether / warps;
-  plan.part = int(divide_up(divide_up(vectors, warps), 8) * 8);
-  plan.bytes = size_t(plan.part * kMostTogether * tensors * 16);
-  plan.threads = kMostTogether * kWarp;
-  return plan;
-}
-
+// `fits` is false where the device does not hold such blocks; then nothing ran.
 template <class Arguments>
-int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const Waiting& plan, int64_t rows,
-                   const Device& device, void* stream, bool& fits, bool early = false) {
+int launch_waiting(void (*kernel)(Arguments), const Arguments& a, const LaunchShape& shape, const Device& device, void* stream,
+                   bool& fits) {
   int count = 0;
   cudaError_t error = cudaSuccess;
-  if (plan.cluster > kMaxCluster) {
+  if (shape.cluster > kMaxCluster) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  if (error == cudaSuccess) {
-    error = resident_clusters(kernel, device, plan.threads, plan.bytes, plan.cluster, count);
-  }
+  if (error == cudaSuccess) error = resident_clusters(kernel, device, shape.threads, shape.shared, shape.cluster, count);
   fits = error == cudaSuccess && count > 0;
-  if (error != cudaSuccess && plan.cluster > kMaxCluster) return cudaGetLastError(), 0;  // it grants no such clusters
+  if (error != cudaSuccess && shape.cluster > kMaxCluster) return cudaGetLastError(), 0;  // it grants no such clusters
   if (!fits) return int(error);
-  return launch(kernel, a, divide_up(rows, plan.together) * plan.cluster, dim3(plan.threads), plan.bytes, plan.cluster, stream, early);
+  return launch(kernel, a, shape, device, stream);
 }
 
 }  // namespace fuseline

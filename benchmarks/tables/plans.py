@@ -1,0 +1,41 @@
+"""Which kernels take which rows on an H200, asked of the plans that the launchers obey."""
+
+from __future__ import annotations
+
+import torch
+
+from fuseline.ops.plans import explain
+from tables.markdown import table
+
+GPU = "h200"
+LENGTHS = (64, 197, 512, 768, 1000, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 131072, 262144, 1048576)
+FEW_ROWS = 64
+MANY_ELEMENTS = 1 << 29
+
+
+def softmax() -> list[str]:
+    """Kernels of softmax by the length of a row."""
+    return _by_length("softmax", "softmax_", ("forward", "backward"))
+
+
+def cross_entropy() -> list[str]:
+    """Kernels of the loss by the number of classes."""
+    return _by_length("cross_entropy", "cross_entropy_", ("loss and gradient", "loss alone"))
+
+
+def _by_length(op: str, prefix: str, works: tuple[str, ...]) -> list[str]:
+    body = []
+    for length in LENGTHS:
+        cells = []
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows in (FEW_ROWS, MANY_ELEMENTS // length):
+                plans = explain(op, (rows, length), dtype, gpu=GPU).plans
+                cells.append(", ".join(dict.fromkeys(_short(plan.kernel, prefix) for plan in plans)))
+        body.append([f"{length:,}", *cells])
+    head = ["N", "bf16, 64 rows", "bf16, many rows", "fp32, 64 rows", "fp32, many rows"]
+    said = f"Kernels are `{prefix}...`; where {' and '.join(works)} differ, both stand in this order."
+    return [*table(head, body, left=5), "", f"{said} On an H200; many rows are 2^29 elements."]
+
+
+def _short(kernel: str, prefix: str) -> str:
+    return kernel.removeprefix(prefix).removeprefix("forward_").removeprefix("backward_")

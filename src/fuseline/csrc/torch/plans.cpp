@@ -1,0 +1,89 @@
+// Which kernel would take a problem on a GPU, as the launchers decide it (kernels/plans/), for any GPU and on any machine:
+// fuseline/ops/plans.py asks.
+
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#include "plans/cross_entropy.h"
+#include "plans/softmax.h"
+
+namespace fuseline::plans_op {
+namespace {
+
+// A kernel's name ("" where none takes the problem), the reason, and numbers: grid, threads that share a row in a block, rows
+// of a block, blocks that share a row, bytes of shared memory, and what is refused where the device does not hold such blocks.
+using Planned = std::tuple<std::string, std::string, std::vector<int64_t>>;
+
+Device device_of(at::IntArrayRef numbers) {
+    TORCH_CHECK_VALUE(numbers.size() == 5, "a plan's device has 5 numbers: multiprocessors, shared memory of a block and of a "
+                      "multiprocessor in bytes, clusters (0 or 1), products of warpgroups (0 or 1); not ", numbers.size(), ".");
+    Device device;
+    device.processors = int(numbers[0]), device.shared_a_block = int(numbers[1]), device.shared_a_processor = int(numbers[2]);
+    device.clusters = numbers[3] != 0, device.warpgroups = numbers[4] != 0;
+    return device;
+}
+
+void check(int64_t rows, int64_t n, int64_t element_size, int64_t refused) {
+    TORCH_CHECK_VALUE(rows > 0 && n > 0, "a plan is made for one row and one element at least, not ", rows, " rows of ", n, ".");
+    TORCH_CHECK_VALUE(element_size == 2 || element_size == 4, "kernels take elements of 2 or 4 bytes, not ", element_size, ".");
+    TORCH_CHECK_VALUE(refused >= 0 && refused <= 2, "refused is 0, 1 or 2, not ", refused, ".");
+}
+
+// `Plan`: one of kernels/plans.
+template <class Plan>
+Planned planned(const Plan& plan, const std::string& kernel) {
+    const LaunchShape& shape = plan.shape;
+    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
+    return {kernel, plan.reason,
+            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable)}};
+}
+
+int in_line(int64_t address) { return int(address % 128); }
+
+Planned softmax_forward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
+                        double scale, bool causal, bool masked, bool mask_vectors, int64_t refused) {
+    check(rows, n, element_size, refused);
+    TORCH_CHECK_VALUE(addresses.size() == 2, "softmax's forward has the addresses of x and y, not ", addresses.size(), ".");
+    const SoftmaxForwardProblem problem{int(element_size), rows,   n,      in_line(addresses[0]), in_line(addresses[1]),
+                                        float(scale),      causal, masked, mask_vectors};
+    const SoftmaxPlan plan = plan_softmax_forward(problem, device_of(device), Refused(refused));
+    return planned(plan, plan.kernel == SoftmaxKernel::masked ? "softmax_masked_rows"
+                                                              : std::string("softmax_forward_") + name_of(plan.kernel));
+}
+
+Planned softmax_backward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
+                         int64_t refused) {
+    check(rows, n, element_size, refused);
+    TORCH_CHECK_VALUE(addresses.size() == 3, "softmax's backward has the addresses of grad_out, y and grad_x, not ",
+                      addresses.size(), ".");
+    const SoftmaxBackwardProblem problem{int(element_size),     rows, n, in_line(addresses[0]), in_line(addresses[1]),
+                                         in_line(addresses[2])};
+    const SoftmaxPlan plan = plan_softmax_backward(problem, device_of(device), Refused(refused));
+    return planned(plan, std::string("softmax_backward_") + name_of(plan.kernel));
+}
+
+// `grad`: the gradient is written together with the loss. `plain`: without cap, label smoothing and class weights.
+Planned cross_entropy(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
+                      bool grad, bool plain, int64_t refused) {
+    check(rows, n, element_size, refused);
+    TORCH_CHECK_VALUE(addresses.size() == 2, "cross_entropy has the addresses of logits and grad, not ", addresses.size(), ".");
+    const CrossEntropyProblem problem{int(element_size), rows, n, n, in_line(addresses[0]), grad ? in_line(addresses[1]) : 0,
+                                      grad,              plain};
+    const CrossEntropyPlan plan = plan_cross_entropy(problem, device_of(device), Refused(refused));
+    return planned(plan, name_of(plan.kernel));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("plan_softmax_forward(int[] device, int rows, int n, int element_size, int[] addresses, float scale, bool causal, "
+          "bool masked, bool mask_vectors, int refused) -> (str, str, int[])", softmax_forward);
+    m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, int refused) -> "
+          "(str, str, int[])", softmax_backward);
+    m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
+          "int refused) -> (str, str, int[])", cross_entropy);
+}
+
+}  // namespace fuseline::plans_op

@@ -1,0 +1,244 @@
+"""Which kernel takes a problem, and why: the answer of the functions that the launchers obey themselves.
+
+    print(fuseline.ops.explain("softmax", (64, 1024), torch.bfloat16, gpu="h200"))
+
+For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and the device. A
+launcher launches what it says, and `explain` asks the same function, compiled into `libfuseline_torch.so`, so
+that no GPU is needed and any GPU can be asked for. Attention has a picker instead: `fuseline.picker.explain`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuseline import native
+from fuseline.errors import InputError, unknown_name
+from fuseline.ops.op import DTYPES
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What plans know of a GPU. Shared memory is in bytes: what a block may ask for, and what all blocks of a
+    multiprocessor share."""
+
+    name: str
+    processors: int
+    shared_per_block: int
+    shared_per_processor: int
+    clusters: bool
+    warpgroups: bool
+
+    def numbers(self) -> list[int]:
+        """In the order of `device_of` in csrc/torch/plans.cpp."""
+        shared = [self.shared_per_block, self.shared_per_processor]
+        return [self.processors, *shared, int(self.clusters), int(self.warpgroups)]
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100", 108, 166912, 167936, clusters=False, warpgroups=False),
+        Gpu("l40s", 142, 101376, 102400, clusters=False, warpgroups=False),
+        Gpu("h100", 132, 232448, 233472, clusters=True, warpgroups=True),
+        Gpu("h200", 132, 232448, 233472, clusters=True, warpgroups=True),
+        Gpu("b200", 148, 232448, 233472, clusters=True, warpgroups=False),
+    )
+}
+"""GPUs that can be asked for by name, on any machine."""
+
+GRANTED_CLUSTER = 8
+"""Blocks of a cluster that every GPU with clusters grants; of larger ones the launcher asks first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch: which kernel, why, and how its threads are laid out."""
+
+    work: str
+    """What the launch computes, such as "forward"."""
+    kernel: str
+    """The name that profilers show; empty where no kernel takes the problem."""
+    reason: str
+    blocks: int = 0
+    threads_per_row: int = 0
+    """In one block."""
+    rows_per_block: int = 0
+    """At a time."""
+    blocks_per_row: int = 0
+    shared_bytes: int = 0
+    """Dynamic shared memory of a block."""
+    fallback: Plan | None = None
+    """What runs where the GPU does not grant such clusters of blocks."""
+
+    @property
+    def layout(self) -> str:
+        """How the threads are laid out, in words."""
+        threads = self.threads_per_row * self.blocks_per_row
+        parts = [_count(self.blocks, "block"), f"{_count(threads, 'thread')} a row"]
+        if self.blocks_per_row > 1:
+            parts[-1] += f" in a cluster of {self.blocks_per_row} blocks"
+        if self.rows_per_block > 1:
+            parts.append(f"{self.rows_per_block} rows a block")
+        if self.shared_bytes:
+            parts.append(f"{self.shared_bytes:,} bytes of shared memory a block")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        if not self.kernel:
+            return f"{self.work}: {self.reason}"
+        lines = [f"{self.work}: {self.kernel}", f"  because {self.reason}", f"  {self.layout}"]
+        if self.fallback:
+            other = f"{self.fallback.kernel}, {self.fallback.layout}"
+            lines.append(f"  where the GPU grants no cluster of {self.blocks_per_row}: {other}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run for one problem of an op on one GPU."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gpu: Gpu
+    plans: tuple[Plan, ...]
+
+    def __str__(self) -> str:
+        shape, dtype = list(self.shape), str(self.dtype).removeprefix("torch.")
+        head = f"{self.op} of {shape} in {dtype} on {self.gpu.name}"
+        return "\n".join([head, *map(str, self.plans)])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a contiguous tensor, and where its first element stands."""
+
+    count: int
+    length: int
+    itemsize: int
+    address: int
+    gpu: Gpu
+
+    @property
+    def arguments(self) -> tuple[list[int], int, int, int]:
+        """The first arguments of every plan in csrc/torch/plans.cpp."""
+        return self.gpu.numbers(), self.count, self.length, self.itemsize
+
+
+def explain(
+    op: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    gpu: str | Gpu | None = None,
+    address: int = 0,
+    **options: float,
+) -> Explanation:
+    """Which kernels take `op` over the last dimension of a contiguous tensor, and why.
+
+    Args:
+        op: "softmax" or "cross_entropy".
+        shape: of the input, [..., N].
+        dtype: float32, float16 or bfloat16.
+        gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
+        address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
+        options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
+            (there are class weights), `label_smoothing` and `soft_cap`.
+
+    Raises InputError for an op without plans, for an option that it does not have, for a shape without
+    elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
+    is missing.
+    """
+    if op not in PLANNED:
+        raise InputError(
+            f"{unknown_name('op with plans', op, PLANNED)} The tables of docs/kernels.md say how the others "
+            "choose; fuseline.picker.explain says it of attention."
+        )
+    for name in options:
+        known = list(inspect.signature(PLANNED[op]).parameters)[1:]
+        if name not in known:
+            raise unknown_name(f"option of {op}", name, known)
+    shape = tuple(shape)
+    if not shape or min(shape) < 1:
+        raise InputError(f"shape is {list(shape)}; give one size of 1 or more for each dimension.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype}; kernels take {', '.join(map(str, DTYPES))}.")
+    if address < 0 or address % dtype.itemsize:
+        raise InputError(f"address is {address}; elements of {dtype} stand at multiples of {dtype.itemsize}.")
+    if not native.ready("cpu"):
+        raise InputError("The native core is missing, which decides. `fuseline doctor` says why.")
+    on = _resolved(gpu)
+    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype.itemsize, address, on)
+    return Explanation(op, shape, dtype, on, PLANNED[op](rows, **options))
+
+
+def _resolved(gpu: str | Gpu | None) -> Gpu:
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu is not None:
+        if gpu not in GPUS:
+            raise unknown_name("GPU", gpu, GPUS)
+        return GPUS[gpu]
+    if not torch.cuda.is_available():
+        raise InputError(f"There is no GPU here; name one: {', '.join(GPUS)}.")
+    found = torch.cuda.get_device_properties()
+    return Gpu(
+        found.name,
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        found.shared_memory_per_multiprocessor,
+        clusters=found.major >= 9,
+        warpgroups=(found.major, found.minor) == (9, 0),
+    )
+
+
+def _softmax(rows: _Rows, causal: bool = False, masked: bool = False, scale: float = 1.0) -> tuple[Plan, ...]:
+    def forward(refused: int) -> _Planned:
+        mask_in_vectors = rows.length * rows.itemsize % 16 == 0
+        options = (scale, bool(causal), bool(masked), mask_in_vectors)
+        return torch.ops.fuseline.plan_softmax_forward(*rows.arguments, [rows.address] * 2, *options, refused)
+
+    def backward(refused: int) -> _Planned:
+        return torch.ops.fuseline.plan_softmax_backward(*rows.arguments, [rows.address] * 3, refused)
+
+    return _plan("forward", forward), _plan("backward", backward)
+
+
+def _cross_entropy(
+    rows: _Rows, weight: bool = False, label_smoothing: float = 0.0, soft_cap: float = 0.0
+) -> tuple[Plan, ...]:
+    plain = not weight and label_smoothing == 0 and soft_cap == 0
+
+    def with_gradient(grad: bool) -> Callable[[int], _Planned]:
+        return lambda refused: torch.ops.fuseline.plan_cross_entropy(
+            *rows.arguments, [rows.address] * 2, grad, plain, refused
+        )
+
+    return (
+        _plan("loss and gradient", with_gradient(True)),
+        _plan("loss alone", with_gradient(False)),
+    )
+
+
+PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {"softmax": _softmax, "cross_entropy": _cross_entropy}
+"""The ops that `explain` knows; each takes the rows and the op's own options."""
+
+_Planned = tuple[str, str, list[int]]
+
+
+def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
+    kernel, reason, numbers = ask(refused)
+    if not kernel:
+        return Plan(work, kernel, reason)
+    blocks, threads, rows, cluster, shared, refusable = numbers
+    fallback = _plan(work, ask, refusable) if cluster > GRANTED_CLUSTER else None
+    return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, fallback)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,176 @@
+"""Plans: which kernel takes a problem on made-up and real GPUs, without one here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fuseline import native, ops
+from fuseline.errors import InputError
+from fuseline.ops.plans import GPUS, PLANNED, Plan, explain
+
+pytestmark = pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing")
+
+
+def both(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, gpu: str = "h200", **options
+) -> list[str]:
+    return [plan.kernel for plan in explain("softmax", shape, dtype, gpu=gpu, **options).plans]
+
+
+@pytest.mark.parametrize(
+    "shape, gpu, forward, backward",
+    [
+        ((64, 1024), "h200", "softmax_forward_few", "softmax_backward_few"),
+        ((131072, 4096), "h200", "softmax_forward_packed", "softmax_backward_rows"),
+        ((100000, 197), "h200", "softmax_forward_tiled", "softmax_backward_tiled"),
+        ((100000, 197), "a100", "softmax_forward_rows", "softmax_backward_rows"),
+        ((50000, 1000), "h200", "softmax_forward_tiled_vectors", "softmax_backward_tiled_vectors"),
+        ((8192, 50257), "h200", "softmax_forward_waiting", "softmax_backward_waiting"),
+        ((8192, 50257), "a100", "softmax_forward_streamed", "softmax_backward_streamed"),
+    ],
+)
+def test_known_problems_get_the_kernels_that_they_are_known_for(shape, gpu, forward, backward) -> None:
+    assert both(shape, gpu=gpu) == [forward, backward]
+
+
+def test_what_the_op_is_asked_for_decides_with_the_shape() -> None:
+    assert both((4, 12, 128, 128), causal=True)[0] == "softmax_masked_rows"
+    assert both((4, 12, 128, 128), masked=True)[0] == "softmax_masked_rows"
+    assert both((4, 12, 127, 127), masked=True)[0] == "softmax_forward_rows", "its mask is not aligned"
+    assert both((131072, 4096), scale=-1.0)[0] == "softmax_forward_rows", "packed rows need a positive scale"
+    assert both((131072, 4096), torch.float32)[0] == "softmax_forward_rows", "packed rows have 16 bits"
+    assert both((131072, 4096), address=2) != both((131072, 4096))
+
+
+@pytest.mark.parametrize(
+    "shape, options, with_gradient, alone",
+    [
+        ((8192, 1000), {}, "cross_entropy_short", "cross_entropy_short"),
+        ((8192, 1000), {"label_smoothing": 0.1}, "cross_entropy_rows", "cross_entropy_rows"),
+        ((8192, 50257), {}, "cross_entropy_waiting", "cross_entropy_passing"),
+        ((8192, 50257), {"weight": True}, "cross_entropy_waiting", "cross_entropy_waiting"),
+        ((100, 50257), {}, "cross_entropy_waiting", "cross_entropy_waiting"),
+        ((8, 2000000), {"soft_cap": 30.0}, "cross_entropy_streamed", "cross_entropy_streamed"),
+    ],
+)
+def test_cross_entropy_goes_by_what_is_wanted_of_a_row(shape, options, with_gradient, alone) -> None:
+    plans = explain("cross_entropy", shape, gpu="h200", **options).plans
+    assert [plan.kernel for plan in plans] == [with_gradient, alone]
+
+
+OPTIONS = {
+    "softmax": {
+        "causal": [False, False, True],
+        "masked": [False, False, True],
+        "scale": [1.0, 0.125, -1.0, 0.0],
+    },
+    "cross_entropy": {"weight": [False, False, True], "soft_cap": [0.0, 0.0, 30.0]},
+}
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_every_problem_has_a_kernel_that_the_gpu_can_launch(op) -> None:
+    draw = random.Random(op)
+    made_up = replace(
+        GPUS["h200"], name="small", processors=7, shared_per_block=101376, shared_per_processor=102400
+    )
+    for _ in range(2000):
+        n = int(2 ** draw.uniform(0, 21))
+        gpu = draw.choice([*GPUS.values(), made_up])
+        dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16])
+        options = {name: draw.choice(values) for name, values in OPTIONS[op].items()}
+        rows = int(2 ** draw.uniform(0, 34 - n.bit_length()))
+        at = draw.choice([0, 0, 4, 16])
+        for plan in explain(op, (rows, n), dtype, gpu=gpu, address=at, **options).plans:
+            _can_be_launched(plan, gpu, rows)
+
+
+def _can_be_launched(plan: Plan, gpu, rows: int) -> None:
+    assert plan.kernel
+    assert plan.reason
+    assert 1 <= plan.threads_per_row * plan.rows_per_block <= 512
+    assert plan.shared_bytes <= gpu.shared_per_block
+    assert plan.blocks_per_row <= (16 if gpu.clusters else 1)
+    assert plan.blocks % plan.blocks_per_row == 0
+    if "waiting" not in plan.kernel and "tiled" not in plan.kernel:
+        assert plan.blocks == -(-rows // plan.rows_per_block) * plan.blocks_per_row, "each row has its blocks"
+    assert (plan.fallback is not None) == (plan.blocks_per_row > 8)
+    if plan.fallback is not None:
+        _can_be_launched(plan.fallback, gpu, rows)
+
+
+def test_a_cluster_that_a_gpu_may_refuse_has_a_fallback() -> None:
+    (plan, _) = explain("softmax", (3000, 300000), torch.float32, gpu="h100").plans
+    assert plan.blocks_per_row == 16
+    assert plan.fallback is not None
+    assert plan.fallback.kernel == "softmax_forward_streamed"
+    assert "where the GPU grants no cluster of 16: softmax_forward_streamed" in str(plan)
+
+
+def test_an_explanation_reads_well() -> None:
+    assert str(ops.explain("softmax", (8192, 50257), gpu="h200")).splitlines()[:4] == [
+        "softmax of [8192, 50257] in bfloat16 on h200",
+        "forward: softmax_forward_waiting",
+        "  because the table of measured layouts has the row wait in shared memory",
+        "  16,384 blocks, 704 threads a row in a cluster of 2 blocks, 50,688 bytes of shared memory a block",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, options, said",
+    [
+        (("softmacks", (4, 4)), {}, "Did you mean 'softmax'"),
+        (("softmax", ()), {}, "one size of 1 or more"),
+        (("softmax", (4, 0)), {}, "one size of 1 or more"),
+        (("softmax", (4, 4), torch.float64), {}, "kernels take torch.float32"),
+        (("softmax", (4, 4)), {"gpu": "h300"}, "Did you mean 'h"),
+        (("softmax", (4, 4)), {"address": 3}, "stand at multiples of 2"),
+        (("softmax", (4, 4)), {"soft_cap": 3.0}, "There is no option of softmax named 'soft_cap'"),
+        (("cross_entropy", (4, 4)), {"weights": True}, "Did you mean 'weight'"),
+    ],
+)
+def test_mistakes_are_named(arguments, options, said) -> None:
+    with pytest.raises(InputError, match=said):
+        explain(*arguments, **{"gpu": "h200", **options})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_one_has_to_be_named() -> None:
+    with pytest.raises(InputError, match="There is no GPU here; name one: a100"):
+        explain("softmax", (4, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(64, 1024), (40000, 4096), (20000, 197), (20000, 1000), (2048, 50257), (300, 300000)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_softmax_that_is_explained_is_the_one_that_runs(shape, dtype) -> None:
+    x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+    grad = torch.randn_like(x)
+    ops.softmax(x).backward(grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.softmax(x).backward(grad)
+        torch.cuda.synchronize()
+    ran = [event.name for event in profile.events()]
+    for plan in explain("softmax", shape, dtype).plans:
+        names = {plan.kernel, plan.fallback.kernel if plan.fallback else plan.kernel}
+        assert any(f"{name}<" in kernel for name in names for kernel in ran), (plan, ran)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 1000), (4096, 197), (8192, 50257), (100, 50257), (8, 2000000)])
+def test_the_loss_that_is_explained_is_the_one_that_runs(shape) -> None:
+    logits = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(shape[1], shape[:1], device="cuda")
+    ops.cross_entropy(logits, target)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.cross_entropy(logits, target)
+        torch.cuda.synchronize()
+    ran = [event.name for event in profile.events()]
+    (_, alone) = explain("cross_entropy", shape).plans
+    assert any(f"{alone.kernel}<" in kernel for kernel in ran), (alone, ran)
