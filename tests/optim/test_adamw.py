@@ -152,6 +152,24 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(state: str) -> None:
     assert torch.equal(weights(net), weights(resumed))
 
 
+@pytest.mark.parametrize("state", ["fp32", *COMPACT])
+def test_a_state_set_to_zero_is_a_fresh_one(state: str) -> None:
+    """The warm-up of a recorded step makes the state and sets it to zero."""
+    fresh, warmed = nn.Parameter(torch.randn(100, 50)), nn.Parameter(torch.zeros(100, 50))
+    optimizers = [CompactAdamW([parameter], state=state) for parameter in (fresh, warmed)]
+    warmed.grad = torch.randn(100, 50)
+    optimizers[1].step()
+    with torch.no_grad():
+        warmed.copy_(fresh)
+        for tensor in optimizers[1].state[warmed].values():
+            tensor.zero_()
+    for _ in range(3):
+        for parameter, optimizer in zip((fresh, warmed), optimizers, strict=True):
+            parameter.grad = parameter.detach().sin()
+            optimizer.step()
+    assert torch.equal(fresh, warmed)
+
+
 def test_16_bit_weights_learn_with_stochastic_rounding() -> None:
     """Changes of 1e-5 on weights of 1, whose spacing is 0.0078: rounded to the nearest all are lost."""
     moved = {}
@@ -166,6 +184,14 @@ def test_16_bit_weights_learn_with_stochastic_rounding() -> None:
         moved[stochastic] = 1 - parameter.detach().double().mean().item()
     assert moved[False] == 0
     assert moved[True] == pytest.approx(50 * 1e-5, rel=0.1)
+
+
+def test_moments_of_16_bit_weights_are_in_fp32_if_asked_for() -> None:
+    net = model(torch.bfloat16)
+    optimizer = CompactAdamW(net.parameters(), state="fp32", stochastic_rounding=True)
+    net(torch.randn(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert {optimizer.state[p]["exp_avg"].dtype for p in net.parameters()} == {torch.float32}
 
 
 def test_parameters_that_are_not_contiguous() -> None:

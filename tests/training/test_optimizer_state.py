@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def test_the_documents_figures(name: str) -> None:
     figures = [parameters]
     for state in ("fp32", "bf16", "8bit"):
         expected = expected_state(make_optimizer(model, lr=1e-3, state=state, fused=False))
-        moments = sum(count * dtype.itemsize for kept in expected for count, dtype in kept.values())
+        moments = sum(
+            math.prod(shape) * dtype.itemsize for kept in expected for shape, dtype in kept.values()
+        )
         figures.append(round((moments + 8 * parameters) / 2**20))
     line = " | ".join((f"| `{name}`", *(f"{figure:,}" for figure in figures)))
     assert line + " |" in (Path(__file__).parents[2] / "docs" / "training.md").read_text()

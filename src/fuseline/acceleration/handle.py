@@ -175,10 +175,10 @@ class Acceleration:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
         On a GPU the whole step is recorded as one CUDA graph for each set of shapes; see `TrainingStep` for
-        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that;
-        its learning rates become tensors, which schedulers and whoever sets `group["lr"]` change as before.
-        Sites are proved and timed anew on the first batch, under this precision.
-        """
+        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that,
+        or `fuseline.optim.CompactAdamW`; its learning rates become tensors, which schedulers and whoever sets
+        `group["lr"]` change as before. Sites are proved and timed anew on the first batch, under this
+        precision."""
         return TrainingStep(
             self.model,
             self._prepare,

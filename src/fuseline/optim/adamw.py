@@ -16,11 +16,12 @@ from torch.optim.adamw import adamw
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.optim import rounding
-from fuseline.optim.moments import BFloat16, EightBits, Moments
+from fuseline.optim.moments import BFloat16, EightBits, Float32, Kept, Moments
 
-WAYS: dict[str, Moments | None] = {"fp32": None, "bf16": BFloat16(), "8bit": EightBits()}
+WAYS: dict[str, Moments] = {"fp32": Float32(), "bf16": BFloat16(), "8bit": EightBits()}
 LEAST_ELEMENTS = 4096
 """Parameters with fewer elements keep fp32 moments: they take no memory to speak of."""
+_FULL = (torch.float32, torch.float64)  # of 16-bit weights torch would keep 16-bit moments
 STRETCH = 1 << 22
 """Elements that are updated at a time: temporaries stay at some hundred MiB, whatever a parameter's size."""
 _WEIGHTS = 1  # the stream of draws that rounds weights; moments have the other
@@ -30,15 +31,16 @@ class CompactAdamW(torch.optim.Optimizer):
     """AdamW over parameters of floating dtype, its moments kept in `state`: "fp32", "bf16" or "8bit".
 
     A group may have a `state` of its own. 16 and 8 bits hold for parameters of at least 4,096 elements;
-    smaller ones keep fp32 moments and are updated by torch's AdamW, to the bit. Bytes of state an element: 8
-    in fp32, 4 in bf16, 2 and 1/32 in 8 bits (two codes, two fp32 magnitudes a block of 256).
+    smaller ones keep fp32 moments. Where weights and moments are fp32, torch's AdamW does the update, to the
+    bit. Bytes of state an element: 8 in fp32, 4 in bf16, 2 and 1/32 in 8 bits (two codes, two fp32 magnitudes
+    a block of 256).
 
     Args:
         lr: learning rate, a number or a tensor on the device.
         stochastic_rounding: round bf16 weights stochastically; without it updates below half of a weight's
             spacing are lost. Weights of other dtypes are rounded to the nearest.
         capturable: fit for a CUDA graph: `lr` is read from its tensor on the device.
-        fused: of parameters with fp32 moments: as torch's AdamW has it.
+        fused: as torch's AdamW has it, which it is for; None: on CUDA devices.
 
     Raises:
         InputError: an unknown `state`, or a parameter that is not of floating dtype.
@@ -127,7 +129,7 @@ class CompactAdamW(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=group["fused"],
+            fused=parameters[0].is_cuda if group["fused"] is None else group["fused"],
             capturable=group["capturable"],
             amsgrad=False,
             beta1=beta1,
@@ -139,12 +141,12 @@ class CompactAdamW(torch.optim.Optimizer):
         )
 
 
-def kept(state: str, parameter: torch.Tensor) -> dict[str, tuple[int, torch.dtype]]:
-    """The tensors in a parameter's state of that kind, by name: count and dtype."""
+def kept(state: str, parameter: torch.Tensor) -> Kept:
+    """The tensors in a parameter's state of that kind, once a step was taken."""
     way = _way(state, parameter)
-    step = {"step": (1, torch.float32)}
+    step: Kept = {"step": ((), torch.float32)}
     if way is None:
-        return {**step, **dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.numel(), parameter.dtype))}
+        return {**step, **dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, parameter.dtype))}
     return {**step, **way.kept(parameter.numel())}
 
 
@@ -160,7 +162,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _way(state: str, parameter: torch.Tensor) -> Moments | None:
     """How a parameter's moments are kept; None: as torch keeps them, which then updates it, too."""
-    return WAYS[state] if parameter.numel() >= LEAST_ELEMENTS else None
+    way = WAYS[state if parameter.numel() >= LEAST_ELEMENTS else "fp32"]
+    return None if isinstance(way, Float32) and parameter.dtype in _FULL else way
 
 
 def _fresh(way: Moments | None, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,14 +12,16 @@ import torch
 from fuseline.optim import blockwise, rounding
 
 State = dict[str, torch.Tensor]
+Kept = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Tensors by name: shape and dtype."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 
 class Moments(ABC):
-    """One way. `kept(numel)` are the tensors that a parameter's state has in it, by name: count and dtype."""
+    """One way. `kept(numel)` are the tensors that the state of a parameter of so many elements has in it."""
 
     @abstractmethod
-    def kept(self, numel: int) -> dict[str, tuple[int, torch.dtype]]: ...
+    def kept(self, numel: int) -> Kept: ...
 
     @abstractmethod
     def read(self, state: State, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,17 +37,33 @@ class Moments(ABC):
     def empty(self, parameter: torch.Tensor) -> State:
         """The state of moments that are zero."""
         return {
-            name: torch.zeros(count, dtype=dtype, device=parameter.device)
-            for name, (count, dtype) in self.kept(parameter.numel()).items()
+            name: torch.zeros(shape, dtype=dtype, device=parameter.device)
+            for name, (shape, dtype) in self.kept(parameter.numel()).items()
         }
+
+
+class Float32(Moments):
+    """In full."""
+
+    def kept(self, numel: int) -> Kept:
+        return dict.fromkeys((FIRST, SECOND), ((numel,), torch.float32))
+
+    def read(self, state: State, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return state[FIRST][start:stop].clone(), state[SECOND][start:stop].clone()
+
+    def write(
+        self, state: State, start: int, first: torch.Tensor, second: torch.Tensor, drawn: torch.Tensor
+    ) -> None:
+        stop = start + first.numel()
+        state[FIRST][start:stop], state[SECOND][start:stop] = first, second
 
 
 class BFloat16(Moments):
     """The first moment rounded to the nearest; the second, of which a step changes less than bf16's spacing,
     stochastically."""
 
-    def kept(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
-        return dict.fromkeys((FIRST, SECOND), (numel, torch.bfloat16))
+    def kept(self, numel: int) -> Kept:
+        return dict.fromkeys((FIRST, SECOND), ((numel,), torch.bfloat16))
 
     def read(self, state: State, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         return state[FIRST][start:stop].float(), state[SECOND][start:stop].float()
@@ -65,12 +83,11 @@ class EightBits(Moments):
 
     _FIRST_LARGEST, _SECOND_LARGEST = "exp_avg_absmax", "exp_avg_sq_absmax"
 
-    def kept(self, numel: int) -> dict[str, tuple[int, torch.dtype]]:
+    def kept(self, numel: int) -> Kept:
+        largest = (blockwise.blocks(numel),), torch.float32
         return {
-            **dict.fromkeys((FIRST, SECOND), (numel, torch.uint8)),
-            **dict.fromkeys(
-                (self._FIRST_LARGEST, self._SECOND_LARGEST), (blockwise.blocks(numel), torch.float32)
-            ),
+            **dict.fromkeys((FIRST, SECOND), ((numel,), torch.uint8)),
+            **dict.fromkeys((self._FIRST_LARGEST, self._SECOND_LARGEST), largest),
         }
 
     def read(self, state: State, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,7 @@ class TrainConfig:
     grad_clip: float = described(1.0, "largest gradient norm; 0 does not clip")
 
     optimizer_state: str = described("fp32", "how AdamW keeps its moments: fp32, bf16 or 8bit")
+    arena: bool = described(False, "all weights, and all of AdamW's moments, in one stretch of memory each")
     precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
     execution: str = described(
         "auto",
@@ -123,6 +124,7 @@ FREE_ON_RESUME = frozenset(
     {
         "steps",
         "minutes",
+        "arena",
         "execution",
         "deterministic",
         "log_interval",

@@ -13,6 +13,7 @@ from fuseline.errors import InputError
 from fuseline.nn import Embedding
 from fuseline.optim import CompactAdamW
 from fuseline.optim.adamw import kept
+from fuseline.optim.moments import Kept
 
 EMBEDDINGS = (nn.Embedding, Embedding)
 
@@ -39,7 +40,7 @@ def make_optimizer(
             read at each replay.
         state: "fp32", "bf16" or "8bit": how the moments are kept (`CompactAdamW`). With "8bit" those of
             embeddings stay in fp32: their gradients are mostly zeros, with few large ones among them.
-        stochastic_rounding: of bf16 weights, with a `state` that is not "fp32".
+        stochastic_rounding: round bf16 weights stochastically; moments are fp32 then, or as `state` says.
 
     Raises:
         InputError: the model has no trainable parameter, or `fused`/`capturable` cannot be had here.
@@ -64,7 +65,7 @@ def make_optimizer(
         "fused": True if (can_fuse if fused is None else fused) else None,
         "capturable": capturable,
     }
-    if state == "fp32":
+    if state == "fp32" and not stochastic_rounding:
         return torch.optim.AdamW([group for group in groups if group["params"]], **shared)
     if state == "8bit":
         tables = {id(m.weight) for m in model.modules() if isinstance(m, EMBEDDINGS)}
@@ -92,8 +93,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any
     return state
 
 
-def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int, torch.dtype]]]:
-    """What AdamW's state of each parameter has after a step: count and dtype of each tensor, by name."""
+def expected_state(optimizer: torch.optim.Optimizer) -> list[Kept]:
+    """What AdamW's state of each parameter has after a step: shape and dtype of each tensor, by name."""
     return [
         kept(group.get("state", "fp32"), parameter)
         for group in optimizer.param_groups
@@ -104,10 +105,22 @@ def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Take over moments and step counts saved by `optimizer_state`, keeping this optimizer's own groups.
 
-    Must come before the first step of a captured graph: the tensors are replaced, not filled.
+    Moments that the optimizer has already are filled in place, else they are new tensors, which must come
+    before the first step of a captured graph.
     """
+    if optimizer.state:
+        _fill(optimizer, state)
+        return
     groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+@torch.no_grad()
+def _fill(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in enumerate(parameters):
+        for name, own in optimizer.state[parameter].items():
+            own.copy_(torch.as_tensor(state[number][name])) if number in state else own.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def _check_moments(optimizer: torch.optim.Optimizer, saved: Checkpoint, place: P
         state = saved.optimizer.get(number)
         if state is None and (saved.step == 0 or not saved.optimizer):
             continue
-        for name, (count, dtype) in wanted.items():
+        for name, (shape, dtype) in wanted.items():
+            count = math.prod(shape)
             moment = None if state is None else state.get(name)
             if isinstance(moment, torch.Tensor):
                 # torch's AdamW casts what it loads; here other moments would be taken for codes.

@@ -66,6 +66,7 @@ class TranslateConfig:
     average: float = described(0.0, "decay of the running average of the weights that translates; 0: none")
 
     optimizer_state: str = described("fp32", "how AdamW keeps its moments: fp32, bf16 or 8bit")
+    arena: bool = described(False, "all weights, and all of AdamW's moments, in one stretch of memory each")
     precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
     execution: str = described(
         "auto",
@@ -108,6 +109,7 @@ FREE_ON_RESUME = frozenset(
         "epochs",
         "steps",
         "minutes",
+        "arena",
         "execution",
         "deterministic",
         "log_interval",
