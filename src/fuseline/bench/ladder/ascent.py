@@ -60,10 +60,12 @@ def ascend(
             outcome.results.append(result)
             observer(RungEnded(result))
         confirmed = climb.confirm(budget)
-        if confirmed is not None:
+        if outcome.results:
             now = describe(device)
-            records = _speedup_record(confirmed, now)
-            append(path, records + _new_losses(outcome, workload.learner, confirmed, now))
+            # A comparison that came to nothing has trained all the same.
+            losses = _new_losses(outcome, workload.learner, confirmed or outcome.results[-1], now)
+            append(path, losses if confirmed is None else _speedup_record(confirmed, now) + losses)
+        if confirmed is not None:
             outcome.put(confirmed)
     finally:
         measurer.close()
