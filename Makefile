@@ -7,6 +7,7 @@
 #   make fuzz                      1,000 random cases of bad will of each suite (tests/fuzz/run.py)
 #   make fuzz ARGS="ops --cases 100000 --device cuda"   the same, as much as you like
 #   make test-slow                 the compilers at work: every kernel for Hopper, inductor
+#   make test-gpu                  what needs a CUDA device; build/tests-on-gpu.jsonl says what became of each test
 #   make test-full                 all of these, every architecture, every model of the suites, a longer fuzz
 #   make docs                      the documentation as a site in build/site; warnings are errors
 
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: demo test test-slow test-full fuzz lint docs clean
+.PHONY: demo test test-slow test-gpu test-full fuzz lint docs clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/fuseline ladder $(ARGS)
@@ -24,6 +25,10 @@ test: $(VENV)/.dev lint
 
 test-slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow and not full" $(ARGS)
+
+# -p no:benchmark: pytest-benchmark, where it is installed, warns of xdist, and warnings are errors.
+test-gpu: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -n 8 --dist worksteal -m gpu -p no:benchmark --record build/tests-on-gpu.jsonl $(ARGS)
 
 test-full: test docs
 	FUSELINE_TEST_FULL=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow or full" $(ARGS)

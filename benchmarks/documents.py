@@ -14,7 +14,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tables import attention, front, generation, hardware, ladder, linears, ops, plans, seeds, translation
+from tables import acceleration as accelerations
+from tables import (
+    attention,
+    behind,
+    front,
+    generation,
+    hardware,
+    ladder,
+    linears,
+    ops,
+    plans,
+    seeds,
+    translation,
+)
 from tables.markdown import source
 
 from fuseline.records import Record, read
@@ -81,10 +94,24 @@ def against() -> list[str]:
     return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
 
 
+def where_others_lead() -> list[str]:
+    suites = ("ops", "attention", "linear", "decode", "translation")
+    found = [r for suite in suites for r in records(suite)]
+    found += [r for suite in ("step", "acceleration") for r in records(suite, gpu="nvidia")]
+    return [*behind.behind(found), "", source(found)]
+
+
+def accelerated() -> list[str]:
+    """Users' models by everyone; nothing while none is on record."""
+    return accelerations.acceleration(records("acceleration", gpu="nvidia"))
+
+
 OTHERS: dict[str, Callable[[], list[str]]] = {
     "step": step,
     "acceleration": acceleration,
+    "accelerated": accelerated,
     "against": against,
+    "behind": where_others_lead,
     "plans-softmax": plans.softmax,
     "plans-cross-entropy": plans.cross_entropy,
 }

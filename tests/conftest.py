@@ -1,18 +1,53 @@
 """Rules for all tests: GPU tests skip with the reason, workers share the cores, native code is built once,
-and what a test draws does not depend on those before it."""
+and what a test draws does not depend on those before it. `--record FILE` keeps what became of each test."""
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 from hypothesis import settings
 
 from fuseline import native
+from fuseline.records import describe
+
+ERROR_LENGTH = 4000
+
+
+class RunRecord:
+    """A line of JSON for the machine, then one for each test as it ends: a run that is cut short has told all
+    that it saw."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._write(asdict(describe("cuda" if torch.cuda.is_available() else "cpu")))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            told = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+            if report.failed:
+                told["error"] = report.longreprtext[-ERROR_LENGTH:]
+            self._write(told)
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, help="write what becomes of each test to this file, as it ends")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--record")
+    if path is not None and not hasattr(config, "workerinput"):  # workers report to the process that writes
+        config.pluginmanager.register(RunRecord(path))
     if torch.cuda.is_available():
         # A GPU test that ran a reference in the kernels' place would prove nothing.
         os.environ.setdefault("FUSELINE_STRICT", "1")

@@ -16,7 +16,7 @@ SOURCES = ROOT / "src"
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that stand at the repository's root."""
 
-PACKAGES = ("ops", "nn", "picker", "quant", "native", "records", "timing")
+PACKAGES = ("ops", "nn", "optim", "picker", "quant", "native", "records", "timing")
 """Their `__all__` is their API, so that a new op has its page without a change here."""
 
 MODULES = {

@@ -11,13 +11,15 @@ from fuseline.version import __version__
 if TYPE_CHECKING:
     from fuseline import picker
     from fuseline.acceleration.accelerate import accelerate
+    from fuseline.generation.live import accelerate_generate
     from fuseline.profiler import profile
     from fuseline.quant.quantize import quantize
 
-__all__ = ["InputError", "__version__", "accelerate", "picker", "profile", "quantize"]
+__all__ = ["InputError", "__version__", "accelerate", "accelerate_generate", "picker", "profile", "quantize"]
 
 _FUNCTIONS = {
     "accelerate": "fuseline.acceleration",
+    "accelerate_generate": "fuseline.generation.live",
     "profile": "fuseline.profiler",
     "quantize": "fuseline.quant",
 }

@@ -40,6 +40,17 @@ def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "proofs"
 
 
+@pytest.fixture(scope="module")
+def folder_of_this_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("proofs")
+
+
+@pytest.fixture
+def proofs_shared(folder_of_this_file: Path, kept_apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of a file that asks for it prove equal parts once."""
+    monkeypatch.setattr(kept_proofs, "folder", lambda: folder_of_this_file)
+
+
 @pytest.fixture
 def keep_all() -> Make:
     """`accelerate` that keeps whatever is proved, however long it takes on this machine."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuseline.acceleration import study as study_module
+from fuseline.acceleration import judge
 from fuseline.acceleration.accelerate import accelerate_by
 from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.pay import Clock, Verdict
@@ -76,7 +76,7 @@ def test_proofs_and_times_are_kept_between_runs(kept_apart: Path, monkeypatch: p
     def never(*_: object) -> None:
         raise AssertionError("proved again")
 
-    monkeypatch.setattr(study_module, "prove", never)
+    monkeypatch.setattr(judge, "prove", never)
     clock = GivenClock(2.0)
     assert len(by(clock, model()).kept) == 3
     assert clock.asked == 1  # the whole step alone

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +16,8 @@ from torch import nn
 from fuseline.acceleration import training_step
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.learning_rates import RECORDABLE, LearningRates, why_not_recordable
-from fuseline.acceleration.recordable import without_cached_weights
-from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs
+from fuseline.acceleration.recordable import HostRandom, NotRecordableError, without_cached_weights
+from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs, run_repeatedly
 from fuseline.acceleration.training_step import TrainingStep
 
 
@@ -218,6 +221,94 @@ def test_a_recording_under_the_callers_autocast_reads_no_cached_weights() -> Non
         assert torch.is_autocast_cache_enabled()
     with without_cached_weights(device):
         assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("draw", [torch.rand, random.random, np.random.rand])
+def test_what_draws_on_the_host_is_not_recorded(draw: Callable[..., Any]) -> None:
+    before = HostRandom()
+    run_repeatedly(lambda: None)
+    drawn: list[Any] = []
+
+    def draws_at_first() -> None:
+        if not drawn:
+            drawn.append(draw(1) if draw is not random.random else draw())
+
+    run_repeatedly(draws_at_first)
+    assert not before.is_now()
+    with pytest.raises(NotRecordableError, match="random numbers on the host"):
+        run_repeatedly(lambda: draw(1) if draw is not random.random else draw())
+    before.restore()
+    assert before.is_now()
+
+
+def test_a_step_that_skips_layers_at_random_is_eager(
+    recordings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if torch.rand(()) < 0.9 else self.layer(-x)
+
+    def record(self: StepGraph, batches: Any) -> Any:
+        run_repeatedly(lambda: self._run(batches))
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    step = make_training_step(monkeypatch, Skipping())
+    step({"x": torch.ones(1, 2)})
+    assert step.execution == "eager"
+    assert "random numbers on the host" in step.reason
+
+
+def test_a_schedule_of_the_rate_alone_keeps_one_recording(
+    recordings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR
+    step = make_training_step(
+        monkeypatch,
+        model,
+        optimizer=optimizer,
+        scheduler=schedule(optimizer, 0.1, total_steps=20, cycle_momentum=False),
+    )
+    for _ in range(6):
+        step({"input": torch.ones(1, 2)})
+    assert (step.execution, len(recordings)) == ("recorded", 1)
+    step.scheduler = None
+    for decay in range(5):
+        optimizer.param_groups[0]["weight_decay"] = decay / 10
+        step({"input": torch.ones(1, 2)})
+    assert step.execution == "eager"
+    assert "change from step to step" in step.reason
+    assert len(recordings) <= 4
+
+
+@pytest.mark.gpu
+def test_a_recorded_call_leaves_buffers_and_random_numbers_as_they_were() -> None:
+    class Counting(nn.BatchNorm1d):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x) + torch.rand(1, device=x.device)
+            return (y, Cache()) if self.fails else y
+
+    for fails in (False, True):
+        model = Counting(4).cuda()
+        model.fails = fails
+        other = copy.deepcopy(model)
+        x = torch.randn(8, 4, device="cuda")
+        call = CompiledCall(model)
+        for _ in range(2):
+            torch.manual_seed(1)
+            y = call(x)
+            torch.manual_seed(1)
+            expected = other(x)
+            assert torch.allclose(y[0] if fails else y, expected[0] if fails else expected)
+            for name, buffer in other.named_buffers():
+                assert torch.allclose(model.get_buffer(name).float(), buffer.float()), name
 
 
 @pytest.mark.gpu

@@ -56,10 +56,17 @@ def batch(padded: bool = False) -> dict[str, torch.Tensor]:
 
 
 KINDS = {
-    "llama": {"embedding": 1, "rms_norm": 5, "attention": 2, "gated_mlp": 2},
-    "gemma2": {"embedding": 1, "rms_norm": 9, "gated_mlp": 2},
+    "llama": {
+        "embedding": 1,
+        "rms_norm": 5,
+        "attention": 2,
+        "gated_mlp": 2,
+        "residual_norm": 4,
+        "rotary": 2,
+    },
+    "gemma2": {"embedding": 1, "rms_norm": 9, "gated_mlp": 2, "residual_norm": 4, "rotary": 2},
     "bert": {"embedding": 3, "layer_norm": 2, "attention": 2, "residual_norm": 4, "activation": 3},
-    "gpt2": {"embedding": 2, "layer_norm": 5, "attention": 2, "mlp": 2},
+    "gpt2": {"embedding": 2, "layer_norm": 5, "attention": 2, "mlp": 2, "residual_norm": 4},
 }
 
 

@@ -117,3 +117,27 @@ def test_a_backend_without_records_is_not_on_record(documents: ModuleType) -> No
     lines = documents.seeds.compilers([])
     assert "| GPT-2 | inductor | 2,640.2 ± 5.8 ms | 51.0% | 1.18x | not on record yet | | |" in lines
     assert "| GPT-2 | max-autotune | | | | not on record yet | | |" in lines
+
+
+def test_users_models_have_a_column_for_everyone(documents: ModuleType) -> None:
+    lines = documents.accelerations.acceleration(
+        [
+            a_record(),
+            a_record(peer="fuseline-eager", value=22.0),
+            a_record(peer="eager", value=60.0),
+            a_record(peer="liger", value=26.0),
+            a_record(metric="peak_memory_gib", value=3.25),
+            a_record(peer="eager", metric="peak_memory_gib", value=9.0),
+            a_record(metric="compile_s", value=12.4),
+            a_record(metric="paired_speedup", value=1.3, low=1.25, high=1.35),
+        ]
+    )
+    assert lines[0].startswith(
+        "| model | eager, ms | Liger, ms | accelerated, own loop, ms | recorded, ours, ms |"
+    )
+    assert lines[2] == (
+        "| llama-1b, training step, 4 x 512 | 60.00 | 26.00 | 22.00 | 20.00 | 1.30x (1.25 to 1.35) "
+        "| 9.0 | 3.2 | 12 |"
+    )
+    assert lines[3] == "| geometric mean | | | | | **1.30x** | | | |"
+    assert documents.accelerations.acceleration([]) == []

@@ -29,7 +29,7 @@ def test_version(capsys):
     [
         (["doktor"], "Did you mean 'doctor'"),
         (["bench", "complie"], "Did you mean 'compile'"),
-        (["bench"], "compile, step, ops"),
+        (["bench"], "compile, step, acceleration"),
         (["train", "--help"], "gpt"),
         (["quux"], "Known: ladder"),
     ],

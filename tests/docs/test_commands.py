@@ -20,7 +20,7 @@ from .documents import DOCUMENTS, ROOT, commands, inline_code, name
 PLACEHOLDERS = re.compile(r"\b[A-Z]{2,}\b|\.\.\.")
 """VERB, DIR, SMALLER: what a reader puts something in the place of."""
 
-ABSENT = ("DIR", "--checkpoint", "train.de", "path/to", "--resume", "--write-table", "--help")
+ABSENT = ("DIR", "--checkpoint", "train.de", "path/to", "--model my_", "--resume", "--write-table", "--help")
 """Parts of commands that want files of the reader's, or print their help."""
 
 QUICK = (

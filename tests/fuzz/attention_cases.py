@@ -124,8 +124,13 @@ def check(trial: Trial) -> str | None:
         if not is_finite and _only_rows(one, plain, blind):
             continue
         reach = size * (8 if backend in NARROW else 1)
+        other = {"gradient of q": "k", "gradient of k": "q"}.get(what)
+        if other is not None:  # what cancels in a score's gradient is multiplied by it
+            largest = float(tensors[other].detach().abs().max())
+            reach *= max(1.0, call.softmax_scale * math.sqrt(call.q.shape[-1]) * largest)
         if what == "gradient of mask":  # many roundings add up
             reach *= math.sqrt(max(1, call.q.shape[:3].numel() * call.k.shape[2] / one.numel()))
+            reach *= math.sqrt(call.q.shape[-1])
         complaint = judge(
             one, plain, exact, dtype=DTYPES[trial["dtype"]], size=reach, few=True, is_finite=is_finite
         )

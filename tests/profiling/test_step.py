@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ import fuseline
 import fuseline.nn
 from fuseline.errors import InputError
 from fuseline.profiling import difference, gained, profile_step, saved
+from fuseline.profiling import session as session_module
+from fuseline.profiling import step as step_module
 from fuseline.profiling.ceilings import Ceilings
 from fuseline.profiling.explained import explain
 from fuseline.profiling.profile import WAITING, Profile
@@ -52,8 +55,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     return step
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Whatever tests of this process compiled before: modules are named in the profiles of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (step_module, session_module):
+            patch.setattr(module, "anything_compiled", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="module")
-def small() -> Profile:
+def small(nothing_compiled: None) -> Profile:
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = train_step(model, optimizer, torch.randn(512, 64))

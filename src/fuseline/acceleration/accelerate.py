@@ -10,10 +10,10 @@ from torch import nn
 
 from fuseline.acceleration.find import check_names
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.layer import layers_of
 from fuseline.acceleration.levels import apply_levels, check_levels
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.study import study
-from fuseline.acceleration.swap import Swapped
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.whole import check_whole
 from fuseline.errors import InputError
@@ -112,6 +112,7 @@ def accelerate_by(
     handle.on_undo(undo)
     if not dry_run:
         handle.apply(found)
+        handle.rehearse(batch)
         if time_sites and handle.kept:
             check_whole(handle, batch, clock, train=wanted.train)
     return handle
@@ -124,7 +125,7 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 def _check(model: nn.Module, only: Sequence[str], skip: Sequence[str]) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"accelerate takes a torch.nn.Module, not a {type(model).__name__}.")
-    if any(isinstance(m.__dict__.get("forward"), Swapped) for m in model.modules()):
+    if any(layers_of(m) for m in model.modules()):
         raise InputError(
             "This model is accelerated already. Call undo() on the handle that accelerate returned, then "
             "accelerate it again."

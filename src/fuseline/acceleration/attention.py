@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class AttentionCall:
         given = [self.query, self.key, self.value, self.mask, bias]
         return [t for t in given if t is not None]
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> AttentionCall:
+    def with_tensors(self, tensors: list[torch.Tensor]) -> Self:
         """The same call with other tensors, in the order of `tensors`."""
         rest = list(tensors[3:])
         mask = rest.pop(0) if self.mask is not None else None
@@ -54,10 +54,10 @@ class AttentionCall:
         if others.get("position_bias") is not None:
             others["position_bias"] = rest.pop(0)
         q, k, v = tensors[:3]
-        return AttentionCall(self.module, q, k, v, mask, self.dropout, self.scaling, self.is_causal, others)
+        return replace(self, query=q, key=k, value=v, mask=mask, others=others)
 
-    def without_dropout(self) -> AttentionCall:
-        return AttentionCall(**{**vars(self), "dropout": 0.0})
+    def without_dropout(self) -> Self:
+        return replace(self, dropout=0.0)
 
     def by_torch(self) -> torch.Tensor:
         """What the model ran before."""
@@ -78,7 +78,7 @@ class AttentionCall:
         """The same by `fuseline.ops.attention`: [B, T, H, D], in one piece."""
         q, k, v, mask = self.query, self.key, self.value, self.mask
         length = q.shape[2]
-        causal = bool(self.causal and length > 1 and mask is None)
+        causal = self.hides_future
         bias = self.others.get("position_bias")
         if causal and k.shape[2] > length:
             # The library's own words: the keys beyond are those of an empty cache.
@@ -96,11 +96,20 @@ class AttentionCall:
             dropout_p=self.dropout,
             seed=seed,
         )
+        return self.laid_out(out)
+
+    def laid_out(self, out: torch.Tensor) -> torch.Tensor:
+        """[B, H, T, D] as the model's function returns it."""
         return out.transpose(1, 2).contiguous()
 
     @property
     def causal(self) -> bool:
         return bool(getattr(self.module, "is_causal", True) if self.is_causal is None else self.is_causal)
+
+    @property
+    def hides_future(self) -> bool:
+        """Whether query t sees no key after t, though no mask says so."""
+        return bool(self.causal and self.query.shape[2] > 1 and self.mask is None)
 
     def key_of_proof(self) -> tuple[Any, ...]:
         """What a proof is for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,36 +65,47 @@ def study_attention(model: nn.Module, batch: Any, clock: Clock, wanted: Wanted) 
         if not same:
             result.sites.append(Site(path, KIND, REFUSED, BY_NAME, OP))
             continue
-        numbers = [_judge(call, clock, known, wanted) for call in own]
-        refused = [n.refused for n in numbers if n.refused]
-        slow = [n for n in numbers if n.pays is False]
-        worst = max(numbers, key=lambda n: n.error)
-        site = Site(
-            path,
-            KIND,
-            KEPT,
-            op=OP,
-            error=worst.error,
-            original_error=worst.original_error,
-            time_us=worst.time_us,
-            original_time_us=worst.original_time_us,
-        )
-        if refused:
-            site = Site(path, KIND, REFUSED, refused[0], OP)
-        elif slow:
-            site = replace(site, status=NOT_FASTER, reason="torch's attention is as fast here")
-        elif wanted.dry_run:
-            site = replace(site, status=FOUND, reason="would be kept: nothing is changed in a dry run")
-        else:
-            keys = {one.key_of_proof() for call in own for one in _forms(call)}
+        site = site_of_calls(path, (), [judge_call(call, clock, known, wanted) for call in own], wanted)
+        if site.status == KEPT:
+            keys = {one.key_of_proof() for call in own for one in forms_of(call)}
             result.marks.append((path, own[0].module, AttentionMark(keys, wanted.strict)))
         result.sites.append(site)
     return result
 
 
-def _judge(call: AttentionCall, clock: Clock, known: dict[Any, KeptRecipe], wanted: Wanted) -> KeptRecipe:
+def site_of_calls(path: str, also: tuple[str, ...], numbers: Sequence[KeptRecipe], wanted: Wanted) -> Site:
+    """What becomes of a module's attention, by what is known of each of its calls."""
+    refused = [n.refused for n in numbers if n.refused]
+    if refused:
+        return Site(path, KIND, REFUSED, refused[0], OP, also=also)
+    return site_of_numbers(
+        Site(path, KIND, KEPT, op=OP, also=also),
+        replace(max(numbers, key=lambda n: n.error), pays=all(n.pays is not False for n in numbers)),
+        wanted,
+        "torch's attention is as fast here",
+    )
+
+
+def site_of_numbers(site: Site, numbers: KeptRecipe, wanted: Wanted, slower: str) -> Site:
+    """A site that was proved, with its figures, and whether it is kept."""
+    site = replace(
+        site,
+        error=numbers.error,
+        original_error=numbers.original_error,
+        time_us=numbers.time_us,
+        original_time_us=numbers.original_time_us,
+    )
+    if numbers.pays is False:
+        return replace(site, status=NOT_FASTER, reason=slower)
+    if wanted.dry_run:
+        return replace(site, status=FOUND, reason="would be kept: nothing is changed in a dry run")
+    return site
+
+
+def judge_call(call: AttentionCall, clock: Clock, known: dict[Any, KeptRecipe], wanted: Wanted) -> KeptRecipe:
     signature = (
         [(t.dtype, tuple(t.shape), t.stride(), t.requires_grad) for t in call.tensors()],
+        type(call).__name__,
         *call.key_of_proof(),
         call.dropout > 0,
         wanted.train,
@@ -123,7 +135,7 @@ def _prove(call: AttentionCall) -> KeptRecipe:
     plain = call.without_dropout()
     try:
         other = plain.with_tensors([_redrawn(t) for t in plain.tensors()])
-        for probe in (plain, other, *_forms(plain)[1:]):
+        for probe in (plain, other, *forms_of(plain)[1:]):
             wide = probe.with_tensors([_wide(t) for t in probe.tensors()])
             exact = _run(wide.by_torch, wide)
             original, ours = _run(probe.by_torch, probe), _run(probe.by_fuseline, probe)
@@ -138,7 +150,7 @@ def _prove(call: AttentionCall) -> KeptRecipe:
     return numbers
 
 
-def _forms(call: AttentionCall) -> list[AttentionCall]:
+def forms_of(call: AttentionCall) -> list[AttentionCall]:
     """The call, and where it came without a mask the same with one that hides the first keys of some rows,
     as a model that is called with padding makes it."""
     if call.mask is not None or call.others.get("position_bias") is not None:
@@ -157,9 +169,9 @@ def _check_dropout(call: AttentionCall) -> None:
     if call.others.get("position_bias") is not None:
         return  # the mask over it is the same, and the sum with the bias was proved without dropout
     seed = torch.full((1,), SEED, dtype=torch.int64, device=call.query.device)
-    dropping = AttentionCall(**{**vars(call), "dropout": DROPOUT})
+    dropping = replace(call, dropout=DROPOUT)
     ours = _run(lambda c: c.by_fuseline(seed), dropping)
-    causal = "top_left" if call.causal and call.query.shape[2] > 1 and call.mask is None else False
+    causal = "top_left" if call.hides_future else False
 
     def define(one: AttentionCall) -> torch.Tensor:
         made = make_call(
@@ -172,7 +184,7 @@ def _check_dropout(call: AttentionCall) -> None:
             dropout_p=DROPOUT,
             seed=seed,
         )
-        return attend(made)[0].transpose(1, 2).contiguous()
+        return call.laid_out(attend(made)[0])
 
     wide = dropping.with_tensors([_wide(t) for t in dropping.tensors()])
     rule.compare(ours, _run(define, dropping), _run(define, wide), call.query.dtype)

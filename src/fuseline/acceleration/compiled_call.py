@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.recordable import NotRecordableError, addresses, modes, why_not_plain
+from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import CallGraph
 from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
@@ -30,7 +30,7 @@ class CompiledCall:
         self.device = next(model.parameters()).device
         self._never = "" if self.device.type == "cuda" else f"the model is on {self.device.type}"
         self.reason = self._never
-        self._graph = CallGraph(self._run, self.device)
+        self._graph = CallGraph(self._run, model)
         self._refused: dict[Hashable, str] = {}  # why calls of a form are not recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,16 +40,16 @@ class CompiledCall:
             return self._run(call)
         form = _form(call), self.model.training
         self.reason = self._refused.get(form, "")
-        also = modes(self.model), addresses(self.model)
-        if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call, also)):
+        self._graph.refresh()
+        if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call)):
             return self._run(call)
         try:
-            return self._graph(call, also)
+            return self._graph(call)
         except NotRecordableError as error:
             self.reason = self._refused[form] = first_line(error)
             return self._run(call)
         except RuntimeError as error:
-            if ran_out_of_memory(error) or self._graph.has(call, also):
+            if ran_out_of_memory(error) or self._graph.has(call):
                 raise
             self.close()
             self.reason = self._never = f"it could not be recorded ({first_line(error)})"

@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from fuseline.acceleration.kinds import recognize
+from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.observe import Observed, Sample, fingerprint
 from fuseline.acceleration.probes import reduced
 from fuseline.acceleration.recipe import Match, Refusal, Verdict
-from fuseline.acceleration.swap import Swapped, why_not_passed
+from fuseline.acceleration.swap import why_not_passed
 from fuseline.acceleration.trace import Trace, UntraceableError, trace
 from fuseline.acceleration.wide import fix_default_eps
 from fuseline.errors import InputError
@@ -43,7 +44,7 @@ class Candidate:
 def find(seen: Iterable[Observed], only: Sequence[str], skip: Sequence[str]) -> list[Candidate]:
     """The modules that are recognized, in the model's order, a module before those below it."""
     known: dict[Any, tuple[Verdict, Trace | None]] = {}
-    found = []
+    found: list[Candidate] = []
     for observed in seen:
         module = observed.module
         if not observed.samples or observed.reason or not is_wanted(observed.paths, only, skip):
@@ -88,7 +89,7 @@ def check_names(model: nn.Module, names: Sequence[str], option: str) -> None:
 def why_untouchable(module: nn.Module) -> str | None:
     """Why the forward of a module that is recognized may not be swapped now."""
     own = module.__dict__.get("forward")
-    if own is not None and not isinstance(own, Swapped):
+    if own is not None and not isinstance(own, Layer):
         return f"its forward was replaced on the instance, by {_name(own)}"
     if "parametrizations" in module._modules:
         return "it is parametrized"

@@ -12,12 +12,15 @@ from torch import nn
 
 from fuseline.acceleration.attention import MARK, NAME, REPLACED, AttentionMark, register, rename
 from fuseline.acceleration.attention_study import AttentionStudy
+from fuseline.acceleration.change import Change
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.head_loss import deferred
+from fuseline.acceleration.layer import Layer, layers_of, put_in, take_out
 from fuseline.acceleration.pay import Clock, Verdict
-from fuseline.acceleration.site import KEPT, Site
+from fuseline.acceleration.rebound import Rebound, StandIn
+from fuseline.acceleration.rehearse import not_reached
+from fuseline.acceleration.site import KEPT, REFUSED, Site
 from fuseline.acceleration.study import Study, study
-from fuseline.acceleration.swap import Swapped, put_in, take_out
 from fuseline.acceleration.table import report_text, table
 from fuseline.acceleration.training_step import Loss, Scheduler, TrainingStep
 from fuseline.acceleration.wanted import Wanted
@@ -68,7 +71,7 @@ class Acceleration:
     notes: tuple[str, ...] = ()
     head: nn.Linear | None = None
     wanted: Wanted = field(default_factory=lambda: Wanted(train=True))
-    _swapped: dict[str, tuple[nn.Module, Swapped]] = field(default_factory=dict, repr=False)
+    _changes: dict[tuple[str, str], Change] = field(default_factory=dict, repr=False)
     _marked: dict[str, tuple[nn.Module, AttentionMark]] = field(default_factory=dict, repr=False)
     _call: CompiledCall | None = field(default=None, repr=False)
     _on_undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
@@ -82,18 +85,23 @@ class Acceleration:
         return tuple(site for site in self.sites if site.status == KEPT)
 
     def apply(self, found: Study) -> None:
-        """Make the changes of a study; plans for modules that are swapped already join the others."""
+        """Make the changes of a study; what is found for layers that stand already joins them."""
         for change in found.changes:
-            if change.path not in self._swapped:
-                self._swapped[change.path] = (change.module, Swapped(change.module, self.wanted.strict))
-            module, swapped = self._swapped[change.path]
-            for key, plan in change.plans.items():
-                swapped.add(key, plan)
-            put_in(module, swapped)
+            layers = tuple((module, self._placed(module, layer)) for module, layer in change.layers)
+            self._changes[change.path, change.kind] = replace(change, layers=layers)
         if found.head is not None:
             self.head = found.head.head
         if found.attention is not None and found.attention.marks:
             self._apply_attention(found.attention)
+
+    @staticmethod
+    def _placed(module: nn.Module, layer: Layer) -> Layer:
+        for standing in layers_of(module):
+            if type(standing) is type(layer):
+                standing.merge(layer)
+                return standing
+        put_in(module, layer)
+        return layer
 
     def _apply_attention(self, found: AttentionStudy) -> None:
         for path, module, mark in found.marks:
@@ -110,32 +118,51 @@ class Acceleration:
         """What else `undo` has to take back."""
         self._on_undo += steps
 
-    def remove(self, path: str) -> None:
-        """Give one module its own forward back."""
-        if path in self._marked:
+    def rehearse(self, batch: Any) -> None:
+        """Take out what spans modules and the batch makes no use of."""
+        unused = not_reached(self.model, batch, self._changes, self._marked, train=self.wanted.train)
+        for path, kind in unused:
+            self.remove(path, kind)
+        self.sites = tuple(
+            replace(site, status=REFUSED, reason=unused[site.path, site.kind])
+            if (site.path, site.kind) in unused
+            else site
+            for site in self.sites
+        )
+
+    def remove(self, path: str, kind: str) -> None:
+        """Give what one site changed its own code back."""
+        if kind == "attention" and path in self._marked:
             self._marked.pop(path)[0].__dict__.pop(MARK, None)
             return
-        module, _ = self._swapped.pop(path)
-        take_out(module)
+        change = self._changes.pop((path, kind))
+        kept = {id(layer) for other in self._changes.values() for _, layer in other.layers}
+        for module, layer in change.layers:
+            if isinstance(layer, Rebound) and change.name is not None:
+                layer.drop(change.name)
+            if id(layer) not in kept:
+                take_out(module, layer)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within, the model runs its own code everywhere."""
-        for module, _ in self._swapped.values():
-            take_out(module)
+        standing = {id(layer): (module, layer) for c in self._changes.values() for module, layer in c.layers}
+        for module, layer in standing.values():
+            take_out(module, layer)
         rename(self._configs, REPLACED)
         try:
             yield
         finally:
-            for module, swapped in self._swapped.values():
-                put_in(module, swapped)
+            for module, layer in standing.values():
+                put_in(module, layer)
             rename(self._configs, NAME)
 
     def undo(self) -> nn.Module:
         """Give every module its own forward back: the model is what it was, bit for bit."""
-        for module, _ in self._swapped.values():
-            take_out(module)
-        self._swapped.clear()
+        for change in self._changes.values():
+            for module, layer in change.layers:
+                take_out(module, layer)
+        self._changes.clear()
         for module, _ in self._marked.values():
             module.__dict__.pop(MARK, None)
         while self._on_undo:
@@ -151,16 +178,12 @@ class Acceleration:
 
     def report(self) -> Report:
         """How often each kept site ran Fuseline's op since, and how often and why it did not."""
-        kinds = {site.path: site.kind for site in self.sites}
-        standing: list[tuple[str, tuple[nn.Module, Swapped | AttentionMark]]] = [
-            *self._swapped.items(),
-            *self._marked.items(),
+        standing: list[tuple[str, str, Layer | StandIn | AttentionMark]] = [
+            *((path, kind, change.counter) for (path, kind), change in self._changes.items()),
+            *((path, "attention", mark) for path, (_, mark) in self._marked.items()),
         ]
         return Report(
-            tuple(
-                Runs(path, kinds.get(path, ""), runs.taken, dict(runs.declined))
-                for path, (_, runs) in standing
-            )
+            tuple(Runs(path, kind, runs.taken, dict(runs.declined)) for path, kind, runs in standing)
         )
 
     def training_step(
@@ -175,10 +198,10 @@ class Acceleration:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
         On a GPU the whole step is recorded as one CUDA graph for each set of shapes; see `TrainingStep` for
-        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that;
-        its learning rates become tensors, which schedulers and whoever sets `group["lr"]` change as before.
-        Sites are proved and timed anew on the first batch, under this precision.
-        """
+        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that,
+        or `fuseline.optim.CompactAdamW`; its learning rates become tensors, which schedulers and whoever sets
+        `group["lr"]` change as before. Sites are proved and timed anew on the first batch, under this
+        precision."""
         return TrainingStep(
             self.model,
             self._prepare,
@@ -206,10 +229,12 @@ class Acceleration:
         with self.paused():
             found = study(self.model, batch, replace(self.wanted, train=True), Clock(recorded=recorded))
         self.apply(found)
-        fresh = {site.path: site for site in found.sites if site.status == KEPT}
+        kept = {(site.path, site.kind) for site in self.kept}
+        fresh = {(site.path, site.kind): site for site in found.sites if site.status == KEPT}
         self.sites = tuple(
-            fresh.pop(site.path, site) if site.status != KEPT else site for site in self.sites
-        ) + tuple(site for path, site in fresh.items() if path not in {s.path for s in self.kept})
+            fresh.pop((site.path, site.kind), site) if site.status != KEPT else site for site in self.sites
+        ) + tuple(site for place, site in fresh.items() if place not in kept)
+        self.rehearse(batch)
 
     @property
     def device(self) -> torch.device:

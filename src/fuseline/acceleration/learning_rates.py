@@ -6,7 +6,10 @@ from collections.abc import Hashable
 
 import torch
 
+from fuseline.optim import CompactAdamW
+
 RECORDABLE = (
+    CompactAdamW,
     torch.optim.Adadelta,
     torch.optim.Adam,
     torch.optim.Adamax,
@@ -58,13 +61,20 @@ class LearningRates:
     def others(self) -> Hashable:
         """What else of the groups a recording holds as numbers: another value is another recording."""
         return tuple(
-            tuple(
-                (name, len(value) if name == "params" else repr(value))
-                for name, value in group.items()
-                if name != "lr"
-            )
+            tuple((name, _held(name, value)) for name, value in group.items() if name not in _OF_SCHEDULERS)
             for group in self._optimizer.param_groups
         )
+
+
+_OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What no optimizer reads but the rate itself, which is a tensor."""
+
+
+def _held(name: str, value: object) -> Hashable:
+    if name == "params":
+        return len(value)  # type: ignore[arg-type]
+    # Another value in the same tensor is read by the graph, and asking for it would wait for the device.
+    return value.data_ptr() if isinstance(value, torch.Tensor) else repr(value)
 
 
 def why_not_recordable(optimizer: torch.optim.Optimizer) -> str | None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import INTERNAL
+from fuseline.acceleration.flow import Flow, SumSeen, sum_read
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of arguments that are what they are: no state hides in them."""
@@ -62,6 +63,8 @@ class Observed:
     calls: int = 0
     attends: bool = False
     """Whether its own code calls torch's attention."""
+    sums: list[SumSeen] = field(default_factory=list)
+    """Of its calls with one tensor, those with a sum."""
     reason: str | None = None
     """Why nothing can be said of it, where its arguments are none that can be looked at."""
 
@@ -116,9 +119,11 @@ def observe(model: nn.Module, batch: Any) -> Observation:
     seen = {id(m): Observed(m, tuple(paths[id(m)])) for m in model.modules()}
     shared: dict[Any, Sample] = {}
     inside: list[nn.Module] = [model]
+    flow = Flow()
 
-    def leave(module: nn.Module, *_: object) -> None:
+    def leave(module: nn.Module, _: object, output: Any) -> None:
         inside.pop()
+        flow.returned(id(module), output)
 
     classes: set[int] = set()
 
@@ -134,6 +139,8 @@ def observe(model: nn.Module, batch: Any) -> Observation:
         observed = seen[id(module)]
         inside.append(module)
         observed.calls += 1
+        if len(args) == 1 and not kwargs and is_tensor(args[0]) and (seen_sum := sum_read(args[0])):
+            observed.sums.append(seen_sum)
         leaves = pytree.tree_leaves((args, kwargs))
         strange = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, PLAIN)]
         if strange:
@@ -161,7 +168,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
         if module is not model
     ]
     try:
-        with _calls_seen(told):
+        with _calls_seen(told), flow:
             output = call_model(model, batch)
     finally:
         for handle in handles:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -14,7 +15,7 @@ class Recipe(Protocol):
     """Computes what a module's forward computes, by Fuseline's ops.
 
     `weights` are the paths of the parameters and buffers that it reads, `drops` whether it draws random
-    numbers in training.
+    numbers in training. `run` returns the one tensor that the forward computes, or all of them as a tuple.
     """
 
     op: ClassVar[str]
@@ -25,7 +26,9 @@ class Recipe(Protocol):
     @property
     def drops(self) -> bool: ...
 
-    def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+    def run(
+        self, module: nn.Module, tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Refusal:
 
 
 Verdict = Match | Refusal | None
+
+
+def each_computed(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    """What a recipe returned for each tensor that a forward computes, in order."""
+    return iter(result) if isinstance(result, tuple) else itertools.repeat(result)
 
 
 def tensor_at(module: nn.Module, path: str) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -33,6 +35,40 @@ def without_cached_weights(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
+
+
+class HostRandom:
+    """Where the random numbers of the host stand: torch's, Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = HostRandom()
+        return (
+            torch.equal(self._torch, now._torch)
+            and self._python == now._python
+            and _comparable(self._numpy) == _comparable(now._numpy)
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy = _numpy_random()
+        if numpy is not None and self._numpy is not None:
+            numpy.set_state(self._numpy)
+
+
+def _comparable(state: Any) -> Any:
+    return None if state is None else [getattr(part, "tobytes", lambda part=part: part)() for part in state]
+
+
+def _numpy_random() -> Any:
+    """`numpy.random` where somebody imported NumPy."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def modes(module: nn.Module) -> Hashable:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.recordable import (
+    HostRandom,
     NotRecordableError,
     addresses,
     autocast_now,
@@ -118,27 +119,10 @@ class StepGraph:
         if self._scaler is not None:
             # The scaler makes its tensors on first use; from here on they are the ones the graph holds.
             self._scaler.scale(torch.zeros((), device=self._device))
-        before = {id(t): (t, t.to("cpu", copy=True)) for t in self._changing()}
-        host_random, device_random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
-        side = _recording_stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(side), warnings.catch_warnings():
-                # Meant so: the side stream is waited for below, whichever stream gradients are added up on.
-                warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-                for _ in range(WARM_UP_STEPS):
-                    self._run(static)
-        finally:  # a step that cannot be run leaves no half of it behind
-            torch.cuda.current_stream(self._device).wait_stream(side)
-            with torch.no_grad():
-                for tensor in self._changing():
-                    if id(tensor) in before:
-                        tensor.copy_(before[id(tensor)][1])
-                    else:
-                        tensor.zero_()  # optimizer state made by the first step: moments begin at zero
-            torch.set_rng_state(host_random)
-            torch.cuda.set_rng_state(device_random, self._device)
-            torch.cuda.synchronize(self._device)
+        with _warming_up(self._device, self._changing), warnings.catch_warnings():
+            # Meant so: the side stream is waited for, whichever stream gradients are added up on.
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+            run_repeatedly(functools.partial(self._run, static))
 
     def _changing(self) -> Iterable[torch.Tensor]:
         yield from self._module.parameters()
@@ -155,24 +139,33 @@ class StepGraph:
 class CallGraph:
     """Replays `run(call) -> outputs`, a forward without gradients, recorded once for each set of shapes."""
 
-    def __init__(self, run: Callable[[Any], Any], device: torch.device) -> None:
-        self._run, self._device = run, device
+    def __init__(self, run: Callable[[Any], Any], module: nn.Module) -> None:
+        self._run, self._module = run, module
+        self._device = next(module.parameters()).device
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
+        self._places: Hashable = None  # of the module's tensors, which all graphs read
 
-    def __call__(self, call: Any, also: Hashable = None) -> Any:
+    def __call__(self, call: Any) -> Any:
         """What `run` gives for the call; its tensors are the caller's to keep."""
-        key = self._key(call, also)
+        self.refresh()
+        key = self._key(call)
         if key not in self._recorded:
             with without_cached_weights(self._device):
                 self._recorded[key] = self._record(call)
+            self._places = addresses(self._module)
         graph, static, outputs = self._recorded[key]
         fill(static, call)
         graph.replay()
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
-    def has(self, call: Any, also: Hashable = None) -> bool:
+    def refresh(self) -> None:
+        """Drop the graphs if a tensor they read is no longer the module's."""
+        if self._recorded and addresses(self._module) != self._places:
+            self._recorded.clear()
+
+    def has(self, call: Any) -> bool:
         """Whether such a call is recorded."""
-        return self._key(call, also) in self._recorded
+        return self._key(call) in self._recorded
 
     def __len__(self) -> int:
         """How many graphs are kept."""
@@ -182,26 +175,56 @@ class CallGraph:
         """Let go of the graphs and the memory they hold."""
         self._recorded.clear()
 
-    def _key(self, call: Any, also: Hashable) -> Hashable:
-        return signature(call), also, autocast_now(self._device)
+    def _key(self, call: Any) -> Hashable:
+        return signature(call), autocast_now(self._device), modes(self._module)
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
-        side = _recording_stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        random = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
-        with torch.cuda.stream(side), torch.no_grad():
-            for _ in range(WARM_UP_STEPS):
-                check_outputs(self._run(static))
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        torch.set_rng_state(random[0])
-        torch.cuda.set_rng_state(random[1], self._device)
-        torch.cuda.synchronize(self._device)
+        with _warming_up(self._device, self._module.buffers), torch.no_grad():
+            run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(
+            graph, stream=_recording_stream(self._device), capture_error_mode="thread_local"
+        )
         with _no_collection(), _own_workspaces(), recording, torch.no_grad():
             outputs = self._run(static)
         return graph, static, outputs
+
+
+def run_repeatedly(run: Callable[[], object]) -> None:
+    """Run until nothing is initialized any more. `NotRecordableError` if the last run still drew random
+    numbers on the host: a graph would repeat what followed from them at every replay."""
+    for left in reversed(range(WARM_UP_STEPS)):
+        before = HostRandom()
+        run()
+        if not left and not before.is_now():
+            raise NotRecordableError(
+                "it draws random numbers on the host (skipped layers, say), which a graph would repeat"
+            )
+
+
+@contextlib.contextmanager
+def _warming_up(device: torch.device, changing: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    """Runs on the recording stream. Afterwards, whatever happened, the tensors in `changing()` and all random
+    numbers are what they were; tensors that came into being are zero, as an optimizer's moments begin."""
+    before = {id(t): (t, t.to("cpu", copy=True)) for t in changing()}
+    host_random, device_random = HostRandom(), torch.cuda.get_rng_state(device)
+    side = _recording_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        torch.cuda.current_stream(device).wait_stream(side)
+        with torch.no_grad():
+            for tensor in changing():
+                if id(tensor) in before:
+                    tensor.copy_(before[id(tensor)][1])
+                else:
+                    tensor.zero_()
+        host_random.restore()
+        torch.cuda.set_rng_state(device_random, device)
+        torch.cuda.synchronize(device)
 
 
 def check_outputs(outputs: Any) -> None:

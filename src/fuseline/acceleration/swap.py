@@ -1,16 +1,10 @@
-"""What stands in a forward's place: the recipe where it was proved to hold, else the module's own code.
-
-`Swapped` is an attribute `forward` of one module's instance. The module stays what it is: its class, its
-parameters, their names, its hooks and its `state_dict` do not change, and deleting the attribute undoes all.
-"""
+"""What stands in a forward's place: the recipe where it was proved to hold, else the module's own code."""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -19,11 +13,14 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import Attributes, are_unchanged, attributes
+from fuseline.acceleration.branch import Branch, plain
+from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
-from fuseline.acceleration.recipe import Recipe, tensor_at
+from fuseline.acceleration.recipe import Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
 
 Key = tuple[Any, ...]
+NOT_PROVED = "it was not proved for these dtypes, dimensions, devices or this mode"
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
@@ -40,19 +37,18 @@ class Plan:
     passed: tuple[int | None, ...]
 
 
-class Swapped:
+class Swapped(Layer):
     """Called in the place of a module's forward.
 
     It looks before each call whether what the proof stood on is still there: the shape of the call, dtypes,
     device, mode, autocast; the module's own numbers, its children, their hooks and the kind of their weights.
     """
 
+    rank: ClassVar[int] = 1
+
     def __init__(self, module: nn.Module, strict: bool = False) -> None:
-        self._module = weakref.ref(module)
-        self.strict = strict
+        super().__init__(module, strict)
         self.plans: dict[Key, Plan] = {}
-        self.taken = 0
-        self.declined: Counter[str] = Counter()
         self._inside = Inside.of(module)
         self._weights: tuple[str, ...] = ()
 
@@ -61,29 +57,29 @@ class Swapped:
         self.plans[key] = plan
         self._weights = plan.recipe.weights
 
+    def merge(self, other: Self) -> None:
+        for key, plan in other.plans.items():
+            self.add(key, plan)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
+        module = self.module
         tensors, form = tensors_and_form(args, kwargs)
         plan: Plan | None = None
         reason = self._inside.why_not(module)
         if reason is None:
             plan, reason = self._plan(module, tensors, form)
         if plan is None:
-            if not is_dynamo_compiling():
-                self.declined[reason or ""] += 1
-            if self.strict:
-                raise RuntimeError(
-                    f"{type(module).__name__} runs its own forward, not Fuseline's: {reason}. This raises "
-                    "because the model was accelerated with strict=True."
-                )
-            return type(module).forward(module, *args, **kwargs)
+            if any(type(tensor) is Branch for tensor in tensors):
+                return self(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+            self.decline(reason or "")
+            return self.original(args, kwargs)
         if not is_dynamo_compiling():
             self.taken += 1
         result = plan.recipe.run(module, tensors)
         if plan.returned.is_one_tensor:
             return result
-        return plan.returned.build([result if i is None else tensors[i] for i in plan.passed])
+        computed = each_computed(result)
+        return plan.returned.build([next(computed) if i is None else tensors[i] for i in plan.passed])
 
     def _plan(
         self, module: nn.Module, tensors: Sequence[torch.Tensor], form: tuple[Any, ...]
@@ -97,30 +93,7 @@ class Swapped:
                 if plan.form != form:
                     return None, "it is called with other arguments than it was proved for"
                 return plan, None
-        return None, "it was not proved for these dtypes, dimensions, devices or this mode"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Swapped:
-        """A copied module's forward is the copy's: the copy is in the memo before its attributes are."""
-        module = self._module()
-        copied = memo.get(id(module), module)
-        twin = Swapped.__new__(Swapped)
-        twin.__setstate__({**self.__getstate__(), "module": copied})
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "module": self._module(),
-            "strict": self.strict,
-            "plans": dict(self.plans),
-            "inside": self._inside,
-            "weights": self._weights,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._module = weakref.ref(state["module"])
-        self.strict, self.plans, self._inside = state["strict"], dict(state["plans"]), state["inside"]
-        self._weights = state["weights"]
-        self.taken, self.declined = 0, Counter()
+        return None, NOT_PROVED
 
 
 @dataclass(frozen=True)
@@ -171,13 +144,22 @@ def child_at(module: nn.Module, path: str) -> nn.Module | None:
 
 def why_not_passed(child: nn.Module, path: str) -> str | None:
     """Why a recipe may not take a child's weights past its forward."""
-    if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+    if has_hooks(child):
         return f"{path} has hooks, which a fused op goes around"
     if "forward" in child.__dict__:
         return f"{path} has a forward of its own"
     if "parametrizations" in child._modules:
         return f"{path} is parametrized"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def has_global_hooks() -> bool:
@@ -241,14 +223,3 @@ def form_of(sample: Sample) -> tuple[Any, ...]:
 
 
 ONE_TENSOR: tuple[Any, ...] = ("one tensor",)
-
-
-def put_in(module: nn.Module, swapped: Swapped) -> None:
-    """Make `swapped` the module's forward."""
-    module.__dict__["forward"] = swapped
-
-
-def take_out(module: nn.Module) -> None:
-    """Give the module its own forward back."""
-    if isinstance(module.__dict__.get("forward"), Swapped):
-        del module.__dict__["forward"]

@@ -1,14 +1,15 @@
 """`fast.training_step(...)`: one optimizer step of the user's model, one CUDA graph where it can be recorded.
 
 Forward under autocast, backward, clipping without a synchronization, optimizer, scheduler. Where a step
-cannot be recorded (a CPU, an optimizer that is not capturable, shapes that never repeat) it runs eagerly, and
+cannot be recorded (a CPU, an optimizer that is not capturable, shapes that never repeat, layers that the
+host skips at random) it runs eagerly, and
 `execution` and `reason` say so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +20,17 @@ from torch.utils import _pytree as pytree
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
-from fuseline.acceleration.recordable import why_not_plain
+from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.errors import InputError, first_line
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
 """Recordings that are kept: of batches in more shapes than that, the rest run eagerly."""
+
+MOST_SETTINGS = 4
+"""Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
+as numbers, so that a schedule of them would record every step."""
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -84,6 +89,7 @@ class TrainingStep:
         self.reason = _why_eager(model, optimizer, self.device)
         self._graph: StepGraph | None = None
         self._rates: LearningRates | None = None
+        self._settings: dict[Hashable, None] = {}
         if not self.reason:
             self._graph = StepGraph(self._run, model, optimizer, self._scaler)
             self._rates = LearningRates(optimizer, self.device)
@@ -125,10 +131,17 @@ class TrainingStep:
         self._rates.refresh()
         self._graph.refresh()
         also = self._rates.others()
+        self._settings.setdefault(also)
+        if len(self._settings) > MOST_SETTINGS:
+            self._give_up("the optimizer's settings beside the learning rate change from step to step")
+            return self._run(batches)
         if len(self._graph) >= MOST_GRAPHS and not self._graph.has(batches, also):
             return self._run(batches)
         try:
             return self._graph(batches, also)
+        except NotRecordableError as error:
+            self._give_up(first_line(error))
+            return self._run(batches)
         except RuntimeError as error:
             if ran_out_of_memory(error) or self._graph.has(batches, also):
                 raise

@@ -37,7 +37,7 @@ def check_whole(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) 
                 return
             ordered = sorted(handle.kept, key=lambda site: site.gain or 0.0)
             for site in ordered[: (len(ordered) + 1) // 2]:
-                handle.remove(site.path)
+                handle.remove(site.path, site.kind)
                 handle.sites = tuple(
                     replace(one, status=NOT_FASTER, reason=DROPPED) if one is site else one
                     for one in handle.sites

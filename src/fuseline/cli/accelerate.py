@@ -14,7 +14,7 @@ import tyro
 
 from fuseline.cli.options import Common, resolve_device
 from fuseline.cli.precisions import checked
-from fuseline.errors import InputError, first_line
+from fuseline.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,42 +82,21 @@ def _load(options: Options) -> tuple[nn.Module, Any]:
     import torch
 
     from fuseline.profiling import user_code
+    from fuseline.profiling.hugging_face import load_folder
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
     if not options.model:
         raise InputError("Which model? Give MODULE:FUNCTION or a Hugging Face folder.")
-    device = resolve_device(options.device)
+    device = torch.device(resolve_device(options.device))
     if Path(options.model).is_dir():
-        return _from_folder(Path(options.model), options, device)
-    work = user_code.load(options.model).to(torch.device(device))
+        work = load_folder(
+            Path(options.model),
+            batch_size=options.batch_size,
+            seqlen=options.seqlen,
+            dtype=dtypes[checked(options.precision, dtypes)],
+            train=options.train is not False,
+        ).to(device)
+    else:
+        work = user_code.load(options.model).to(device)
     return work.model, work.batch(work.tensors)
-
-
-def _from_folder(folder: Path, options: Options, device: str) -> tuple[nn.Module, Any]:
-    """The folder's model with its head, and token numbers drawn at random: times do not go with the words."""
-    import torch
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = dtypes[checked(options.precision, dtypes)]
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json: it is no Hugging Face folder.")
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "A Hugging Face folder needs transformers: pip install 'fuseline[transformers]'."
-        ) from error
-    config = transformers.AutoConfig.from_pretrained(folder)
-    names = " ".join(getattr(config, "architectures", None) or ())
-    kind = transformers.AutoModelForMaskedLM if "MaskedLM" in names else transformers.AutoModelForCausalLM
-    try:
-        model: nn.Module = kind.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: {first_line(error)}") from error
-    training = bool(options.train) if options.train is not None else True
-    model.to(device).train(training)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (options.batch_size, options.seqlen), generator=generator)
-    batch = {"input_ids": tokens.to(device)}
-    if training:
-        batch["labels"] = batch["input_ids"]
-    return model, batch

@@ -1,5 +1,6 @@
-"""Climb the five levers on a GPT that trains on real text, rung by rung, and report what each is worth: time,
-memory, precision. Plain PyTorch is the ground; a rung that does not pay is shown and left out."""
+"""Climb the five levers on a GPT that trains on real text, or on a model of your own (--model), rung by rung,
+and report what each is worth: time, memory, precision. Plain PyTorch is the ground; a rung that does not pay
+is shown and left out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import ladder_model
 from fuseline.cli.ladder_options import Options
+from fuseline.cli.names import split_names
 from fuseline.cli.options import resolve_device
 from fuseline.errors import unknown_name
 
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from fuseline.bench.ladder import Outcome, Settings
 
 DEFAULT_OUT = Path("fuseline-ladder")
-DEFAULT_BUDGET = {"cpu": "3m", "cuda": "8m"}
 # What to type after the ladder, each with what it gives.
 NEXT = """What to try next:
   fuseline train gpt              train a GPT on text: checkpoints, samples, curves
@@ -27,16 +29,16 @@ DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 
 
 def run(options: Options) -> int:
-    if options.workload == "generate":
+    if options.workload == "generate" and options.model is None:
         from fuseline.cli import ladder_generate
 
         return ladder_generate.run(options)
-    if options.workload != "train":
+    if options.workload not in ("train", "generate"):
         raise unknown_name("workload", options.workload, ("train", "generate"))
     from fuseline.bench import ladder
     from fuseline.cli.ladder_view import LadderView, print_outcome, print_plan
 
-    settings = _settings(options)
+    settings = _settings(options) if options.model is None else ladder_model.settings(options)
     if options.dry_run:
         lines = ladder.plan(settings)
         if options.json:
@@ -47,10 +49,14 @@ def run(options: Options) -> int:
     records_path = settings.out / ladder.RECORDS
     try:
         with LadderView() as view:
-            outcome = ladder.run(settings, view.observe)
+            if isinstance(settings, ladder.ModelSettings):
+                outcome = ladder.run_model(settings, view.observe)
+            else:
+                outcome = ladder.run(settings, view.observe)
     except KeyboardInterrupt:
         if records_path.exists():
-            view.say(f"What was measured is in {records_path}; --resume goes on from there.")
+            more = "" if options.model else "; --resume goes on from there"
+            view.say(f"What was measured is in {records_path}{more}.")
         raise
     page = _report(settings, records_path)
     if options.json:
@@ -58,13 +64,13 @@ def run(options: Options) -> int:
         return 0
     print_outcome(outcome, settings)
     print(f"Records: {records_path}\nPage:    {page}")
-    print(f"\n{NEXT}")
+    if options.model is None:
+        print(f"\n{NEXT}")
     return 0
 
 
 def _settings(options: Options) -> Settings:
     from fuseline.bench.ladder import Settings
-    from fuseline.bench.ladder.budget import parse_duration
 
     device = resolve_device(options.device)
     kind = device.partition(":")[0]
@@ -78,8 +84,8 @@ def _settings(options: Options) -> Settings:
         batch=options.batch_size,
         seqlen=options.seqlen,
         mode=options.mode,
-        rungs=tuple(name for part in options.rungs for name in part.split(",") if name),
-        budget_seconds=parse_duration(options.budget or DEFAULT_BUDGET[kind]),
+        rungs=split_names(options.rungs),
+        budget_seconds=options.budget_seconds(device),
         steps=options.steps,
         runs=options.runs,
         resume=options.resume,

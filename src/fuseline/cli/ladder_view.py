@@ -74,11 +74,8 @@ class LadderView:
             self._end_rung(event)
 
     def _start(self, event: Started) -> None:
-        base = event.base
-        self.say(
-            f"A {base.preset} GPT, {base.batch} x {base.seqlen} tokens a step, on {event.device_name}: "
-            f"{event.total} rungs"
-        )
+        base = str(event.base)
+        self.say(f"{base[0].upper()}{base[1:]}, on {event.device_name}: {event.total} rungs")
         self._climbed = self._ladder.add_task("ladder".ljust(NAME_WIDTH), total=event.total)
         self._live.start()
 
@@ -111,14 +108,14 @@ class LadderView:
         paired = result.measurement.figures.get("paired_speedup")
         gain = f"  {_ratio(paired)} against {result.baseline}" if paired else ""
         left_out = "" if result.kept or result.slot == TORCH_ALONE else ", left out"
-        self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}")
+        kinds = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in result.gained)
+        where = f" (less: {kinds})" if kinds and paired and paired.value > 1 else ""
+        self.say(f"  {result.name:<{NAME_WIDTH}}{_ms(result.iteration_ms)} ms{gain}{left_out}{where}")
 
 
 def print_plan(lines: Sequence[Planned], settings: Settings) -> None:
     """What `--dry-run` shows."""
-    base = settings.base
-    shape = f"{base.preset}, {base.batch} x {base.seqlen} tokens a step, on {settings.device}"
-    table = Table(title=f"{settings.mode} ladder: {shape}")
+    table = Table(title=f"{settings.mode} ladder: {settings.base}, on {settings.device}")
     for heading in ("rung", "slot", "lever", "what it does"):
         table.add_column(heading)
     for line in lines:
@@ -223,7 +220,8 @@ def _verdict(outcome: Outcome) -> list[str]:
         told = "all that pays here is torch's own" if same else _ratio(over_torch)
         lines.append(f"{best.name} over the best that torch does alone: [bold]{told}[/]")
     if best is not None and total is not None:
-        lines.append(f"{best.name} over plain PyTorch: [bold]{_ratio(total)}[/]")
+        first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
+        lines.append(f"{best.name} over {first}: [bold]{_ratio(total)}[/]")
     if outcome.is_noisy:
         lines.append(f"[bold yellow]{BUSY}[/]")
     return lines

@@ -37,6 +37,10 @@ VERBS = {
         "fuseline.cli.explain_compile",
         "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",
     ),
+    "inspect": (
+        "fuseline.cli.inspect",
+        "registers, memory and occupancy of each compiled CUDA kernel, and what limits it; SASS, PTX",
+    ),
     "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
     "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
     "generate": ("fuseline.cli.generate", "continue prompts with a language model, token by token"),
@@ -48,6 +52,10 @@ VERBS = {
     "bench step": (
         "fuseline.cli.bench_step",
         "whole training steps of a GPT: ours against compiled nanoGPT",
+    ),
+    "bench acceleration": (
+        "fuseline.cli.bench_acceleration",
+        "models that people use: eager, torch.compile, Liger and fuseline.accelerate in turn",
     ),
     "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
     "bench attention": (

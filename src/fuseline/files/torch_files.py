@@ -55,16 +55,17 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
         raise cannot_write(path, error) from error
 
 
-def check_tensors(tensors: Mapping[Any, Any], place: str) -> None:
-    """`InputError`, naming `place`, unless all values are dense tensors of floating point that the file
-    really holds: a few bytes can claim to be a tensor of any size."""
+def check_tensors(tensors: Mapping[Any, Any], place: str, dtype: torch.dtype | None = None) -> None:
+    """`InputError`, naming `place`, unless all values are dense tensors of `dtype` (None: of floating point)
+    that the file really holds: a few bytes can claim to be a tensor of any size."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InputError(f"{place}: {shown(name)} names a {type(tensor).__name__}, not a tensor.")
         plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-        if not plain or not tensor.is_floating_point():
+        if not plain or not (tensor.is_floating_point() if dtype is None else tensor.dtype is dtype):
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
-            raise InputError(f"{place}: {name} is {kind}; a weight is a dense tensor of floating point.")
+            wanted = "a weight is a dense tensor of floating point" if dtype is None else f"not of {dtype}"
+            raise InputError(f"{place}: {name} is {kind}; {wanted}.")
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise InputError(
                 f"{place}: {name} claims to be {list(tensor.shape)}, and the file does not hold so much."

@@ -99,7 +99,7 @@ def save_nanogpt(
             raise output.refused or error from error
 
 
-def assemble(config: GPTConfig, weights: dict[str, Tensor], source: Path) -> GPT:
+def assemble(config: GPTConfig, weights: dict[str, Tensor], source: Path | str) -> GPT:
     """A model of `config` holding `weights` (nanoGPT's names, no padding), checked name by name.
 
     `source` is what an error names.

@@ -7,6 +7,7 @@ so four weights a layer are transposed on the way. Its GELU is the tanh approxim
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def load_hugging_face(path: Path | str, **options: Any) -> GPT:
     folder = path if path.is_dir() else path.parent
     config = read_config(folder, **options)
     check_size(path, config.num_weights)
-    weights = _to_ours(dict(each_weight(path)))
+    weights = to_nanogpt(dict(each_weight(path)))
     check_tensors(weights, str(path))
     return assemble(config, weights, path)
 
@@ -104,7 +105,11 @@ def save_hugging_face(model: GPT, folder: Path | str) -> None:
 def read_config(folder: Path, **options: Any) -> GPTConfig:
     """The shape that `config.json` in `folder` describes; `options` as for `load_hugging_face`."""
     path = folder / CONFIG
-    fields = read_config_file(path)
+    return gpt2_config(read_config_file(path), path, **options)
+
+
+def gpt2_config(fields: Mapping[str, Any], path: Path | str, **options: Any) -> GPTConfig:
+    """The same of the fields of a `config.json`; `path` is what an error names."""
     for name, value in _FIXED.items():
         if fields.get(name, value) != value:
             raise InputError(
@@ -125,7 +130,7 @@ def read_config(folder: Path, **options: Any) -> GPTConfig:
         raise InputError(f"{path}: {error}") from error
 
 
-def _to_ours(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_nanogpt(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their names to nanoGPT's; the [in, out] weights transposed; causal masks left out."""
     ours = {}
     for name, weight in weights.items():

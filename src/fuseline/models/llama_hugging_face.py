@@ -8,7 +8,7 @@ before the next: a model takes its own memory and that of its largest weight.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,20 @@ def load_llama(
     path = Path(path)
     config = read_config(path, block_size=block_size, kernels=kernels)
     check_size(path, config.num_weights)
-    check_positions(config, path)
+    return fill_llama(config, each_weight(path), path, dtype=dtype, device=device)
+
+
+def fill_llama(
+    config: LlamaConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    source: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Llama:
+    """A model of `config` with copies of `weights`, which have their names; `source` is what an error names.
+    In eval mode; in the dtype of the first weight if `dtype` is None."""
+    check_positions(config, source)
     with torch.device("meta"):
         model = Llama(config)
     found = places(config)
@@ -70,7 +83,7 @@ def load_llama(
     filled: dict[str, int] = dict.fromkeys(wanted, 0)
     foreign = []
     ready = False
-    for name, weight in each_weight(path):
+    for name, weight in weights:
         if name.endswith(_NOT_WEIGHTS):
             continue
         if name == "lm_head.weight" and config.tied:
@@ -79,7 +92,7 @@ def load_llama(
         if place is None:
             foreign.append(name)
             continue
-        check_tensors({name: weight}, str(path))
+        check_tensors({name: weight}, str(source))
         if not ready:
             model.allot(device, weight.dtype if dtype is None else dtype)
             wanted, ready = dict(model.state_dict()), True
@@ -87,7 +100,7 @@ def load_llama(
         target = rows(wanted[ours])
         if target.shape != weight.shape:
             raise InputError(
-                f"{path}: {name} is {list(weight.shape)}, and its config makes it {list(target.shape)}. "
+                f"{source}: {name} is {list(weight.shape)}, and its config makes it {list(target.shape)}. "
                 "The file and its config do not belong together."
             )
         target.copy_(weight)
@@ -98,7 +111,7 @@ def load_llama(
         name for name, (ours, _) in found.items() if ours in filled and filled[ours] != wanted[ours].numel()
     ]
     if what := lacks_and_unknown(missing, foreign):
-        raise InputError(f"{path} does not hold the weights its config describes: it {what}.")
+        raise InputError(f"{source} does not hold the weights its config describes: it {what}.")
     return model.eval()
 
 
@@ -120,7 +133,17 @@ def read_config(path: Path | str, *, block_size: int | None = None, kernels: str
     """The config of a folder, or of the folder a weights' file is in."""
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / CONFIG
-    fields = read_config_file(file)
+    return llama_config(read_config_file(file), file, block_size=block_size, kernels=kernels)
+
+
+def llama_config(
+    fields: Mapping[str, Any],
+    file: Path | str,
+    *,
+    block_size: int | None = None,
+    kernels: str = "fuseline",
+) -> LlamaConfig:
+    """The config that the fields of a `config.json` describe; `file` is what an error names."""
     kind = fields.get("model_type")
     if kind not in MODEL_TYPES:
         raise InputError(f"{file}: model_type is {shown(kind)}, and this model is {', '.join(MODEL_TYPES)}.")
@@ -168,7 +191,7 @@ def _scaling(rope: RopeSaid) -> RopeScaling:
     return RopeScaling(rope.rope_type, **{name: given[name] for name in names})  # type: ignore[arg-type]
 
 
-def _window(said: LlamaSaid, file: Path) -> dict[str, Any]:
+def _window(said: LlamaSaid, file: Path | str) -> dict[str, Any]:
     """The window and the first layer that has it; every layer before has none, every one after has it."""
     layers, window, kind = said.num_hidden_layers, said.sliding_window, said.model_type
     first = 0

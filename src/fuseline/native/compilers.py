@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+USUAL_TOOLKIT = Path("/usr/local/cuda/bin")
 CXX_NAMES = ("g++", "c++", "clang++")
 CXX_MEND = "Install g++ (Debian and Ubuntu: `apt-get install g++`), or name a compiler in $CXX."
 NVCC_MEND = (
@@ -75,6 +76,12 @@ def compilers() -> dict[str, Search]:
     return {"cxx": find_cxx(), "nvcc": find_nvcc()}
 
 
+def toolkit_folders() -> list[Path]:
+    """Where a CUDA toolkit's programs may be, other than on PATH; the folders need not be there."""
+    named = [os.environ.get(variable, "").strip() for variable in ("CUDA_HOME", "CUDA_PATH")]
+    return [*(Path(folder) / "bin" for folder in named if folder), USUAL_TOOLKIT, *_wheel_folders()]
+
+
 def toolkit_version(nvcc: Compiler) -> tuple[int, int]:
     """The CUDA toolkit's (major, minor)."""
     match = re.search(r"release (\d+)\.(\d+)", nvcc.version)
@@ -104,7 +111,7 @@ def _nvcc_candidates() -> Iterator[_Candidate]:
         if os.environ.get(variable, "").strip():
             yield _in_folder(Path(os.environ[variable]) / "bin", f"${variable}={os.environ[variable]}")
     yield _on_path("nvcc")
-    yield _in_folder(Path("/usr/local/cuda/bin"), "/usr/local/cuda")
+    yield _in_folder(USUAL_TOOLKIT, str(USUAL_TOOLKIT.parent))
     for folder in _wheel_folders():
         yield _in_folder(folder, f"the wheel in {folder.parent}")
 

@@ -67,12 +67,12 @@ class Work:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """The loss that a model returned: a scalar, the `loss` of its output, or the scalar that comes first."""
+    """The loss that a model returned: a scalar, the `loss` of its output, or the first scalar in that."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, Mapping):
         candidates.append(output.get("loss"))
     if isinstance(output, (tuple, list)) and output:
-        candidates.append(output[0])
+        candidates += output  # (loss, logits), or (logits, loss) as nanoGPT has it
     for found in candidates:
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
             return found

@@ -51,6 +51,7 @@ UNITS = {
     "peak_memory_gib": "GiB",
     "max_batch": "sequences",
     "compile_s": "s",
+    "accelerate_s": "s",
     "epoch_s": "s",
     "ttft_ms": "ms",
     "data_wait_share": "ratio",

@@ -42,6 +42,7 @@ METRICS: Mapping[str, Presentation] = {
     "peak_memory_gib": Presentation("peak memory", "GiB", hint="allocated, not reserved"),
     "max_batch": Presentation("largest batch", "sequences", "count"),
     "compile_s": Presentation("compile", "s"),
+    "accelerate_s": Presentation("accelerate", "s", hint="what finding, proving and timing the sites took"),
     "epoch_s": Presentation("epoch", "s"),
     "ttft_ms": Presentation("first token", "ms"),
     "data_wait_share": Presentation(

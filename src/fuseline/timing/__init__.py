@@ -3,7 +3,13 @@
 from fuseline.timing.calls import host_time_us, queue_seconds, time_calls, time_captured
 from fuseline.timing.flops import flops_per_token, mfu, peak_flops
 from fuseline.timing.hardware import copy_bandwidth_gbs
-from fuseline.timing.memory import peak_memory_gib, ran_out_of_memory, reset_peak_memory, synchronize
+from fuseline.timing.memory import (
+    peak_memory_gib,
+    ran_out_of_memory,
+    recorded_graphs_gib,
+    reset_peak_memory,
+    synchronize,
+)
 from fuseline.timing.statistics import Ratio, Summary, geometric_mean, paired_ratio, summarize
 from fuseline.timing.steps import time_steps
 
@@ -20,6 +26,7 @@ __all__ = [
     "peak_memory_gib",
     "queue_seconds",
     "ran_out_of_memory",
+    "recorded_graphs_gib",
     "reset_peak_memory",
     "summarize",
     "synchronize",

@@ -30,6 +30,20 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
+def recorded_graphs_gib(device: torch.device) -> float:
+    """GiB that recorded CUDA graphs hold of this device beyond what counts as allocated, 0 on a CPU. A replay
+    writes there without asking the allocator."""
+    if device.type != "cuda":
+        return 0.0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    held = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
+    return float(held) / 2**30
+
+
 def available(device: torch.device) -> int:
     """Bytes that are free on `device`, or in this machine's memory for a CPU."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import GPTConfig
 from fuseline.training import schema
-from fuseline.training.schema import changed, check_bounds, check_seed, described
+from fuseline.training.schema import changed, check_bounds, check_optimizer_state, check_seed, described
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class TrainConfig:
     beta2: float = described(0.99, "Adam's second decay rate")
     grad_clip: float = described(1.0, "largest gradient norm; 0 does not clip")
 
+    optimizer_state: str = described("fp32", "how AdamW keeps its moments: fp32, bf16 or 8bit")
+    arena: bool = described(False, "all weights, and all of AdamW's moments, in one stretch of memory each")
     precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
     execution: str = described(
         "auto",
@@ -88,6 +90,7 @@ class TrainConfig:
             not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
         )
         check_seed(self.seed)
+        check_optimizer_state(self.optimizer_state, self.precision)
         if not 0 < self.validation_fraction < 1:
             raise InputError(
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
@@ -121,6 +124,7 @@ FREE_ON_RESUME = frozenset(
     {
         "steps",
         "minutes",
+        "arena",
         "execution",
         "deterministic",
         "log_interval",

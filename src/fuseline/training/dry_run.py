@@ -49,5 +49,7 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         tokens_per_step=config.tokens_per_step,
         train_tokens=None,
         validation_tokens=None,
-        memory_bytes=estimated_bytes(model.config, parameters, config.batch_size, config.precision),
+        memory_bytes=estimated_bytes(
+            model.config, parameters, config.batch_size, config.precision, config.optimizer_state
+        ),
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from fuseline.models.gpt_config import GPTConfig
 
-# Weight, gradient and Adam's two moments, fp32 each.
-_BYTES_A_PARAMETER = 16
+# Weight and gradient, and by the way they are kept AdamW's two moments.
+_BYTES_A_PARAMETER = 8
+_MOMENTS = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,17 @@ _KEPT = {"fp32": _FULL, "tf32": _FULL, "bf16": _HALF, "fp16": _HALF}
 _FORMS_SCORES = ("naive", "naive_fused", "math")
 
 
-def estimated_bytes(config: GPTConfig, parameters: int, batch_size: int, precision: str) -> int:
+def training_state_bytes(parameters: int, embedding: int, optimizer_state: str) -> int:
+    """Bytes of fp32 weights and gradients and of AdamW's moments. With 8 bits, those of the `embedding`'s
+    weights, which count among the `parameters`, stay in fp32."""
+    in_full = embedding if optimizer_state == "8bit" else 0
+    moments = _MOMENTS["fp32"] * in_full + _MOMENTS[optimizer_state] * (parameters - in_full)
+    return round(_BYTES_A_PARAMETER * parameters + moments)
+
+
+def estimated_bytes(
+    config: GPTConfig, parameters: int, batch_size: int, precision: str, optimizer_state: str = "fp32"
+) -> int:
     """Bytes that eager training wants at its peak, give or take a quarter.
 
     GPT-2 124M in bf16 (B=16, T=1024) took 16.0 GiB on an H100 with flash attention and 29.6 with naive; this
@@ -39,4 +50,6 @@ def estimated_bytes(config: GPTConfig, parameters: int, batch_size: int, precisi
     per_token = kept.channel * config.num_layers * config.embed_dim + kept.entry * config.padded_vocab_size
     if config.attention in _FORMS_SCORES:
         per_token += kept.score * config.num_layers * config.num_heads * config.block_size
-    return _BYTES_A_PARAMETER * parameters + batch_size * config.block_size * per_token
+    embedding = (config.padded_vocab_size + config.block_size) * config.embed_dim
+    state = training_state_bytes(parameters, embedding, optimizer_state)
+    return state + batch_size * config.block_size * per_token

@@ -13,6 +13,7 @@ from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
 from fuseline.errors import InputError
 from fuseline.ops import attention_backends
+from fuseline.training import arena
 from fuseline.training.checkpoint import LATEST, Checkpoint, load_checkpoint, load_model_state, settings_of
 from fuseline.training.config import TrainConfig, as_dict, continued
 from fuseline.training.distributed import Group
@@ -166,14 +167,18 @@ def _assembled(
         model, config = pretrained_model(config, init_from, dataset.vocab_size)
     if saved is not None:
         load_model_state(model, saved.model, folder / LATEST)
-    model = model.to(group.device).train()
+    model = arena.move(model, group.device) if config.arena else model.to(group.device)
+    model.train()
     optimizer = make_optimizer(
         model,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
+    if config.arena:
+        arena.make_moments(optimizer)
     step = TrainStep(
         group.wrapped(model),
         optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from fuseline.files.reading import reason
 from fuseline.files.schema import shown
 from fuseline.files.torch_files import check_tensors
 from fuseline.files.writing import remove_partial, write_json
+from fuseline.optim import CompactAdamW
 from fuseline.training.checkpoint import LATEST, Checkpoint
 from fuseline.training.metrics import METRICS, cut_back
-from fuseline.training.optimizer import load_optimizer_state
+from fuseline.training.optimizer import expected_state, load_optimizer_state
 from fuseline.training.pace import Stopwatch
 from fuseline.training.random_state import restore_random_state
 from fuseline.training.run import Run
@@ -54,24 +56,26 @@ def _cannot_restore(place: Path, what: str, error: Exception) -> InputError:
 
 def _check_moments(optimizer: torch.optim.Optimizer, saved: Checkpoint, place: Path) -> None:
     """`InputError` unless each parameter has its moments, of its own size; before the first step none has."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [key for key in saved.optimizer if key not in range(len(parameters))]
+    expected = expected_state(optimizer)
+    foreign = [key for key in saved.optimizer if key not in range(len(expected))]
     if foreign:
         raise InputError(f"{place}: its optimizer has moments of {shown(foreign[0])}, which no parameter is.")
-    for number, parameter in enumerate(parameters):
+    for number, wanted in enumerate(expected):
         state = saved.optimizer.get(number)
         if state is None and (saved.step == 0 or not saved.optimizer):
             continue
-        wanted = {"step": 1, "exp_avg": parameter.numel(), "exp_avg_sq": parameter.numel()}
-        for name, count in wanted.items():
+        for name, (shape, dtype) in wanted.items():
+            count = math.prod(shape)
             moment = None if state is None else state.get(name)
             if isinstance(moment, torch.Tensor):
-                check_tensors({name: moment}, f"{place}: its optimizer's state of parameter {number}")
+                # torch's AdamW casts what it loads; here other moments would be taken for codes.
+                exact = dtype if isinstance(optimizer, CompactAdamW) else None
+                check_tensors({name: moment}, f"{place}: its optimizer's state of parameter {number}", exact)
             size = moment.numel() if isinstance(moment, torch.Tensor) else 1 if moment is not None else 0
             if size != count:
                 raise InputError(
-                    f"{place}: its optimizer has {size} numbers of {name} for parameter {number}, which has "
-                    f"{parameter.numel()}. The file was damaged, or put together from two."
+                    f"{place}: its optimizer has {size} numbers of {name} for parameter {number}, which "
+                    f"needs {count}. The file was damaged, or put together from two."
                 )
 
 

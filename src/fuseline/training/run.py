@@ -160,6 +160,10 @@ class Run:
             train_tokens=len(self.dataset.train),
             validation_tokens=len(self.dataset.validation),
             memory_bytes=estimated_bytes(
-                self.model.config, parameters, self.config.batch_size, self.config.precision
+                self.model.config,
+                parameters,
+                self.config.batch_size,
+                self.config.precision,
+                self.config.optimizer_state,
             ),
         )

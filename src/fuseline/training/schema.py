@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fuseline.errors import InputError, unknown_name
 
 Config = TypeVar("Config", bound=Any)
+OPTIMIZER_STATES = ("fp32", "bf16", "8bit")
 LARGEST_SEED = 2**63 - 1
 
 
@@ -50,6 +51,17 @@ def check_seed(seed: int) -> None:
     """`InputError` for what no generator of random numbers takes."""
     if not 0 <= seed <= LARGEST_SEED:
         raise InputError(f"seed is {seed}; it is a whole number from 0 to 2**63 - 1.")
+
+
+def check_optimizer_state(state: str, precision: str) -> None:
+    """`InputError` for a state that AdamW does not have, or not in that precision."""
+    if state not in OPTIMIZER_STATES:
+        raise unknown_name("optimizer state", state, OPTIMIZER_STATES)
+    if state != "fp32" and precision == "fp16":
+        raise InputError(
+            f"optimizer_state is {state!r} and precision fp16, whose gradient scaler needs torch's fused "
+            "AdamW to skip steps that overflowed. Take precision bf16, or optimizer_state fp32."
+        )
 
 
 def changed(config: Config, overrides: Mapping[str, Any]) -> Config:

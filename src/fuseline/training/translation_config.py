@@ -12,7 +12,7 @@ from typing import Any, Optional
 from fuseline.errors import unknown_name
 from fuseline.models.translation_config import TranslationConfig
 from fuseline.training import schema
-from fuseline.training.schema import changed, check_bounds, check_seed, described
+from fuseline.training.schema import changed, check_bounds, check_optimizer_state, check_seed, described
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class TranslateConfig:
     grad_clip: float = described(1.0, "largest gradient norm; 0 does not clip")
     average: float = described(0.0, "decay of the running average of the weights that translates; 0: none")
 
+    optimizer_state: str = described("fp32", "how AdamW keeps its moments: fp32, bf16 or 8bit")
+    arena: bool = described(False, "all weights, and all of AdamW's moments, in one stretch of memory each")
     precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
     execution: str = described(
         "auto",
@@ -92,6 +94,7 @@ class TranslateConfig:
             not_negative=("min_learning_rate", "warmup_steps", "weight_decay", "grad_clip", "length_penalty"),
         )
         check_seed(self.seed)
+        check_optimizer_state(self.optimizer_state, self.precision)
         self.model_config(self.vocab_size)
 
     def model_config(self, vocab_size: int) -> TranslationConfig:
@@ -106,6 +109,7 @@ FREE_ON_RESUME = frozenset(
         "epochs",
         "steps",
         "minutes",
+        "arena",
         "execution",
         "deterministic",
         "log_interval",

@@ -22,6 +22,7 @@ from fuseline.training.averaging import WeightAverage
 from fuseline.training.bleu import Bleu, corpus_bleu
 from fuseline.training.checkpoint import BEST, LATEST, Checkpoint, save_checkpoint, write_weights
 from fuseline.training.distributed import Group
+from fuseline.training.memory_estimate import training_state_bytes
 from fuseline.training.optimizer import optimizer_state
 from fuseline.training.pace import Stopwatch
 from fuseline.training.random_state import random_state
@@ -269,4 +270,5 @@ def estimated_bytes(config: TranslateConfig, parameters: int, vocab_size: int) -
     blocks = config.num_layers * (2 if config.architecture == "encoder-decoder" else 1)
     per_token = 4 * (blocks * (20 * config.embed_dim + 4 * config.ffn_dim) + 4 * vocab_size)
     per_token += 4 * 3 * blocks * config.num_heads * config.length
-    return 16 * parameters + config.max_tokens * per_token
+    state = training_state_bytes(parameters, vocab_size * config.embed_dim, config.optimizer_state)
+    return state + config.max_tokens * per_token

@@ -19,6 +19,7 @@ from fuseline.generation.writers import TranslationModel
 from fuseline.models.encoder_decoder import EncoderDecoder
 from fuseline.models.translation import DecoderOnly
 from fuseline.models.translation_config import TranslationConfig
+from fuseline.training import arena
 from fuseline.training.averaging import WeightAverage
 from fuseline.training.bleu import corpus_bleu
 from fuseline.training.checkpoint import (
@@ -204,14 +205,18 @@ def _prepared(
     model = build_model(config.model_config(dataset.tokenizer.vocab_size))
     if saved is not None:
         load_model_state(model, saved.model, folder / LATEST)
-    model = model.to(group.device).train()
+    model = arena.move(model, group.device) if config.arena else model.to(group.device)
+    model.train()
     optimizer = make_optimizer(
         model,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(config.beta1, config.beta2),
         capturable=find_execution(config.execution, group.device).whole_step,
+        state=config.optimizer_state,
     )
+    if config.arena:
+        arena.make_moments(optimizer)
     start = 0 if saved is None else saved.position
     batches = training_batches(
         config, dataset, group.device, start=start + group.rank, stride=group.world_size

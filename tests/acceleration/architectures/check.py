@@ -83,6 +83,13 @@ def share_found(checked: Sequence[Checked]) -> float:
     return found / listed if listed else 1.0
 
 
+def count_sites(name: str, model: nn.Module, rows: Sequence[Site]) -> Checked:
+    """Which of the sites that are listed for a model are among the rows of a handle."""
+    checked = Checked()
+    _count(checked, list(rows), site_list(name, model))
+    return checked
+
+
 def check_model(model: Model, accelerate: Accelerate, **options: Any) -> Checked:
     """`check_accelerated` of a model of the suite, with its sites."""
 

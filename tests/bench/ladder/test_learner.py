@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fuseline.bench.ladder.contender import LEAD_IN, Contender
+from fuseline.bench.ladder.contender import LEAD_IN, GPTContender
 from fuseline.bench.ladder.learner import Learner, TrainingState
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Batches:
 
 
 def _trained(spec, state, batches, steps):
-    contender = Contender(spec, CPU, state)
+    contender = GPTContender(spec, CPU, state)
     contender.warm_up(batches)
     state.fill(contender.model, contender.optimizer)
     contender.set_learning_rate(1e-3)
@@ -70,7 +70,7 @@ def test_filling_is_in_place_and_zeroes_what_only_the_target_has(base, state):
 
 
 def test_a_state_is_a_copy(base, state):
-    contender = Contender(base, CPU, state)
+    contender = GPTContender(base, CPU, state)
     kept = TrainingState.of(contender.model)
     with torch.no_grad():
         contender.model.lm_head.weight.zero_()

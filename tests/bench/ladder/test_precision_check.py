@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseline.bench.ladder.contender import Contender
+from fuseline.bench.ladder.contender import GPTContender
 from fuseline.bench.ladder.precision_check import errors, reference
 from fuseline.models.gpt import GPT
 
@@ -20,7 +20,7 @@ def _batch(spec):
 
 
 def _errors(spec, base, state):
-    contender = Contender(spec, CPU, state)
+    contender = GPTContender(spec, CPU, state)
     contender.warm_up(iter([_batch(spec)] * 4))
     found = errors(contender, reference(base, _batch(base), state))
     return found["loss_error"].value, found["grad_error"].value
@@ -60,7 +60,7 @@ def test_bf16_adds_what_eight_bits_add(base, state):
 
 
 def test_a_wrong_gradient_shows(base, state):
-    contender = Contender(base, CPU, state)
+    contender = GPTContender(base, CPU, state)
     contender.model.transformer.h[0].mlp.c_proj.weight.register_hook(lambda grad: 1.5 * grad)
     contender.warm_up(iter([_batch(base)] * 4))
     found = errors(contender, reference(base, _batch(base), state))

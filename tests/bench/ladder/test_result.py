@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult, ratio, recorded
@@ -18,9 +20,15 @@ def result(base) -> RungResult:
         mode="cumulative",
         order=2,
         spec=base.with_({"precision": "bf16"}),
-        measurement=Measurement(figures=figures, kernels="1 ms x2 gemm", note="a note"),
+        measurement=Measurement(
+            figures=figures,
+            kernels="1 ms x2 gemm",
+            work={"products": 2.0, "copies and casts": 0.5},
+            note="a note",
+        ),
         baseline="plain PyTorch",
         kept=True,
+        gained=(("products", 9.0), ("waiting", 1.5)),
     )
 
 
@@ -38,6 +46,15 @@ def test_records_name_the_run_and_carry_intervals(result):
     assert time_ms.case["kept"] is True
     assert paired.case["baseline"] == "plain PyTorch"
     assert (kernels.metric, kernels.value, kernels.case["names"]) == ("kernels", None, "1 ms x2 gemm")
+
+
+def test_a_rung_names_the_work_in_which_it_gained(result):
+    work = {"products": 11.0, "norms": 3.0, "pointwise": 0.01, "copies and casts": 0.4, "loss": 2.0}
+    figures = {"iteration_ms": Figure(20.0)}
+    slower = replace(result, measurement=Measurement(figures=figures, work=work), gained=())
+    # 20 - 16.41 ms without a kernel there, 10 - 2.5 here: that and the casts took longer.
+    assert result.ahead_of(slower).gained == (("products", 9.0), ("norms", 3.0), ("loss", 2.0))
+    assert slower.ahead_of(replace(slower, measurement=Measurement(figures=figures))).gained == ()
 
 
 def test_they_can_be_read_back(result):

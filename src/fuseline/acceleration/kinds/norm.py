@@ -32,7 +32,7 @@ from fuseline.acceleration.reading import (
 from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at
 from fuseline.acceleration.trace import Trace
 from fuseline.acceleration.wide import run_wide
-from fuseline.ops import layer_norm, rms_norm
+from fuseline.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 LARGEST_EPS = 0.1
 AGREEMENT = 1e-9
@@ -136,17 +136,36 @@ class NormRecipe:
         x = tensors[self.x]
         if self.widen:
             x = x.float()
-        weight = optional_tensor_at(module, self.affine.weight)
-        bias = optional_tensor_at(module, self.affine.bias)
-        if weight is not None and self.affine.plus_one:
-            # 1 + weight in 16 bits would round away what a small weight says.
-            weight = 1.0 + (weight if weight.dtype is torch.float64 else weight.float())
+        weight, bias = self._affine(module)
         if not self.apart:
             return self._norm(x, weight, bias)
         y = self._norm(x, None, None)
         y = y if weight is None else y * weight
         y = y if bias is None else y + bias
         return y.to(x.dtype) if self.affine.plus_one else y
+
+    def with_sum(
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum, where `has_sum` says that there is an op for it."""
+        weight, bias = self._affine(module)
+        if self.kind == "layer_norm":
+            shape = (x.shape[-1],) if self.dims == 1 else tuple(x.shape[-self.dims :])
+            return add_layer_norm(x, residual, shape, weight, bias, self.eps)
+        y, total = add_rms_norm(x, residual, weight, self.eps)
+        return (y if bias is None else y + bias), total
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether one op computes the norm and the sum that it reads."""
+        return not (self.widen or self.apart) and (self.kind == "layer_norm" or self.dims == 1)
+
+    def _affine(self, module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        weight = optional_tensor_at(module, self.affine.weight)
+        if weight is not None and self.affine.plus_one:
+            # 1 + weight in 16 bits would round away what a small weight says.
+            weight = 1.0 + (weight if weight.dtype is torch.float64 else weight.float())
+        return weight, optional_tensor_at(module, self.affine.bias)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         if self.kind == "layer_norm":

@@ -13,12 +13,17 @@ precision_check.py  loss and gradients against fp32    kernels_seen.py  which ke
 max_batch.py    the largest batch             max_batch_probe.py  the process that tries it out
 head_gemm.py    the head's products alone     stability.py     attention's formulas against float64
 run.py          all of it in order            afterwards.py    what follows the climb
+ascent.py       the climb, put on record      course.py        what a climb goes over
+workload.py     what rungs are measured on    model_run.py     the ladder of a user's own model
+model_spec.py   its specs and rungs           model_work.py    what its rungs are measured on
 events.py       what it tells a watcher
 """
 
+from fuseline.bench.ladder.ascent import RECORDS
 from fuseline.bench.ladder.events import Event, Observer
+from fuseline.bench.ladder.model_run import ModelSettings, run_model
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult
-from fuseline.bench.ladder.run import RECORDS, run
+from fuseline.bench.ladder.run import run
 from fuseline.bench.ladder.settings import Outcome, Planned, Settings, plan
 from fuseline.bench.ladder.spec import RunSpec, baseline
 
@@ -27,6 +32,7 @@ __all__ = [
     "Event",
     "Figure",
     "Measurement",
+    "ModelSettings",
     "Observer",
     "Outcome",
     "Planned",
@@ -36,4 +42,5 @@ __all__ = [
     "baseline",
     "plan",
     "run",
+    "run_model",
 ]

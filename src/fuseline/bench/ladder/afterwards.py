@@ -89,6 +89,7 @@ def _largest(
     if try_out and budget.left() > TRIAL_SECONDS[result.spec.is_compiled]:
         observer(Stage(f"trying out the largest batch: {result.name}"))
         seconds = min(budget.left(), UNLIMITED_TRIAL_SECONDS)
+        assert isinstance(result.spec, RunSpec)
         largest = max_batch.verify(result.spec, peaks, settings.device, settings.seed, seconds=seconds)
         if largest.batch is not None:
             return largest

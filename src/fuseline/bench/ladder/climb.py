@@ -12,35 +12,27 @@ from typing import Protocol
 
 from fuseline.bench.ladder.budget import Budget, share
 from fuseline.bench.ladder.combinations import Combination
+from fuseline.bench.ladder.course import GPT_COURSE, Course
 from fuseline.bench.ladder.events import Observer, RungStarted
 from fuseline.bench.ladder.gains import by_expected_gain, is_kept_for
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult, product, ratio
-from fuseline.bench.ladder.rungs import NO_LEVER, Rung, find_rung
-from fuseline.bench.ladder.spec import RunSpec
-from fuseline.bench.ladder.torch_alone import TORCH_ALONE, rung_of, torch_alone
+from fuseline.bench.ladder.rungs import Rung
+from fuseline.bench.ladder.spec import RunSpec, Spec
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
-BASELINE = Rung(
-    name="plain PyTorch",
-    slot="baseline",
-    lever=NO_LEVER,
-    summary="fp32, naive attention, torch's own AdamW and kernels, eager",
-    change={},
-    unavailable=lambda machine, spec: None,
-)
-
-Try = tuple[Rung, RunSpec]
+Try = tuple[Rung, Spec]
 
 
 class Measurer(Protocol):
-    def measure(self, spec: RunSpec, against: RunSpec | None, *, seconds: float, limit: float) -> Measurement:
+    def measure(self, spec: Spec, against: Spec | None, *, seconds: float, limit: float) -> Measurement:
         """Measure `spec`, paired with `against`. `seconds` is what its timing may take, `limit` what all of
         it may."""
 
-    def compare(self, spec: RunSpec, against: RunSpec, *, seconds: float, limit: float) -> Figure | None:
+    def compare(self, spec: Spec, against: Spec, *, seconds: float, limit: float) -> Figure | None:
         """The paired ratio of `against` over `spec`, both measured before; None where it cannot be had."""
 
-    def fixed_seconds(self, spec: RunSpec) -> float:
+    def fixed_seconds(self, spec: Spec) -> float:
         """What building, compiling and probing `spec` and the shortest timing of it are expected to take."""
 
 
@@ -57,9 +49,10 @@ class Climb:
         measurer: Measurer,
         budget: Budget,
         observer: Observer,
-        recorded: Mapping[RunSpec, RungResult] | None = None,
+        recorded: Mapping[Spec, RungResult] | None = None,
         *,
         second_baseline: bool = False,
+        course: Course = GPT_COURSE,
     ) -> None:
         self._machine = machine
         self._measurer = measurer
@@ -67,17 +60,18 @@ class Climb:
         self._observer = observer
         self._known = dict(recorded or {})
         self._second_baseline = second_baseline
+        self._course = course
         self._order = 0
         self._ends: tuple[RungResult, RungResult] | None = None
 
-    def cumulative(self, base: RunSpec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
+    def cumulative(self, base: Spec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
         itself if it is faster beyond the noise.
 
         Kernels of ours that paid eagerly are looked at again under the first compiler that pays: it cannot
         see into them, and may do better with operations that it can fuse.
         """
-        first = self._try(BASELINE, base, None, "cumulative", _upon(base, rungs))
+        first = self._try(self._course.baseline, base, None, "cumulative", _upon(base, rungs))
         first = replace(first, kept=first.reason is None)
         yield first
         best = first
@@ -94,7 +88,7 @@ class Climb:
             yield result
             if result.kept:
                 if result.spec.is_compiled and not best.spec.is_compiled:
-                    to_come[:0] = _visible_to_a_compiler(result.spec)
+                    to_come[:0] = self._course.visible_to_a_compiler(result.spec)
                 best = result
                 self._ends = first, best
 
@@ -104,26 +98,26 @@ class Climb:
         if self._ends is None or self._ends[1].reason is not None:
             return
         first, best = self._ends
-        specs = torch_alone(best.spec, self._machine)
+        specs = self._course.torch_alone(best.spec, self._machine)
         if best.spec in specs:
             yield self._same_as(best)
             return
-        tries = [(rung_of(spec), spec) for spec in specs]
+        tries = [(self._course.rung_of(spec), spec) for spec in specs]
         for i, (rung, spec) in enumerate(tries):
             result = self._try(rung, spec, best, "cumulative", tries[i + 1 :])
             yield _over_first(result, best, first)
 
-    def _rivals(self, best: RunSpec) -> list[Try]:
+    def _rivals(self, best: Spec) -> list[Try]:
         """What torch does alone, if it is to be measured: time is kept for it, but where it will be what the
         climb compiles itself."""
-        rivals = torch_alone(best, self._machine) if self._second_baseline else []
+        rivals = self._course.torch_alone(best, self._machine) if self._second_baseline else []
         if any(best.with_({"execution": spec.execution}) == spec for spec in rivals):
             return []
-        return [(rung_of(spec), spec) for spec in rivals[:1]]
+        return [(self._course.rung_of(spec), spec) for spec in rivals[:1]]
 
     def _same_as(self, best: RungResult) -> RungResult:
         """The best rung under the name of torch alone, which it is."""
-        rung, order = rung_of(best.spec), self._order
+        rung, order = self._course.rung_of(best.spec), self._order
         self._order += 1
         figures = {**best.measurement.figures, "paired_speedup": Figure(1.0, 1.0, 1.0)}
         measurement = replace(best.measurement, figures=figures, note=f"the same step as {best.name}")
@@ -158,10 +152,10 @@ class Climb:
         figures = {**best.measurement.figures, "speedup": speedup}
         return replace(best, measurement=replace(best.measurement, figures=figures))
 
-    def alone(self, base: RunSpec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
+    def alone(self, base: Spec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """Each rung upon `base` and nothing else. `kept` says whether it pays there."""
         tries = _upon(base, rungs)
-        first = self._try(BASELINE, base, None, "alone", tries)
+        first = self._try(self._course.baseline, base, None, "alone", tries)
         first = replace(first, kept=first.reason is None)
         yield first
         for i, (rung, spec) in enumerate(tries):
@@ -184,7 +178,7 @@ class Climb:
                 first, before = first or result, result
 
     def _try(
-        self, rung: Rung, spec: RunSpec, pair: RungResult | None, mode: str, later: Sequence[Try]
+        self, rung: Rung, spec: Spec, pair: RungResult | None, mode: str, later: Sequence[Try]
     ) -> RungResult:
         """Measure `spec`, or say why not."""
         order, self._order = self._order, self._order + 1
@@ -215,9 +209,9 @@ class Climb:
             result = _noted(result, f"compared with {against.name} upon the same: {held}")
         if result.reason is None:
             self._known[spec] = result
-        return result
+        return result if against is None else result.ahead_of(against)
 
-    def _measure(self, rung: Rung, spec: RunSpec, rival: RunSpec | None, later: Sequence[Try]) -> Measurement:
+    def _measure(self, rung: Rung, spec: Spec, rival: Spec | None, later: Sequence[Try]) -> Measurement:
         left, device = self._budget.left(), self._machine.device
         to_come = [
             (other, s)
@@ -240,20 +234,8 @@ class Climb:
         return self._measurer.measure(spec, rival, seconds=share(left, fixed), limit=left)
 
 
-def _upon(base: RunSpec, rungs: Sequence[Rung]) -> list[Try]:
+def _upon(base: Spec, rungs: Sequence[Rung]) -> list[Try]:
     return [(rung, base.with_(rung.change)) for rung in rungs]
-
-
-def _rung(name: str) -> Rung:
-    found = find_rung(name)
-    assert found is not None, name
-    return found
-
-
-def _visible_to_a_compiler(spec: RunSpec) -> list[Rung]:
-    """The rungs that put operations a compiler sees into in the place of kernels of ours."""
-    kernels = [_rung("torch-kernels")] if spec.kernels == "fuseline" else []
-    return kernels + ([_rung("fp32-loss")] if spec.loss.startswith("fuseline") else [])
 
 
 def _noted(result: RungResult, note: str) -> RungResult:

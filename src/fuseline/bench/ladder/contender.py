@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from fuseline.bench.ladder.learner import TrainingState, unpadded
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.models.gpt import GPT
 from fuseline.timing import synchronize, time_steps
 from fuseline.training.optimizer import make_optimizer, set_learning_rate
 from fuseline.training.step import TrainStep
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, ...]
 
 
 class BatchSource(Iterator[Batch], Protocol):
-    """Batches of real tokens, and the seconds their taker has waited for them so far."""
+    """Batches without end, and the seconds their taker has waited for them so far."""
 
     @property
     def wait_seconds(self) -> float: ...
@@ -40,29 +41,30 @@ LEAD_IN = 1
 SCALER_PATIENCE = 20  # fp16's scale starts at 2**16 and halves at each step it skips
 
 
+class Step(Protocol):
+    """Takes one optimizer step over a batch and returns its loss. `compile_seconds`: what the first call took
+    where it had something to compile or record."""
+
+    @property
+    def compile_seconds(self) -> float: ...
+    def __call__(self, *batches: Any) -> torch.Tensor: ...
+    def close(self) -> None: ...
+
+
 class Contender:
-    """A spec at work on `device`. Building it may fail: out of memory, or a case that torch does not have.
+    """A spec at work on `device`: a model, its optimizer and its step, ready to be timed."""
 
-    Gradients are not clipped, as in nanoGPT's bench: a rung's time is that of the model and the optimizer.
-    """
-
-    def __init__(self, spec: RunSpec, device: torch.device, state: TrainingState) -> None:
-        self.spec = spec
-        self.device = device
-        with device:
-            self.model = GPT(spec.config)
-        state.fill(self.model)
-        self.optimizer = make_optimizer(
-            self.model,
-            lr=0.0,  # the learner sets it before each run
-            betas=BETAS,
-            fused=spec.optimizer == "fused",
-            capturable=spec.is_captured,
-        )
-        self.step = TrainStep(
-            self.model, self.optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0
-        )
+    def __init__(
+        self, spec: Spec, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step
+    ) -> None:
+        self.spec, self.device = spec, device
+        self.model, self.optimizer, self.step = model, optimizer, step
         self.loss = torch.zeros((), device=device)
+
+    @property
+    def note(self) -> str:
+        """What a reader of its figures should know."""
+        return ""
 
     def warm_up(self, batches: Iterator[Batch]) -> None:
         """Compile, record, fill caches."""
@@ -100,6 +102,7 @@ class Contender:
             first = {
                 name: self.optimizer.state[parameter]["exp_avg"]
                 for name, parameter in self.model.named_parameters()
+                if "exp_avg" in self.optimizer.state.get(parameter, {})
             }
             if any(bool(moment.any()) for moment in first.values()):
                 break
@@ -116,3 +119,27 @@ class Contender:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class GPTContender(Contender):
+    """A spec of a GPT. Building it may fail: out of memory, or a case that torch does not have.
+
+    Gradients are not clipped, as in nanoGPT's bench: a rung's time is that of the model and the optimizer.
+    """
+
+    spec: RunSpec
+    model: GPT
+
+    def __init__(self, spec: RunSpec, device: torch.device, state: TrainingState) -> None:
+        with device:
+            model = GPT(spec.config)
+        state.fill(model)
+        optimizer = make_optimizer(
+            model,
+            lr=0.0,  # the learner sets it before each run
+            betas=BETAS,
+            fused=spec.optimizer == "fused",
+            capturable=spec.is_captured,
+        )
+        step = TrainStep(model, optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0)
+        super().__init__(spec, device, model, optimizer, step)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuseline.bench.ladder.result import RungResult
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Started:
     """The climb begins: how many rungs there are to try, from where, on what."""
 
     total: int
-    base: RunSpec
+    base: Spec
     device_name: str
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fuseline.bench.ladder.contender import Contender
+from fuseline.bench.ladder.contender import GPTContender
 from fuseline.bench.ladder.pairing import Runs
 from fuseline.bench.ladder.result import Figure
 from fuseline.timing import flops_per_token, mfu, paired_ratio, summarize
 from fuseline.timing.flops import CONVENTIONS
 
 
-def speed(contender: Contender, runs: Runs, device_name: str) -> dict[str, Figure]:
+def speed(contender: GPTContender, runs: Runs, device_name: str) -> dict[str, Figure]:
     """Time a step, tokens a second, MFU by both conventions (where the GPU's peak is known), paired ratio."""
     time_ms = Figure.of(summarize(runs.new))
     spec, config = contender.spec, contender.spec.config

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseline.models.gpt import GPT
 
@@ -28,7 +28,9 @@ class TrainingState:
     steps: int = 0
 
     @classmethod
-    def of(cls, model: GPT, optimizer: torch.optim.Optimizer | None = None, steps: int = 0) -> TrainingState:
+    def of(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 0
+    ) -> TrainingState:
         """A copy of what the model, and the optimizer if given, hold now."""
         weights, moments = {}, {}
         for name, parameter in model.named_parameters():
@@ -39,7 +41,7 @@ class TrainingState:
         return cls(weights, moments, steps)
 
     @torch.no_grad()
-    def fill(self, model: GPT, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def fill(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Put this into the model and, where it has a state already, the optimizer, in place."""
         for name, parameter in model.named_parameters():
             _put(parameter, self.weights[name])
@@ -83,12 +85,14 @@ class Learner:
             self.curve += losses
 
 
-def unpadded(tensor: Tensor, model: GPT, name: str) -> Tensor:
+def unpadded(tensor: Tensor, model: nn.Module, name: str) -> Tensor:
     """`tensor`, shaped as the parameter `name` of `model`, without the rows that pad the vocabulary."""
-    return tensor[: model.config.vocab_size] if name == "transformer.wte.weight" else tensor
+    if isinstance(model, GPT) and name == "transformer.wte.weight":
+        return tensor[: model.config.vocab_size]
+    return tensor
 
 
-def _keep(tensor: Tensor, model: GPT, name: str) -> Tensor:
+def _keep(tensor: Tensor, model: nn.Module, name: str) -> Tensor:
     return unpadded(tensor, model, name).to("cpu", copy=True)
 
 

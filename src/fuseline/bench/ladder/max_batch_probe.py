@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from fuseline.bench.ladder.contender import Batch, Contender
+from fuseline.bench.ladder.contender import Batch, GPTContender
 from fuseline.bench.ladder.learner import TrainingState
 from fuseline.bench.ladder.max_batch import TRIALS, Largest, predict
 from fuseline.bench.ladder.spec import RunSpec
@@ -76,7 +76,7 @@ def main() -> None:
 
 def _peak_gib(spec: RunSpec, device: torch.device, state: TrainingState) -> float:
     reset_peak_memory(device)
-    contender = Contender(spec, device, state)
+    contender = GPTContender(spec, device, state)
     try:
         contender.warm_up(_endless(_random_batch(spec, device)))
         synchronize(device)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
 
-from fuseline.bench.ladder.contender import LEAD_IN, Batch, BatchSource, Contender
+from fuseline.bench.ladder.contender import LEAD_IN, Batch, Contender
 from fuseline.bench.ladder.effort import Effort, OutOfTimeError, Pace
 from fuseline.bench.ladder.events import LossPoint, Observer, Stage
-from fuseline.bench.ladder.figures import speed
 from fuseline.bench.ladder.kernels_seen import kernels_seen
-from fuseline.bench.ladder.learner import Learner, TrainingState
 from fuseline.bench.ladder.pairing import Runs, run_in_turn
-from fuseline.bench.ladder.precision_check import Reference, errors, reference
 from fuseline.bench.ladder.result import WIDE, Figure, Measurement
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import Spec
+from fuseline.bench.ladder.workload import Workload
 from fuseline.timing import (
     paired_ratio,
     peak_memory_gib,
@@ -51,18 +48,10 @@ EXPECTED_SECONDS: dict[str, dict[str, float]] = {
         "max-autotune-no-cudagraphs": 240.0,
         "max-autotune": 240.0,
         "graph": 8.0,
+        "recorded": 40.0,
         "inductor-graph": 60.0,
     },
 }
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where batches come from, by batch size and sequence length: `training` the same source when asked
-    again, `held_out` a batch that is never trained on."""
-
-    training: Callable[[int, int], BatchSource]
-    held_out: Callable[[int, int], Batch]
 
 
 class StepMeasurer:
@@ -71,29 +60,25 @@ class StepMeasurer:
     def __init__(
         self,
         device: torch.device,
-        device_name: str,
-        sources: Sources,
-        learner: Learner,
+        workload: Workload,
         effort: Effort,
         observer: Observer,
     ) -> None:
-        self._device, self._device_name = device, device_name
-        self._sources = sources
-        self._learner = learner
+        self._device = device
+        self._workload = workload
         self._effort = effort
         self._observer = observer
         self._old: Contender | None = None
         self._new: Contender | None = None
-        self._references: dict[tuple[int, int], Reference] = {}
         self._seen_seconds: dict[str, list[float]] = {}
         self._least_seconds = 0.0  # of timing a pair, as the last one told
 
-    def fixed_seconds(self, spec: RunSpec) -> float:
+    def fixed_seconds(self, spec: Spec) -> float:
         seen = self._seen_seconds.get(spec.execution)
         before = median(seen) if seen else EXPECTED_SECONDS[self._device.type][spec.execution]
         return before + self._least_seconds
 
-    def measure(self, spec: RunSpec, against: RunSpec | None, *, seconds: float, limit: float) -> Measurement:
+    def measure(self, spec: Spec, against: Spec | None, *, seconds: float, limit: float) -> Measurement:
         """See `climb.Measurer`. A rung that does not fit in memory beside its pair is timed alone."""
         begin = time.monotonic()
         note = self._bring(against)
@@ -102,9 +87,9 @@ class StepMeasurer:
             self._drop(old=True, new=True)
             note = "timed alone: it did not fit in memory beside the rung it is compared with"
             found = self._guarded(spec, begin, seconds, limit)
-        return replace(found, note=note) if note else found
+        return replace(found, note="; ".join(filter(None, (note, found.note))))
 
-    def compare(self, spec: RunSpec, against: RunSpec, *, seconds: float, limit: float) -> Figure | None:
+    def compare(self, spec: Spec, against: Spec, *, seconds: float, limit: float) -> Figure | None:
         """See `climb.Measurer`. None unless `spec` is still alive and the two fit beside each other."""
         begin = time.monotonic()
         alive = next((c for c in (self._new, self._old) if c is not None and c.spec == spec), None)
@@ -123,9 +108,8 @@ class StepMeasurer:
     def close(self) -> None:
         """Let go of all models and their memory."""
         self._drop(old=True, new=True)
-        self._references.clear()
 
-    def _bring(self, against: RunSpec | None) -> str:
+    def _bring(self, against: Spec | None) -> str:
         """Have `against`, and nothing else, alive as the old step. What was measured last often is it.
         Returns why it is not, where it cannot be."""
         if self._new is not None and self._new.spec == against:
@@ -143,7 +127,7 @@ class StepMeasurer:
         self._free()
         return told
 
-    def _guarded(self, spec: RunSpec, begin: float, seconds: float, limit: float) -> Measurement:
+    def _guarded(self, spec: Spec, begin: float, seconds: float, limit: float) -> Measurement:
         """`_measure`, with what this machine cannot do told as a reason."""
         try:
             return self._measure(spec, begin, seconds, limit)
@@ -155,7 +139,7 @@ class StepMeasurer:
         self._drop(new=True)
         return found
 
-    def _measure(self, spec: RunSpec, begin: float, seconds: float, limit: float) -> Measurement:
+    def _measure(self, spec: Spec, begin: float, seconds: float, limit: float) -> Measurement:
         others = self._allocated()
         reset_peak_memory(self._device)
         self._observer(Stage("compiling" if spec.is_compiled else "building"))
@@ -165,26 +149,27 @@ class StepMeasurer:
         runs = self._time(new, seconds, limit - (timing - begin))
         timing = time.monotonic() - timing
 
-        figures = speed(new, runs, self._device_name)
+        figures = self._workload.figures(new, runs)
         if new.step.compile_seconds:
             figures["compile_s"] = Figure(new.step.compile_seconds)
-        if peaks[spec.batch] is not None and spec.execution == "eager" and spec.batch > 1:
-            peaks[spec.batch // 2] = self._peak_at(new, spec.batch // 2, others)
+        half = None if peaks[spec.batch] is None else self._workload.halved(new)
+        if half is not None:
+            peaks[len(half[0])] = self._peak_of(new, half, others)
         known = {batch: peak for batch, peak in peaks.items() if peak is not None}
         if known:
             figures["peak_memory_gib"] = Figure(known[spec.batch])
         self._observer(Stage("comparing with fp32"))
-        truth = self._reference(spec)
-        figures.update(errors(new, truth))
+        errors, batch = self._workload.check(new)
+        figures.update(errors)
         self._observer(Stage("listing kernels"))
-        kernels = kernels_seen(lambda: new.step(truth.batch), self._device)
+        seen = kernels_seen(lambda: new.step(batch), self._device)
         self._seen_seconds.setdefault(spec.execution, []).append(time.monotonic() - begin - timing)
-        return Measurement(figures=figures, kernels=kernels, peaks=known)
+        return Measurement(figures=figures, kernels=seen.names, work=seen.work, note=new.note, peaks=known)
 
-    def _raise(self, spec: RunSpec) -> Contender:
-        contender = Contender(spec, self._device, self._learner.state)
+    def _raise(self, spec: Spec) -> Contender:
+        contender = self._workload.build(spec)
         try:
-            contender.warm_up(self._sources.training(spec.batch, spec.seqlen))
+            contender.warm_up(self._workload.batches(spec))
         except BaseException:
             contender.close()
             raise
@@ -192,19 +177,19 @@ class StepMeasurer:
 
     def _time(self, new: Contender, seconds: float, limit: float) -> Runs:
         """Probe, choose how much fits, run in turn with the old step; the learner goes on with `new`."""
-        begin = time.monotonic()
-        batches = self._sources.training(new.spec.batch, new.spec.seqlen)
+        begin, learner = time.monotonic(), self._workload.learner
+        batches = self._workload.batches(new.spec)
         both = [c for c in (new, self._old) if c is not None]
         pair_ms = sum(min(c.run(batches, 1).ms for _ in range(2)) for c in both)
         pace = Pace(self._effort, pair_ms / 1e3, seconds, limit)
         self._least_seconds = pair_ms / 1e3 * self._effort.runs * (LEAD_IN + 1)
-        self._learner.state.fill(new.model, new.optimizer)
+        self._workload.begin(new)
 
         def tell(run: int, step: int, loss: float) -> None:
             self._observer(Stage("timing", run, pace.runs))
             self._observer(LossPoint(step, loss))
 
-        found = run_in_turn(new, self._old, batches, self._learner, pace, after_run=tell)
+        found = run_in_turn(new, self._old, batches, learner, pace, after_run=tell)
         for _ in range(REPEATS):
             # A machine that is busy with something else: measured again until the answer is narrow.
             spent = time.monotonic() - begin
@@ -212,25 +197,15 @@ class StepMeasurer:
             if not _is_wide(found) or left < self._least_seconds:
                 break
             again = Pace(self._effort, pair_ms / 1e3, left, left)
-            found.add(run_in_turn(new, self._old, batches, self._learner, again, found.taken, after_run=tell))
-        trained = TrainingState.of(new.model, new.optimizer, self._learner.state.steps + found.taken)
-        self._learner.take(trained, found.losses)
+            found.add(run_in_turn(new, self._old, batches, learner, again, found.taken, after_run=tell))
+        self._workload.end(new, found)
         return found
 
-    def _reference(self, spec: RunSpec) -> Reference:
-        """The same weights and batch for all rungs of a shape: those after the first one had trained."""
-        shape = (spec.batch, spec.seqlen)
-        if shape not in self._references:
-            batch = self._sources.held_out(*shape)
-            self._references[shape] = reference(spec, batch, self._learner.state.without_moments())
-        return self._references[shape]
-
-    def _peak_at(self, contender: Contender, batch: int, others: int) -> float | None:
-        tokens_BT, targets_BT = next(self._sources.training(contender.spec.batch, contender.spec.seqlen))
+    def _peak_of(self, contender: Contender, batch: Batch, others: int) -> float | None:
         synchronize(self._device)
         contender.optimizer.zero_grad(set_to_none=True)
         reset_peak_memory(self._device)
-        contender.step((tokens_BT[:batch], targets_BT[:batch]))
+        contender.step(batch)
         return self._peak(others)
 
     def _allocated(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.kernels_seen import gained_in, read_back, written
+from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
 from fuseline.timing import Ratio, Summary
@@ -68,13 +69,15 @@ class Measurement:
     """What measuring one spec gave: figures by metric, or the reason why there are none.
 
     `out_of_budget` says that it would have run, given time. `kernels` names the kernels that took longest,
-    `note` what a reader should know. `peaks` is peak memory in GiB by batch size.
+    `work` has the milliseconds by kind of work, `note` says what a reader should know. `peaks` is peak memory
+    in GiB by batch size.
     """
 
     reason: str | None = None
     out_of_budget: bool = False
     figures: Mapping[str, Figure] = field(default_factory=dict)
     kernels: str = ""
+    work: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     peaks: Mapping[int, float] = field(default_factory=dict)
 
@@ -83,7 +86,8 @@ class Measurement:
 class RungResult:
     """One rung as it was tried: where it stands in the ladder, what ran, what came of it.
 
-    `baseline` names the rung it is paired with; `kept` says that the climb went on from here.
+    `baseline` names the rung it is paired with; `kept` says that the climb went on from here; `gained` has
+    the kinds of work in which it is ahead of its pair, with milliseconds.
     """
 
     name: str
@@ -91,11 +95,20 @@ class RungResult:
     lever: str
     mode: str
     order: int
-    spec: RunSpec
+    spec: Spec
     measurement: Measurement
     baseline: str | None = None
     kept: bool = False
     combination: str | None = None
+    gained: tuple[tuple[str, float], ...] = ()
+
+    def ahead_of(self, pair: RungResult) -> RungResult:
+        """With what it gained over `pair`, by kind of work."""
+        mine, theirs = self.iteration_ms, pair.iteration_ms
+        if mine is None or theirs is None or not (self.measurement.work and pair.measurement.work):
+            return self
+        gained = gained_in(pair.measurement.work, theirs.value, self.measurement.work, mine.value)
+        return replace(self, gained=gained)
 
     @property
     def reason(self) -> str | None:
@@ -138,40 +151,47 @@ class RungResult:
             for metric, f in measurement.figures.items()
         ]
         if measurement.kernels:
-            named = {**case, "names": measurement.kernels}
+            named = {**case, "names": measurement.kernels, "work": written(measurement.work)}
+            if self.gained:
+                named["gained"] = written(self.gained)
             records.append(Record.of("ladder", named, "kernels", None, environment))
         return records
 
 
-def recorded(records: Iterable[Record], device: str, torch_version: str) -> dict[RunSpec, RungResult]:
+def recorded(records: Iterable[Record], device: str, torch_version: str) -> dict[Spec, RungResult]:
     """Rungs measured on `device` under that torch, read back from `records`: the newest of each spec."""
-    rungs: dict[tuple[RunSpec, str, str], list[Record]] = {}
+    rungs: dict[tuple[Spec, str, str], list[Record]] = {}
     for record in records:
         if record.suite != "ladder" or "rung" not in record.case or record.metric == "skipped":
             continue
         if (record.device, record.torch) != (device, torch_version):
             continue
         try:
-            spec = RunSpec.of_case(record.case)
+            spec: Spec = RunSpec.of_case(record.case)
         except KeyError:
             continue  # a ladder of another version: nothing to go by
         key = (spec, str(record.case["mode"]), str(record.case["rung"]))
         rungs.setdefault(key, []).append(record)
-    found = {}
+    found: dict[Spec, RungResult] = {}
     for (spec, _, _), group in rungs.items():
         if any(record.metric == "iteration_ms" for record in group):
             found[spec] = _read_back(spec, group)
     return found
 
 
-def _read_back(spec: RunSpec, group: Sequence[Record]) -> RungResult:
+def _read_back(spec: Spec, group: Sequence[Record]) -> RungResult:
     case = {key: value for record in group for key, value in record.case.items()}
     figures = {
         r.metric: Figure(r.value, r.low, r.high, r.n)
         for r in group
         if r.value is not None and r.metric != "kernels"
     }
-    measurement = Measurement(figures=figures, kernels=str(case.get("names") or ""), note=_text(case, "note"))
+    measurement = Measurement(
+        figures=figures,
+        kernels=_text(case, "names"),
+        work=read_back(_text(case, "work")),
+        note=_text(case, "note"),
+    )
     return RungResult(
         name=_text(case, "rung"),
         slot=_text(case, "slot"),
@@ -183,6 +203,7 @@ def _read_back(spec: RunSpec, group: Sequence[Record]) -> RungResult:
         baseline=_text(case, "baseline") or None,
         kept=bool(case.get("kept")),
         combination=_text(case, "combination") or None,
+        gained=tuple(read_back(_text(case, "gained")).items()),
     )
 
 

@@ -6,14 +6,14 @@ of everything else (the number format) first, what wraps everything else (execut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fuseline.bench.ladder.machine import Machine
-from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.ops import attention_backends
 
 SLOTS = ("precision", "attention", "vocabulary", "loss", "optimizer", "kernels", "execution")
@@ -28,7 +28,7 @@ LEVERS = {
 
 NO_LEVER = "none"  # plain PyTorch: where the ladder stands on the ground
 
-Unavailable = Callable[[Machine, RunSpec], "str | None"]
+Unavailable = Callable[[Machine, Any], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,9 @@ def find_rung(name: str) -> Rung | None:
     return next((rung for rung in RUNGS if rung.name == name), None)
 
 
-def why_not(spec: RunSpec, machine: Machine) -> str | None:
-    """Why `spec` cannot run on `machine` or would not pay there, by the first of its rungs that says so."""
-    for rung in RUNGS:
+def why_not(spec: Spec, machine: Machine, rungs: Sequence[Rung] = RUNGS) -> str | None:
+    """Why `spec` cannot run on `machine` or would not pay there, by the first of its `rungs` that says so."""
+    for rung in rungs:
         if spec.with_(rung.change) == spec:
             reason = rung.unavailable(machine, spec)
             if reason:

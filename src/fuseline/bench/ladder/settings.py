@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuseline.bench.ladder.climb import BASELINE
+from fuseline.bench.ladder.course import GPT_COURSE, Course
 from fuseline.bench.ladder.machine import Machine, examine
 from fuseline.bench.ladder.result import WIDE, Figure, RungResult, inverse
 from fuseline.bench.ladder.selection import Selection, select
-from fuseline.bench.ladder.spec import RunSpec, baseline
+from fuseline.bench.ladder.spec import Spec, baseline
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Record
@@ -60,7 +60,11 @@ class Settings:
         return select(self.rungs, self.mode, self.preset, self.device)
 
     @property
-    def base(self) -> RunSpec:
+    def course(self) -> Course:
+        return GPT_COURSE
+
+    @property
+    def base(self) -> Spec:
         """Plain PyTorch, before the text says how large the vocabulary is."""
         return baseline(self.preset, batch=self.batch, seqlen=self.seqlen)
 
@@ -86,16 +90,15 @@ def plan(settings: Settings) -> list[Planned]:
             reason = rung.unavailable(machine, base.with_(rung.change))
             lines.append(Planned(rung.name, combination.name, rung.lever, rung.summary, reason))
     if selection.rungs:
-        for rung in (BASELINE, *selection.rungs):
+        for rung in (settings.course.baseline, *selection.rungs):
             reason = rung.unavailable(machine, base.with_(rung.change))
             lines.append(Planned(rung.name, rung.slot, rung.lever, rung.summary, reason))
     return lines
 
 
-def count(selection: Selection, preset: str, machine: Machine) -> int:
+def count(selection: Selection, base: Spec, machine: Machine) -> int:
     """How many rungs there are to try: those that cannot run on this machine at all do not count."""
-    base = baseline(preset)
-    rows = sum(len(c.rungs(preset, machine)) for c in selection.combinations)
+    rows = sum(len(c.rungs(base.preset, machine)) for c in selection.combinations)
     able = [r for r in selection.rungs if not r.unavailable(machine, base.with_(r.change))]
     return rows + (1 + len(able) if selection.rungs else 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 from fuseline.errors import unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
@@ -20,6 +20,26 @@ SHAPES: dict[str, tuple[int, int]] = {
     "gpt2-large": (4, 1024),
     "gpt2-xl": (2, 1024),
 }
+
+
+class Spec(Protocol):
+    """A training step as a climb sees it, whatever the model: `RunSpec` of a GPT, `ModelSpec` of a model of
+    the user's own. Equal specs run the same step."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def preset(self) -> str: ...
+    @property
+    def execution(self) -> str: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def is_compiled(self) -> bool: ...
+    def with_(self, change: Mapping[str, Any]) -> Self: ...
+    def same_work(self, other: Any) -> bool: ...
+    def case(self) -> dict[str, Scalar]: ...
+    def __str__(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -77,8 +97,13 @@ class RunSpec:
         """Tokens a step."""
         return self.batch * self.seqlen
 
-    def same_work(self, other: RunSpec) -> bool:
+    def __str__(self) -> str:
+        return f"a {self.preset} GPT, {self.batch} x {self.seqlen} tokens a step"
+
+    def same_work(self, other: object) -> bool:
         """Whether both train the same model on batches of the same shape, so that times compare."""
+        if not isinstance(other, RunSpec):
+            return False
         mine = (self.preset, self.batch, self.seqlen, self.vocab_size, self.dropout, self.bias)
         return mine == (other.preset, other.batch, other.seqlen, other.vocab_size, other.dropout, other.bias)
 

@@ -11,8 +11,8 @@ import torch
 
 from fuseline.bench.ladder.contender import Batch
 from fuseline.bench.ladder.learner import TrainingState
-from fuseline.bench.ladder.measure import Sources
 from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.workload import Sources
 from fuseline.data.batches import BatchLoader
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare

@@ -126,7 +126,7 @@ def _headline(climb: Climb) -> Headline | None:
     after = best.interval[0]
     gain, low, high = _gain(first, best)
     over_torch, alone = climb.over_torch, climb.torch_alone
-    over_plain = f"{verdict(gain, low, high, 'plain PyTorch')}"
+    over_plain = verdict(gain, low, high, first.name)
     step = f"{plain(after)} ms an iteration"
     if over_torch is None or alone is None:
         value, _, interval = ratio(gain, low, high).partition(" ")

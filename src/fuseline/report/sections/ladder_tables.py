@@ -27,9 +27,15 @@ def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
     """Every rung that ran or would have, given time, in order. `not_run` has the others."""
     beside = Column("torch alone", "speed-up over the best that torch does alone")
     columns = [Column("rung", numeric=False), *_columns(SPEED), beside, Column("outcome", numeric=False)]
+    gained = {rung.name: _gained(rung) for rung in climb.rungs}
+    if any(gained.values()):
+        columns.append(Column("gained in", "kinds of work that take fewer ms a step", numeric=False))
     rows = [
         Row(
-            (_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
+            (
+                *(_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
+                *([Cell(gained[rung.name]) if gained[rung.name] else EMPTY] if any(gained.values()) else []),
+            ),
             "" if rung.kept else "muted",
         )
         for rung in climb.rungs
@@ -103,6 +109,12 @@ def _name(rung: Rung) -> Cell:
     slot, lever = rung.said("slot", ""), lever_label(rung.lever)
     detail = " · ".join(part for part in (slot if slot != "combination" else "", lever) if part)
     return Cell(rung.name, detail if detail != rung.name else "", swatch=lever_role(rung.lever))
+
+
+def _gained(rung: Rung) -> str:
+    record = rung.records.get("kernels")
+    told = record.case.get("gained") if record is not None else None
+    return ", ".join(f"{part} ms" for part in told.split("; ")) if isinstance(told, str) else ""
 
 
 def _over_torch(rung: Rung, climb: Climb) -> Cell:

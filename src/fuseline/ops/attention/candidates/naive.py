@@ -48,10 +48,11 @@ def _naive_fused(call: Call) -> Attended:
     is_causal = call.causal == "bottom_right" and call.cu_seqlens_q is None and call.window_left < 0
     limits = None if is_causal else call.limits()
     if limits is not None:
-        if mask is None:
-            mask = limits
+        if mask is None or mask.dtype == torch.bool:
+            mask = limits if mask is None else mask & limits
         else:
-            mask = mask & limits if mask.dtype == torch.bool else mask.masked_fill(~limits, -math.inf)
+            hide(scores, limits, 0.0)  # -inf is added there, which an infinite score turns into NaN
+            mask = mask.masked_fill(~limits, -math.inf)
     weights = softmax(scores, scale=call.softmax_scale, causal=is_causal, mask=mask)
     return F.dropout(weights, call.dropout_p) @ v, None
 

@@ -1,0 +1,119 @@
+"""Which sums a module reads, and whose output was added there: written on the tensors of one observed run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
+ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
+DROPOUTS = frozenset({F.dropout, torch.dropout})
+
+_MAKER, _SUM = "_fuseline_maker", "_fuseline_sum"
+IN_PLACE = "the sum that it reads is written over one of its summands"
+NO_BRANCH = "neither of the summands that it reads is what a module returned"
+NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
+BROADCAST = "the summands that it reads differ in shape, dtype or device"
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Which module returned a tensor: its id, in which of its calls, and where in what it returned (None for
+    all of it); how many sums stand between; `order` counts what all modules return."""
+
+    module: int
+    call: int
+    place: int | None
+    order: int
+    sums: int = 0
+
+
+@dataclass(frozen=True)
+class SumSeen:
+    """A sum of `rank` dimensions that a module read: who made the last of its summands, or why there is
+    nothing to do about it."""
+
+    branch: Maker | None = None
+    rank: int = 0
+    reason: str = ""
+
+
+class Flow(TorchFunctionMode):
+    """Within, sums know their summands' makers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order = 0
+        self._calls: Counter[int] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in DROPOUTS and (maker := getattr(args[0], _MAKER, None)) is not None:
+            setattr(result, _MAKER, maker)
+        elif func in ADDS_IN_PLACE:
+            setattr(result, _SUM, (SumSeen(reason=IN_PLACE), _version(result)))
+        elif func in ADDS and len(args) == 2 and not kwargs and _are_tensors(args):
+            self._note_sum(result, *args)
+        return result
+
+    def returned(self, module: int, output: Any) -> None:
+        """Write on the tensors that a module returned whose they are; whoever returns one last has it."""
+        self._order += 1
+        call, self._calls[module] = self._calls[module], self._calls[module] + 1
+        for place, tensor in _placed(output):
+            setattr(tensor, _MAKER, Maker(module, call, place, self._order))
+
+    def _note_sum(self, result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+        makers = [maker for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
+        branch = max(makers, key=lambda maker: maker.order, default=None)
+        reason = ""
+        if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
+            reason = BROADCAST
+        elif branch is None:
+            reason = NO_BRANCH
+        elif branch.order != self._order:
+            reason = NOT_LAST
+        if branch is not None:
+            setattr(result, _MAKER, replace(branch, sums=branch.sums + 1))
+        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim())
+        setattr(result, _SUM, (seen, _version(result)))
+
+
+def sum_read(tensor: torch.Tensor) -> SumSeen | None:
+    """The sum that a tensor is, or is a view of; None for any other tensor."""
+    for one in (tensor, whole(tensor)):
+        seen = getattr(one, _SUM, None)
+        if seen is not None and seen[1] == _version(tensor):
+            found: SumSeen = seen[0]
+            return found
+    return None
+
+
+def whole(view: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which another is all, in other dimensions but the last; None for what is no such view."""
+    base = view._base
+    if base is None or base.numel() != view.numel() or not view.dim() or not base.dim():
+        return None
+    alike = view.shape[-1] == base.shape[-1] and view.is_contiguous() and base.is_contiguous()
+    return base if alike else None
+
+
+def _placed(output: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
+    if isinstance(output, torch.Tensor):
+        yield None, output
+    elif type(output) in (tuple, list):
+        yield from ((i, one) for i, one in enumerate(output) if isinstance(one, torch.Tensor))
+
+
+def _are_tensors(args: tuple[Any, ...]) -> bool:
+    return all(isinstance(one, torch.Tensor) for one in args)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,215 @@
+"""Functions that a module's own forward calls by a global name: rotary embeddings, and torch's attention.
+
+One more run of the batch, with recorders in the functions' places, says what each was called with. What is
+recognized is proved and timed like everything else, and a stand-in takes its place in that module alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.attention_study import forms_of, judge_call, site_of_calls, site_of_numbers
+from fuseline.acceleration.change import Change
+from fuseline.acceleration.find import Candidate, is_wanted
+from fuseline.acceleration.inline_attention import InlineAttention, inline_call
+from fuseline.acceleration.kept_proofs import KeptRecipe
+from fuseline.acceleration.kinds.rotary import ONCE, read_tables
+from fuseline.acceleration.layer import Layer, put_in, take_out
+from fuseline.acceleration.observe import Observed, Sample, call_model, is_tensor
+from fuseline.acceleration.pay import Clock
+from fuseline.acceleration.rebound import Function, Name, Rebound, StandIn, functions_read
+from fuseline.acceleration.rotary import UNKNOWN, TableMaker
+from fuseline.acceleration.site import KEPT, NOT_FASTER, REFUSED, Site
+from fuseline.acceleration.swap import form_of
+from fuseline.acceleration.trace import UntraceableError, trace
+from fuseline.acceleration.turn_study import judge_turn
+from fuseline.acceleration.wanted import Wanted
+
+TORCH_ATTENTION: Any = F.scaled_dot_product_attention
+FEWEST_ARGUMENTS = 3
+"""Of a function that turns by tables: what is turned, cosines, sines."""
+MOST_CALLS = 8
+"""Calls of one function in one module that are looked at."""
+
+
+@dataclass
+class FunctionStudy:
+    """What became of every function, and the ids of modules whose tables Fuseline turns by."""
+
+    sites: list[Site] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    serving: set[int] = field(default_factory=set)
+
+
+class Recorder(StandIn):
+    """Calls the function and keeps what it was called with."""
+
+    def __init__(self, name: Name) -> None:
+        super().__init__()
+        self.name = name
+        self.calls: list[Sample] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(self.calls) < MOST_CALLS:
+            self.calls.append(Sample(*pytree.tree_map(_held, (args, kwargs))))
+        return self.original(*args, **kwargs)
+
+
+def study_functions(
+    model: nn.Module,
+    batch: Any,
+    seen: Mapping[int, Observed],
+    rotary: Sequence[Candidate],
+    taken: Mapping[int, str],
+    wanted: Wanted,
+    clock: Clock,
+) -> FunctionStudy:
+    """Judge the functions of all modules; `rotary` are the modules that make tables."""
+    result = FunctionStudy()
+    recorders = {
+        identity: found
+        for identity, observed in seen.items()
+        if observed.calls
+        and is_wanted(observed.paths, wanted.only, wanted.skip)
+        and identity not in taken
+        and (found := _recorders(observed.module))
+    }
+    if not recorders:
+        return result
+    makers = {id(one.module): maker for one in rotary if (maker := _maker(one, wanted)) is not None}
+    standing: list[tuple[nn.Module, Layer]] = [
+        *((seen[i].module, Rebound(seen[i].module, dict(found))) for i, found in recorders.items()),
+        *((seen[i].module, maker) for i, maker in makers.items()),
+    ]
+    for module, layer in standing:
+        put_in(module, layer)
+    try:
+        with torch.set_grad_enabled(wanted.train or torch.is_grad_enabled()):
+            call_model(model, batch)
+    finally:
+        for module, layer in standing:
+            take_out(module, layer)
+    turns: dict[Any, Any] = {}
+    attentions: dict[Any, KeptRecipe] = {}
+    for identity, found in recorders.items():
+        observed = seen[identity]
+        for recorder in found.values():
+            if not recorder.calls:
+                continue
+            if recorder.name[-1].endswith(TORCH_ATTENTION.__name__):
+                _attend(result, observed, recorder, attentions, wanted, clock)
+            else:
+                _turn(result, observed, recorder, makers, turns, wanted, clock)
+    return result
+
+
+def _recorders(module: nn.Module) -> dict[Name, Recorder]:
+    """A recorder for each function of the module's forward that may be one of these."""
+    forward: Any = type(module).forward
+    if "forward" in module.__dict__:
+        return {}
+    found: dict[Name, Recorder] = {}
+    for dotted, function in functions_read(forward):
+        for name in _interesting(dotted, function):
+            found[name] = Recorder(name)
+    return found
+
+
+def _interesting(dotted: str, function: Function) -> list[Name]:
+    if function is TORCH_ATTENTION:
+        return [(dotted,)]
+    if not isinstance(function, types.FunctionType):
+        return []
+    within = [(dotted, inner) for inner, value in functions_read(function) if value is TORCH_ATTENTION]
+    if within:
+        return list(within)
+    if function.__module__.split(".")[0] == "torch":
+        return []
+    return [(dotted,)] if len(inspect.signature(function).parameters) >= FEWEST_ARGUMENTS else []
+
+
+def _maker(candidate: Candidate, wanted: Wanted) -> TableMaker | None:
+    """What writes on the tables of a module, if they are the same kind of tables in all of its calls."""
+    module = candidate.module
+    if "forward" in module.__dict__:
+        return None
+    try:
+        found = {read_tables(trace(module, sample)) for sample in candidate.samples}
+    except UntraceableError:
+        return None
+    tables = found.pop() if len(found) == 1 else None
+    if tables is None:
+        return None
+    return TableMaker(module, *tables, map(form_of, candidate.samples), wanted.strict)
+
+
+def _turn(
+    result: FunctionStudy,
+    observed: Observed,
+    recorder: Recorder,
+    makers: Mapping[int, TableMaker],
+    known: dict[Any, Any],
+    wanted: Wanted,
+    clock: Clock,
+) -> None:
+    verdict = judge_turn(recorder.original, recorder.calls, known, wanted, clock)
+    if verdict is None:
+        return
+    place = Site(observed.path, "rotary", KEPT, op="rope", also=observed.paths[1:])
+    used: dict[int, TableMaker] = {}
+    reason = verdict.numbers.refused
+    for call in recorder.calls if verdict.recipe.layout != ONCE else ():
+        cos = call.tensors()[verdict.recipe.cos]
+        maker = next((one for one in makers.values() if one.made(cos)), None)
+        if maker is None or maker.layout != verdict.recipe.layout:
+            reason = reason or UNKNOWN
+        else:
+            used[id(maker.module)] = maker
+    if reason:
+        result.sites.append(replace(place, status=REFUSED, reason=reason))
+        return
+    site = site_of_numbers(place, verdict.numbers, wanted, "the model's own rotary embedding is as fast here")
+    result.sites.append(site)
+    if site.status != NOT_FASTER:
+        result.serving |= used.keys()
+    if site.status == KEPT:
+        rebound = Rebound(observed.module, {recorder.name: verdict.stand_in(wanted)}, wanted.strict)
+        layers = ((observed.module, rebound), *((maker.module, maker) for maker in used.values()))
+        result.changes.append(Change(observed.path, "rotary", layers, recorder.name))
+
+
+def _attend(
+    result: FunctionStudy,
+    observed: Observed,
+    recorder: Recorder,
+    known: dict[Any, KeptRecipe],
+    wanted: Wanted,
+    clock: Clock,
+) -> None:
+    calls = [inline_call(observed.module, *call.args, **call.kwargs) for call in recorder.calls]
+    numbers = [judge_call(call, clock, known, wanted) for call in calls]
+    site = site_of_calls(observed.path, observed.paths[1:], numbers, wanted)
+    result.sites.append(site)
+    if site.status == KEPT:
+        keys = [one.key_of_proof() for call in calls for one in forms_of(call)]
+        stand_in = InlineAttention(observed.module, keys, wanted.strict)
+        layers = ((observed.module, Rebound(observed.module, {recorder.name: stand_in}, wanted.strict)),)
+        result.changes.append(Change(observed.path, "attention", layers, recorder.name))
+
+
+def _held(leaf: Any) -> Any:
+    """A tensor that keeps its attributes, without its history."""
+    if not is_tensor(leaf):
+        return leaf
+    held = leaf.detach().requires_grad_(leaf.requires_grad)
+    held.__dict__.update(leaf.__dict__)
+    return held

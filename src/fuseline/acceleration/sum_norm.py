@@ -1,0 +1,213 @@
+"""Residual and norm across modules: whoever makes the sum normalizes it in the same pass, ahead of the norm.
+
+    hidden = residual + self.mlp(x)        # another module's code, which stays as it is
+    y = self.next_norm(hidden)
+
+`BranchEnd` stands on the module whose output is added: it returns a `Branch`, a tensor like any other that
+knows which norm is likely to read the sum. Its sum is computed by Fuseline's `add_norm`, which gives the sum
+and what the norm makes of it. The sum goes its way as a plain tensor; a note on it holds the rest. `SumNorm`
+stands on the norm: given a tensor with a note that still holds, it returns what is written there. Any other
+tensor it normalizes as before, so that a wrong guess costs time and changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from fuseline.acceleration.branch import Branch
+from fuseline.acceleration.flow import whole
+from fuseline.acceleration.kinds.norm import NormRecipe
+from fuseline.acceleration.layer import Layer, layers_of
+from fuseline.acceleration.recipe import tensor_at
+from fuseline.acceleration.swap import (
+    NOT_PROVED,
+    Inside,
+    Key,
+    call_key,
+    why_not_tensors,
+)
+
+NOTE = "_fuseline_normalized"
+NO_NOTE = "what it reads is not the sum that was proved"
+NOT_HELD = "the sum, its gradients or the norm's weights are no longer those that it was normalized with"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a norm makes of the tensor that the note is on, and what that stands on."""
+
+    owner: SumNorm
+    normalized: torch.Tensor
+    version: int
+    node: Any
+    surroundings: tuple[Any, ...]
+    weights: tuple[tuple[torch.Tensor, int], ...]
+
+    def holds(self, total: torch.Tensor, read: torch.Tensor) -> bool:
+        """Whether nothing was written since, and gradients go the same way: `read` is the total or a view."""
+        if read._version != self.version or self.surroundings != surroundings(total.device.type):
+            return False
+        node = read.grad_fn
+        if read is not total and node is not None:
+            node = node.next_functions[0][0]
+        return node is self.node and all(t._version == version for t, version in self.weights)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Of one call of a module: which norm reads the sum that its output is added to, where that output is in
+    what it returns, and how many other sums are made before."""
+
+    norm: nn.Module
+    place: int | None
+    sums: int
+
+
+class BranchEnd(Layer):
+    """Makes branches of what a module returns. `slots` has one entry for each of its calls in one call of the
+    model, None for calls whose output goes elsewhere."""
+
+    rank: ClassVar[int] = 3
+
+    def __init__(self, module: nn.Module, slots: Sequence[Slot | None], strict: bool = False) -> None:
+        super().__init__(module, strict)
+        self.slots = tuple(slots)
+        self.turn = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.original(args, kwargs)
+        if is_dynamo_compiling():
+            return result
+        slot = self._slot()
+        target = None if slot is None else sum_norm_of(slot.norm)
+        if slot is None or target is None:
+            return result
+        if slot.place is None:
+            return Branch.of(result, target, slot.sums) if type(result) is torch.Tensor else result
+        if type(result) not in (tuple, list) or len(result) <= slot.place:
+            return result
+        if type(result[slot.place]) is not torch.Tensor:
+            return result
+        values = list(result)
+        values[slot.place] = Branch.of(values[slot.place], target, slot.sums)
+        return type(result)(values)
+
+    def _slot(self) -> Slot | None:
+        first = self.slots[0]
+        if all(slot == first for slot in self.slots):
+            return first
+        slot, self.turn = self.slots[self.turn], (self.turn + 1) % len(self.slots)
+        # A checkpoint repeats some calls and not others: whose turn it is would not be the same again.
+        return slot if _savers() is None else None
+
+    def merge(self, other: Self) -> None:
+        self.slots, self.turn = other.slots, 0
+
+    def copied(self, state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+        slots = tuple(
+            None if slot is None else replace(slot, norm=copy.deepcopy(slot.norm, memo))
+            for slot in self.slots
+        )
+        return {**state, "slots": slots, "turn": 0}
+
+
+class SumNorm(Layer):
+    """Stands on a norm: gives what was computed with the sum, where the sum comes with it."""
+
+    rank: ClassVar[int] = 2
+
+    def __init__(
+        self, module: nn.Module, recipe: NormRecipe, keys: Sequence[Key], strict: bool = False
+    ) -> None:
+        super().__init__(module, strict)
+        self.recipe, self.keys = recipe, set(keys)
+        self.why = ""
+        """Why the last sum was not normalized with."""
+        self._inside = Inside.of(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return self.original(args, kwargs)
+        reason = self.why or NO_NOTE
+        self.why = ""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            read = args[0]
+            for total in (read, whole(read)):
+                note = getattr(total, NOTE, None)
+                if note is None or note.owner is not self:
+                    continue
+                delattr(total, NOTE)
+                if note.holds(total, read):
+                    self.taken += 1
+                    return note.normalized if read is total else note.normalized.view(read.shape)
+                reason = NOT_HELD
+        self.decline(reason)
+        return self.original(args, kwargs)
+
+    def added(self, one: Any, other: Any) -> Any:
+        """one + other, with a note where both are as they were proved."""
+        self.why = self._why_not(one, other) or ""
+        if self.why:
+            return one + other
+        module = self.module
+        normalized, total = self.recipe.with_sum(module, one, other)
+        weights = [tensor_at(module, path) for path in self.recipe.weights]
+        note = Note(
+            self,
+            normalized,
+            total._version,
+            total.grad_fn,
+            surroundings(total.device.type),
+            tuple((weight, weight._version) for weight in weights),
+        )
+        setattr(total, NOTE, note)
+        return total
+
+    def _why_not(self, one: Any, other: Any) -> str | None:
+        module = self.module
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return "a number is added"
+        if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
+            return "the summands differ in shape, dtype or device"
+        if torch.is_inference_mode_enabled() or one.is_inference() or other.is_inference():
+            return "tensors of inference mode do not say whether they were written to"
+        reason = why_not_tensors((one, other)) or self._inside.why_not(module)
+        if reason is not None:
+            return reason
+        for lengths in (None, tuple(one.shape)):
+            if call_key(module, (one, other), self.recipe.weights, lengths) in self.keys:
+                return None
+        return NOT_PROVED
+
+    def merge(self, other: Self) -> None:
+        self.recipe, self.keys = other.recipe, self.keys | other.keys
+
+
+def surroundings(device: str) -> tuple[Any, ...]:
+    """What else a computation done ahead depends on: the gradient mode, autocast, and who saves its tensors.
+
+    Checkpoints save them by hooks of their own: what was computed inside one is not used outside.
+    """
+    return (
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        _savers(),
+    )
+
+
+def sum_norm_of(norm: nn.Module) -> SumNorm | None:
+    """The layer that waits for sums on a norm."""
+    return next((layer for layer in layers_of(norm) if type(layer) is SumNorm), None)
+
+
+def _savers() -> tuple[Any, Any] | None:
+    """The hooks that pack and unpack what is saved for the backward now."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks

@@ -1,0 +1,189 @@
+"""Residual and norm across modules: norms that read a sum, proved as one computation and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fuseline.acceleration.change import Change
+from fuseline.acceleration.find import Candidate
+from fuseline.acceleration.flow import Maker
+from fuseline.acceleration.judge import Outcome, judge, site_of
+from fuseline.acceleration.kinds.norm import NormRecipe
+from fuseline.acceleration.observe import Observed, Sample
+from fuseline.acceleration.pay import Clock
+from fuseline.acceleration.probes import in_mode
+from fuseline.acceleration.recipe import Match
+from fuseline.acceleration.site import REFUSED, Site
+from fuseline.acceleration.sum_norm import BranchEnd, Slot, SumNorm
+from fuseline.acceleration.swap import ONE_TENSOR, Key, call_key, form_of
+from fuseline.acceleration.trace import UntraceableError, trace
+from fuseline.acceleration.wanted import Wanted
+
+KIND = "residual_norm"
+NO_OP = "Fuseline has no op for this norm together with the sum"
+OTHERS = "some of its calls read no sum"
+SHARED = "another norm reads the same sum, and is computed with it"
+SEVERAL = "it is called or returns otherwise than with one tensor"
+
+
+class SumAndNorm(nn.Module):
+    """What is proved: the norm of a sum, and the sum."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.training = norm.training
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return type(self.norm).forward(self.norm, total), total
+
+
+@dataclass(frozen=True)
+class SumAndNormRecipe:
+    """`SumAndNorm` by `fuseline.ops.add_layer_norm` or `add_rms_norm`."""
+
+    op: ClassVar[str] = "add_norm"
+    norm: NormRecipe
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(f"norm.{path}" for path in self.norm.weights)
+
+    @property
+    def drops(self) -> bool:
+        return False
+
+    def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = module._modules["norm"]
+        assert norm is not None
+        return self.norm.with_sum(norm, tensors[0], tensors[1])
+
+
+@dataclass
+class SumStudy:
+    """What became of every norm that reads a sum."""
+
+    sites: list[Site]
+    changes: list[Change]
+
+
+def study_sums(
+    seen: Mapping[int, Observed],
+    norms: Sequence[Candidate],
+    taken: Mapping[int, str],
+    wanted: Wanted,
+    clock: Clock,
+) -> SumStudy:
+    """Judge all norms of a model that read sums; `taken` names the module that each one is taken with."""
+    result = SumStudy([], [])
+    outcomes: dict[Any, Outcome | str] = {}
+    targets: list[tuple[Candidate, SumNorm]] = []
+    slots: dict[int, list[Slot | None]] = {}
+    for norm in norms:
+        observed = seen[id(norm.module)]
+        if not observed.sums:
+            continue
+        outcome: Outcome | str = _why_not_made(observed, seen, taken)
+        outcome = outcome or _why_not_free(observed, slots)
+        if not outcome:
+            if norm.family not in outcomes:
+                outcomes[norm.family] = _judged(norm, wanted, clock)
+            outcome = outcomes[norm.family]
+        if isinstance(outcome, str):
+            result.sites.append(Site(norm.path, KIND, REFUSED, outcome, also=norm.paths[1:]))
+            continue
+        result.sites.append(site_of(replace(norm, verdict=Match(KIND, ())), outcome, wanted))
+        if isinstance(outcome.recipe, SumAndNormRecipe):
+            keys = _keys(norm, outcome.recipe.norm, observed, any_length=outcome.numbers.any_length)
+            targets.append((norm, SumNorm(norm.module, outcome.recipe.norm, keys, wanted.strict)))
+            for made in _makers(observed):
+                calls = slots.setdefault(made.module, [None] * seen[made.module].calls)
+                calls[made.call] = Slot(norm.module, made.place, made.sums)
+    ends = {
+        identity: (seen[identity].module, BranchEnd(seen[identity].module, calls, wanted.strict))
+        for identity, calls in slots.items()
+    }
+    for norm, target in targets:
+        makers = {made.module for made in _makers(seen[id(norm.module)])}
+        layers = ((norm.module, target), *(ends[identity] for identity in makers))
+        result.changes.append(Change(norm.path, KIND, layers))
+    return result
+
+
+def _makers(observed: Observed) -> list[Maker]:
+    return [one.branch for one in observed.sums if one.branch is not None]
+
+
+def _why_not_made(observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str]) -> str:
+    """Why the sums that a module reads cannot be made with its norm; empty where they can."""
+    if len(observed.sums) < observed.calls:
+        return OTHERS
+    reasons = [one.reason for one in observed.sums if one.reason]
+    for made in _makers(observed):
+        maker = seen[made.module]
+        around = taken.get(made.module)
+        if around is not None and around not in maker.paths:
+            reasons.append(f"{maker.path}, whose output is added, is part of {around}, which is taken whole")
+    return reasons[0] if reasons else ""
+
+
+def _why_not_free(observed: Observed, slots: Mapping[int, Sequence[Slot | None]]) -> str:
+    for made in _makers(observed):
+        slot = slots[made.module][made.call] if made.module in slots else None
+        if slot is not None and slot.norm is not observed.module:
+            return SHARED
+    return ""
+
+
+def _judged(norm: Candidate, wanted: Wanted, clock: Clock) -> Outcome | str:
+    """The outcome for a norm with its sum, or why there is none to prove."""
+    verdict = norm.verdict
+    if not isinstance(verdict, Match):
+        return verdict.reason
+    recipes = tuple(
+        SumAndNormRecipe(recipe)
+        for recipe in verdict.recipes
+        if isinstance(recipe, NormRecipe) and recipe.has_sum
+    )
+    if not recipes:
+        return NO_OP
+    if not norm.trace.returned.is_one_tensor or any(form_of(sample) != ONE_TENSOR for sample in norm.samples):
+        return SEVERAL
+    module = SumAndNorm(norm.module)
+    samples = tuple(_summands(sample) for sample in norm.samples)
+    try:
+        traced = trace(module, samples[0])
+    except UntraceableError as error:
+        return str(error)
+    match = Match(KIND, recipes)
+    return judge(Candidate(module, norm.paths, samples, match, traced, norm.family), match, wanted, clock)
+
+
+def _summands(sample: Sample) -> Sample:
+    """Two tensors whose sum is about the one that the norm was called with."""
+    (total,) = sample.tensors()
+    spread = total.float().std().nan_to_num() if total.numel() > 1 else total.new_ones(())
+    x = (torch.randn_like(total.detach()) * spread).to(total.dtype)
+    with torch.no_grad():
+        residual = total - x
+    return Sample(tuple(t.detach().requires_grad_(total.requires_grad) for t in (x, residual)), {})
+
+
+def _keys(norm: Candidate, recipe: NormRecipe, observed: Observed, *, any_length: bool) -> list[Key]:
+    keys = []
+    for sample in norm.samples:
+        (total,) = sample.tensors()
+        for rank in {one.rank for one in observed.sums}:
+            # What is summed up may be a view of what is read, of another rank.
+            like = total.new_empty((*(0,) * (rank - 1), total.shape[-1]))
+            lengths = None if any_length else tuple(total.shape)
+            for training in (False, True):
+                with in_mode(norm.module, training):
+                    keys.append(call_key(norm.module, (like, like), recipe.weights, lengths))
+    return keys

@@ -1,0 +1,52 @@
+"""What a climb of a kind of model goes over: where it begins, its rungs, and what torch alone is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuseline.bench.ladder.machine import Machine
+from fuseline.bench.ladder.rungs import NO_LEVER, RUNGS, Rung, find_rung
+from fuseline.bench.ladder.spec import RunSpec
+from fuseline.bench.ladder.torch_alone import rung_of, torch_alone
+
+
+@dataclass(frozen=True)
+class Course:
+    """`torch_alone(best, machine)` are the specs of the second baseline, and `rung_of` one of them as a rung.
+    `visible_to_a_compiler(spec)` are rungs that put operations a compiler sees into in the place of kernels
+    of ours."""
+
+    baseline: Rung
+    rungs: Sequence[Rung]
+    torch_alone: Callable[[Any, Machine], Sequence[Any]]
+    rung_of: Callable[[Any], Rung]
+    visible_to_a_compiler: Callable[[Any], list[Rung]]
+
+
+def _visible_to_a_compiler(spec: RunSpec) -> list[Rung]:
+    kernels = [_rung("torch-kernels")] if spec.kernels == "fuseline" else []
+    return kernels + ([_rung("fp32-loss")] if spec.loss.startswith("fuseline") else [])
+
+
+def _rung(name: str) -> Rung:
+    found = find_rung(name)
+    assert found is not None, name
+    return found
+
+
+GPT_COURSE = Course(
+    baseline=Rung(
+        name="plain PyTorch",
+        slot="baseline",
+        lever=NO_LEVER,
+        summary="fp32, naive attention, torch's own AdamW and kernels, eager",
+        change={},
+        unavailable=lambda machine, spec: None,
+    ),
+    rungs=RUNGS,
+    torch_alone=torch_alone,
+    rung_of=rung_of,
+    visible_to_a_compiler=_visible_to_a_compiler,
+)

@@ -1,0 +1,166 @@
+"""Models that people use, as they came, compiled, with Liger's kernels and accelerated, in turn.
+
+Each row is a training step or a forward pass with weights in bf16. Ours are `fuseline`, a recorded step
+(`training_step` or `compiled_call`), and `fuseline-eager`, the accelerated model in the user's own loop. The
+last column is the time of the fastest of the others over ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseline.cli.names import split_names
+from fuseline.cli.options import Recorded, Seeded, resolve_device
+from fuseline.cli.publishing import publish
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fuseline.bench.acceleration import AccelerationBench
+    from fuseline.bench.acceleration.contest import Observer
+    from fuseline.records import Record
+
+DEFAULT_OUT = Path("fuseline-acceleration")
+
+
+@dataclass(frozen=True)
+class Options(Recorded, Seeded):
+    cases: tuple[str, ...] = ()
+    """llama-1b, qwen2-0.5b, gpt2, bert-base, vit-b16, encoder, bert-base-forward, llama-1b-prefill. All if
+    none is named; several on a GPU run in a process each."""
+    peers: tuple[str, ...] = ()
+    """eager, inductor, fuseline, fuseline-eager, reduce-overhead, liger, max-autotune, in this order. All but
+    max-autotune if none is named."""
+    preset: str = "auto"
+    """full, or small: the same architectures shrunk for a processor. auto: full on a GPU, else small."""
+    precision: str = "auto"
+    """Of the weights: bf16 or fp32; auto: bf16 on a GPU, else fp32."""
+    seconds: float = 10.0
+    """Time for timing a case, the turns of all peers together; getting ready comes on top."""
+    rounds: int = 10
+    """Turns of each peer, at least 6."""
+    budget: str = "none"
+    """Time for the whole run: 8 (minutes), 90s, 1.5h or none. What has found no time by then is left out."""
+
+
+def run(options: Options) -> int:
+    from fuseline.bench import acceleration as suite
+
+    bench = _bench(options)
+    out = options.out or DEFAULT_OUT
+    if options.dry_run:
+        _print_plan(bench)
+        return 0
+    file = out / "acceleration.jsonl"
+    with _progress() as observe:
+        records = suite.run(bench, file, observe)
+    return publish(records, file, [_table(records)], _remarks(records), width=140, as_json=options.json)
+
+
+def _bench(options: Options) -> AccelerationBench:
+    import torch
+
+    from fuseline.bench.acceleration import DEFAULTS, AccelerationBench
+    from fuseline.bench.ladder.budget import parse_duration
+
+    device = torch.device(resolve_device(options.device))
+    on_gpu = device.type == "cuda"
+    cases = split_names(options.cases)
+    return AccelerationBench(
+        device,
+        cases,
+        preset=("full" if on_gpu else "small") if options.preset == "auto" else options.preset,
+        dtype=("bf16" if on_gpu else "fp32") if options.precision == "auto" else options.precision,
+        peers=split_names(options.peers) or DEFAULTS,
+        seconds=options.seconds,
+        rounds=options.rounds,
+        budget_s=parse_duration(options.budget) or math.inf,
+        seed=options.seed,
+        apart=on_gpu and len(cases) != 1,
+    )
+
+
+def _print_plan(bench: AccelerationBench) -> None:
+    from fuseline.bench.acceleration import find_cases
+    from fuseline.bench.acceleration.contenders import why_not
+
+    for case in find_cases(bench.cases, bench.preset):
+        print(f"{case}, {bench.dtype}, on {bench.device}:")
+        for peer in bench.contenders:
+            reason = why_not(peer, bench.device)
+            print(f"  {peer:<16} {f'skipped: {reason}' if reason else ''}".rstrip())
+
+
+@contextmanager
+def _progress() -> Iterator[Observer]:
+    from rich.console import Console
+
+    words = {
+        "reference": "computing in",
+        "prepare": "getting ready",
+        "run": "running",
+        "skip": "leaving out",
+    }
+    with Console(stderr=True).status("") as status:
+        yield lambda case, peer, phase: status.update(f"{case}: {words[phase]} {peer}")
+
+
+def _table(records: Sequence[Record]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="Models as they came and accelerated", box=box.SIMPLE)
+    for heading in ("model", "peer"):
+        table.add_column(heading)
+    for heading in ("ms", "GiB", "ready s", "loss or output err", "grad err", "best of the others / this"):
+        table.add_column(heading, justify="right")
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        case = record.case
+        name = f"{case['model']}, {case['task']}, {case['batch']} x {case['seqlen_q']}"
+        rows.setdefault((name, record.peer), {})[record.metric] = record
+    before = None
+    for (name, peer), row in rows.items():
+        if name != before:
+            table.add_section()
+        table.add_row(
+            name if name != before else "", peer, *(["left out"] if "skipped" in row else _cells(row))
+        )
+        before = name
+    return table
+
+
+def _cells(row: dict[str, Record]) -> list[str]:
+    def text(metric: str, form: str) -> str:
+        record = row.get(metric)
+        return "" if record is None or record.value is None else form.format(record.value)
+
+    ratio = row.get("paired_speedup")
+    interval = "" if ratio is None else rf" \[{ratio.low:.3f}, {ratio.high:.3f}]"
+    return [
+        text("iteration_ms", "{:.2f}"),
+        text("peak_memory_gib", "{:.1f}"),
+        text("compile_s", "{:.1f}"),
+        text("loss_error", "{:.1e}") or text("error", "{:.1e}"),
+        text("grad_error", "{:.1e}"),
+        text("paired_speedup", "{:.3f}") + interval,
+    ]
+
+
+def _remarks(records: Sequence[Record]) -> list[str]:
+    """What was put into each model, and a line for each reason why a peer was left out."""
+    told = [
+        f"{r.case['model']}, {r.case['task']}, {r.peer}: {r.case['names']}"
+        for r in records
+        if r.metric == "kernels"
+    ]
+    places: dict[tuple[str, str], list[str]] = {}
+    for r in records:
+        if r.metric == "skipped":
+            where = f"{r.case['model']}, {r.case['task']}"
+            places.setdefault((r.peer, str(r.case["reason"])), []).append(where)
+    return [*told, *(f"Left out {peer} of {'; '.join(of)}: {why}." for (peer, why), of in places.items())]
