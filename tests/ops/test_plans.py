@@ -131,6 +131,7 @@ def _can_be_launched(plan: Plan, gpu, rows: int) -> None:
         assert plan.blocks == -(-rows // plan.rows_per_block) * plan.blocks_per_row, "each row has its blocks"
     assert (plan.fallback is not None) == (plan.blocks_per_row > 8)
     if plan.fallback is not None:
+        assert plan.fallback.blocks_per_row <= 8
         _can_be_launched(plan.fallback, gpu, rows)
 
 
@@ -140,6 +141,14 @@ def test_a_cluster_that_a_gpu_may_refuse_has_a_fallback() -> None:
     assert plan.fallback is not None
     assert plan.fallback.kernel == "softmax_forward_streamed"
     assert "where the GPU grants no cluster of 16: softmax_forward_streamed" in str(plan)
+
+
+def test_a_fallback_needs_no_cluster_that_may_be_refused() -> None:
+    (_, plan) = explain("softmax", (4804, 262144), torch.float16, gpu="h200").plans
+    assert "the table of measured layouts" in plan.reason
+    assert plan.blocks_per_row == 16
+    assert plan.fallback is not None
+    assert (plan.fallback.kernel, plan.fallback.blocks_per_row) == ("softmax_backward_streamed", 8)
 
 
 def test_an_explanation_reads_well() -> None:

@@ -272,7 +272,10 @@ def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
     if not kernel:
         return Plan(work, kernel, reason)
     blocks, threads, rows, cluster, shared, refusable, workspace, wide = numbers
-    fallback = _plan(work, ask, refusable) if cluster > GRANTED_CLUSTER else None
+    fallback = None
+    if cluster > GRANTED_CLUSTER:
+        other = _plan(work, ask, refusable)
+        fallback = other.fallback or other  # which itself may need a cluster that is too large
     return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, workspace, wide, fallback)
 
 
