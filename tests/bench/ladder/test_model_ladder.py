@@ -238,8 +238,12 @@ def test_a_compiled_step_is_climbed_and_is_torch_alone(tmp_path):
 
 
 @pytest.mark.gpu
-def test_all_rungs_on_a_gpu(tmp_path):
-    work = made((Net(), tokens()), "mine.py:make")
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_all_rungs_on_a_gpu(own_loss, tmp_path):
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0])[0].flatten(0, 1), batch[1].flatten())
+
+    work = made((Net(), tokens(), *([loss_fn] if own_loss else [])), "mine.py:make")
     outcome = ladder.run_model(settings(work, tmp_path, (), device="cuda"), lambda event: None)
     results = {result.name: result for result in outcome.results}
     assert results["recorded-step"].reason is None
