@@ -70,7 +70,7 @@ def compiled() -> list[ParameterSet]:
 
 
 def test_every_source_of_16_bits_has_its_twin() -> None:
-    stems = {path.stem for path in KERNELS.glob("*.cu")}
+    stems = {path.stem for path in KERNELS.rglob("*.cu")}
     for newer, older in (("_bf16", "_fp16"), ("_bfloat16", "_float16")):
         of_newer = {stem.removesuffix(newer) for stem in stems if stem.endswith(newer)}
         assert of_newer
@@ -92,7 +92,7 @@ def test_spills_reads_the_report() -> None:
 
 
 def test_there_are_kernels() -> None:
-    assert {"layer_norm_forward.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.glob("*.cu")}
+    assert {"layer_norm_forward.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.rglob("*.cu")}
 
 
 def test_arguments_of_kernels_have_names_of_their_own() -> None:

@@ -62,13 +62,41 @@ def test_cross_entropy_goes_by_what_is_wanted_of_a_row(shape, options, with_grad
     assert [plan.kernel for plan in plans] == [with_gradient, alone]
 
 
-OPTIONS = {
+def test_gelu_goes_by_its_bias_and_how_many_rows_sum_into_its_gradient() -> None:
+    (forward, backward) = explain("gelu", (16384, 3072), gpu="h200").plans
+    assert (forward.kernel, backward.kernel) == ("elementwise", "elementwise")
+    assert forward.elements_per_access == 4, "8 bytes"
+    assert explain("gelu", (16384, 3072), gpu="h200", address=2).plans[0].elements_per_access == 1
+    (_, many) = explain("gelu", (16384, 3072), gpu="h200", bias=True).plans
+    (_, few) = explain("gelu", (64, 3072), gpu="h200", bias=True).plans
+    assert (many.kernel, few.kernel) == ("gelu_bias_gradients", "gelu_bias_gradients_few")
+    assert few.workspace_bytes == 0
+    assert many.workspace_bytes % (3072 * 4) == 0, "fp32 sums of whole rows"
+    assert f"{many.workspace_bytes:,} bytes of workspace" in str(many)
+
+
+def test_gated_units_take_rows_with_gaps_whole_where_they_keep_to_8_bytes() -> None:
+    def wide(shape, **options) -> list[int]:
+        return [plan.elements_per_access for plan in explain("swiglu", shape, gpu="h200", **options).plans]
+
+    assert wide((4096, 11008)) == [4, 4]
+    assert wide((4096, 22016), halves=True) == [4, 4]
+    assert wide((4096, 22018), halves=True) == [1, 1], "the half rows have 11,009 elements"
+    assert wide((4096, 11009)) == [4, 4], "without gaps all rows are one"
+    with pytest.raises(InputError, match="it has to be even"):
+        explain("geglu", (4, 3), gpu="h200", halves=True)
+
+
+OPTIONS: dict[str, dict[str, list[float]]] = {
     "softmax": {
         "causal": [False, False, True],
         "masked": [False, False, True],
         "scale": [1.0, 0.125, -1.0, 0.0],
     },
     "cross_entropy": {"weight": [False, False, True], "soft_cap": [0.0, 0.0, 30.0]},
+    "gelu": {"bias": [False, True]},
+    "swiglu": {},
+    "geglu": {},
 }
 
 
@@ -96,10 +124,14 @@ def _can_be_launched(plan: Plan, gpu, rows: int) -> None:
     assert plan.shared_bytes <= gpu.shared_per_block
     assert plan.blocks_per_row <= (16 if gpu.clusters else 1)
     assert plan.blocks % plan.blocks_per_row == 0
+    if plan.elements_per_access:
+        assert plan.fallback is None
+        return
     if "waiting" not in plan.kernel and "tiled" not in plan.kernel:
         assert plan.blocks == -(-rows // plan.rows_per_block) * plan.blocks_per_row, "each row has its blocks"
     assert (plan.fallback is not None) == (plan.blocks_per_row > 8)
     if plan.fallback is not None:
+        assert plan.fallback.blocks_per_row <= 8
         _can_be_launched(plan.fallback, gpu, rows)
 
 
@@ -109,6 +141,14 @@ def test_a_cluster_that_a_gpu_may_refuse_has_a_fallback() -> None:
     assert plan.fallback is not None
     assert plan.fallback.kernel == "softmax_forward_streamed"
     assert "where the GPU grants no cluster of 16: softmax_forward_streamed" in str(plan)
+
+
+def test_a_fallback_needs_no_cluster_that_may_be_refused() -> None:
+    (_, plan) = explain("softmax", (4804, 262144), torch.float16, gpu="h200").plans
+    assert "the table of measured layouts" in plan.reason
+    assert plan.blocks_per_row == 16
+    assert plan.fallback is not None
+    assert (plan.fallback.kernel, plan.fallback.blocks_per_row) == ("softmax_backward_streamed", 8)
 
 
 def test_an_explanation_reads_well() -> None:

@@ -20,7 +20,7 @@ from fuseline.ops.plans import explain
 @dataclass(frozen=True)
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
-    """The op: softmax or cross_entropy."""
+    """The op: softmax, cross_entropy, gelu, swiglu or geglu."""
     shape: tuple[int, ...]
     """Sizes of the input; the op runs over the last."""
     dtype: str = "bf16"
@@ -41,6 +41,10 @@ class Options:
     """Of cross_entropy."""
     soft_cap: float = 0.0
     """Of cross_entropy: the bound of the logits."""
+    bias: bool = False
+    """Of gelu: with a bias, and its gradient."""
+    halves: bool = False
+    """Of swiglu and geglu: gate and up are halves of the last size."""
     json: bool = False
     """Print one JSON object."""
 

@@ -1,4 +1,4 @@
-"""Layouts worth trying for many rows of the norms, and what launchers (csrc/kernels/norms.cu) make of one.
+"""Layouts worth trying for many rows of the norms, and what launchers (kernels/norms/norms.cu) make of one.
 
 A kernel refuses what it does not hold, so what stands here need not be exact: it leaves out what is idle, or
 far too much.

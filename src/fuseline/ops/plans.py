@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,21 +72,31 @@ class Plan:
     blocks_per_row: int = 0
     shared_bytes: int = 0
     """Dynamic shared memory of a block."""
+    workspace_bytes: int = 0
+    elements_per_access: int = 0
+    """Of kernels that do not go by rows: their threads a row are all threads of a block. Else 0."""
     fallback: Plan | None = None
     """What runs where the GPU does not grant such clusters of blocks."""
 
     @property
     def layout(self) -> str:
         """How the threads are laid out, in words."""
+        if self.elements_per_access:
+            access = _count(self.elements_per_access, "element")
+            blocks = f"{_count(self.blocks, 'block')} of {self.threads_per_row} threads"
+            return ", ".join([blocks, f"{access} an access", *self._memory()])
         threads = self.threads_per_row * self.blocks_per_row
         parts = [_count(self.blocks, "block"), f"{_count(threads, 'thread')} a row"]
         if self.blocks_per_row > 1:
             parts[-1] += f" in a cluster of {self.blocks_per_row} blocks"
         if self.rows_per_block > 1:
             parts.append(f"{self.rows_per_block} rows a block")
-        if self.shared_bytes:
-            parts.append(f"{self.shared_bytes:,} bytes of shared memory a block")
-        return ", ".join(parts)
+        return ", ".join(parts + self._memory())
+
+    def _memory(self) -> list[str]:
+        shared = [f"{self.shared_bytes:,} bytes of shared memory a block"] if self.shared_bytes else []
+        workspace = [f"{self.workspace_bytes:,} bytes of workspace"] if self.workspace_bytes else []
+        return shared + workspace
 
     def __str__(self) -> str:
         if not self.kernel:
@@ -142,13 +152,14 @@ def explain(
     """Which kernels take `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax" or "cross_entropy".
+        op: "softmax", "cross_entropy", "gelu", "swiglu" or "geglu".
         shape: of the input, [..., N].
         dtype: float32, float16 or bfloat16.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
         options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
-            (there are class weights), `label_smoothing` and `soft_cap`.
+            (there are class weights), `label_smoothing` and `soft_cap`; of gelu: `bias`; of swiglu and
+            geglu: `halves` (the shape is that of one tensor with gate and up beside each other).
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
     elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
@@ -225,7 +236,32 @@ def _cross_entropy(
     )
 
 
-PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {"softmax": _softmax, "cross_entropy": _cross_entropy}
+def _gelu(rows: _Rows, bias: bool = False) -> tuple[Plan, ...]:
+    def ask(bias_gradient: bool) -> Callable[[int], _Planned]:
+        options = (rows.address, bool(bias), bias_gradient)
+        return lambda refused: torch.ops.fuseline.plan_gelu(*rows.arguments, *options)
+
+    return _plan("forward", ask(False)), _plan("backward", ask(bool(bias)))
+
+
+def _glu(rows: _Rows, halves: bool = False) -> tuple[Plan, ...]:
+    if halves and rows.length % 2:
+        raise InputError(f"The last size is {rows.length}; gate and up are its halves, so it has to be even.")
+    of_one = replace(rows, length=rows.length // 2) if halves else rows
+
+    def ask(refused: int) -> _Planned:
+        return torch.ops.fuseline.plan_glu(*of_one.arguments, rows.address, bool(halves))
+
+    return _plan("forward", ask), _plan("backward", ask)
+
+
+PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
+    "softmax": _softmax,
+    "cross_entropy": _cross_entropy,
+    "gelu": _gelu,
+    "swiglu": _glu,
+    "geglu": _glu,
+}
 """The ops that `explain` knows; each takes the rows and the op's own options."""
 
 _Planned = tuple[str, str, list[int]]
@@ -235,9 +271,12 @@ def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
     kernel, reason, numbers = ask(refused)
     if not kernel:
         return Plan(work, kernel, reason)
-    blocks, threads, rows, cluster, shared, refusable = numbers
-    fallback = _plan(work, ask, refusable) if cluster > GRANTED_CLUSTER else None
-    return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, fallback)
+    blocks, threads, rows, cluster, shared, refusable, workspace, wide = numbers
+    fallback = None
+    if cluster > GRANTED_CLUSTER:
+        other = _plan(work, ask, refusable)
+        fallback = other.fallback or other  # which itself may need a cluster that is too large
+    return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, workspace, wide, fallback)
 
 
 def _count(number: int, what: str) -> str:

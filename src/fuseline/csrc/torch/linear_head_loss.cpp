@@ -1,5 +1,6 @@
-// The loss of a linear head on GPUs that keep its logits to themselves (kernels/linear_cross_entropy_sm90a.cu), or write their
-// powers in their place, from which the gradients' products follow without another pass (kernels/head_powers_sm90a.cu).
+// The loss of a linear head on GPUs that keep its logits to themselves (kernels/loss/linear_cross_entropy_sm90a.cu), or write
+// their powers in their place, from which the gradients' products follow without another pass
+// (kernels/loss/head_powers_sm90a.cu).
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

@@ -1,4 +1,4 @@
-// The products of a linear head where a kernel of ours is faster than cuBLAS (kernels/head_product_sm90a.cu).
+// The products of a linear head where a kernel of ours is faster than cuBLAS (kernels/loss/head_product_sm90a.cu).
 
 #include "fuseline_linear_head.h"
 #include "linear_head.h"

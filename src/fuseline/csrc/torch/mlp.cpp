@@ -1,7 +1,7 @@
 // Two linear layers with GELU between, and their gradients.
 //
 // The GELU stands at the end of the first product and its gradient, with that of the bias, at the end of the backward's
-// product with the second weight, where kernels take them (kernels/linear_gelu_sm90a.cu); elsewhere both are passes of
+// product with the second weight, where kernels take them (kernels/linear/linear_gelu_sm90a.cu); elsewhere both are passes of
 // their own (gelu.cpp).
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -7,13 +7,16 @@
 #include <tuple>
 
 #include "plans/cross_entropy.h"
+#include "plans/gelu.h"
+#include "plans/glu.h"
 #include "plans/softmax.h"
 
 namespace fuseline::plans_op {
 namespace {
 
-// A kernel's name ("" where none takes the problem), the reason, and numbers: grid, threads that share a row in a block, rows
-// of a block, blocks that share a row, bytes of shared memory, and what is refused where the device does not hold such blocks.
+// A kernel's name ("" where none takes the problem), the reason, and numbers: grid, threads of a block that share a row, rows of
+// a block, blocks that share a row, bytes of shared memory, what is refused where the device does not hold such blocks, bytes of
+// workspace, and the elements of an access of kernels that do not go by rows (else 0).
 using Planned = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
 Device device_of(at::IntArrayRef numbers) {
@@ -37,7 +40,7 @@ Planned planned(const Plan& plan, const std::string& kernel) {
     const LaunchShape& shape = plan.shape;
     if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
     return {kernel, plan.reason,
-            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable)}};
+            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable), 0, 0}};
 }
 
 int in_line(int64_t address) { return int(address % 128); }
@@ -75,6 +78,29 @@ Planned cross_entropy(at::IntArrayRef device, int64_t rows, int64_t n, int64_t e
     return planned(plan, name_of(plan.kernel));
 }
 
+Planned by_elements(const std::string& kernel, const char* reason, const LaunchShape& shape, size_t workspace, int wide) {
+    return {kernel, reason, {shape.grid, shape.threads * shape.beside, 1, 1, int64_t(shape.shared), 0, int64_t(workspace), wide}};
+}
+
+int aligned_to(int64_t address) { return address % 16 == 0 ? 16 : address % 16 == 8 ? 8 : 1; }
+
+// All tensors are at `address`. `bias_gradient`: of the backward that makes it.
+Planned gelu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, int64_t address, bool bias,
+             bool bias_gradient) {
+    check(rows, n, element_size, 0);
+    const GeluProblem problem{int(element_size), rows, n, aligned_to(address), bias, bias_gradient};
+    const GeluPlan plan = plan_gelu(problem, device_of(device));
+    return by_elements(name_of(plan.kernel), plan.reason, plan.shape, plan.workspace, plan.wide);
+}
+
+// All tensors are at `address`. `halves`: gate and up are halves of the rows of one tensor.
+Planned glu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, int64_t address, bool halves) {
+    check(rows, n, element_size, 0);
+    const bool whole = address % kGluAccess == 0 && (!halves || n * element_size % kGluAccess == 0);
+    const GluPlan plan = plan_glu({int(element_size), rows, n, halves, whole}, device_of(device));
+    return by_elements("glu", plan.reason, plan.shape, 0, plan.wide);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
@@ -84,6 +110,9 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "(str, str, int[])", softmax_backward);
     m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
           "int refused) -> (str, str, int[])", cross_entropy);
+    m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient) -> "
+          "(str, str, int[])", gelu);
+    m.def("plan_glu(int[] device, int rows, int n, int element_size, int address, bool halves) -> (str, str, int[])", glu);
 }
 
 }  // namespace fuseline::plans_op

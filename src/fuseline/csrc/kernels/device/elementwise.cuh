@@ -7,15 +7,13 @@
 // faster than blocks that stay.
 #pragma once
 
+#include "../plans/elementwise.h"
 #include "few_rows.cuh"
 #include "launch.cuh"
 #include "overlap.cuh"
 #include "weights.cuh"
 
 namespace fuseline {
-
-constexpr int kElementwiseBlock = 256;
-constexpr int kLeastBlock = 64;
 
 // Division by a constant of the launch: one multiplication (Granlund and Montgomery 1994, figure 4.1, N = 32).
 struct Divisor {
@@ -46,33 +44,17 @@ struct Walk {
   int64_t row_factor = 1;  // a group starts at row group * row_factor,
   int64_t row_step = 1;    // and its rows stand this far apart,
   int64_t step = 0;        // in elements
+
+  Walk() = default;
+  explicit Walk(const WalkPlan& plan)
+      : positions(uint32_t(plan.positions)),
+        groups(plan.groups),
+        row_elements(plan.row_elements),
+        elements(plan.elements),
+        row_factor(plan.row_factor),
+        row_step(plan.row_step),
+        step(plan.row_step * plan.row_elements) {}
 };
-
-// `rows_a_thread`: kRows. Where there are too few rows to fill the device so, a thread gets one.
-inline Walk plan_walk(int64_t elements, int64_t row_elements, int wide, int rows_a_thread, const Device& device) {
-  Walk walk;
-  walk.elements = elements, walk.row_elements = row_elements;
-  const int64_t positions = row_elements / wide;
-  const int64_t rows = divide_up(elements, row_elements);
-  walk.positions = Divisor(uint32_t(positions));
-  const bool few = positions * rows < int64_t(rows_a_thread) * kElementwiseBlock * device.processors * 2;
-  walk.row_factor = few ? 1 : rows_a_thread;
-  walk.row_step = few ? rows : 1;
-  walk.step = walk.row_step * row_elements;
-  walk.groups = divide_up(rows, walk.row_factor);
-  return walk;
-}
-
-// Threads of a block: fewer where so many multiprocessors would otherwise be without one.
-inline int block_for(int64_t threads, const Device& device) {
-  int block = kElementwiseBlock;
-  while (block > kLeastBlock && 2 * divide_up(threads, block) <= device.processors) block /= 2;
-  return block;
-}
-
-// A flat tensor as rows of one block's width.
-template <int kWide>
-constexpr int64_t kFlatRow = int64_t(kElementwiseBlock) * kWide;
 
 // Elements of 8 bytes.
 template <class T>
@@ -169,9 +151,8 @@ struct Streams {
   Walk walk;
 };
 
-// Rows of a thread: F::kRows of 8 bytes, more of single elements.
 template <class F, int kWide>
-constexpr int kRowsOf = kWide > 1 ? F::kRows : 8;
+constexpr int kRowsOf = rows_of_thread(kWide, F::kRows);
 
 // F::apply(in, bias, out) of every element of tensors without gaps. F has kIn, kOut and kRows.
 template <class F, class T, int kWide>
@@ -227,13 +208,10 @@ __global__ void __launch_bounds__(kElementwiseBlock) elementwise(const Streams<F
 }
 
 template <class F, class T, int kWide>
-int run_elementwise(Streams<F::kIn, F::kOut>& a, int64_t elements, int64_t row_elements, const Device& device,
-                    void* stream) {
-  a.walk = plan_walk(elements, row_elements, kWide, kRowsOf<F, kWide>, device);
-  const int64_t threads = a.walk.groups * a.walk.positions.value;
-  const int block = block_for(threads, device);
-  return launch(elementwise<F, T, kWide>, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream,
-                device.clusters);
+int launch_elementwise(Streams<F::kIn, F::kOut>& a, const WalkPlan& walk, const LaunchShape& shape, const Device& device,
+                       void* stream) {
+  a.walk = Walk(walk);
+  return launch(elementwise<F, T, kWide>, a, shape, device, stream);
 }
 
 }  // namespace fuseline

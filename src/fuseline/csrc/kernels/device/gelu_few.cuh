@@ -7,14 +7,12 @@
 // Rows of a warp are added up in it, then those of the warps in shared memory: always in the same order.
 #pragma once
 
+#include "../plans/gelu.h"
 #include "elementwise.cuh"
 
 namespace fuseline {
 
-constexpr int kFewThreads = 512;
-constexpr int kFewRows = 2;
-constexpr int kFewBlocks = 2;  // a multiprocessor holds at once
-constexpr int64_t kMostFewRows = 512, kMostFewColumns = 1 << 24;
+using namespace gelu_plans;
 
 struct FewBiasGradients {
   const void* grad_out;
@@ -101,31 +99,6 @@ __global__ void __launch_bounds__(kFewThreads, kFewBlocks) gelu_bias_gradients_f
       static_cast<T*>(a.grad_bias)[of_row] = from_float<T>(sum);
     }
   }
-}
-
-struct FewBiasPlan {
-  int across = 0, threads = 0;  // 0: not for few rows' kernel
-  int64_t blocks = 0;
-};
-
-inline FewBiasPlan plan_few_bias(int64_t rows, int64_t n, int wide, const Device& device) {
-  if (rows > kMostFewRows || n % wide != 0 || n > kMostFewColumns) return {};
-  FewBiasPlan plan;
-  const int64_t vectors = n / wide;
-  // As many side by side as leave a block for each multiprocessor, and two warps at least. Half a sector only where a
-  // whole one would leave a multiprocessor without a block.
-  plan.across = vectors <= device.processors ? 1 : 2;
-  while (plan.across < kWarp &&
-         (vectors >= 2 * int64_t(plan.across) * device.processors || plan.across * rows < 2 * kWarp)) {
-    plan.across *= 2;
-  }
-  const int64_t down = std::min<int64_t>(kFewThreads / plan.across, power_of_two_from(rows));
-  plan.threads = int(std::max<int64_t>(kWarp, plan.across * down));
-  plan.blocks = divide_up(vectors, plan.across);
-  // Blocks of many rows that are not all held at once would leave a few to run alone at the end.
-  const int64_t held = int64_t(device.processors) * kFewBlocks * kFewThreads;
-  if (rows > kFewRows * down && plan.blocks * plan.threads > held) return {};
-  return plan;
 }
 
 }  // namespace fuseline

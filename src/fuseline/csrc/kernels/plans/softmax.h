@@ -9,16 +9,16 @@
 namespace fuseline {
 
 enum class SoftmaxKernel {
-  unsupported,  // no kernel
-  few,          // rows so few that all their threads run at once, in registers
-  packed,       // registers, as the row came
-  tiled,           // short rows at odd addresses, several a copy, through shared memory
-  tiled_vectors,   // the same of rows that keep to 16-byte steps, but not to lines of the cache
-  waiting,         // shared memory, in bulk copies
+  unsupported,       // no kernel
+  few,               // rows so few that all their threads run at once, in registers
+  packed,            // registers, as the row came
+  tiled,             // short rows at odd addresses, several a copy, through shared memory
+  tiled_vectors,     // the same of rows that keep to 16-byte steps, but not to lines of the cache
+  waiting,           // shared memory, in bulk copies
   waiting_together,  // the same, several rows a block
-  masked,          // under a mask or causal, in registers
-  rows,            // registers
-  streamed         // the row is read twice
+  masked,            // under a mask or causal, in registers
+  rows,              // registers
+  streamed           // the row is read twice
 };
 
 // As profilers show it, after the direction's prefix softmax_forward_ or softmax_backward_.

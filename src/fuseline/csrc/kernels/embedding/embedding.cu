@@ -154,7 +154,7 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
       constexpr int kWide = decltype(wide)::value;
       const auto run = [&](auto rows_of_thread) {
         constexpr int kRows = decltype(rows_of_thread)::value;
-        const Walk walk = plan_walk(items * n, n, kWide, kRows, device);
+        const WalkPlan walk = plan_walk(items * n, n, kWide, kRows, device);
         a.items = items, a.row_factor = walk.row_factor, a.row_step = walk.row_step;
         const int64_t accesses = n / kWide, slice = std::min(accesses, accesses_of_slice(rows, kWide * sizeof(T)));
         a.slice = Divisor(uint32_t(slice));

@@ -13,6 +13,7 @@
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
+#include "plans/glu.h"
 
 namespace fuseline {
 namespace {
@@ -36,9 +37,6 @@ struct Backward {
     out[1] = in[0] * at.x;
   }
 };
-
-constexpr int kAccess = 8;                            // bytes
-constexpr int64_t kMostDivided = int64_t(1) << 31;  // elements of a launch whose rows have gaps
 
 // Element e of all, counted without gaps, stands at e + (e / n) * gap.
 template <int kIn, int kOut>
@@ -112,25 +110,21 @@ __global__ void __launch_bounds__(kElementwiseBlock) glu(const Tensors<F::kIn, F
 
 template <class F, class T>
 int run(Tensors<F::kIn, F::kOut> a, int64_t rows, int64_t n, const Device& device, void* stream) {
-  constexpr int kWide = kHalfVector<T>;
-  bool gaps = false, whole = true;
+  GluProblem problem{int(sizeof(T)), rows, n, false, true};
   const auto look = [&](const void* at, int64_t gap) {
-    gaps = gaps || gap > 0;
-    whole = whole && reinterpret_cast<uintptr_t>(at) % kAccess == 0 && gap % kWide == 0;
+    problem.gaps = problem.gaps || gap > 0;
+    problem.whole = problem.whole && offset_in_vector(at) % kGluAccess == 0 && gap % kHalfVector<T> == 0;
   };
   for (int s = 0; s < F::kIn; ++s) look(a.in[s], a.in_gap[s]);
   for (int s = 0; s < F::kOut; ++s) look(a.out[s], a.out_gap[s]);
-  const bool vectors = whole && (!gaps || n % kWide == 0);
-  const auto kernel = vectors ? glu<F, T, true> : glu<F, T, false>;
-
-  const int64_t rows_at_once = gaps ? std::max<int64_t>(1, kMostDivided / n) : rows;
-  a.n = gaps && rows_at_once > 1 ? Divisor(uint32_t(n)) : Divisor::by_more_than_all();
-  for (int64_t first = 0; first < rows; first += rows_at_once) {
-    const int64_t these = std::min(rows - first, rows_at_once);
+  const GluPlan plan = plan_glu(problem, device);
+  const auto kernel = plan.wide > 1 ? glu<F, T, true> : glu<F, T, false>;
+  a.n = problem.gaps && plan.rows_at_once > 1 ? Divisor(uint32_t(n)) : Divisor::by_more_than_all();
+  for (int64_t first = 0; first < rows; first += plan.rows_at_once) {
+    const int64_t these = std::min(rows - first, plan.rows_at_once);
     a.elements = these * n;
-    const int64_t threads = divide_up(a.elements, kWide);
-    const int block = block_for(threads, device);
-    const int error = launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
+    const LaunchShape shape = first == 0 ? plan.shape : shape_of_glu(sizeof(T), a.elements, device);
+    const int error = launch(kernel, a, shape, device, stream);
     if (error) return error;
     for (int s = 0; s < F::kIn; ++s) a.in[s] = static_cast<const T*>(a.in[s]) + these * (n + a.in_gap[s]);
     for (int s = 0; s < F::kOut; ++s) {
