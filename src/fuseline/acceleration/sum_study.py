@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fuseline.acceleration.change import Change
-from fuseline.acceleration.find import Candidate
+from fuseline.acceleration.find import Candidate, is_wanted
 from fuseline.acceleration.flow import Maker
 from fuseline.acceleration.judge import Outcome, judge, site_of
 from fuseline.acceleration.kinds.norm import NormRecipe
@@ -89,7 +89,7 @@ def study_sums(
         observed = seen[id(norm.module)]
         if not observed.sums:
             continue
-        outcome: Outcome | str = _why_not_made(observed, seen, taken)
+        outcome: Outcome | str = _why_not_made(observed, seen, taken, wanted)
         outcome = outcome or _why_not_free(observed, slots)
         if not outcome:
             if norm.family not in outcomes:
@@ -120,13 +120,17 @@ def _makers(observed: Observed) -> list[Maker]:
     return [one.branch for one in observed.sums if one.branch is not None]
 
 
-def _why_not_made(observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str]) -> str:
+def _why_not_made(
+    observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str], wanted: Wanted
+) -> str:
     """Why the sums that a module reads cannot be made with its norm; empty where they can."""
     if len(observed.sums) < observed.calls:
         return OTHERS
     reasons = [one.reason for one in observed.sums if one.reason]
     for made in _makers(observed):
         maker = seen[made.module]
+        if not is_wanted(maker.paths, wanted.only, wanted.skip):
+            reasons.append(f"{maker.path}, whose output is added, is not among the modules to change")
         around = taken.get(made.module)
         if around is not None and around not in maker.paths:
             reasons.append(f"{maker.path}, whose output is added, is part of {around}, which is taken whole")
