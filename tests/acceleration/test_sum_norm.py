@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from fuseline.acceleration import branch, sum_norm
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.recipe import MOVED
 
 pytestmark = pytest.mark.usefixtures("proofs_shared")
 Make = Callable[..., Acceleration]
@@ -336,3 +338,20 @@ def test_weights_that_are_not_there_yet_are_waited_for(x: torch.Tensor, keep_all
     with torch.no_grad():
         assert torch.allclose(model.eval()(x), plain.eval()(x), atol=1e-5)
     assert sums(fast)["second.before"][0] == 0
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_norm_that_is_parametrized_or_pruned_later(x: torch.Tensor, keep_all: Make) -> None:
+    model = Stack().eval()
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    for one in (model, plain):
+        parametrize.register_parametrization(one.last, "weight", Twice())
+        prune.l1_unstructured(one.second.before, "weight", amount=0.3)
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+    assert sums(fast)["last"] == (0, {MOVED: 1})
+    assert sums(fast)["second.before"] == (0, {MOVED: 1})

@@ -54,7 +54,7 @@ class Report:
         return sum(runs.taken for runs in self.sites)
 
     def __str__(self) -> str:
-        return report_text([(r.path, r.taken, r.declined) for r in self.sites])
+        return report_text([(f"{r.path} ({r.kind})", r.taken, r.declined) for r in self.sites])
 
 
 @dataclass

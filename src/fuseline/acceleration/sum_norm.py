@@ -25,7 +25,7 @@ from fuseline.acceleration.branch import Branch
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
-from fuseline.acceleration.recipe import tensor_at
+from fuseline.acceleration.recipe import MOVED, tensor_at
 from fuseline.acceleration.swap import (
     NOT_PROVED,
     Inside,
@@ -181,12 +181,15 @@ class SumNorm(Layer):
         reason = why_not_tensors((one, other)) or self._inside.why_not(module)
         if reason is not None:
             return reason
-        weights = (tensor_at(module, path) for path in self.recipe.weights)
-        if tuple(weight.shape for weight in weights) != self._shapes:
-            return "the norm's weights are not all here before it is called"
-        for lengths in (None, tuple(one.shape)):
-            if call_key(module, (one, other), self.recipe.weights, lengths) in self.keys:
-                return None
+        try:
+            weights = (tensor_at(module, path) for path in self.recipe.weights)
+            if tuple(weight.shape for weight in weights) != self._shapes:
+                return "the norm's weights are not all here before it is called"
+            for lengths in (None, tuple(one.shape)):
+                if call_key(module, (one, other), self.recipe.weights, lengths) in self.keys:
+                    return None
+        except KeyError:
+            return MOVED
         return NOT_PROVED
 
     def merge(self, other: Self) -> None:
