@@ -89,7 +89,7 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
                 swapped.add(key, plan)
             layers = ((candidate.module, swapped),)
             result.changes.append(Change(candidate.path, candidate.verdict.kind, layers))
-        sums = study_sums(observation.modules, norms, taken, wanted, clock)
+        sums = study_sums(observation.modules, norms, outcomes, taken, wanted, clock)
         result.sites += sums.sites
         result.changes += sums.changes
         functions = study_functions(model, batch, observation.modules, tables, taken, wanted, clock)
