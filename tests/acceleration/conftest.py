@@ -34,6 +34,12 @@ class GivenClock(Clock):
 
 
 @pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """A test draws the same random numbers in whatever order tests run."""
+    torch.manual_seed(20)
+
+
+@pytest.fixture(autouse=True)
 def kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Proofs of a test are its own."""
     monkeypatch.setattr(kept_proofs, "folder", lambda: tmp_path / "proofs")

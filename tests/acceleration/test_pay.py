@@ -59,6 +59,35 @@ class Veto(GivenClock):
         return super().compare(original, swapped, device)
 
 
+class InTurn(GivenClock):
+    """Gives one ratio after the other, the last one again and again."""
+
+    def __init__(self, *ratios: float) -> None:
+        super().__init__(ratios[0])
+        self.ratios = list(ratios)
+
+    def compare(self, original: Any, swapped: Any, device: torch.device) -> Verdict:
+        self.ratio = self.ratios.pop(0) if len(self.ratios) > 1 else self.ratios[0]
+        return super().compare(original, swapped, device)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.linear(x))
+
+
+@pytest.mark.parametrize("both, status", [(12.0, "kept"), (9.0, "not faster"), (0.9, "not faster")])
+def test_a_norm_with_its_sum_is_faster_than_one_after_the_other(both: float, status: str) -> None:
+    fast = by(InTurn(10.0, both, 2.0), Residual())  # the norm alone takes 1 s in the place of 10
+    assert {site.kind: site.status for site in fast.sites} == {"layer_norm": "kept", "residual_norm": status}
+    changed = {name for name, module in fast.model.named_modules() if "forward" in vars(module)}
+    assert changed == ({"norm", "linear"} if status == "kept" else {"norm"})
+
+
 def test_the_whole_step_takes_sites_out() -> None:
     given = model()
     fast = by(Veto(2.0), given)

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from fuseline.acceleration import branch, sum_norm
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.recipe import MOVED
 
 pytestmark = pytest.mark.usefixtures("proofs_shared")
 Make = Callable[..., Acceleration]
@@ -283,3 +285,73 @@ def test_strict_raises_where_the_sum_is_another(x: torch.Tensor, keep_all: Make)
     model(x)
     with pytest.raises(RuntimeError, match="not the sum that was proved"):
         model.last(x)
+
+
+def test_the_model_without_the_changes_is_the_same_again(x: torch.Tensor, keep_all: Make) -> None:
+    model = Stack()
+    fast = keep_all(model, x)
+    standing = {
+        name: vars(module)["forward"] for name, module in model.named_modules() if "forward" in vars(module)
+    }
+    with fast.paused():
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert {n: vars(m)["forward"] for n, m in model.named_modules() if "forward" in vars(m)} == standing
+
+
+def test_transforms_of_functions(x: torch.Tensor, keep_all: Make) -> None:
+    model = Stack().eval()
+    before = model(x)
+    keep_all(model, x)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum()
+
+    assert torch.allclose(torch.vmap(model)(x), before, atol=1e-5)
+    x.requires_grad_()
+    expected = torch.autograd.grad(before.detach().sum() * 0 + loss(x), x)[0]
+    assert torch.allclose(torch.func.grad(loss)(x.detach()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"skip": "first.drop"}, {"only": "second"}])
+def test_no_module_is_changed_that_was_not_to_be(
+    options: dict[str, str], x: torch.Tensor, keep_all: Make
+) -> None:
+    model = Stack()
+    keep_all(model, x, **options)
+    changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert not any(name.startswith(("first", "last")) for name in changed) or "only" not in options
+    assert "first.drop" not in changed
+
+
+def test_weights_that_are_not_there_yet_are_waited_for(x: torch.Tensor, keep_all: Make) -> None:
+    """As under FSDP, which gathers a module's weights when the module is called."""
+    model = Stack()
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    weight = model.second.before.weight.data
+
+    def gather(module: nn.Module, given: Any) -> None:
+        module.weight.data = weight
+
+    model.second.before.register_forward_pre_hook(gather)
+    model.second.before.weight.data = weight[:0]
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(x), plain.eval()(x), atol=1e-5)
+    assert sums(fast)["second.before"][0] == 0
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_norm_that_is_parametrized_or_pruned_later(x: torch.Tensor, keep_all: Make) -> None:
+    model = Stack().eval()
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    for one in (model, plain):
+        parametrize.register_parametrization(one.last, "weight", Twice())
+        prune.l1_unstructured(one.second.before, "weight", amount=0.3)
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+    assert sums(fast)["last"] == (0, {MOVED: 1})
+    assert sums(fast)["second.before"] == (0, {MOVED: 1})

@@ -12,7 +12,7 @@ import torch
 from fuseline.acceleration.handle import Acceleration
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("proofs_shared")]
 
 Make = Callable[..., Acceleration]
 SIZES: dict[str, Any] = {

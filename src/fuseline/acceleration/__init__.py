@@ -1,9 +1,12 @@
 """`fuseline.accelerate`: find in any model what Fuseline's ops can do, prove it, swap it, keep what pays.
 
 observe.py    what each module is called with        trace.py     what it computes, as a graph
-kinds/        what a graph is recognized as          probes.py    inputs to try it on
-prove.py      outputs and gradients against float64  pay.py       original against swapped, in pairs
-swap.py       what stands in a forward's place       study.py     all of it for one model and batch
+flow.py       which modules' outputs a sum is of     kinds/       what a graph is recognized as
+probes.py     inputs to try it on                    prove.py     outputs and gradients against float64
+pay.py        original against swapped, in pairs     judge.py     proved, timed, kept or left
+layer.py      what stands on a module's `forward`    swap.py      a recipe in the forward's place
+sum_norm.py   a norm computed with the sum           rebound.py   another function under a name that it reads
+study.py      all of it for one model and batch      rehearse.py  whether the batch makes use of it
 handle.py     the handle that `accelerate` returns   table.py     what it prints
 """
 

@@ -21,19 +21,49 @@ from fuseline.ops import linear_cross_entropy
 IGNORED = -100
 
 
+STEPS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "float": lambda logits, _: logits.float(),
+    "divide": lambda logits, number: logits / number,
+    "tanh": lambda logits, _: torch.tanh(logits),
+    "multiply": lambda logits, number: logits * number,
+}
+DIVISIONS = (torch.Tensor.div, torch.Tensor.__truediv__, torch.div, torch.true_divide)
+PRODUCTS = (torch.Tensor.mul, torch.Tensor.__mul__, torch.mul)
+
+
 @dataclass(frozen=True)
 class Head:
-    """What logits are computed from: hidden [..., C], weight [V, C], bias [V] or None; `wide`: cast to
-    float32 afterwards."""
+    """What logits are computed from: hidden [..., C], weight [V, C], bias [V] or None, and `steps`, what is
+    done with the products afterwards: ("float", 0) casts them to float32, ("divide", c), ("tanh", 0) and
+    ("multiply", c) cap them softly."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    wide: bool = False
+    steps: tuple[tuple[str, float], ...] = ()
 
     def logits(self) -> torch.Tensor:
         logits = F.linear(self.hidden, self.weight, self.bias)
-        return logits.float() if self.wide else logits
+        for step, number in self.steps:
+            logits = STEPS[step](logits, number)
+        return logits
+
+    def then(self, step: str, number: float = 0.0) -> Head:
+        """The same with one more step."""
+        return replace(self, steps=(*self.steps, (step, number)))
+
+    @property
+    def wide(self) -> bool:
+        return ("float", 0.0) in self.steps
+
+    @property
+    def capping(self) -> tuple[tuple[str, float], ...]:
+        """The steps of a soft cap that were done."""
+        return tuple(step for step in self.steps if step[0] != "float")
+
+    @property
+    def soft_cap(self) -> float | None:
+        return self.capping[0][1] if self.capping else None
 
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.weight.shape[0])
@@ -65,7 +95,13 @@ class HeadLoss:
         if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
             bias = bias.to(hidden.dtype)
         loss = linear_cross_entropy(
-            hidden, weight, self.target, bias, class_weight=self.weight, **self._options()
+            hidden,
+            weight,
+            self.target,
+            bias,
+            class_weight=self.weight,
+            soft_cap=self.head.soft_cap,
+            **self._options(),
         )
         narrow = hidden.dtype.itemsize < 4 and not self.head.wide and not autocast
         return loss.to(hidden.dtype) if narrow else loss
@@ -141,6 +177,8 @@ def _loss(
         return None
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
         return None
+    if len(input._head.capping) not in (0, 3):
+        return None
     if target.dtype not in (torch.int64, torch.int32) or target.shape != input.shape[:-1]:
         return None
     loss = HeadLoss(input._head, target, weight, ignore_index, reduction, label_smoothing)
@@ -159,12 +197,14 @@ def _moved(
     if func is torch.Tensor.contiguous and not args:
         return head
     if func is torch.Tensor.float and not args:
-        return replace(head, wide=True)
+        return head.then("float")
     if func is torch.Tensor.to and len(args) == 1:
         if args[0] is torch.float32:
-            return replace(head, wide=True)
+            return head.then("float")
         same = isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == head.hidden.device
         return head if same else None
+    if (capped := _capped(func, head, args)) is not None:
+        return capped
     if func in (torch.Tensor.view, torch.Tensor.reshape):
         sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
         if not sizes or not all(isinstance(size, int) for size in sizes):
@@ -180,6 +220,19 @@ def _moved(
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if _takes_rows(index, len(shape)):
             return replace(head, hidden=head.hidden[args[0]])
+    return None
+
+
+def _capped(func: Callable[..., Any], head: Head, args: tuple[Any, ...]) -> Head | None:
+    """The head with the next step of cap * tanh(logits / cap), if that is what the operation is."""
+    done = head.capping
+    number = args[0] if len(args) == 1 and type(args[0]) in (int, float) else None
+    if not done and func in DIVISIONS and number is not None and number > 0:
+        return head.then("divide", float(number))
+    if len(done) == 1 and func in (torch.tanh, torch.Tensor.tanh) and not args:
+        return head.then("tanh")
+    if len(done) == 2 and func in PRODUCTS and number == done[0][1]:
+        return head.then("multiply", float(number))
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
 ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
+SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 DROPOUTS = frozenset({F.dropout, torch.dropout})
 
 _MAKER, _SUM = "_fuseline_maker", "_fuseline_sum"
@@ -45,10 +46,11 @@ class SumSeen:
 
 
 class Flow(TorchFunctionMode):
-    """Within, sums know their summands' makers."""
+    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S]."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()
+        self._scores_seen = scores_seen
         self._order = 0
         self._calls: Counter[int] = Counter()
 
@@ -56,6 +58,8 @@ class Flow(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in DROPOUTS and (maker := getattr(args[0], _MAKER, None)) is not None:
             setattr(result, _MAKER, maker)
+        elif func in SOFTMAXES and result.dim() == 4:
+            self._scores_seen()
         elif func in ADDS_IN_PLACE:
             setattr(result, _SUM, (SumSeen(reason=IN_PLACE), _version(result)))
         elif func in ADDS and len(args) == 2 and not kwargs and _are_tensors(args):

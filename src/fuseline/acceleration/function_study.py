@@ -24,10 +24,10 @@ from fuseline.acceleration.inline_attention import InlineAttention, inline_call
 from fuseline.acceleration.kept_proofs import KeptRecipe
 from fuseline.acceleration.kinds.rotary import ONCE, read_tables
 from fuseline.acceleration.layer import Layer, put_in, take_out
-from fuseline.acceleration.observe import Observed, Sample, call_model, is_tensor
+from fuseline.acceleration.observe import PLAIN, Observed, Sample, call_model, is_tensor
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.rebound import Function, Name, Rebound, StandIn, functions_read
-from fuseline.acceleration.rotary import UNKNOWN, TableMaker
+from fuseline.acceleration.rotary import NOTE, UNKNOWN, TableMaker
 from fuseline.acceleration.site import KEPT, NOT_FASTER, REFUSED, Site
 from fuseline.acceleration.swap import form_of
 from fuseline.acceleration.trace import UntraceableError, trace
@@ -51,17 +51,26 @@ class FunctionStudy:
 
 
 class Recorder(StandIn):
-    """Calls the function and keeps what it was called with."""
+    """Calls the function and keeps what it was called with; alike calls, in any module, share one sample."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: Name, shared: dict[Any, Sample]) -> None:
         super().__init__()
         self.name = name
-        self.calls: list[Sample] = []
+        self.calls: dict[Any, Sample] = {}
+        self._shared = shared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(self.calls) < MOST_CALLS:
-            self.calls.append(Sample(*pytree.tree_map(_held, (args, kwargs))))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        alike = self.original, str(spec), tuple(map(_signature, leaves))
+        if alike not in self.calls and len(self.calls) < MOST_CALLS:
+            if alike not in self._shared:
+                self._shared[alike] = Sample(*pytree.tree_map(_held, (args, kwargs)))
+            self.calls[alike] = self._shared[alike]
         return self.original(*args, **kwargs)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return list(self.calls.values())
 
 
 def study_functions(
@@ -75,13 +84,14 @@ def study_functions(
 ) -> FunctionStudy:
     """Judge the functions of all modules; `rotary` are the modules that make tables."""
     result = FunctionStudy()
+    shared: dict[Any, Sample] = {}
     recorders = {
         identity: found
         for identity, observed in seen.items()
         if observed.calls
         and is_wanted(observed.paths, wanted.only, wanted.skip)
         and identity not in taken
-        and (found := _recorders(observed.module))
+        and (found := _recorders(observed.module, shared))
     }
     if not recorders:
         return result
@@ -105,14 +115,14 @@ def study_functions(
         for recorder in found.values():
             if not recorder.calls:
                 continue
-            if recorder.name[-1].endswith(TORCH_ATTENTION.__name__):
+            if recorder.original is TORCH_ATTENTION:
                 _attend(result, observed, recorder, attentions, wanted, clock)
             else:
                 _turn(result, observed, recorder, makers, turns, wanted, clock)
     return result
 
 
-def _recorders(module: nn.Module) -> dict[Name, Recorder]:
+def _recorders(module: nn.Module, shared: dict[Any, Sample]) -> dict[Name, Recorder]:
     """A recorder for each function of the module's forward that may be one of these."""
     forward: Any = type(module).forward
     if "forward" in module.__dict__:
@@ -120,7 +130,7 @@ def _recorders(module: nn.Module) -> dict[Name, Recorder]:
     found: dict[Name, Recorder] = {}
     for dotted, function in functions_read(forward):
         for name in _interesting(dotted, function):
-            found[name] = Recorder(name)
+            found[name] = Recorder(name, shared)
     return found
 
 
@@ -161,13 +171,13 @@ def _turn(
     wanted: Wanted,
     clock: Clock,
 ) -> None:
-    verdict = judge_turn(recorder.original, recorder.calls, known, wanted, clock)
+    verdict = judge_turn(recorder.original, recorder.samples, known, wanted, clock)
     if verdict is None:
         return
     place = Site(observed.path, "rotary", KEPT, op="rope", also=observed.paths[1:])
     used: dict[int, TableMaker] = {}
     reason = verdict.numbers.refused
-    for call in recorder.calls if verdict.recipe.layout != ONCE else ():
+    for call in recorder.samples if verdict.recipe.layout != ONCE else ():
         cos = call.tensors()[verdict.recipe.cos]
         maker = next((one for one in makers.values() if one.made(cos)), None)
         if maker is None or maker.layout != verdict.recipe.layout:
@@ -195,7 +205,7 @@ def _attend(
     wanted: Wanted,
     clock: Clock,
 ) -> None:
-    calls = [inline_call(observed.module, *call.args, **call.kwargs) for call in recorder.calls]
+    calls = [inline_call(observed.module, *call.args, **call.kwargs) for call in recorder.samples]
     numbers = [judge_call(call, clock, known, wanted) for call in calls]
     site = site_of_calls(observed.path, observed.paths[1:], numbers, wanted)
     result.sites.append(site)
@@ -204,6 +214,15 @@ def _attend(
         stand_in = InlineAttention(observed.module, keys, wanted.strict)
         layers = ((observed.module, Rebound(observed.module, {recorder.name: stand_in}, wanted.strict)),)
         result.changes.append(Change(observed.path, "attention", layers, recorder.name))
+
+
+def _signature(leaf: Any) -> Any:
+    """Equal for two arguments only if a function does the same with both, but for the values of tensors."""
+    if not is_tensor(leaf):
+        return (type(leaf), leaf) if isinstance(leaf, PLAIN) else id(leaf)
+    note = getattr(leaf, NOTE, None)
+    maker = None if note is None else id(note.maker)
+    return maker, type(leaf), leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.device, leaf.requires_grad
 
 
 def _held(leaf: Any) -> Any:

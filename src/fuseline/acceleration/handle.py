@@ -54,7 +54,7 @@ class Report:
         return sum(runs.taken for runs in self.sites)
 
     def __str__(self) -> str:
-        return report_text([(r.path, r.taken, r.declined) for r in self.sites])
+        return report_text([(f"{r.path} ({r.kind})", r.taken, r.declined) for r in self.sites])
 
 
 @dataclass
@@ -146,15 +146,14 @@ class Acceleration:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within, the model runs its own code everywhere."""
-        standing = {id(layer): (module, layer) for c in self._changes.values() for module, layer in c.layers}
-        for module, layer in standing.values():
-            take_out(module, layer)
+        standing = {id(module): module for change in self._changes.values() for module, _ in change.layers}
+        forwards = [(module, module.__dict__.pop("forward")) for module in standing.values()]
         rename(self._configs, REPLACED)
         try:
             yield
         finally:
-            for module, layer in standing.values():
-                put_in(module, layer)
+            for module, forward in forwards:
+                module.__dict__["forward"] = forward
             rename(self._configs, NAME)
 
     def undo(self) -> nn.Module:

@@ -28,6 +28,7 @@ from fuseline.errors import first_line
 
 KIND, OP = "head_loss", "linear_cross_entropy"
 IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
+READ = "its logits are read or changed before the loss, or the loss is none that Fuseline's op computes"
 MOST_ROWS = 4096
 """Rows that a proof takes: all logits of them exist three times, once in float64."""
 
@@ -49,6 +50,7 @@ def study_head(
         for one in seen
         if type(one.module) is nn.Linear and one.calls == 1 and one.module.out_features in classes
     ]
+    left: Site | None = None
     for observed in reversed(heads):
         head = observed.module
         assert isinstance(head, nn.Linear)
@@ -56,13 +58,14 @@ def study_head(
             continue
         losses = _losses(model, batch, head)
         if not losses:
+            left = left or Site(observed.path, KIND, REFUSED, READ, OP, also=observed.paths[1:])
             continue
         reason = why_not_passed(head, observed.path) or _prove(losses[0])
         if reason:
             return HeadStudy((Site(observed.path, KIND, REFUSED, reason, OP),))
         site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
         return HeadStudy((site,), head)
-    return HeadStudy()
+    return HeadStudy(() if left is None else (left,))
 
 
 @contextlib.contextmanager
@@ -108,8 +111,7 @@ def _prove(loss: HeadLoss) -> str | None:
 
     def run(tensors: list[torch.Tensor], how: str) -> rule.Results:
         leaves = [t.detach().requires_grad_() for t in tensors]
-        head = Head(leaves[0], leaves[1], leaves[2] if bias is not None else None, loss.head.wide)
-        own = replace(loss, head=head, target=target)
+        own = replace(loss, head=_head_of(leaves, loss.head.steps), target=target)
         with torch.enable_grad():
             return rule.results(own.by_torch() if how == "torch" else own.by_fuseline(), leaves)
 
@@ -117,23 +119,28 @@ def _prove(loss: HeadLoss) -> str | None:
         original, ours = run(given, "torch"), run(given, "fuseline")
         with torch.autocast(hidden.device.type, enabled=False):
             exact_head = [widened(t) for t in given]
-            exact = run_wide_loss(exact_head, replace(loss, target=target), bias is not None)
+            exact = run_wide_loss(exact_head, replace(loss, target=target))
         if ours.outputs[0].dtype is not original.outputs[0].dtype:
             return f"the op returns {ours.outputs[0].dtype}, the model {original.outputs[0].dtype}"
         dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-        rule.compare(ours, original, exact, dtype)
+        rule.compare([(ours, original, exact)], dtype)
     except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
         return first_line(error)
     return None
 
 
-def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss, biased: bool) -> rule.Results:
+def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss) -> rule.Results:
     """The same loss in float64."""
     leaves = [t.detach().requires_grad_() for t in tensors]
-    head = Head(leaves[0], leaves[1], leaves[2] if biased else None)
     weight = None if loss.weight is None else widened(loss.weight)
     with torch.enable_grad():
-        return rule.results(replace(loss, head=head, weight=weight).by_torch(), leaves)
+        exact = replace(loss, head=_head_of(leaves, loss.head.capping), weight=weight)
+        return rule.results(exact.by_torch(), leaves)
+
+
+def _head_of(tensors: list[torch.Tensor], steps: tuple[tuple[str, float], ...]) -> Head:
+    hidden, weight, *bias = tensors
+    return Head(hidden, weight, bias[0] if bias else None, steps)
 
 
 def _autocast(tensor: torch.Tensor) -> bool:

@@ -63,6 +63,8 @@ class Observed:
     calls: int = 0
     attends: bool = False
     """Whether its own code calls torch's attention."""
+    writes_attention: bool = False
+    """Whether its own code takes the softmax of scores."""
     sums: list[SumSeen] = field(default_factory=list)
     """Of its calls with one tensor, those with a sum."""
     reason: str | None = None
@@ -119,7 +121,11 @@ def observe(model: nn.Module, batch: Any) -> Observation:
     seen = {id(m): Observed(m, tuple(paths[id(m)])) for m in model.modules()}
     shared: dict[Any, Sample] = {}
     inside: list[nn.Module] = [model]
-    flow = Flow()
+
+    def scores_seen() -> None:
+        seen[id(inside[-1])].writes_attention = True
+
+    flow = Flow(scores_seen)
 
     def leave(module: nn.Module, _: object, output: Any) -> None:
         inside.pop()

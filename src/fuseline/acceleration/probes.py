@@ -13,6 +13,8 @@ from fuseline.acceleration.observe import Sample
 FEW = 24
 """Rows of a dimension that a smaller probe keeps: enough for every branch of a kernel but the largest."""
 
+LARGEST_MOVED = 1e4
+
 
 def reduced(sample: Sample, most: int = FEW) -> Sample:
     """The call with at most that many entries in every dimension but the last; equal sizes stay equal."""
@@ -31,6 +33,21 @@ def other_values(sample: Sample) -> Sample:
         return (noise * spread.clamp_min(1e-3) + mean).to(tensor.dtype)
 
     return sample.with_tensors([redrawn(t) for t in sample.tensors()])
+
+
+def nudged(sample: Sample, number: int) -> Sample:
+    """Every number moved by up to 2 %, so that all is rounded anew; as they are for number 0. What stands for
+    infinity stays."""
+    generator = torch.Generator().manual_seed(number)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if number == 0 or not tensor.is_floating_point():
+            return tensor
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) - 0.5
+        fresh = (tensor.detach().double() * (1 + noise / 25)).to(tensor.dtype)
+        return torch.where(tensor.detach().abs() < LARGEST_MOVED, fresh, tensor.detach())
+
+    return sample.with_tensors([moved(t).requires_grad_(t.requires_grad) for t in sample.tensors()])
 
 
 def other_lengths(sample: Sample) -> Sample | None:

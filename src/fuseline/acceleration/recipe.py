@@ -55,8 +55,11 @@ def each_computed(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Iterator[t
     return iter(result) if isinstance(result, tuple) else itertools.repeat(result)
 
 
+MOVED = "a weight was taken from where it stood, by a parametrization or pruning"
+
+
 def tensor_at(module: nn.Module, path: str) -> torch.Tensor:
-    """The parameter or buffer of that path, past every `__getattr__`."""
+    """The parameter or buffer of that path, past every `__getattr__`; `KeyError` where none stands there."""
     owner, name = module, path
     if "." in path:
         *parents, name = path.split(".")

@@ -12,7 +12,8 @@ class Site:
     """A module that computes something that Fuseline may have an op for.
 
     Attributes:
-        path: its name in the model; `also` are other names of the same module.
+        path: its name in the model; `also` are other names of the same module. A residual_norm stands at the
+            norm, also where the sum is another module's; rotary at the module that turns queries and keys.
         kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation",
             "residual_norm", "embedding", "rotary", "attention" or "head_loss".
         status: "kept" (Fuseline's op runs there), "refused" (the reason says why), "not faster" (right, but

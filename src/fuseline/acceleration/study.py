@@ -15,7 +15,7 @@ from fuseline.acceleration.find import Candidate, find, is_wanted
 from fuseline.acceleration.function_study import study_functions
 from fuseline.acceleration.head_loss import HeadStudy, study_head
 from fuseline.acceleration.judge import Outcome, judge, plans_of, site, site_of
-from fuseline.acceleration.observe import Observed, left_as_found, observe
+from fuseline.acceleration.observe import Observed, fingerprint, left_as_found, observe
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.recipe import Refusal
 from fuseline.acceleration.site import FOUND, REFUSED, Site
@@ -29,6 +29,11 @@ INLINE = (
     "torch's attention function is called in it, and neither by a table of functions nor by a name that its "
     "own forward reads"
 )
+WRITTEN_OUT = (
+    "its scores, their softmax and the sum of values are written out: Fuseline replaces attention where "
+    "torch's function is called, or transformers' table of functions is asked"
+)
+NOT_CALLED = "the batch does not call it"
 
 
 @dataclass
@@ -55,7 +60,9 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
             observation = observe(model, batch)
             seen = list(observation.modules.values())
             observation.output = None
-        for candidate in find(seen, wanted.only, wanted.skip):
+        candidates = find(seen, wanted.only, wanted.skip)
+        result.sites += _not_called(seen, candidates, wanted)
+        for candidate in candidates:
             around = taken.get(id(candidate.module))
             if around is not None:
                 reason = f"part of {around}, which is taken whole"
@@ -82,7 +89,7 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
                 swapped.add(key, plan)
             layers = ((candidate.module, swapped),)
             result.changes.append(Change(candidate.path, candidate.verdict.kind, layers))
-        sums = study_sums(observation.modules, norms, taken, wanted, clock)
+        sums = study_sums(observation.modules, norms, outcomes, taken, wanted, clock)
         result.sites += sums.sites
         result.changes += sums.changes
         functions = study_functions(model, batch, observation.modules, tables, taken, wanted, clock)
@@ -102,6 +109,18 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
     return result
 
 
+def _not_called(seen: Sequence[Observed], candidates: Sequence[Candidate], wanted: Wanted) -> list[Site]:
+    """Modules like those that were recognized, which the batch went by: dropped layers, another branch."""
+    known = {fingerprint(one.module): one.verdict.kind for one in candidates}
+    return [
+        Site(one.path, known[alike], REFUSED, NOT_CALLED, also=one.paths[1:])
+        for one in seen
+        if not one.calls
+        and is_wanted(one.paths, wanted.only, wanted.skip)
+        and (alike := fingerprint(one.module)) in known
+    ]
+
+
 def _attend(
     result: Study, model: nn.Module, batch: Any, wanted: Wanted, clock: Clock, seen: Sequence[Observed]
 ) -> None:
@@ -111,7 +130,8 @@ def _attend(
     result.sites += result.attention.sites
     named = {site.path for site in result.sites if site.kind == "attention"}
     for observed in seen:
-        if not observed.attends or named & set(observed.paths):
+        if not (observed.attends or observed.writes_attention) or named & set(observed.paths):
             continue
         if is_wanted(observed.paths, wanted.only, wanted.skip):
-            result.sites.append(Site(observed.path, "attention", REFUSED, INLINE, also=observed.paths[1:]))
+            reason = INLINE if observed.attends else WRITTEN_OUT
+            result.sites.append(Site(observed.path, "attention", REFUSED, reason, also=observed.paths[1:]))

@@ -25,7 +25,7 @@ from fuseline.acceleration.branch import Branch
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
-from fuseline.acceleration.recipe import tensor_at
+from fuseline.acceleration.recipe import MOVED, tensor_at
 from fuseline.acceleration.swap import (
     NOT_PROVED,
     Inside,
@@ -78,12 +78,12 @@ class BranchEnd(Layer):
 
     def __init__(self, module: nn.Module, slots: Sequence[Slot | None], strict: bool = False) -> None:
         super().__init__(module, strict)
-        self.slots = tuple(slots)
+        self.slots = tuple(slots[:1] if all(slot == slots[0] for slot in slots) else slots)
         self.turn = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.original(args, kwargs)
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return result
         slot = self._slot()
         target = None if slot is None else sum_norm_of(slot.norm)
@@ -100,9 +100,8 @@ class BranchEnd(Layer):
         return type(result)(values)
 
     def _slot(self) -> Slot | None:
-        first = self.slots[0]
-        if all(slot == first for slot in self.slots):
-            return first
+        if len(self.slots) == 1:
+            return self.slots[0]
         slot, self.turn = self.slots[self.turn], (self.turn + 1) % len(self.slots)
         # A checkpoint repeats some calls and not others: whose turn it is would not be the same again.
         return slot if _savers() is None else None
@@ -131,6 +130,7 @@ class SumNorm(Layer):
         self.why = ""
         """Why the last sum was not normalized with."""
         self._inside = Inside.of(module)
+        self._shapes = tuple(tensor_at(module, path).shape for path in recipe.weights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -181,9 +181,15 @@ class SumNorm(Layer):
         reason = why_not_tensors((one, other)) or self._inside.why_not(module)
         if reason is not None:
             return reason
-        for lengths in (None, tuple(one.shape)):
-            if call_key(module, (one, other), self.recipe.weights, lengths) in self.keys:
-                return None
+        try:
+            weights = (tensor_at(module, path) for path in self.recipe.weights)
+            if tuple(weight.shape for weight in weights) != self._shapes:
+                return "the norm's weights are not all here before it is called"
+            for lengths in (None, tuple(one.shape)):
+                if call_key(module, (one, other), self.recipe.weights, lengths) in self.keys:
+                    return None
+        except KeyError:
+            return MOVED
         return NOT_PROVED
 
     def merge(self, other: Self) -> None:

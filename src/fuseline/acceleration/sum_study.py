@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fuseline.acceleration.change import Change
-from fuseline.acceleration.find import Candidate
+from fuseline.acceleration.find import Candidate, is_wanted
 from fuseline.acceleration.flow import Maker
 from fuseline.acceleration.judge import Outcome, judge, site_of
 from fuseline.acceleration.kinds.norm import NormRecipe
@@ -18,13 +18,14 @@ from fuseline.acceleration.observe import Observed, Sample
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.probes import in_mode
 from fuseline.acceleration.recipe import Match
-from fuseline.acceleration.site import REFUSED, Site
+from fuseline.acceleration.site import NOT_FASTER, REFUSED, Site
 from fuseline.acceleration.sum_norm import BranchEnd, Slot, SumNorm
 from fuseline.acceleration.swap import ONE_TENSOR, Key, call_key, form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
 
 KIND = "residual_norm"
+APART = "the sum and then Fuseline's norm take less time here"
 NO_OP = "Fuseline has no op for this norm together with the sum"
 OTHERS = "some of its calls read no sum"
 SHARED = "another norm reads the same sum, and is computed with it"
@@ -76,11 +77,13 @@ class SumStudy:
 def study_sums(
     seen: Mapping[int, Observed],
     norms: Sequence[Candidate],
+    alone: Mapping[Any, Outcome],
     taken: Mapping[int, str],
     wanted: Wanted,
     clock: Clock,
 ) -> SumStudy:
-    """Judge all norms of a model that read sums; `taken` names the module that each one is taken with."""
+    """Judge all norms that read sums. `alone` says what became of each family of norms, `taken` with which
+    module around each is taken."""
     result = SumStudy([], [])
     outcomes: dict[Any, Outcome | str] = {}
     targets: list[tuple[Candidate, SumNorm]] = []
@@ -89,11 +92,12 @@ def study_sums(
         observed = seen[id(norm.module)]
         if not observed.sums:
             continue
-        outcome: Outcome | str = _why_not_made(observed, seen, taken)
+        outcome: Outcome | str = _why_not_made(observed, seen, taken, wanted)
         outcome = outcome or _why_not_free(observed, slots)
         if not outcome:
             if norm.family not in outcomes:
-                outcomes[norm.family] = _judged(norm, wanted, clock)
+                both = _judged(norm, wanted, clock)
+                outcomes[norm.family] = _than_alone(both, alone.get(norm.family))
             outcome = outcomes[norm.family]
         if isinstance(outcome, str):
             result.sites.append(Site(norm.path, KIND, REFUSED, outcome, also=norm.paths[1:]))
@@ -120,13 +124,17 @@ def _makers(observed: Observed) -> list[Maker]:
     return [one.branch for one in observed.sums if one.branch is not None]
 
 
-def _why_not_made(observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str]) -> str:
+def _why_not_made(
+    observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str], wanted: Wanted
+) -> str:
     """Why the sums that a module reads cannot be made with its norm; empty where they can."""
     if len(observed.sums) < observed.calls:
         return OTHERS
     reasons = [one.reason for one in observed.sums if one.reason]
     for made in _makers(observed):
         maker = seen[made.module]
+        if not is_wanted(maker.paths, wanted.only, wanted.skip):
+            reasons.append(f"{maker.path}, whose output is added, is not among the modules to change")
         around = taken.get(made.module)
         if around is not None and around not in maker.paths:
             reasons.append(f"{maker.path}, whose output is added, is part of {around}, which is taken whole")
@@ -163,6 +171,20 @@ def _judged(norm: Candidate, wanted: Wanted, clock: Clock) -> Outcome | str:
         return str(error)
     match = Match(KIND, recipes)
     return judge(Candidate(module, norm.paths, samples, match, traced, norm.family), match, wanted, clock)
+
+
+def _than_alone(both: Outcome | str, norm: Outcome | None) -> Outcome | str:
+    """The outcome, or that the sum and then Fuseline's norm take less time than both at once."""
+    if isinstance(both, str) or norm is None or both.recipe is None or norm.recipe is None:
+        return both
+    times = both.numbers, norm.numbers
+    if any(one.time_us is None or one.original_time_us is None for one in times):
+        return both
+    gained = (norm.numbers.original_time_us or 0.0) - (norm.numbers.time_us or 0.0)
+    apart = (both.numbers.original_time_us or 0.0) - gained
+    if (both.numbers.time_us or 0.0) <= apart:
+        return both
+    return replace(both, recipe=None, status=NOT_FASTER, reason=f"{APART} ({apart:.1f} us)")
 
 
 def _summands(sample: Sample) -> Sample:

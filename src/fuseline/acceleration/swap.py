@@ -16,7 +16,7 @@ from fuseline.acceleration.attributes import Attributes, are_unchanged, attribut
 from fuseline.acceleration.branch import Branch, plain
 from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
-from fuseline.acceleration.recipe import Recipe, each_computed, tensor_at
+from fuseline.acceleration.recipe import MOVED, Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
 
 Key = tuple[Any, ...]
@@ -88,7 +88,10 @@ class Swapped(Layer):
         if reason is not None:
             return None, reason
         for lengths in (None, tuple(tuple(t.shape) for t in tensors)):
-            plan = self.plans.get(call_key(module, tensors, self._weights, lengths))
+            try:
+                plan = self.plans.get(call_key(module, tensors, self._weights, lengths))
+            except KeyError:
+                return None, MOVED
             if plan is not None:
                 if plan.form != form:
                     return None, "it is called with other arguments than it was proved for"

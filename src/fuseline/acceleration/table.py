@@ -54,8 +54,8 @@ def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
 def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]]) -> str:
     """One line for each reason for which a site took the original, then the sums."""
     lines = []
-    for path, _, declined in runs:
-        lines += [f"{path}: {count} times its own forward: {reason}" for reason, count in declined.items()]
+    for site, _, declined in runs:
+        lines += [f"{site}: {count} times its own code: {reason}" for reason, count in declined.items()]
     taken = sum(count for _, count, _ in runs)
     left = sum(sum(declined.values()) for _, _, declined in runs)
     lines.append(f"{taken} calls ran Fuseline's ops, {left} the model's own code.")

@@ -16,7 +16,7 @@ from fuseline.acceleration.kinds.norm import AGREEMENT
 from fuseline.acceleration.kinds.rotary import HALVES, ONCE, PAIRS
 from fuseline.acceleration.observe import Sample
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.probes import other_strides, reduced
+from fuseline.acceleration.probes import nudged, other_strides, reduced
 from fuseline.acceleration.rebound import Function
 from fuseline.acceleration.rotary import Tables, Turn, TurnRecipe, turn_key
 from fuseline.acceleration.swap import form_of
@@ -201,16 +201,21 @@ def _prove(module: Called, call: Sample, recipe: TurnRecipe) -> KeptRecipe:
 
 def _errors(module: Called, probe: Sample, recipe: TurnRecipe) -> tuple[float, float]:
     """The op's error and the function's, after the rule; `UnprovenError` if it is broken."""
-    tensors = probe.tensors()
-    traced = trace(module, Sample(tuple(tensors), {}))
-    exact = _run(lambda given: tuple(run_wide(traced, given)), tensors, recipe, wide=True)
-    original = _run(lambda given: module(*given), tensors, recipe)
-    ours = _run(lambda given: _ours(recipe, given), tensors, recipe)
-    for mine, theirs in zip(ours.outputs, original.outputs, strict=True):
-        if mine.dtype is not theirs.dtype or mine.shape != theirs.shape:
-            raise rule.UnprovenError("the op returns another shape or dtype")
-    dtypes = [tensors[i].dtype for i in (*recipe.xs, recipe.cos)]
-    return rule.compare(ours, original, exact, min(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
+    traced = trace(module, Sample(tuple(probe.tensors()), {}))
+    dtypes = [probe.tensors()[i].dtype for i in (*recipe.xs, recipe.cos)]
+
+    def draw(number: int) -> rule.Draw:
+        moved = nudged(probe, number).tensors()
+        tensors = [moved[i] if i in recipe.xs else t for i, t in enumerate(probe.tensors())]
+        exact = _run(lambda given: tuple(run_wide(traced, given)), tensors, recipe, wide=True)
+        original = _run(lambda given: module(*given), tensors, recipe)
+        ours = _run(lambda given: _ours(recipe, given), tensors, recipe)
+        for mine, theirs in zip(ours.outputs, original.outputs, strict=True):
+            if mine.dtype is not theirs.dtype or mine.shape != theirs.shape:
+                raise rule.UnprovenError("the op returns another shape or dtype")
+        return ours, original, exact
+
+    return rule.compare_draws(draw, min(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
 
 
 def _probes(call: Sample, recipe: TurnRecipe) -> Iterator[Sample]:
