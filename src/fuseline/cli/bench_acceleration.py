@@ -7,12 +7,12 @@ last column is the time of the fastest of the others over ours."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.contests import contest_table, paired, progress, value
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fuseline.bench.acceleration import AccelerationBench
-    from fuseline.bench.acceleration.contest import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-acceleration")
@@ -56,7 +55,7 @@ def run(options: Options) -> int:
         _print_plan(bench)
         return 0
     file = out / "acceleration.jsonl"
-    with _progress() as observe:
+    with progress(_WORDS) as observe:
         records = suite.run(bench, file, observe)
     return publish(records, file, [_table(records)], _remarks(records), width=140, as_json=options.json)
 
@@ -95,60 +94,29 @@ def _print_plan(bench: AccelerationBench) -> None:
             print(f"  {peer:<16} {f'skipped: {reason}' if reason else ''}".rstrip())
 
 
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    from rich.console import Console
-
-    words = {
-        "reference": "computing in",
-        "prepare": "getting ready",
-        "run": "running",
-        "skip": "leaving out",
-    }
-    with Console(stderr=True).status("") as status:
-        yield lambda case, peer, phase: status.update(f"{case}: {words[phase]} {peer}")
+_WORDS = {
+    "reference": "computing in",
+    "prepare": "getting ready",
+    "run": "running",
+    "skip": "leaving out",
+}
 
 
 def _table(records: Sequence[Record]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="Models as they came and accelerated", box=box.SIMPLE)
-    for heading in ("model", "peer"):
-        table.add_column(heading)
-    for heading in ("ms", "GiB", "ready s", "loss or output err", "grad err", "best of the others / this"):
-        table.add_column(heading, justify="right")
-    rows: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in records:
-        case = record.case
-        name = f"{case['model']}, {case['task']}, {case['batch']} x {case['seqlen_q']}"
-        rows.setdefault((name, record.peer), {})[record.metric] = record
-    before = None
-    for (name, peer), row in rows.items():
-        if name != before:
-            table.add_section()
-        table.add_row(
-            name if name != before else "", peer, *(["left out"] if "skipped" in row else _cells(row))
-        )
-        before = name
-    return table
-
-
-def _cells(row: dict[str, Record]) -> list[str]:
-    def text(metric: str, form: str) -> str:
-        record = row.get(metric)
-        return "" if record is None or record.value is None else form.format(record.value)
-
-    ratio = row.get("paired_speedup")
-    interval = "" if ratio is None else rf" \[{ratio.low:.3f}, {ratio.high:.3f}]"
-    return [
-        text("iteration_ms", "{:.2f}"),
-        text("peak_memory_gib", "{:.1f}"),
-        text("compile_s", "{:.1f}"),
-        text("loss_error", "{:.1e}") or text("error", "{:.1e}"),
-        text("grad_error", "{:.1e}"),
-        text("paired_speedup", "{:.3f}") + interval,
-    ]
+    loss, output = value("loss_error", "{:.1e}"), value("error", "{:.1e}")
+    return contest_table(
+        "Models as they came and accelerated",
+        records,
+        lambda r: f"{r.case['model']}, {r.case['task']}, {r.case['batch']} x {r.case['seqlen_q']}",
+        {
+            "ms": value("iteration_ms", "{:.2f}"),
+            "GiB": value("peak_memory_gib", "{:.1f}"),
+            "ready s": value("compile_s", "{:.1f}"),
+            "loss or output err": lambda row: loss(row) or output(row),
+            "grad err": value("grad_error", "{:.1e}"),
+            "best of the others / this": paired,
+        },
+    )
 
 
 def _remarks(records: Sequence[Record]) -> list[str]:

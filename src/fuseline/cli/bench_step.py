@@ -4,12 +4,12 @@ The last column is the time of the best nanoGPT over ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli.contests import contest_table, paired, progress, value
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.publishing import publish
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fuseline.bench.step import StepBench
-    from fuseline.bench.step.suite import Observer
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-step")
@@ -60,7 +59,7 @@ def run(options: Options) -> int:
         _print_plan(bench)
         return 0
     file = out / "step.jsonl"
-    with _progress() as observe:
+    with progress(_WORDS) as observe:
         records = suite.run(bench, file, observe)
     skipped = sorted({f"Skipped {r.peer}: {r.case['reason']}." for r in records if r.metric == "skipped"})
     return publish(records, file, [_table(records)], skipped, as_json=options.json)
@@ -104,66 +103,27 @@ def _print_plan(bench: StepBench) -> None:
             print(f"  {peer:<24} {f'skipped: {reason}' if reason else ''}".rstrip())
 
 
-@contextmanager
-def _progress() -> Iterator[Observer]:
-    from rich.console import Console
-
-    words = {
-        "build": "building and warming up",
-        "run": "running",
-        "check": "comparing with",
-        "skip": "skipping",
-    }
-    with Console(stderr=True).status("") as status:
-        yield lambda case, peer, phase: status.update(f"{case}: {words[phase]} {peer}")
+_WORDS = {
+    "build": "building and warming up",
+    "run": "running",
+    "check": "comparing with",
+    "skip": "skipping",
+}
 
 
 def _table(records: Sequence[Record]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="One training step", box=box.SIMPLE)
-    for heading in ("model", "peer"):
-        table.add_column(heading)
-    for heading in (
-        "ms",
-        "tokens/s",
-        "MFU %",
-        "GiB",
-        "first 4 s",
-        "loss err",
-        "grad err",
-        "best nanoGPT / this",
-    ):
-        table.add_column(heading, justify="right")
-    rows: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in records:
-        if record.metric != "skipped":
-            case = f"{record.case['preset']} {record.case['batch']} x {record.case['seqlen_q']}"
-            rows.setdefault((case, record.peer), {})[record.metric] = record
-    before = None
-    for (case, peer), row in rows.items():
-        if case != before:
-            table.add_section()
-        table.add_row(case if case != before else "", peer, *_cells(row))
-        before = case
-    return table
-
-
-def _cells(row: dict[str, Record]) -> list[str]:
-    def text(metric: str, form: str, scale: float = 1.0) -> str:
-        record = row.get(metric)
-        return "" if record is None or record.value is None else form.format(record.value * scale)
-
-    ratio = row.get("paired_speedup")
-    interval = "" if ratio is None else rf" \[{ratio.low:.3f}, {ratio.high:.3f}]"
-    return [
-        text("iteration_ms", "{:.2f}"),
-        text("tokens_per_s", "{:,.0f}"),
-        text("mfu", "{:.1f}", 100),
-        text("peak_memory_gib", "{:.1f}"),
-        text("compile_s", "{:.1f}"),
-        text("loss_error", "{:.1e}"),
-        text("grad_error", "{:.1e}"),
-        text("paired_speedup", "{:.3f}") + interval,
-    ]
+    return contest_table(
+        "One training step",
+        [record for record in records if record.metric != "skipped"],
+        lambda r: f"{r.case['preset']} {r.case['batch']} x {r.case['seqlen_q']}",
+        {
+            "ms": value("iteration_ms", "{:.2f}"),
+            "tokens/s": value("tokens_per_s", "{:,.0f}"),
+            "MFU %": value("mfu", "{:.1f}", 100),
+            "GiB": value("peak_memory_gib", "{:.1f}"),
+            "first 4 s": value("compile_s", "{:.1f}"),
+            "loss err": value("loss_error", "{:.1e}"),
+            "grad err": value("grad_error", "{:.1e}"),
+            "best nanoGPT / this": paired,
+        },
+    )
