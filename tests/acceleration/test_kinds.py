@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fuseline.acceleration.prove import Draw, Results, UnprovenError, compare, compare_draws
+
 Make = Callable[..., Any]
 WIDTH = 24
 
@@ -342,6 +344,43 @@ class Returns(nn.Module):
 
     def forward(self, x: torch.Tensor, *, flag: bool = False) -> dict[str, Any]:
         return {"y": self.norm(x), "x": x, "flag": flag}
+
+
+def results_of(*outputs: float) -> Results:
+    return Results([torch.tensor([one]) for one in outputs], [])
+
+
+def test_an_error_is_held_against_the_worst_of_the_originals_where_one_was_small_by_chance() -> None:
+    ulp = torch.finfo(torch.float32).eps
+
+    def draw(number: int) -> Draw:
+        return results_of(1 + 2 * ulp), results_of(1 + (ulp if number else 0.0)), results_of(1.0)
+
+    with pytest.raises(UnprovenError):
+        compare([draw(0)], torch.float32)
+    assert compare_draws(draw, torch.float32) == pytest.approx((2 * ulp, ulp))
+    with pytest.raises(UnprovenError):
+        compare_draws(lambda number: (results_of(1 + 9 * ulp), *draw(number)[1:]), torch.float32)
+
+
+class WrittenOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.spare = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.norm(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(-2)
+
+
+def test_what_is_left_says_why(keep_all: Make) -> None:
+    fast = keep_all(Whole(WrittenOut()), torch.randn(3, 5, WIDTH))
+    said = {(site.path, site.kind): (site.status, site.reason) for site in fast.sites}
+    assert said["part.norm", "layer_norm"] == ("kept", "")
+    assert said["part.spare", "layer_norm"] == ("refused", "the batch does not call it")
+    status, reason = said["part", "attention"]
+    assert status == "refused"
+    assert "written out" in reason
 
 
 def test_returns_what_the_original_returned(keep_all: Make) -> None:

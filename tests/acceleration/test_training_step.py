@@ -164,6 +164,35 @@ def test_the_loss_of_deferred_logits(options: dict[str, Any]) -> None:
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+CAPPINGS: dict[str, Any] = {
+    "whole": lambda logits: torch.tanh(logits / 2.0) * 2.0,
+    "cast before": lambda logits: (logits.float() / 2.0).tanh() * 2.0,
+    "of another height": lambda logits: torch.tanh(logits / 2.0) * 3.0,
+    "no division": lambda logits: torch.tanh(logits) * 2.0,
+    "half": lambda logits: torch.tanh(logits / 2.0),
+    "twice": lambda logits: torch.tanh(torch.tanh(logits / 2.0) * 2.0 / 2.0) * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", CAPPINGS)
+def test_softly_capped_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head = torch.randn(9, 16, requires_grad=True), nn.Linear(16, VOCABULARY)
+    target = torch.randint(VOCABULARY, (9,))
+    capped = CAPPINGS[name]
+    theirs = F.cross_entropy(capped(head(hidden)), target)
+    computed: list[Head] = []
+    logits = Head.logits
+    monkeypatch.setattr(Head, "logits", lambda self: computed.append(self) or logits(self))
+    ours = F.cross_entropy(capped(DeferredLogits.of(Head(hidden, head.weight, head.bias))), target)
+    assert bool(computed) is (name not in ("whole", "cast before"))
+    assert torch.allclose(ours, theirs, rtol=1e-5)
+    wanted = [hidden, head.weight, head.bias]
+    for one, other in zip(
+        torch.autograd.grad(ours, wanted), torch.autograd.grad(theirs, wanted), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_sites_are_proved_anew_under_autocast(keep_all: Make) -> None:
     model, (first, *rest) = Language(), batches(3)
     fast = keep_all(model, first)

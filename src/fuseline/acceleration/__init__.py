@@ -5,7 +5,8 @@ flow.py       which modules' outputs a sum is of     kinds/       what a graph i
 probes.py     inputs to try it on                    prove.py     outputs and gradients against float64
 pay.py        original against swapped, in pairs     judge.py     proved, timed, kept or left
 layer.py      what stands on a module's `forward`    swap.py      a recipe in the forward's place
-sum_norm.py   a norm computed with the sum           rebound.py   another function under a name that it reads
+sum_norm.py   who waits for which sum                norm_ahead.py  a norm computed with its sum
+rebound.py    other functions in a forward           rotary.py    tables, and who turns by them
 study.py      all of it for one model and batch      rehearse.py  whether the batch makes use of it
 handle.py     the handle that `accelerate` returns   table.py     what it prints
 """

@@ -19,7 +19,8 @@ from fuseline.acceleration import deferred_logits
 from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
-from fuseline.acceleration.observe import Observed, call_model
+from fuseline.acceleration.observe import Observed, Sample, call_model
+from fuseline.acceleration.probes import nudged
 from fuseline.acceleration.site import FOUND, REFUSED, Site
 from fuseline.acceleration.swap import why_not_passed
 from fuseline.acceleration.wanted import Wanted
@@ -115,15 +116,20 @@ def _prove(loss: HeadLoss) -> str | None:
         with torch.enable_grad():
             return rule.results(own.by_torch() if how == "torch" else own.by_fuseline(), leaves)
 
-    try:
-        original, ours = run(given, "torch"), run(given, "fuseline")
+    def draw(number: int) -> rule.Draw:
+        moved = nudged(Sample(tuple(given), {}), number).tensors()
         with torch.autocast(hidden.device.type, enabled=False):
-            exact_head = [widened(t) for t in given]
-            exact = run_wide_loss(exact_head, replace(loss, target=target))
-        if ours.outputs[0].dtype is not original.outputs[0].dtype:
-            return f"the op returns {ours.outputs[0].dtype}, the model {original.outputs[0].dtype}"
-        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-        rule.compare([(ours, original, exact)], dtype)
+            exact = run_wide_loss([widened(t) for t in moved], replace(loss, target=target))
+        original, ours = run(moved, "torch"), run(moved, "fuseline")
+        mine, theirs = ours.outputs[0].dtype, original.outputs[0].dtype
+        if mine is not theirs:
+            raise rule.UnprovenError(f"the op returns {mine}, the model {theirs}")
+        return ours, original, exact
+
+    try:
+        rule.compare_draws(
+            draw, torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        )
     except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
         return first_line(error)
     return None

@@ -252,4 +252,6 @@ def _tensor_signature(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _described(value: object) -> object:
     """What stands for an attribute: its value where that is all there is to it, else which object it is."""
+    if type(value) is tuple:
+        return tuple(map(_described, value))
     return (type(value), value) if isinstance(value, PLAIN) else id(value)

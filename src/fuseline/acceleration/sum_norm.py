@@ -4,10 +4,10 @@
     y = self.next_norm(hidden)
 
 `BranchEnd` stands on the module whose output is added: it returns a `Branch`, a tensor like any other that
-knows which norm is likely to read the sum. Its sum is computed by Fuseline's `add_norm`, which gives the sum
-and what the norm makes of it. The sum goes its way as a plain tensor; a note on it holds the rest. `SumNorm`
-stands on the norm: given a tensor with a note that still holds, it returns what is written there. Any other
-tensor it normalizes as before, so that a wrong guess costs time and changes nothing.
+knows which norm is likely to read the sum. One pass computes that sum and what the norm makes of it
+(`norm_ahead.py`). The sum goes its way as a plain tensor; a note on it holds the rest. `SumNorm` stands on
+the norm: given a tensor with a note that still holds, it returns what is written there. Any other tensor it
+normalizes as before, so that a wrong guess costs time and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fuseline.acceleration.branch import Branch
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
+from fuseline.acceleration.norm_ahead import Ahead
 from fuseline.acceleration.recipe import MOVED, tensor_at
 from fuseline.acceleration.swap import (
     NOT_PROVED,
@@ -33,10 +34,11 @@ from fuseline.acceleration.swap import (
     call_key,
     why_not_tensors,
 )
+from fuseline.ops.dropout_add_norm import is_native
 
 NOTE = "_fuseline_normalized"
 NO_NOTE = "what it reads is not the sum that was proved"
-NOT_HELD = "the sum, its gradients or the norm's weights are no longer those that it was normalized with"
+NOT_HELD = "the sum or the norm's weights were written to, or a checkpoint begins between them"
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,22 @@ class Note:
     """What a norm makes of the tensor that the note is on, and what that stands on."""
 
     owner: SumNorm
-    normalized: torch.Tensor
+    ahead: Ahead
     version: int
-    node: Any
-    surroundings: tuple[Any, ...]
+    autocast: torch.dtype | None
+    savers: Any
     weights: tuple[tuple[torch.Tensor, int], ...]
 
-    def holds(self, total: torch.Tensor, read: torch.Tensor) -> bool:
-        """Whether nothing was written since, and gradients go the same way: `read` is the total or a view."""
-        if read._version != self.version or self.surroundings != surroundings(total.device.type):
-            return False
-        node = read.grad_fn
-        if read is not total and node is not None:
-            node = node.next_functions[0][0]
-        return node is self.node and all(t._version == version for t, version in self.weights)
+    def holds(self, read: torch.Tensor) -> bool:
+        """Whether the norm would compute the same of what it reads: the note's tensor, or a view of it."""
+        savers = _savers()
+        return (
+            read._version == self.version
+            and self.autocast == _autocast(read)
+            # What a checkpoint runs again has to be there again.
+            and (savers is None or savers == self.savers)
+            and all(t._version == version for t, version in self.weights)
+        )
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,9 @@ class SumNorm(Layer):
                 if note is None or note.owner is not self:
                     continue
                 delattr(total, NOTE)
-                if note.holds(total, read):
+                if note.holds(read):
                     self.taken += 1
-                    return note.normalized if read is total else note.normalized.view(read.shape)
+                    return self.recipe.after_sum(self.module, read, note.ahead)
                 reason = NOT_HELD
         self.decline(reason)
         return self.original(args, kwargs)
@@ -157,16 +161,10 @@ class SumNorm(Layer):
         if self.why:
             return one + other
         module = self.module
-        normalized, total = self.recipe.with_sum(module, one, other)
+        total, ahead = self.recipe.sum_ahead(module, one, other)
         weights = [tensor_at(module, path) for path in self.recipe.weights]
-        note = Note(
-            self,
-            normalized,
-            total._version,
-            total.grad_fn,
-            surroundings(total.device.type),
-            tuple((weight, weight._version) for weight in weights),
-        )
+        versions = tuple((weight, weight._version) for weight in weights)
+        note = Note(self, ahead, total._version, _autocast(total), _savers(), versions)
         setattr(total, NOTE, note)
         return total
 
@@ -176,6 +174,8 @@ class SumNorm(Layer):
             return "a number is added"
         if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
             return "the summands differ in shape, dtype or device"
+        if not is_native(one):
+            return "Fuseline's native library is not built for its device"
         if torch.is_inference_mode_enabled() or one.is_inference() or other.is_inference():
             return "tensors of inference mode do not say whether they were written to"
         reason = why_not_tensors((one, other)) or self._inside.why_not(module)
@@ -196,16 +196,9 @@ class SumNorm(Layer):
         self.recipe, self.keys = other.recipe, self.keys | other.keys
 
 
-def surroundings(device: str) -> tuple[Any, ...]:
-    """What else a computation done ahead depends on: the gradient mode, autocast, and who saves its tensors.
-
-    Checkpoints save them by hooks of their own: what was computed inside one is not used outside.
-    """
-    return (
-        torch.is_grad_enabled(),
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-        _savers(),
-    )
+def _autocast(tensor: torch.Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def sum_norm_of(norm: nn.Module) -> SumNorm | None:

@@ -23,10 +23,12 @@ from fuseline.acceleration.sum_norm import BranchEnd, Slot, SumNorm
 from fuseline.acceleration.swap import ONE_TENSOR, Key, call_key, form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
+from fuseline.ops.dropout_add_norm import is_native
 
 KIND = "residual_norm"
 APART = "the sum and then Fuseline's norm take less time here"
 NO_OP = "Fuseline has no op for this norm together with the sum"
+NO_LIBRARY = "Fuseline's native library is not built for this device"
 OTHERS = "some of its calls read no sum"
 SHARED = "another norm reads the same sum, and is computed with it"
 SEVERAL = "it is called or returns otherwise than with one tensor"
@@ -47,7 +49,7 @@ class SumAndNorm(nn.Module):
 
 @dataclass(frozen=True)
 class SumAndNormRecipe:
-    """`SumAndNorm` by `fuseline.ops.add_layer_norm` or `add_rms_norm`."""
+    """`SumAndNorm` in one pass forward."""
 
     op: ClassVar[str] = "add_norm"
     norm: NormRecipe
@@ -63,7 +65,8 @@ class SumAndNormRecipe:
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         norm = module._modules["norm"]
         assert norm is not None
-        return self.norm.with_sum(norm, tensors[0], tensors[1])
+        total, ahead = self.norm.sum_ahead(norm, tensors[0], tensors[1])
+        return self.norm.after_sum(norm, total, ahead), total
 
 
 @dataclass
@@ -163,6 +166,8 @@ def _judged(norm: Candidate, wanted: Wanted, clock: Clock) -> Outcome | str:
         return NO_OP
     if not norm.trace.returned.is_one_tensor or any(form_of(sample) != ONE_TENSOR for sample in norm.samples):
         return SEVERAL
+    if not all(is_native(sample.tensors()[0]) for sample in norm.samples):
+        return NO_LIBRARY
     module = SumAndNorm(norm.module)
     samples = tuple(_summands(sample) for sample in norm.samples)
     try:

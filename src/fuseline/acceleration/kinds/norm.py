@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from fuseline.acceleration.norm_ahead import Ahead, Normalized, Summed
 from fuseline.acceleration.reading import (
     FUSED_NORMS,
     POINTWISE,
@@ -32,7 +33,7 @@ from fuseline.acceleration.reading import (
 from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at
 from fuseline.acceleration.trace import Trace
 from fuseline.acceleration.wide import run_wide
-from fuseline.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fuseline.ops import layer_norm, rms_norm
 
 LARGEST_EPS = 0.1
 AGREEMENT = 1e-9
@@ -144,16 +145,23 @@ class NormRecipe:
         y = y if bias is None else y + bias
         return y.to(x.dtype) if self.affine.plus_one else y
 
-    def with_sum(
+    def sum_ahead(
         self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum, where `has_sum` says that there is an op for it."""
+    ) -> tuple[torch.Tensor, Ahead]:
+        """x + residual, and what the norm makes of it, where `has_sum` says that one op computes both."""
+        weight, bias = (None if t is None else t.detach() for t in self._affine(module))
+        ahead = Ahead(self.kind, x.shape[-self.dims :], self.eps)
+        own_bias = bias if self.kind == "layer_norm" else None
+        if not torch.is_grad_enabled():
+            return ahead.fill(x, residual, weight, own_bias), ahead
+        return Summed.apply(x, residual, weight, own_bias, ahead), ahead
+
+    def after_sum(self, module: nn.Module, read: torch.Tensor, ahead: Ahead) -> torch.Tensor:
+        """The norm of the sum, joined to the gradients of the tensor that the norm reads."""
         weight, bias = self._affine(module)
-        if self.kind == "layer_norm":
-            shape = (x.shape[-1],) if self.dims == 1 else tuple(x.shape[-self.dims :])
-            return add_layer_norm(x, residual, shape, weight, bias, self.eps)
-        y, total = add_rms_norm(x, residual, weight, self.eps)
-        return (y if bias is None else y + bias), total
+        centred = self.kind == "layer_norm"
+        y: torch.Tensor = Normalized.apply(read, weight, bias if centred else None, ahead)
+        return y if centred or bias is None else y + bias
 
     @property
     def has_sum(self) -> bool:
