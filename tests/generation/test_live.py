@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,7 @@ def changed_forward(model: Any) -> None:
 
 
 def adapted(model: Any) -> None:
-    model.model.layers[0].mlp.adapter = nn.Linear(4, 4)
+    model.model.layers[0].mlp.adapter = nn.Linear(4, 4).eval()
 
 
 @pytest.mark.parametrize(
@@ -157,3 +158,89 @@ def test_models_of_other_kinds() -> None:
     fast = fuseline.accelerate_generate(model)
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     assert "not a decoder that Fuseline has a model for" in fast.reason
+
+
+def halved(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(0.5)  # leaves no trace but the values
+    model.lm_head.weight.data.mul_(-1)
+
+
+def rescaled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def another_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Tanh()
+
+
+def wrapped(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        result = own(*args, **options)
+        result.logits = -result.logits
+        return result
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize("change", [halved, rescaled, another_activation, wrapped])
+@pytest.mark.parametrize("length", [1, 7])
+def test_changes_after_the_first_call_are_seen(change: Callable[[Any], None], length: int) -> None:
+    model = decoder("Llama")
+    tokens_BT = torch.randint(10, 211, (2, length))
+    fast = fuseline.accelerate_generate(model)
+    model.generate(tokens_BT, max_new_tokens=3, do_sample=False)
+    change(model)
+    found = model.generate(tokens_BT, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, fast._own(tokens_BT, max_new_tokens=12, do_sample=False))
+
+
+def test_threads_have_their_own_tokens() -> None:
+    model = decoder("Llama")
+    batches = [torch.randint(10, 211, (2, 7)) for _ in range(4)]
+    expected = [model.generate(tokens, max_new_tokens=20, do_sample=False) for tokens in batches]
+    fuseline.accelerate_generate(model)
+    found: list[Any] = [None] * 4
+
+    def run(number: int) -> None:
+        found[number] = model.generate(batches[number], max_new_tokens=20, do_sample=False)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_arguments_in_odd_ways() -> None:
+    model, tokens_BT = decoder("Llama"), torch.randint(10, 211, (2, 7))
+    plain = model.generate(tokens_BT, max_new_tokens=8, eos_token_id=[])
+    ends = [int(plain[1, 12]), int(plain[0, 9])]
+    model.generation_config.pad_token_id = None
+    fast = fuseline.accelerate_generate(model)
+    for options in ({"eos_token_id": ends}, {"temperature": None, "repetition_penalty": None}):
+        expected = fast._own(tokens_BT, max_new_tokens=8, **options)
+        assert torch.equal(model.generate(tokens_BT, max_new_tokens=8, **options), expected)
+        assert fast.reason == ""
+    with torch.inference_mode():
+        model.generate(tokens_BT, max_new_tokens=8)
+    model.generate(tokens_BT, max_new_tokens=8)
+    assert fast.calls == 4
+    model.generate(tokens_BT, model.generation_config, None, max_new_tokens=8)
+    assert "by position" in fast.reason
+    twin = copy.deepcopy(model)
+    expected = fast._own(tokens_BT, max_new_tokens=8)
+    assert torch.equal(twin.generate(tokens_BT, max_new_tokens=8), expected)
+
+
+def test_a_generate_of_the_users_own_comes_back() -> None:
+    model = decoder("Llama")
+    mine = model.__dict__["generate"] = lambda *_, **__: "mine"
+    fast = fuseline.accelerate_generate(model)
+    fast.undo()
+    assert model.generate is mine

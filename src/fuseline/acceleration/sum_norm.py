@@ -13,13 +13,14 @@ normalizes as before, so that a wrong guess costs time and changes nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuseline.acceleration.branch import Branch
 from fuseline.acceleration.flow import whole
@@ -36,7 +37,6 @@ from fuseline.acceleration.swap import (
 )
 from fuseline.ops.dropout_add_norm import is_native
 
-NOTE = "_fuseline_normalized"
 NO_NOTE = "what it reads is not the sum that was proved"
 NOT_HELD = "the sum or the norm's weights were written to, or a checkpoint begins between them"
 
@@ -50,18 +50,31 @@ class Note:
     version: int
     autocast: torch.dtype | None
     savers: Any
-    weights: tuple[tuple[torch.Tensor, int], ...]
+    weights: tuple[tuple[str, torch.Tensor, int], ...]
+    """Path, tensor and version."""
 
-    def holds(self, read: torch.Tensor) -> bool:
-        """Whether the norm would compute the same of what it reads: the note's tensor, or a view of it."""
+    def holds(self, read: torch.Tensor, total: torch.Tensor) -> bool:
+        """Whether the norm would compute the same of `read`: the note's tensor `total`, or a view of it."""
         savers = _savers()
         return (
             read._version == self.version
             and self.autocast == _autocast(read)
             # What a checkpoint runs again has to be there again.
             and (savers is None or savers == self.savers)
-            and all(t._version == version for t, version in self.weights)
+            and (read is total or _is_view(read, total))
+            and all(self._is_as_it_was(*weight) for weight in self.weights)
         )
+
+    def _is_as_it_was(self, path: str, weight: torch.Tensor, version: int) -> bool:
+        try:
+            now = tensor_at(self.owner.module, path)
+        except KeyError:
+            return False
+        return now is weight and now._version == version
+
+
+NOTES: MutableMapping[torch.Tensor, Note] = WeakTensorKeyDictionary()
+"""Beside the sums, not on them: a user may save one, or hand it to another process."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +157,11 @@ class SumNorm(Layer):
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
             read = args[0]
             for total in (read, whole(read)):
-                note = getattr(total, NOTE, None)
-                if note is None or note.owner is not self:
+                note = None if total is None else NOTES.get(total)
+                if total is None or note is None or note.owner is not self:
                     continue
-                delattr(total, NOTE)
-                if note.holds(read):
+                del NOTES[total]
+                if note.holds(read, total):
                     self.taken += 1
                     return self.recipe.after_sum(self.module, read, note.ahead)
                 reason = NOT_HELD
@@ -162,10 +175,10 @@ class SumNorm(Layer):
             return one + other
         module = self.module
         total, ahead = self.recipe.sum_ahead(module, one, other)
-        weights = [tensor_at(module, path) for path in self.recipe.weights]
-        versions = tuple((weight, weight._version) for weight in weights)
-        note = Note(self, ahead, total._version, _autocast(total), _savers(), versions)
-        setattr(total, NOTE, note)
+        found = [(path, tensor_at(module, path)) for path in self.recipe.weights]
+        weights = tuple((path, weight, weight._version) for path, weight in found)
+        note = Note(self, ahead, total._version, _autocast(total), _savers(), weights)
+        NOTES[total] = note
         return total
 
     def _why_not(self, one: Any, other: Any) -> str | None:
@@ -194,6 +207,18 @@ class SumNorm(Layer):
 
     def merge(self, other: Self) -> None:
         self.recipe, self.keys = other.recipe, self.keys | other.keys
+
+
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+def _is_view(read: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether autograd sees no more than a view between the two: a function of the user's own, or a hook on
+    a module's gradients, returns a view of what it is given as well, and does something in the backward."""
+    node = read.grad_fn
+    if node is None:
+        return total.grad_fn is None
+    return node.name() in VIEWS and node.next_functions[0][0] is total.grad_fn
 
 
 def _autocast(tensor: torch.Tensor) -> torch.dtype | None:

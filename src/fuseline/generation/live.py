@@ -7,6 +7,7 @@ model's own `generate`, and `fast.reason` says why. Greedy tokens in fp32 are th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ NEUTRAL = {
 }
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the logits, as a share of their norm: a model whose forward is not what its config says is not ours."""
+CHECKED_TOKENS = 64
 CAPACITY_STEP = 256
 """Caches are made for multiples of so many positions, so that the next prompt finds the same one."""
 
@@ -74,45 +76,70 @@ class FastGenerate:
         self.calls = 0
         self.declined: dict[str, int] = {}
         self._own: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self._before = model.__dict__.get("generate")
         self._copy: LanguageModel | None = None
         self._copied_from: tuple[object, ...] = ()
         self._decoder: tuple[object, Decoder] | None = None
+        self._lock = threading.Lock()
         model.__dict__["generate"] = self
 
     def undo(self) -> nn.Module:
         """Give the model its own `generate` back, and let go of the copy of its weights."""
         self.model.__dict__.pop("generate", None)
+        if self._before is not None:
+            self.model.__dict__["generate"] = self._before
         self._forget()
         return self.model
 
-    @torch.no_grad()
-    def __call__(self, inputs: Tensor | None = None, generation_config: Any = None, **options: Any) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it makes its own copy of the weights, cache and lock."""
+        return {**self.__dict__, "_copy": None, "_copied_from": (), "_decoder": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
+
+    def __call__(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **options: Any
+    ) -> Any:
         """As `model.generate`: tokens [B, T] in, tokens [B, T + new] out."""
+        if not self._lock.acquire(blocking=False):
+            return self._declined("another thread generates", inputs, generation_config, *rest, **options)
         try:
-            tokens_BT = inputs if inputs is not None else options.get("input_ids")
-            call = _Call.read(self.model, tokens_BT, generation_config, options)
-            ours = self._current(call)
+            # What is made inside outlives the caller's inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                if rest:
+                    raise NotTakenError("more is given by position than tokens and a generation_config")
+                tokens_BT = inputs if inputs is not None else options.get("input_ids")
+                call = _Call.read(self.model, tokens_BT, generation_config, options)
+                decoder = self._decoder_for(self._current(call), call)
+                self.reason = ""
+                self.calls += 1
+                return call.written(decoder)
         except (NotTakenError, InputError) as error:
-            self.reason = first_line(error)
-            self.declined[self.reason] = self.declined.get(self.reason, 0) + 1
-            return self._own(inputs, generation_config=generation_config, **options)
-        self.reason = ""
-        self.calls += 1
-        return call.written(self._decoder_for(ours, call))
+            reason = first_line(error)
+        finally:
+            self._lock.release()
+        return self._declined(reason, inputs, generation_config, *rest, **options)
+
+    def _declined(self, reason: str, *args: Any, **options: Any) -> Any:
+        self.reason = reason
+        self.declined[reason] = self.declined.get(reason, 0) + 1
+        return self._own(*args, **options)
 
     def _current(self, call: _Call) -> LanguageModel:
         """Our model with the weights as they are now, compared with theirs on this prompt when it is made."""
-        if self.model.training:
-            raise NotTakenError("the model is in training mode")
-        if any(one._forward_hooks or one._forward_pre_hooks for one in self.model.modules()):
+        if any(one.training for one in self.model.modules()):
+            raise NotTakenError("the model, or a part of it, is in training mode")
+        hooked = any(one._forward_hooks or one._forward_pre_hooks for one in self.model.modules())
+        if hooked or torch.nn.modules.module._has_any_global_hook():
             raise NotTakenError("a module has hooks, which would not be called")
-        state = tuple((t.data_ptr(), t._version, t.dtype) for t in self.model.state_dict().values())
+        state = _state(self.model)
         if self._copy is None or state != self._copied_from:
             self._forget()
             copy = from_live(self.model)
             if call.longest > copy.config.block_size:
                 raise NotTakenError(f"the context has {copy.config.block_size} positions")
-            _check_alike(self.model, copy, call.prompts[0])
+            _check_alike(self.model, copy)
             self._copy, self._copied_from = copy, state
         if call.longest > self._copy.config.block_size:
             raise NotTakenError(f"the context has {self._copy.config.block_size} positions")
@@ -184,7 +211,8 @@ class _Call:
         for source in (getattr(model, "generation_config", None), given):
             if source is not None:
                 said.update({k: v for k, v in source.to_dict().items() if v is not None})
-        said.update({k: v for k, v in options.items() if k not in ("input_ids", "attention_mask")})
+        told = {k: v for k, v in options.items() if k not in ("input_ids", "attention_mask")}
+        said.update({k: v for k, v in told.items() if v is not None})
         for name, value in said.items():
             known = name in TAKEN or name in WITHOUT_EFFECT
             if not known and value is not None and value is not False and value != NEUTRAL.get(name):
@@ -200,7 +228,7 @@ class _Call:
             new = said["max_length"] - tokens_BT.shape[1]
         if new is None or new < 1:
             raise NotTakenError("max_new_tokens is not given")
-        ended_by = pad_id if pad_id is not None else min(stop_ids, default=0)
+        ended_by = pad_id if pad_id is not None else (*stop_ids, 0)[0]
         return cls(tokens_BT, prompts, new, _sampling(said), frozenset(stop_ids), ended_by)
 
     def written(self, decoder: Decoder) -> Tensor:
@@ -249,11 +277,40 @@ def _prompts(tokens_BT: Tensor, mask_BT: Any) -> list[list[int]]:
     return [row[len(seen) - sum(seen) :] for row, seen in zip(rows, kept, strict=True)]
 
 
-def _check_alike(model: nn.Module, ours: LanguageModel, prompt: Sequence[int]) -> None:
+def _state(model: nn.Module) -> tuple[object, ...]:
+    """What the copy stands on: the values of all weights and buffers, each module's class and plain
+    attributes, and whether it has a forward of its own. Values, since writes through `.data` and replays of
+    recorded steps leave no other trace; reading them takes as long as one step of generation."""
+    tensors = (*model.parameters(), *model.buffers())
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise NotTakenError("the model is spread over several devices")
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        whole = flat[: flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()]
+        sums.append(whole.view(torch.int64).sum() if whole.numel() else flat.double().sum().long())
+    plain = tuple(
+        (
+            type(one),
+            one.__dict__.get("forward"),
+            tuple((k, v) for k, v in one.__dict__.items() if isinstance(v, str | int | float | bool)),
+            tuple(id(v) for v in one.__dict__.values() if callable(v)),
+        )
+        for one in model.modules()
+    )
+    config = model.config.to_json_string() if hasattr(model.config, "to_json_string") else ""  # type: ignore[operator]
+    return tuple(torch.stack(sums).tolist()), plain, config, sums[0].device
+
+
+def _check_alike(model: nn.Module, ours: LanguageModel) -> None:
     """NotTakenError if the two give other logits: somebody changed the model's forward, or its config."""
     parameter = next(model.parameters())
-    tokens_BT = torch.tensor([prompt], device=parameter.device)
-    theirs = model(input_ids=tokens_BT, use_cache=False).logits.double()
+    length = min(CHECKED_TOKENS, ours.config.block_size)
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(ours.config.vocab_size, (2, length), generator=generator)
+    tokens_BT = tokens_BT.to(parameter.device)
+    mask_BT = torch.ones_like(tokens_BT)
+    theirs = model(input_ids=tokens_BT, attention_mask=mask_BT, use_cache=False).logits.double()
     mine = ours(tokens_BT)[..., : theirs.shape[-1]].double()
     error = float((mine - theirs).norm() / theirs.norm())
     most = LARGEST_DIFFERENCE.get(parameter.dtype, 0.0)
