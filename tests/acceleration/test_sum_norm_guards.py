@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fuseline.acceleration import accelerate
 
@@ -172,3 +174,45 @@ def test_a_hidden_state_can_be_saved() -> None:
     torch.save(hidden, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), hidden)
+
+
+def test_models_are_accelerated_in_several_threads() -> None:
+    attention = F.scaled_dot_product_attention
+    models, x = [Stack(Block) for _ in range(3)], torch.randn(2, 5, WIDTH)
+    plain, found = copy.deepcopy(models), []
+
+    def run(model: nn.Module) -> None:
+        found.append(accelerate(model, x, time_sites=False))
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert F.scaled_dot_product_attention is attention
+    for model, other in zip(models, plain, strict=True):
+        assert torch.allclose(model(x), other(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_that_came_later_stays() -> None:
+    model, x = Stack(Block), torch.randn(2, 5, WIDTH)
+    fast = accelerate(model, x, time_sites=False)
+    ours = model.last.forward
+    model.last.forward = lambda read: 2 * ours(read)
+    expected = model(x)
+    with pytest.warns(UserWarning, match="a forward of its own after accelerate"):
+        fast.undo()
+    assert torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_undo_keeps_an_attention_that_was_chosen_since() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    fast = accelerate(model, {"input_ids": torch.randint(64, (2, 7))}, time_sites=False)
+    model.set_attn_implementation("eager")
+    fast.undo()
+    assert model.config._attn_implementation == "eager"

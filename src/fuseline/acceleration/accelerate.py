@@ -13,7 +13,7 @@ from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.layer import layers_of
 from fuseline.acceleration.levels import apply_levels, check_levels
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.study import study
+from fuseline.acceleration.study import STUDYING, study
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.whole import check_whole
 from fuseline.errors import InputError
@@ -101,21 +101,22 @@ def accelerate_by(
         time_sites=time_sites,
         strict=strict,
     )
-    notes, undo = ([], []) if dry_run else apply_levels(model, levels)
-    try:
-        found = study(model, batch, wanted, clock)
-    except BaseException:
-        for back in reversed(undo):
-            back()
-        raise
-    handle = Acceleration(model, tuple(found.sites), notes=tuple(notes), wanted=wanted)
-    handle.on_undo(undo)
-    if not dry_run:
-        handle.apply(found)
-        handle.rehearse(batch)
-        if time_sites and handle.kept:
-            check_whole(handle, batch, clock, train=wanted.train)
-    return handle
+    with STUDYING:
+        notes, undo = ([], []) if dry_run else apply_levels(model, levels)
+        try:
+            found = study(model, batch, wanted, clock)
+        except BaseException:
+            for back in reversed(undo):
+                back()
+            raise
+        handle = Acceleration(model, tuple(found.sites), notes=tuple(notes), wanted=wanted)
+        handle.on_undo(undo)
+        if not dry_run:
+            handle.apply(found)
+            handle.rehearse(batch)
+            if time_sites and handle.kept:
+                check_whole(handle, batch, clock, train=wanted.train)
+        return handle
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -237,6 +237,11 @@ def configurations(model: nn.Module) -> list[Any]:
     return [c for c in seen.values() if c._attn_implementation_internal == REPLACED]
 
 
+def runs_ours(config: Any) -> bool:
+    """Whether models of a configuration ask for Fuseline's attention."""
+    return bool(config._attn_implementation_internal == NAME)
+
+
 def rename(configs: list[Any], name: str) -> None:
     for config in configs:
         config._attn_implementation_internal = name

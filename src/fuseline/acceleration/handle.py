@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fuseline.acceleration.attention import MARK, NAME, REPLACED, AttentionMark, register, rename
+from fuseline.acceleration.attention import MARK, NAME, REPLACED, AttentionMark, register, rename, runs_ours
 from fuseline.acceleration.attention_study import AttentionStudy
 from fuseline.acceleration.change import Change
 from fuseline.acceleration.compiled_call import CompiledCall
@@ -20,7 +20,7 @@ from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.rebound import Rebound, StandIn
 from fuseline.acceleration.rehearse import not_reached
 from fuseline.acceleration.site import KEPT, REFUSED, Site
-from fuseline.acceleration.study import Study, study
+from fuseline.acceleration.study import STUDYING, Study, study
 from fuseline.acceleration.table import report_text, table
 from fuseline.acceleration.training_step import Loss, Scheduler, TrainingStep
 from fuseline.acceleration.wanted import Wanted
@@ -148,13 +148,14 @@ class Acceleration:
         """Within, the model runs its own code everywhere."""
         standing = {id(module): module for change in self._changes.values() for module, _ in change.layers}
         forwards = [(module, module.__dict__.pop("forward")) for module in standing.values()]
-        rename(self._configs, REPLACED)
+        ours = [config for config in self._configs if runs_ours(config)]
+        rename(ours, REPLACED)
         try:
             yield
         finally:
             for module, forward in forwards:
                 module.__dict__["forward"] = forward
-            rename(self._configs, NAME)
+            rename(ours, NAME)
 
     def undo(self) -> nn.Module:
         """Give every module its own forward back: the model is what it was, bit for bit."""
@@ -168,7 +169,8 @@ class Acceleration:
             self._on_undo.pop()()
         self._marked.clear()
         self.head = None
-        rename(self._configs, REPLACED)
+        # A config that somebody gave another implementation since keeps it.
+        rename([config for config in self._configs if runs_ours(config)], REPLACED)
         self._configs.clear()
         if self._call is not None:
             self._call.close()
@@ -225,7 +227,7 @@ class Acceleration:
         autocast = torch.is_autocast_enabled(self.device.type)
         if self.wanted.dry_run or not (recorded or autocast):
             return
-        with self.paused():
+        with STUDYING, self.paused():
             found = study(self.model, batch, replace(self.wanted, train=True), Clock(recorded=recorded))
         self.apply(found)
         kept = {(site.path, site.kind) for site in self.kept}

@@ -7,6 +7,7 @@ change, and taking the layers out undoes all.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -114,6 +115,14 @@ def take_out(module: nn.Module, layer: Layer) -> None:
 
 
 def _stand(module: nn.Module, layers: Iterable[Layer]) -> None:
+    standing = module.__dict__.get("forward")
+    if standing is not None and not isinstance(standing, Layer):
+        warnings.warn(
+            f"{type(module).__name__} was given a forward of its own after accelerate. It stays, and what it "
+            "calls stays with it: take it away before undo().",
+            stacklevel=4,
+        )
+        return
     top: Layer | None = None
     for layer in sorted(layers, key=lambda one: one.rank):
         layer.inner, top = top, layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,10 @@ class Study:
     changes: list[Change] = field(default_factory=list)
     attention: AttentionStudy | None = None
     head: HeadStudy | None = None
+
+
+STUDYING = threading.RLock()
+"""One model at a time: what a model calls is seen by standing in for torch's functions, in all threads."""
 
 
 def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
