@@ -20,9 +20,12 @@ Make = Callable[..., Acceleration]
 WIDTH, HEADS = 32, 4
 
 
+HALVES = 2  # read by a function that is called by the one that is stood in for
+
+
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    one, other = x.chunk(2, -1)
-    return torch.cat((-other, one), -1)
+    one, other = x.chunk(HALVES, -1)[:2]
+    return torch.cat((-other, one, *x.chunk(HALVES, -1)[2:]), -1)
 
 
 def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
@@ -181,12 +184,12 @@ def test_a_function_that_was_replaced_runs(
     model = Model()
     plain = copy.deepcopy(model)
     fast = keep_all(model, x)
-    for name, other in (("turn", turn_backwards), ("rotate_half", lambda x: x)):
+    for name, other in (("turn", turn_backwards), ("rotate_half", lambda x: x), ("HALVES", 4)):
         with monkeypatch.context() as patch:
             patch.setitem(globals(), name, other)
             assert same(results(model, x), results(plain, x))
-    assert runs(fast, "rotary") == (0, {rebound.CHANGED: 2})
-    assert runs(fast, "attention") == (0, {rebound.CHANGED: 2})
+    assert runs(fast, "rotary") == (0, {rebound.CHANGED: 3})
+    assert runs(fast, "attention") == (0, {rebound.CHANGED: 3})
     results(model, x)
     assert runs(fast, "rotary")[0] == 1
 

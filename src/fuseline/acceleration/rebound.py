@@ -141,6 +141,20 @@ def rebound(function: Any, stand_ins: Mapping[Name, StandIn], readings: list[Rea
     return twin
 
 
+def _readings(function: types.FunctionType, seen: set[Function]) -> list[Reading]:
+    """All globals that a function reads, and the functions that it finds among them, and theirs."""
+    space = function.__globals__
+    found: list[Reading] = []
+    for name in _names(function.__code__):
+        if name in space:
+            value = space[name]
+            found.append((space, name, value))
+            if isinstance(value, types.FunctionType) and value not in seen:
+                seen.add(value)
+                found += _readings(value, seen)
+    return found
+
+
 class Inner:
     """Of a function on the way: the stand-ins within."""
 
@@ -152,8 +166,7 @@ def _replaced(value: Any, entry: Any, readings: list[Reading]) -> Any:
     if isinstance(entry, StandIn):
         entry.original = value
         if isinstance(value, types.FunctionType):  # what it calls is part of what was proved
-            space = value.__globals__
-            readings += [(space, name, space[name]) for name in _names(value.__code__) if name in space]
+            readings += _readings(value, {value})
         return entry
     if isinstance(entry, Inner):
         return rebound(value, entry.stand_ins, readings)
