@@ -14,22 +14,32 @@ TORCH_ATTENTION = ("naive", "math", "efficient", "flash", "cudnn", "auto", "flex
 def torch_alone(best: RunSpec, machine: Machine) -> list[RunSpec]:
     """What to measure for it, given the best spec that a climb found: the same precision, vocabulary and
     loss where they are torch's, SDPA, the fused AdamW, and every mode of torch.compile that runs here (eager
-    only where none does)."""
+    only where none does). On a CPU, where SDPA in 16 bits can be slower than the formula written out, that
+    as well, unless SDPA is what the climb ended with."""
     plain = best.with_(
         {
-            "attention": best.attention if best.attention in TORCH_ATTENTION[1:] else "auto",
             "loss": best.loss if best.loss in ("float32", "logits") else "float32",
             "optimizer": "fused",
             "kernels": "torch",
         }
     )
-    specs = [plain.with_({"execution": execution}) for execution in EXECUTIONS]
+    if best.attention in TORCH_ATTENTION[1:]:
+        attentions = [best.attention]
+    else:
+        attentions = ["naive", "auto"] if machine.device == "cpu" else ["auto"]
+    specs = [
+        plain.with_({"attention": attention, "execution": execution})
+        for execution in EXECUTIONS
+        for attention in attentions
+    ]
     able = [spec for spec in specs if why_not(spec, machine) is None]
     return [spec for spec in able if spec.is_compiled] or able
 
 
 def rung_of(spec: RunSpec) -> Rung:
     """One such spec as a rung, for the table."""
-    told = f"{spec.precision}, SDPA, fused AdamW, {spec.execution}"
-    name = f"{TORCH_ALONE}: {spec.execution}"
+    is_written_out = spec.attention == "naive"
+    attention = "attention written out" if is_written_out else "SDPA"
+    told = f"{spec.precision}, {attention}, fused AdamW, {spec.execution}"
+    name = f"{TORCH_ALONE}: {spec.execution}" + (", no SDPA" if is_written_out else "")
     return Rung(name, TORCH_ALONE, NO_LEVER, told, {}, unavailable=lambda machine, spec: None)
