@@ -27,7 +27,7 @@ from fuseline.bench.ladder.settings import Outcome, Planned, Settings
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
 
-NAME_WIDTH = 28
+NAME_WIDTH = 32
 BUSY = (
     "This machine was busy with something else: times vary too much from run to run to be trusted. Ratios "
     "are of runs in turn and suffer less. Run it again when the machine is quiet."

@@ -10,7 +10,7 @@ from fuseline.bench.ladder.torch_alone import rung_of, torch_alone
 def test_on_a_processor_attention_written_out_is_tried_beside_sdpa(
     base: RunSpec, cpu: Machine, gpu: Machine
 ) -> None:
-    ours = base.with_({"attention": "naive_fused", "precision": "bf16", "loss": "fuseline"})
+    ours = base.with_({"attention": "naive_fused", "loss": "fuseline"})
     eager = [spec for spec in torch_alone(ours, cpu) if spec.execution == "inductor"] or torch_alone(
         ours, cpu
     )
