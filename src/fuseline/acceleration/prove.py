@@ -202,14 +202,7 @@ class _Bench:
             with torch.enable_grad():
                 result = run(tensors)
                 return results(result, wanted)
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-            IndexError,
-            AssertionError,
-            NotImplementedError,
-        ) as error:
+        except DECLINES as error:
             if ran_out_of_memory(error):
                 raise
             raise _NotTakenError(first_line(error)) from error

@@ -1,6 +1,6 @@
 """`model.generate` of a live `transformers` decoder through a static cache and recorded steps.
 
-`fast = fuseline.accelerate_generate(model)` puts a faster `generate` on that model, with the arguments and
+`fast = fuseline.accelerate_generate(model)` puts such a `generate` on that model, with the arguments and
 the result of the model's own. What it does not do (beams, logits processors, adapters, ..) goes to the
 model's own `generate`, and `fast.reason` says why. Greedy tokens in fp32 are the model's own.
 """
@@ -60,7 +60,7 @@ class NotTakenError(Exception):
 
 
 class FastGenerate:
-    """The faster `generate` of one model; see `accelerate_generate`.
+    """The `generate` of one model on a static cache; see `accelerate_generate`.
 
     `reason` says why the last call went to the model's own `generate`; it is empty where it did not. `calls`
     counts the calls that ran here, `declined` those that did not, by reason.
@@ -170,7 +170,7 @@ class FastGenerate:
 
 
 def accelerate_generate(model: nn.Module) -> FastGenerate:
-    """Make `model.generate` faster in place: a static cache, and on a GPU steps recorded as CUDA graphs.
+    """Run `model.generate` on a static cache, and on a GPU with steps recorded as CUDA graphs.
 
     Args:
         model: a decoder of `transformers` with its head: GPT-2, Llama, Mistral, Qwen2 or Qwen3. It stays as
@@ -280,7 +280,7 @@ def _prompts(tokens_BT: Tensor, mask_BT: Any) -> list[list[int]]:
 def _state(model: nn.Module) -> tuple[object, ...]:
     """What the copy stands on: the values of all weights and buffers, each module's class and plain
     attributes, and whether it has a forward of its own. Values, since writes through `.data` and replays of
-    recorded steps leave no other trace; reading them takes as long as one step of generation."""
+    recorded steps leave no other trace: each call reads them once."""
     tensors = (*model.parameters(), *model.buffers())
     if len({tensor.device for tensor in tensors}) > 1:
         raise NotTakenError("the model is spread over several devices")
