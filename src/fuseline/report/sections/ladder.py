@@ -80,6 +80,7 @@ def _way_up(climb: Climb, name: str) -> list[Block | None]:
         Heading(f"{HEADINGS[climb.mode]}, {told}"),
         ladder_figures.times(climb, name, f"{climb.subject}: time of each rung"),
         ladder_tables.speed(climb, "What each rung gained"),
+        ladder_tables.work(climb, "In which kinds of work it gained"),
         ladder_tables.not_run(climb),
         ladder_figures.memory(climb, f"{name}-memory", f"{climb.subject}: memory of each rung"),
         ladder_figures.precision_cost(climb, f"{name}-precision", f"{climb.subject}: speed and precision"),

@@ -27,15 +27,9 @@ def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
     """Every rung that ran or would have, given time, in order. `not_run` has the others."""
     beside = Column("torch alone", "speed-up over the best that torch does alone")
     columns = [Column("rung", numeric=False), *_columns(SPEED), beside, Column("outcome", numeric=False)]
-    gained = {rung.name: _gained(rung) for rung in climb.rungs}
-    if any(gained.values()):
-        columns.append(Column("gained in", "kinds of work that take fewer ms a step", numeric=False))
     rows = [
         Row(
-            (
-                *(_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
-                *([Cell(gained[rung.name]) if gained[rung.name] else EMPTY] if any(gained.values()) else []),
-            ),
+            (_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
             "" if rung.kept else "muted",
         )
         for rung in climb.rungs
@@ -43,6 +37,17 @@ def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
     ]
     reading = "Brackets: 95% intervals." if climb.of("iteration_ms") else ""
     return table(title, columns, rows, _source(climb, SPEED), reading, folded=folded)
+
+
+def work(climb: Climb, title: str) -> Table | None:
+    """The kinds of work in which rungs gained over what they were timed in turn with."""
+    rows = [
+        Row((_name(rung), Cell(gained)), "" if rung.kept else "muted")
+        for rung in climb.ran
+        if (gained := _gained(rung))
+    ]
+    columns = [Column("rung", numeric=False), Column("less time in", "milliseconds a step", numeric=False)]
+    return table(title, columns, rows, _source(climb, ("iteration_ms",))) if rows else None
 
 
 def not_run(climb: Climb) -> Words | None:
