@@ -15,10 +15,13 @@ from torch import nn
 
 from fuseline.acceleration import training_step
 from fuseline.acceleration.compiled_call import CompiledCall
+from fuseline.acceleration.forms import KERNELS, Form
 from fuseline.acceleration.learning_rates import RECORDABLE, LearningRates, why_not_recordable
 from fuseline.acceleration.recordable import HostRandom, NotRecordableError, without_cached_weights
 from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs, run_repeatedly
 from fuseline.acceleration.training_step import TrainingStep
+
+PLAIN = Form(KERNELS, contextlib.nullcontext)
 
 
 class Stub:
@@ -183,8 +186,7 @@ def make_training_step(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **opti
     monkeypatch.setattr(LearningRates, "_make_capturable", lambda _: None)  # no optimizer is, on a CPU
     return TrainingStep(
         model,
-        lambda _: None,
-        contextlib.nullcontext,
+        lambda _: [PLAIN],
         options.pop("optimizer", torch.optim.AdamW(model.parameters())),
         precision="fp32",
         loss=lambda output, _: output.square().mean(),
@@ -337,8 +339,7 @@ def test_a_loaded_state_is_the_one_that_a_recorded_step_goes_on_from() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = TrainingStep(
             model,
-            lambda _: None,
-            contextlib.nullcontext,
+            lambda _: [PLAIN],
             optimizer,
             precision="fp32",
             loss=lambda output, _: output.square().mean(),

@@ -49,8 +49,10 @@ def test_what_a_step_does_not_know_is_left_to_the_model() -> None:
 def test_the_kernel() -> None:
     """In a process of its own, which blocks that wait for each other in vain would take along."""
     cases = Path(__file__).with_name("decode_step_kernel.py")
+    # pytest-benchmark, where it is installed, warns inside a worker, and warnings are errors.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", str(cases)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", *plugins, str(cases)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -184,6 +184,10 @@ def test_without_a_gpu_one_has_to_be_named() -> None:
         explain("softmax", (4, 4))
 
 
+def kernels_profiled() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(64, 1024), (40000, 4096), (20000, 197), (20000, 1000), (2048, 50257), (300, 300000)]
@@ -193,7 +197,7 @@ def test_the_softmax_that_is_explained_is_the_one_that_runs(shape, dtype) -> Non
     x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     ops.softmax(x).backward(grad)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with kernels_profiled() as profile:
         ops.softmax(x).backward(grad)
         torch.cuda.synchronize()
     ran = [event.name for event in profile.events()]
@@ -208,7 +212,7 @@ def test_the_loss_that_is_explained_is_the_one_that_runs(shape) -> None:
     logits = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(shape[1], shape[:1], device="cuda")
     ops.cross_entropy(logits, target)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with kernels_profiled() as profile:
         ops.cross_entropy(logits, target)
         torch.cuda.synchronize()
     ran = [event.name for event in profile.events()]

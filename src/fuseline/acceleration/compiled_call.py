@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fuseline.acceleration.forms import KERNELS, LARGEST_DISTANCE, Choice, Form, choose, distance
+from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import CallGraph
 from fuseline.errors import first_line
@@ -25,47 +28,96 @@ class CompiledCall:
     where something other than the number of shapes kept it from that.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, forms: Callable[[], Sequence[Form]] = tuple) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self._never = "" if self.device.type == "cuda" else f"the model is on {self.device.type}"
         self.reason = self._never
+        self.choice: Choice | None = None
+        self._forms = forms
+        self._masks = MasksLeftOut()
+        self._full: Hashable = ()  # masks of the call that hide nothing
         self._graph = CallGraph(self._run, model)
         self._refused: dict[Hashable, str] = {}  # why calls of a form are not recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._never:
+            self._full = hides_nothing(kwargs)
         call = pytree.tree_map(self._moved, (args, kwargs))
         self.reason = self._never or why_not_plain(call, "the arguments") or ""
         if self.reason:
-            return self._run(call)
+            return self._eagerly(call)
         form = _form(call), self.model.training
         self.reason = self._refused.get(form, "")
         self._graph.refresh()
-        if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call)):
-            return self._run(call)
+        if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call, self._full)):
+            return self._eagerly(call)
         try:
-            return self._graph(call)
+            if self.choice is None:
+                self.choice = self._choose(call)
+            return self._graph(call, self._full)
         except NotRecordableError as error:
             self.reason = self._refused[form] = first_line(error)
-            return self._run(call)
+            return self._eagerly(call)
         except RuntimeError as error:
-            if ran_out_of_memory(error) or self._graph.has(call):
+            if ran_out_of_memory(error) or self._graph.has(call, self._full):
                 raise
             self.close()
             self.reason = self._never = f"it could not be recorded ({first_line(error)})"
-            return self._run(call)
+            return self._eagerly(call)
 
     def close(self) -> None:
         """Let go of recorded graphs."""
         self._graph.close()
 
+    def _choose(self, call: Any) -> Choice:
+        """Time a recorded call in every form."""
+        plain = Form(KERNELS, contextlib.nullcontext)
+
+        def outputs_in(form: Form) -> list[torch.Tensor]:
+            with self._in_form(Choice(form)):
+                return tensors_in(self._run(call))
+
+        def seconds_of(form: Form) -> float:
+            with self._in_form(Choice(form)):
+                return self._graph.seconds(call)
+
+        def why_wrong(form: Form) -> str | None:
+            wanted, found = outputs_in(plain), outputs_in(form)
+            apart = distance(found, wanted)
+            dtype = min((t.dtype for t in wanted), key=lambda d: d.itemsize)
+            if apart <= LARGEST_DISTANCE.get(dtype, 0.0):
+                return None
+            return f"its outputs lie {apart:.1%} from those of the kernels"
+
+        return choose([plain, *self._forms()], seconds_of, why_wrong)
+
+    @contextlib.contextmanager
+    def _in_form(self, choice: Choice | None) -> Iterator[None]:
+        kept, self.choice = self.choice, choice
+        try:
+            yield
+        finally:
+            self.choice = kept
+
+    def _eagerly(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        with self._in_form(None):
+            return self._run(call)
+
     def _run(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call
-        with torch.no_grad():
+        if self.choice is None:
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+        with torch.no_grad(), self.choice.form.inside(), self._masks.inside(self._full):
             return self.model(*args, **kwargs)
 
     def _moved(self, leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def tensors_in(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def _form(call: Any) -> Hashable:

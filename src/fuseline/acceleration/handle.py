@@ -14,6 +14,7 @@ from fuseline.acceleration.attention import MARK, NAME, REPLACED, AttentionMark,
 from fuseline.acceleration.attention_study import AttentionStudy
 from fuseline.acceleration.change import Change
 from fuseline.acceleration.compiled_call import CompiledCall
+from fuseline.acceleration.forms import KERNELS, CompiledBlocks, Form, repeated_blocks
 from fuseline.acceleration.head_loss import deferred
 from fuseline.acceleration.layer import Layer, layers_of, put_in, take_out
 from fuseline.acceleration.pay import Clock, Verdict
@@ -144,11 +145,11 @@ class Acceleration:
                 take_out(module, layer)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within, the model runs its own code everywhere."""
+    def paused(self, *, attention: bool = True) -> Iterator[None]:
+        """Within, the model runs its own code everywhere; for attention only where that is to be paused."""
         standing = {id(module): module for change in self._changes.values() for module, _ in change.layers}
         forwards = [(module, module.__dict__.pop("forward")) for module in standing.values()]
-        ours = [config for config in self._configs if runs_ours(config)]
+        ours = [config for config in self._configs if attention and runs_ours(config)]
         rename(ours, REPLACED)
         try:
             yield
@@ -195,6 +196,7 @@ class Acceleration:
         grad_clip: float = 1.0,
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
+        compiled: bool = True,
     ) -> TrainingStep:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
@@ -202,11 +204,12 @@ class Acceleration:
         the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that,
         or `fuseline.optim.CompactAdamW`; its learning rates become tensors, which schedulers and whoever sets
         `group["lr"]` change as before. Sites are proved and timed anew on the first batch, under this
-        precision."""
+        precision. A recorded step is also tried with the model's blocks compiled by `torch.compile`, without
+        and with Fuseline's kernels inside; the fastest is kept, and `step.choice` has the times. `compiled`
+        False leaves that out: nothing is compiled then."""
         return TrainingStep(
             self.model,
-            self._prepare,
-            lambda: deferred(self.head),
+            lambda batch: self._prepared(batch, compiled),
             optimizer,
             precision=precision,
             accumulation=accumulation,
@@ -216,10 +219,39 @@ class Acceleration:
         )
 
     def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes."""
+        """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes, in
+        the fastest form: with Fuseline's kernels, or with the model's blocks compiled."""
         if self._call is None:
-            self._call = CompiledCall(self.model)
+            self._call = CompiledCall(self.model, self._compiled_forms)
         return self._call(*args, **kwargs)
+
+    def _prepared(self, batch: Any, compiled: bool) -> list[Form]:
+        """The forms of a step over the model, with its sites proved for the batch."""
+        self._prepare(batch)
+        plain = Form(KERNELS, lambda: deferred(self.head))
+        return [plain, *(self._compiled_forms(self.head) if compiled else ())]
+
+    def _compiled_forms(self, head: nn.Linear | None = None) -> list[Form]:
+        """The model with its blocks compiled: as it came, with attention that Fuseline picks, with all that
+        was kept. In each, `head` and its loss are one, unless the model as a whole is the block."""
+        if self.device.type != "cuda" or self.wanted.dry_run:
+            return []
+        found = repeated_blocks(self.model)
+        blocks = CompiledBlocks(found or [self.model])
+
+        @contextlib.contextmanager
+        def inside(pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+            with pause(), blocks.in_place(), deferred(head if found else None):
+                yield
+
+        forms = [Form("compiled", lambda: inside(self.paused))]
+        if self._marked:
+            forms.append(
+                Form("compiled, Fuseline's attention", lambda: inside(lambda: self.paused(attention=False)))
+            )
+        if self._changes:
+            forms.append(Form("compiled, Fuseline's kernels", lambda: inside(contextlib.nullcontext)))
+        return forms
 
     def _prepare(self, batch: Any) -> None:
         """Prove and time the sites again under the autocast of now, as they run inside a recording."""

@@ -12,7 +12,8 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +28,13 @@ from fuseline.acceleration.recordable import (
     why_not_plain,
     without_cached_weights,
 )
+from fuseline.timing import time_steps
 
+Result = TypeVar("Result")
 Batch = Any
 """Tensors in any structure of tuples, lists and mappings; what else stands there is taken as it is."""
+SHARE_OF_FREE = 0.25  # of the device's free memory, which a copy of the training's state may take
+SECONDS_OF_TIMING, TIMED_ROUNDS = 0.3, 5
 WARM_UP_STEPS = 3  # lazy initialization, optimizer state, autotuning: all done by the second, one to spare
 
 
@@ -66,6 +71,20 @@ class StepGraph:
         graph.replay()
         # The next replay overwrites the graph's own loss; a caller may still hold this one by then.
         return loss.clone()
+
+    def seconds(self, micro_batches: tuple[Batch, ...]) -> float:
+        """Seconds of a replay of such a step, recorded for that and dropped. It leaves no trace."""
+        with without_cached_weights(self._device), _put_back(self._device, self._changing):
+            graph, _, _ = self._record(micro_batches)
+            took = seconds_of_replays(graph, self._device)
+            self._optimizer.zero_grad(set_to_none=True)  # they lie in the graph's memory
+            del graph
+        return took
+
+    def without_trace(self, look: Callable[[], Result]) -> Result:
+        """What `look` returns; weights, buffers, optimizer and random numbers are as before afterwards."""
+        with without_cached_weights(self._device), _warming_up(self._device, self._changing):
+            return look()
 
     def refresh(self) -> None:
         """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
@@ -107,11 +126,7 @@ class StepGraph:
         self._warm_up(static)
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
-        recording = torch.cuda.graph(
-            graph, stream=_recording_stream(self._device), capture_error_mode="thread_local"
-        )
-        with _no_collection(), _own_workspaces(), recording:
+        with _capturing(graph, self._device):
             loss = self._run(static)
         return graph, static, loss
 
@@ -145,10 +160,11 @@ class CallGraph:
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
         self._places: Hashable = None  # of the module's tensors, which all graphs read
 
-    def __call__(self, call: Any) -> Any:
-        """What `run` gives for the call; its tensors are the caller's to keep."""
+    def __call__(self, call: Any, also: Hashable = None) -> Any:
+        """What `run` gives for the call; its tensors are the caller's to keep. `also` is all else that a
+        recording depends on."""
         self.refresh()
-        key = self._key(call)
+        key = self._key(call, also)
         if key not in self._recorded:
             with without_cached_weights(self._device):
                 self._recorded[key] = self._record(call)
@@ -158,14 +174,20 @@ class CallGraph:
         graph.replay()
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
+    def seconds(self, call: Any) -> float:
+        """Seconds of a replay of such a call, recorded for that and dropped."""
+        with without_cached_weights(self._device), _put_back(self._device, self._module.buffers):
+            graph, _, _ = self._record(call)
+            return seconds_of_replays(graph, self._device)
+
     def refresh(self) -> None:
         """Drop the graphs if a tensor they read is no longer the module's."""
         if self._recorded and addresses(self._module) != self._places:
             self._recorded.clear()
 
-    def has(self, call: Any) -> bool:
+    def has(self, call: Any, also: Hashable = None) -> bool:
         """Whether such a call is recorded."""
-        return self._key(call) in self._recorded
+        return self._key(call, also) in self._recorded
 
     def __len__(self) -> int:
         """How many graphs are kept."""
@@ -175,18 +197,15 @@ class CallGraph:
         """Let go of the graphs and the memory they hold."""
         self._recorded.clear()
 
-    def _key(self, call: Any) -> Hashable:
-        return signature(call), autocast_now(self._device), modes(self._module)
+    def _key(self, call: Any, also: Hashable) -> Hashable:
+        return signature(call), also, autocast_now(self._device), modes(self._module)
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
         with _warming_up(self._device, self._module.buffers), torch.no_grad():
             run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(
-            graph, stream=_recording_stream(self._device), capture_error_mode="thread_local"
-        )
-        with _no_collection(), _own_workspaces(), recording, torch.no_grad():
+        with _capturing(graph, self._device), torch.no_grad():
             outputs = self._run(static)
         return graph, static, outputs
 
@@ -203,19 +222,36 @@ def run_repeatedly(run: Callable[[], object]) -> None:
             )
 
 
+def seconds_of_replays(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+    """Seconds of one replay, the median of several rounds after some to warm up."""
+    graph.replay()
+    once = time_steps(graph.replay, device, steps=2) / 1e3
+    steps = max(2, min(100, round(SECONDS_OF_TIMING / TIMED_ROUNDS / max(once, 1e-6))))
+    return median(time_steps(graph.replay, device, steps=steps) / 1e3 for _ in range(TIMED_ROUNDS))
+
+
 @contextlib.contextmanager
 def _warming_up(device: torch.device, changing: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
-    """Runs on the recording stream. Afterwards, whatever happened, the tensors in `changing()` and all random
-    numbers are what they were; tensors that came into being are zero, as an optimizer's moments begin."""
-    before = {id(t): (t, t.to("cpu", copy=True)) for t in changing()}
-    host_random, device_random = HostRandom(), torch.cuda.get_rng_state(device)
+    """Runs on the recording stream and leaves no trace."""
     side = _recording_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    with _put_back(device, changing):
+        side.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            torch.cuda.current_stream(device).wait_stream(side)
+
+
+@contextlib.contextmanager
+def _put_back(device: torch.device, changing: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    """Afterwards, whatever happened, the tensors in `changing()` and all random numbers are what they were;
+    tensors that came into being are zero, as an optimizer's moments begin."""
+    before = {id(tensor): (tensor, kept) for tensor, kept in _snapshot(changing(), device)}
+    host_random, device_random = HostRandom(), torch.cuda.get_rng_state(device)
     try:
-        with torch.cuda.stream(side):
-            yield
+        yield
     finally:
-        torch.cuda.current_stream(device).wait_stream(side)
         with torch.no_grad():
             for tensor in changing():
                 if id(tensor) in before:
@@ -225,6 +261,19 @@ def _warming_up(device: torch.device, changing: Callable[[], Iterable[torch.Tens
         host_random.restore()
         torch.cuda.set_rng_state(device_random, device)
         torch.cuda.synchronize(device)
+
+
+def _snapshot(
+    tensors: Iterable[torch.Tensor], device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor with a copy of it: on the device where they take little of what is free there, else on the
+    host, to which they travel ten to a hundred times as slowly."""
+    found = list(tensors)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in found)
+    free, _ = torch.cuda.mem_get_info(device)
+    place = device if needed < SHARE_OF_FREE * free else torch.device("cpu")
+    for tensor in found:
+        yield tensor, tensor.detach().to(place, copy=True)
 
 
 def check_outputs(outputs: Any) -> None:
@@ -274,6 +323,32 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """What runs within becomes the graph's.
+
+    A recording that breaks leaves the allocator and the device's generator waiting for its end: whoever draws
+    next would fail. Both are freed from it then, the generator at the place where it was.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator, place = torch.cuda.default_generators[index], torch.cuda.get_rng_state(device)
+    pool = torch.cuda.graph_pool_handle()
+    # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
+    recording = torch.cuda.graph(
+        graph, pool=pool, stream=_recording_stream(device), capture_error_mode="thread_local"
+    )
+    try:
+        with _no_collection(), _own_workspaces(), recording:
+            yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            torch._C._cuda_endAllocateToPool(index, pool)
+        fresh = torch.Generator(device)
+        fresh.set_state(place)
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ host skips at random) it runs eagerly, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, choose, distance
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
+from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
@@ -46,8 +48,9 @@ class TrainingStep:
 
     Args:
         model: called with each batch as `accelerate` calls it.
-        prepare: called with the first batch, under the step's autocast, before anything is recorded.
-        forward: a context that the forward and the loss run in.
+        prepare: called with the first batch, under the step's autocast, before anything is recorded. Returns
+            the forms in which forward and loss may be computed, the plain one first: of a recorded step the
+            fastest is kept, any other computes by the first.
         optimizer: over the model's parameters.
         precision: "bf16" and "fp16" (with a gradient scaler, for a fused optimizer) run float32 weights under
             autocast; "tf32" and "fp32" do not. Weights that are 16 bits wide already need none.
@@ -58,13 +61,13 @@ class TrainingStep:
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
+        choice: the form that is taken, and milliseconds of the others; None before the first step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        prepare: Callable[[Any], None],
-        forward: Callable[[], contextlib.AbstractContextManager[None]],
+        prepare: Callable[[Any], Sequence[Form]],
         optimizer: torch.optim.Optimizer,
         *,
         precision: str = "bf16",
@@ -82,13 +85,16 @@ class TrainingStep:
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
         self.accumulation, self.grad_clip = accumulation, grad_clip
-        self._loss, self._forward = loss, forward
-        self._prepare: Callable[[Any], None] | None = prepare
+        self._loss, self._prepare = loss, prepare
+        self._forms: Sequence[Form] = ()
+        self.choice: Choice | None = None
         self._scaler = make_scaler(self.precision, self.device, optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reason = _why_eager(model, optimizer, self.device)
         self._graph: StepGraph | None = None
         self._rates: LearningRates | None = None
+        self._masks = MasksLeftOut()
+        self._full: tuple[Hashable, ...] = ()  # of each micro-batch: masks that hide nothing
         self._settings: dict[Hashable, None] = {}
         if not self.reason:
             self._graph = StepGraph(self._run, model, optimizer, self._scaler)
@@ -105,11 +111,12 @@ class TrainingStep:
                 f"This step accumulates over {self.accumulation} micro-batches and was given "
                 f"{len(micro_batches)}."
             )
+        if self._graph is not None:
+            self._full = tuple(hides_nothing(batch) for batch in micro_batches)
         batches = tuple(self._moved(batch) for batch in micro_batches)
-        if self._prepare is not None:
-            prepare, self._prepare = self._prepare, None
+        if not self._forms:
             with matmul_format(self.precision), autocast(self.precision, self.device):
-                prepare(batches[0])
+                self._forms = self._prepare(batches[0])
         with matmul_format(self.precision):
             loss = self._take(batches)
         if self.scheduler is not None:
@@ -124,40 +131,99 @@ class TrainingStep:
 
     def _take(self, batches: tuple[Any, ...]) -> torch.Tensor:
         if self._graph is None or self._rates is None:
-            return self._run(batches)
+            return self._eagerly(batches)
         if why := why_not_plain(batches, "the batches"):
             self._give_up(why)
-            return self._run(batches)
+            return self._eagerly(batches)
         self._rates.refresh()
         self._graph.refresh()
-        also = self._rates.others()
-        self._settings.setdefault(also)
+        settings = self._rates.others()
+        self._settings.setdefault(settings)
+        also = settings, self._full
         if len(self._settings) > MOST_SETTINGS:
             self._give_up("the optimizer's settings beside the learning rate change from step to step")
-            return self._run(batches)
+            return self._eagerly(batches)
         if len(self._graph) >= MOST_GRAPHS and not self._graph.has(batches, also):
-            return self._run(batches)
+            return self._eagerly(batches)
         try:
+            if self.choice is None:
+                self.choice = self._choose(batches)
             return self._graph(batches, also)
         except NotRecordableError as error:
             self._give_up(first_line(error))
-            return self._run(batches)
+            return self._eagerly(batches)
         except RuntimeError as error:
             if ran_out_of_memory(error) or self._graph.has(batches, also):
                 raise
             self._give_up(f"it could not be recorded ({first_line(error)})")
-            return self._run(batches)
+            return self._eagerly(batches)
 
     def _give_up(self, reason: str) -> None:
         self.close()
-        self.reason = reason
+        self.choice, self.reason = None, reason
+
+    def _choose(self, batches: tuple[Any, ...]) -> Choice:
+        """Time a recorded step in every form."""
+        graph = self._graph
+        assert graph is not None
+
+        def seconds_of(form: Form) -> float:
+            with self._in_form(Choice(form)):
+                return graph.seconds(batches)
+
+        def why_wrong(form: Form) -> str | None:
+            return graph.without_trace(lambda: self._why_wrong(form, batches[0]))
+
+        return choose(self._forms, seconds_of, why_wrong)
+
+    def _why_wrong(self, form: Form, batch: Any) -> str | None:
+        """Why a form is not what the first is: another loss or other gradients of a batch. A model that draws
+        random numbers draws others in another form; of that, losses and gradients have to be finite."""
+        random = torch.cuda.get_rng_state(self.device)
+        wanted = self._gradients(self._forms[0], batch)
+        draws = not torch.equal(random, torch.cuda.get_rng_state(self.device))
+        torch.cuda.set_rng_state(random, self.device)
+        found = self._gradients(form, batch)
+        if any(
+            not one.isfinite().all() and other.isfinite().all()
+            for one, other in zip(found, wanted, strict=True)
+        ):
+            return "its gradients are not finite"
+        narrow = min((t.dtype for t in wanted), key=lambda dtype: dtype.itemsize)
+        narrow = _COMPUTED_IN.get(self.precision, narrow)
+        apart = 0.0 if draws else max(distance(found, wanted), distance(found[:1], wanted[:1]))
+        if apart > LARGEST_DISTANCE.get(narrow, 0.0):
+            return f"its loss and gradients lie {apart:.1%} from those of the kernels"
+        return None
+
+    def _gradients(self, form: Form, batch: Any) -> list[torch.Tensor]:
+        """The loss of a batch, and its gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._in_form(Choice(form)), autocast(self.precision, self.device), self._inside():
+            loss = self._loss_of(call_model(self.model, batch), batch)
+        loss.backward()
+        given = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return [loss.detach(), *given]
+
+    def _eagerly(self, batches: tuple[Any, ...]) -> torch.Tensor:
+        with self._in_form(None):
+            return self._run(batches)
+
+    @contextlib.contextmanager
+    def _in_form(self, choice: Choice | None) -> Iterator[None]:
+        kept, self.choice = self.choice, choice
+        try:
+            yield
+        finally:
+            self.choice = kept
 
     def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for index, batch in enumerate(batches):
             with self._gradients_averaged(is_last=index == self.accumulation - 1):
-                with autocast(self.precision, self.device), self._forward():
+                with autocast(self.precision, self.device), self._inside(index):
                     output = call_model(self.model, batch)
                     loss = self._loss_of(output, batch)
                     if self.accumulation > 1:
@@ -166,6 +232,17 @@ class TrainingStep:
             losses.append(loss.detach())
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    @contextlib.contextmanager
+    def _inside(self, index: int = 0) -> Iterator[None]:
+        """The context of the form that is kept, with the micro-batch's masks; the plain one of an eager
+        step."""
+        if self.choice is None:
+            with self._forms[0].inside():
+                yield
+        else:
+            with self.choice.form.inside(), self._masks.inside(self._full[index]):
+                yield
 
     def _update(self) -> None:
         if self._scaler is not None:
@@ -204,6 +281,8 @@ class TrainingStep:
 
 
 _HALVES = ("bf16", "fp16")
+_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float16}
+"""What rounds like the products of a precision, whatever the weights are."""
 
 
 def returned_loss(output: Any) -> torch.Tensor | None:

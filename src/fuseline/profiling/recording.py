@@ -86,6 +86,7 @@ def recorded(
         activities=activities or both,
         record_shapes=detailed,
         profile_memory=detailed,
+        acc_events=True,  # one cycle or many, all events are kept; else some versions of torch warn
         experimental_config=_with_overloads() if detailed else None,
     ) as profiled:
         yield found

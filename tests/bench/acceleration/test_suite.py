@@ -230,7 +230,7 @@ def test_ours_are_recorded_on_a_gpu(tmp_path: Path) -> None:
     records = run(bench, tmp_path / "acceleration.jsonl", nothing)
     changes = [str(r.case["names"]) for r in records if r.metric == "kernels"]
     assert len(changes) == 3
-    assert all(told.startswith("recorded; ") for told in changes)
+    assert all(told.startswith("recorded, ") for told in changes)
     assert all(r.value > 0 for r in records if r.metric == "peak_memory_gib")
     assert max(r.value for r in records if r.metric == "grad_error") < 0.05
 

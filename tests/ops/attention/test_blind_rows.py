@@ -83,10 +83,13 @@ def test_are_zeros_with_zero_gradients(name: str, backend: str, device: str) -> 
         wanted = torch.autograd.grad(exact, wide, given.to(out.dtype).double())
         assert found[0][blind].eq(0).all()
         for one, other in zip(found, wanted, strict=True):
-            if not other.any():
-                assert not one.any()
-            else:
+            if other.any():
                 near(one, other, tensors[0].dtype)
+            elif blind.all():
+                assert not one.any()
+            else:  # a row of one key: its gradient is a difference of two numbers that are rounded alike
+                terms = given.abs().max() * own[2].detach().abs().max() * given.shape[-1]
+                assert one.abs().max() <= torch.finfo(one.dtype).eps * terms
 
 
 @pytest.mark.parametrize("T", [1, 3, 8])

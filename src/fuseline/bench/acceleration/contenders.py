@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fuseline.acceleration import Acceleration, accelerate
+from fuseline.acceleration.forms import Choice
 from fuseline.acceleration.observe import call_model
 from fuseline.bench.acceleration import liger
 from fuseline.bench.acceleration.case import Case
@@ -105,7 +106,7 @@ def _ours(name: str, case: Case, made: Made) -> Contender:
         whole = fast.training_step(_optimizer(made.model), precision, grad_clip=0.0, loss=made.loss)
         contender.step = lambda: whole(made.batch)
         contender.close = whole.close
-        contender.execution = lambda: _told(whole.execution == "recorded", whole.reason)
+        contender.execution = lambda: _told(whole.choice, whole.reason)
     elif name == "fuseline":
         args, kwargs = ((), made.batch) if isinstance(made.batch, dict) else ((made.batch,), {})
         contender.step = lambda: fast.compiled_call(*args, **kwargs)
@@ -114,14 +115,18 @@ def _ours(name: str, case: Case, made: Made) -> Contender:
     return contender
 
 
-def _call_of(fast: Acceleration) -> tuple[bool, str]:
-    """Whether the last call was recorded or replayed, and why not."""
-    reason = "it was never called" if fast._call is None else fast._call.reason
-    return not reason, reason
+def _call_of(fast: Acceleration) -> tuple[Choice | None, str]:
+    """The form of the last call, and why it was not recorded."""
+    return (None, "it was never called") if fast._call is None else (fast._call.choice, fast._call.reason)
 
 
-def _told(recorded: bool, reason: str) -> str:
-    return "recorded" if recorded else f"eager: {reason}"
+def _told(choice: Choice | None, reason: str) -> str:
+    """How it ran: "recorded: compiled (kernels 5.2 ms, compiled 3.4 ms)"."""
+    if choice is None or reason:
+        return f"eager: {reason}"
+    tried = [f"{name} {ms:.3g} ms" for name, ms in choice.ms.items()]
+    tried += [f"{name}: {why}" for name, why in choice.refused.items()]
+    return f"recorded, {choice.form.name}" + (f" ({', '.join(tried)})" if tried else "")
 
 
 def _step(case: Case, made: Made, called: nn.Module, records_graphs: bool = False) -> Callable[[], Any]:

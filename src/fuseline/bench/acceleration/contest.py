@@ -118,6 +118,8 @@ def _prepare(
     device = settings.device
     gc.collect()  # what a refused one left is not on this one's account
     synchronize(device)
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # nor what a recording of this one would give back
     graphs = recorded_graphs_gib(device)
     before = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     contender = take(name, case, make(case, device, settings.dtype, settings.seed))

@@ -33,7 +33,7 @@ def kernels_seen(step: Callable[[], object], device: torch.device) -> Seen:
     on_cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
     synchronize(device)
-    with profile(activities=[activity]) as profiled:
+    with profile(activities=[activity], acc_events=True) as profiled:
         step()
         synchronize(device)
     rows = []

@@ -21,7 +21,7 @@ def count_launches(call: Callable[[], object], device: torch.device) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     call()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         call()
         torch.cuda.synchronize(device)
     # Memory is copied and set by the same queue, but a fill is no kernel that anyone wrote.

@@ -66,7 +66,7 @@ def work_of(step: Callable[[], object], device: torch.device) -> dict[str, Work]
     # torch's profiler prints two lines of its own at each use unless told not to before the first.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         for _ in range(STEPS):
             step()
         synchronize(device)
