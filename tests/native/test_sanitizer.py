@@ -27,7 +27,7 @@ def test_every_op_is_clean(program: str, tool: str) -> None:
     ours = ["--kernel-name", "kns=fuseline"]
     command = [TOOL, "--tool", tool, *ours, "--error-exitcode", "9", sys.executable, str(HERE / program)]
     if tool == "synccheck":
-        # Grids of many blocks have more barriers than the tool follows by default, and it then ends the program.
+        # Large grids have more barriers than the tool follows by default, and it then ends the program.
         command[1:1] = ["--num-cuda-barriers", "65536"]
     if program in ("sanitized.py", "sanitized_decode.py") and tool == "racecheck":
         command.append("--racecheck")
