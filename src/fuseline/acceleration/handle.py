@@ -204,9 +204,9 @@ class Acceleration:
         the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that,
         or `fuseline.optim.CompactAdamW`; its learning rates become tensors, which schedulers and whoever sets
         `group["lr"]` change as before. Sites are proved and timed anew on the first batch, under this
-        precision. A recorded step is also tried with the model's blocks compiled by `torch.compile`, without
-        and with Fuseline's kernels inside; the fastest is kept, and `step.choice` has the times. `compiled`
-        False leaves that out: nothing is compiled then."""
+        precision. A recorded step is also tried with the model's blocks compiled by `torch.compile` in the
+        place of Fuseline's kernels; the fastest is kept, and `step.choice` has the times. `compiled` False
+        leaves that out: nothing is compiled then."""
         return TrainingStep(
             self.model,
             lambda batch: self._prepared(batch, compiled),
@@ -232,8 +232,9 @@ class Acceleration:
         return [plain, *(self._compiled_forms(self.head) if compiled else ())]
 
     def _compiled_forms(self, head: nn.Linear | None = None) -> list[Form]:
-        """The model with its blocks compiled: as it came, with attention that Fuseline picks, with all that
-        was kept. In each, `head` and its loss are one, unless the model as a whole is the block."""
+        """The model with its blocks compiled: as it came, and with the attention that was kept. In each,
+        `head` and its loss are one, unless the model as a whole is the block. Other kernels stay out: their
+        guards differ from block to block, and every block would be compiled for itself."""
         if self.device.type != "cuda" or self.wanted.dry_run:
             return []
         found = repeated_blocks(self.model)
@@ -246,11 +247,10 @@ class Acceleration:
 
         forms = [Form("compiled", lambda: inside(self.paused))]
         if self._marked:
-            forms.append(
-                Form("compiled, Fuseline's attention", lambda: inside(lambda: self.paused(attention=False)))
+            picked = Form(
+                "compiled, Fuseline's attention", lambda: inside(lambda: self.paused(attention=False))
             )
-        if self._changes:
-            forms.append(Form("compiled, Fuseline's kernels", lambda: inside(contextlib.nullcontext)))
+            forms.append(picked)
         return forms
 
     def _prepare(self, batch: Any) -> None:
