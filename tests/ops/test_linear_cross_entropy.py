@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,6 +118,41 @@ def test_compiles_to_one_graph(device: str) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(step(hidden, weight), (hidden, weight)))
 
 
+@pytest.fixture
+def memory_full_of_nan() -> Iterator[None]:
+    """Memory that nobody has written reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("classes, counted", [(49, None), (51, 47), (56, None)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("memory_full_of_nan")
+def test_rows_of_logits_have_room_for_words_that_do_not_count(
+    reduction: str, classes: int, counted: int | None, dtype: torch.dtype
+) -> None:
+    """Of a vocabulary of any size each row begins where products are fast."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, 16) / 4).to(dtype).requires_grad_()
+    bias = torch.randn(classes).to(dtype).requires_grad_()
+    target = torch.randint(counted or classes, (40,))
+    for given in ((hidden, weight), (hidden, weight, bias)):
+        every: dict[str, Any] = {"reduction": reduction, "vocab_size": counted, "chunk_size": 24}
+        exact = [x.detach().double().requires_grad_() for x in given]
+        found = ops.linear_cross_entropy(given[0], given[1], target, *given[2:], **every)
+        del every["chunk_size"]
+        wanted = LINEAR_CROSS_ENTROPY.reference(exact[0], exact[1], target, *exact[2:], **every)
+        share = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+        torch.testing.assert_close(found.double(), wanted, rtol=share, atol=share)
+        grad_out = torch.randn_like(wanted)
+        ours = torch.autograd.grad(found, given, grad_out.to(found.dtype))
+        for one, other in zip(ours, torch.autograd.grad(wanted, exact, grad_out), strict=True):
+            assert (one.double() - other).norm() <= share * other.norm()
+
+
 @pytest.mark.gpu
 def test_memory_is_down_by_the_logits() -> None:
     hidden, weight, target = draw("cuda", rows=16384, classes=16384, embed_dim=64, dtype=torch.bfloat16)
@@ -182,7 +218,8 @@ def test_many_rows_of_a_large_head(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "rows, classes, embed_dim", [(3300, 16800, 944), (2800, 16800, 1144), (1200, 8264, 768)]
+    "rows, classes, embed_dim",
+    [(3300, 16800, 944), (2800, 16800, 1144), (1200, 8264, 768), (2400, 8261, 776)],
 )
 def test_gradients_of_many_rows_of_a_large_head(
     rows: int, classes: int, embed_dim: int, dtype: torch.dtype
@@ -212,16 +249,14 @@ def test_gradients_of_many_rows_of_a_large_head(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [0.2, 4, 20, 60])
-@pytest.mark.parametrize("options", ["plain", "weighed", "padded"])
+@pytest.mark.parametrize("options", ["plain", "weighed", "padded", "odd"])
 @pytest.mark.parametrize("chunk_size", [None, 1152])
 def test_gradients_by_powers(spread: float, options: str, chunk_size: int | None) -> None:
     """Logits between which all powers have room, most and next to none; targets likeliest, ignored."""
-    rows, classes, embed_dim = 2304, 8320, 768
+    rows, classes, embed_dim = 2304, 8317 if options == "odd" else 8320, 768
     hidden, weight, target = draw("cuda", rows, classes, embed_dim, torch.bfloat16)
     hidden = (hidden.detach() * spread).requires_grad_()
-    every: dict[str, Any] = {"plain": {}, "weighed": {"z_loss": 1e-3}, "padded": {"vocab_size": 8200}}[
-        options
-    ]
+    every: dict[str, Any] = {"weighed": {"z_loss": 1e-3}, "padded": {"vocab_size": 8200}}.get(options, {})
     counted = every.get("vocab_size", classes)
     if options == "weighed":
         every["class_weight"] = torch.rand(classes, device="cuda") + 0.5
@@ -329,6 +364,7 @@ def test_gradients_by_powers_in_a_graph() -> None:
         ({"target": torch.full((40,), 50)}, IndexError, r"is 50; classes go from 0 to 49"),
         ({"reduction": "average"}, ValueError, r"reduction is 'average'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size is 0"),
+        ({"vocab_size": 51}, ValueError, r"vocab_size is 51; weight has 50 rows"),
         ({"weight": torch.zeros(0, 16)}, ValueError, "no class to choose from"),
         ({"target": torch.zeros(40, dtype=torch.long, device="meta")}, ValueError, "target is on meta"),
     ],

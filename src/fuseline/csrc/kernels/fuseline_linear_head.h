@@ -53,7 +53,9 @@ FUSELINE_API int fuseline_head_product_forward(const fuseline_head_product* call
  *   a p - w[t] y = factor * power,   power = exp(logit - shift) - y w[t] sum(exp(logit - shift)) / a,
  * so that no pass over the logits is left: the product writes their powers, of which one a row is changed.
  *
- *   powers   [rows, words] bf16, 16-byte aligned; words from n on (padding) do not count, and have zeros
+ *   weight   [n, k]; what lies behind it is not read
+ *   powers   [rows, words] bf16, 16-byte aligned; words from n on (padding) do not count, and have zeros. words is a multiple
+ *            of 8, n need not be
  *   factors  [rows] fp32, divided by *divisor if that is given: what the gradient of hidden, powers * weight, is multiplied by
  *   scaled   [rows, k] bf16, 16-byte aligned, hidden * factor: the gradient of weight is powers^T * scaled. Or null
  *

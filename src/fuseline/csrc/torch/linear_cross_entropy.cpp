@@ -93,8 +93,9 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
     const Head head(hidden, weight, target, bias, class_weight, o);
     const Tensor fused = loss_without_logits(head, o);
     if (fused.defined()) return o.none() ? fused.view(target.sizes()) : fused;
+    const Options of_width = head.of_width(o);
     if (head.rows > 0 && head.chunks == 1) {
-        const Tensor loss = chunk_loss(head.logits(head.hidden), head.target, class_weight, o, o.reduction);
+        const Tensor loss = chunk_loss(head.logits(head.hidden), head.target, class_weight, of_width, o.reduction);
         return o.none() ? loss.view(target.sizes()) : loss;
     }
     const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
@@ -102,14 +103,15 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
         Tensor loss = at::empty({head.rows}, options);
         head.each_chunk([&](int64_t begin, int64_t length) {
             loss.narrow(0, begin, length).copy_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)),
-                                                           head.target.narrow(0, begin, length), class_weight, o, "none"));
+                                                           head.target.narrow(0, begin, length), class_weight, of_width,
+                                                           "none"));
         });
         return loss.reshape(target.sizes());
     }
     Tensor loss = at::zeros({}, options);
     head.each_chunk([&](int64_t begin, int64_t length) {
         loss.add_(chunk_loss(head.logits(head.hidden.narrow(0, begin, length)), head.target.narrow(0, begin, length),
-                             class_weight, o, "sum"));
+                             class_weight, of_width, "sum"));
     });
     return o.mean() ? loss.div_(divisor(head, o, options)) : loss;
 }
@@ -143,8 +145,8 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     Tensor loss;
     head.each_chunk([&](int64_t begin, int64_t length) {
         const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
-        const Tensor part = chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o,
-                                                    divided ? "mean" : "sum");
+        const Tensor part = chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight,
+                                                    head.of_width(o), divided ? "mean" : "sum");
         loss = loss.defined() ? loss.add_(part) : part;
         gradients.add(logits, begin);
     });
@@ -186,7 +188,7 @@ Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& h
                              .masked_fill(head.target.eq(o.ignore_index), 0.0);
     head.each_chunk([&](int64_t begin, int64_t length) {
         const Tensor logits = head.logits(head.hidden.narrow(0, begin, length));
-        chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, o, "sum");
+        chunk_loss_and_gradient(logits, head.target.narrow(0, begin, length), class_weight, head.of_width(o), "sum");
         scale_rows_op(logits, given.narrow(0, begin, length));
         // The words that do not count stay clear of what is given, be it NaN.
         if (counted < logits.size(1)) logits.narrow(1, counted, logits.size(1) - counted).zero_();

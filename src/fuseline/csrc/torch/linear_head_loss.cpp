@@ -94,7 +94,7 @@ Tensor loss_by_powers(const Head& head, const Options& o, Gradients& gradients) 
     static const auto takes = FUSELINE_KERNEL(fuseline_head_powers_takes);
     fuseline_head_powers call{};
     call.rows = head.rows - (head.rows - 1) / head.each * head.each;  // of the last chunk, which has the fewest
-    call.words = head.weight.size(0), call.n = plain->counted, call.k = head.weight.size(1);
+    call.words = head.width, call.n = plain->counted, call.k = head.weight.size(1);
     call.hidden = head.hidden.const_data_ptr(), call.weight = head.weight.const_data_ptr();
     const c10::DeviceGuard guard(head.hidden.device());
     if (!takes(&call)) return {};

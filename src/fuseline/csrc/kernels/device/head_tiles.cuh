@@ -249,10 +249,11 @@ __global__ void __launch_bounds__(kHeadThreads, 1) head_kernel(const __grid_cons
 
 // ---- launcher ----
 
-// The tiles of a product [m, n] over k, and the descriptors of its operands; of the right one every `every`-th line is taken.
+// The tiles of a product [m, n] over k, and the descriptors of its operands; of the right one every `every`-th line is taken,
+// and it has `lines`: beyond them are zeros.
 template <class Work>
 int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype,
-                  int64_t every) {
+                  int64_t every, int64_t lines) {
   const int64_t tiles = divide_up(n, kHeadWide), row_blocks = divide_up(m, kHeadCluster * kHeadRows);
   a.tiles = int(tiles), a.row_blocks = int(row_blocks), a.items = int(tiles * row_blocks), a.steps = int(divide_up(k, kHeadStep));
   a.group = int(std::min<int64_t>(row_blocks, k < 2048 ? 8 : 16));  // the fastest of 1 to 32 at 768, 4,096 and 50,304
@@ -262,14 +263,14 @@ int head_operands(HeadTiles& a, const void* left, const void* right, int64_t m, 
   };
   const int error = operand(a.left, left, Work::kTurnLeft, m, kHeadRows, kHeadStep, 1);
   if (error != 0) return error;
-  return operand(a.right, right, Work::kTurnRight, n, kHeadWide / kHeadCluster, kHeadStep / kHeadCluster, every);
+  return operand(a.right, right, Work::kTurnRight, lines, kHeadWide / kHeadCluster, kHeadStep / kHeadCluster, every);
 }
 
 // Launches the product [m, n] over k, of every `every`-th line of `right`, if its tiles fill at least `full` of the time of the
-// clusters that run at once.
+// clusters that run at once. `right` has `lines` of the n (0: all), and counts as zeros beyond.
 template <class T, class Work>
 int run_head(typename Work::Given& a, const void* left, const void* right, int64_t m, int64_t n, int64_t k, int dtype,
-             double full, void* stream, int64_t every = 1) {
+             double full, void* stream, int64_t every = 1, int64_t lines = 0) {
   Device device;
   const cudaError_t found = current_device(device);
   if (found != cudaSuccess) return int(found);
@@ -281,7 +282,7 @@ int run_head(typename Work::Given& a, const void* left, const void* right, int64
   if (resident == 0 || items > 0x3fffffff) return FUSELINE_UNSUPPORTED;
   const int64_t turns = divide_up(items, resident);
   if (double(m) * double(n) < full * double(turns * resident) * (kHeadCluster * kHeadRows * kHeadWide)) return FUSELINE_UNSUPPORTED;
-  const int error = head_operands<Work>(a, left, right, m, n, k, dtype, every);
+  const int error = head_operands<Work>(a, left, right, m, n, k, dtype, every, lines ? lines : n);
   if (error != 0) return error;
   return launch(kernel, a, std::min<int64_t>(resident, items) * kHeadCluster, dim3(kHeadThreads), size_t(kHeadShared),
                 kHeadCluster, stream);

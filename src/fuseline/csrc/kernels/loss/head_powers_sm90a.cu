@@ -204,7 +204,8 @@ int fuseline_head_powers_forward(const fuseline_head_powers* given, void* stream
   a.rows = int(call.rows), a.words = int(call.words), a.n = int(call.n);
   const auto run_powers = [&](const int* wanted) {
     a.wanted = wanted;
-    return run_head<T, HeadPowersTile>(a, call.hidden, call.weight, call.rows, call.words, call.k, FUSELINE_BFLOAT16, 0.0, stream);
+    return run_head<T, HeadPowersTile>(a, call.hidden, call.weight, call.rows, call.words, call.k, FUSELINE_BFLOAT16, 0.0, stream,
+                                       1, call.n);
   };
   HeadRows r{};
   r.hidden = static_cast<const T*>(call.hidden), r.target = call.target, r.class_weight = call.class_weight;
