@@ -31,8 +31,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.LayerNorm(16))
 
 
-def by(clock: Clock, given: nn.Module) -> Acceleration:
-    return accelerate_by(clock, given, torch.randn(3, 8), **OPTIONS)
+def by(clock: Clock, given: nn.Module, batch: torch.Tensor | None = None) -> Acceleration:
+    return accelerate_by(clock, given, torch.randn(3, 8) if batch is None else batch, **OPTIONS)
 
 
 @pytest.mark.parametrize("ratio, status", [(2.0, "kept"), (1.0, "kept"), (0.9, "not faster")])
@@ -133,3 +133,20 @@ def test_a_real_clock_takes_pairs() -> None:
     assert verdict.ratio.value > 1
     assert verdict.pays
     assert verdict.original_us > verdict.swapped_us > 0
+
+
+def test_a_head_that_is_not_faster_with_its_loss_is_left() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), tokens.flatten())
+
+    for ratio, status in ((2.0, "found"), (0.5, "not faster")):
+        fast = by(GivenClock(ratio), Language(), torch.randint(50, (2, 7)))
+        (site,) = (site for site in fast.sites if site.kind == "head_loss")
+        assert site.status == status
+        assert (fast.head is not None) == (status == "found")
+        assert site.time_us is not None

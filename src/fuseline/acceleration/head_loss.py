@@ -7,7 +7,7 @@ computes its logits as before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
 from fuseline.acceleration.observe import Observed, Sample, call_model
+from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
-from fuseline.acceleration.site import FOUND, REFUSED, Site
+from fuseline.acceleration.site import FOUND, NOT_FASTER, REFUSED, Site
 from fuseline.acceleration.swap import why_not_passed
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.wide import widened
 from fuseline.errors import first_line
+from fuseline.timing import ran_out_of_memory
 
 KIND, OP = "head_loss", "linear_cross_entropy"
 IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
@@ -43,9 +45,10 @@ class HeadStudy:
 
 
 def study_head(
-    model: nn.Module, batch: Any, seen: list[Observed], classes: set[int], wanted: Wanted
+    model: nn.Module, batch: Any, seen: list[Observed], classes: set[int], wanted: Wanted, clock: Clock
 ) -> HeadStudy:
-    """Look for the linear layer whose logits go into a cross-entropy over one of these numbers of classes."""
+    """Look for the linear layer whose logits go into a cross-entropy over one of these numbers of classes,
+    and at whether both are faster as one."""
     heads = [
         one
         for one in seen
@@ -65,6 +68,12 @@ def study_head(
         if reason:
             return HeadStudy((Site(observed.path, KIND, REFUSED, reason, OP),))
         site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
+        verdict = _time(losses[0], clock) if wanted.time_sites else None
+        if verdict is not None:
+            site = replace(site, time_us=verdict.swapped_us, original_time_us=verdict.original_us)
+            if not verdict.pays:
+                reason = f"{verdict.ratio.value:.2f} times as fast here, and not surely faster"
+                return HeadStudy((replace(site, status=NOT_FASTER, reason=reason),))
         return HeadStudy((site,), head)
     return HeadStudy(() if left is None else (left,))
 
@@ -101,6 +110,26 @@ def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
         return list(deferred_logits.taken)
     finally:
         deferred_logits.taken = None
+
+
+def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
+    """Forward and backward of head and loss, apart and as one; None where there is no memory for all logits,
+    which one of them needs."""
+    hidden, weight, bias = loss.head.hidden, loss.head.weight, loss.head.bias
+    given = [hidden, weight] if bias is None else [hidden, weight, bias]
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    own = replace(loss, head=_head_of(leaves, loss.head.steps))
+
+    def run(of: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(of().sum(), leaves)
+
+    try:
+        with torch.enable_grad():
+            return clock.compare(run(own.by_torch), run(own.by_fuseline), hidden.device)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        return None
 
 
 def _prove(loss: HeadLoss) -> str | None:

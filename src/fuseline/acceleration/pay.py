@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from fuseline.acceleration.recording import capturing, recording_stream
 from fuseline.timing import Ratio, paired_ratio, ran_out_of_memory, synchronize
 
 PAIRS = 12
@@ -83,14 +84,14 @@ def _both_captured(calls: list[Call], device: torch.device) -> list[Call]:
 
 def _captured(call: Call, device: torch.device) -> Call:
     """The call as a CUDA graph that replays it."""
-    side = torch.cuda.Stream(device)
+    side = recording_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(3):
             call()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    with capturing(graph, device):
         kept = call()
 
     def replay() -> object:

@@ -126,7 +126,7 @@ class StepGraph:
         self._warm_up(static)
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with _capturing(graph, self._device):
+        with _no_collection(), _own_workspaces(), capturing(graph, self._device):
             loss = self._run(static)
         return graph, static, loss
 
@@ -205,7 +205,7 @@ class CallGraph:
         with _warming_up(self._device, self._module.buffers), torch.no_grad():
             run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
-        with _capturing(graph, self._device), torch.no_grad():
+        with _no_collection(), _own_workspaces(), capturing(graph, self._device), torch.no_grad():
             outputs = self._run(static)
         return graph, static, outputs
 
@@ -233,7 +233,7 @@ def seconds_of_replays(graph: torch.cuda.CUDAGraph, device: torch.device) -> flo
 @contextlib.contextmanager
 def _warming_up(device: torch.device, changing: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
     """Runs on the recording stream and leaves no trace."""
-    side = _recording_stream(device)
+    side = recording_stream(device)
     with _put_back(device, changing):
         side.wait_stream(torch.cuda.current_stream(device))
         try:
@@ -308,7 +308,7 @@ def fill(static: Any, batches: Any) -> None:
 
 
 @functools.cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream to warm up and to record on, one a device."""
     return torch.cuda.Stream(device)
 
@@ -326,7 +326,7 @@ def _own_workspaces() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
     """What runs within becomes the graph's.
 
     A recording that breaks leaves the allocator and the device's generator waiting for its end: whoever draws
@@ -337,10 +337,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[No
     pool = torch.cuda.graph_pool_handle()
     # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
     recording = torch.cuda.graph(
-        graph, pool=pool, stream=_recording_stream(device), capture_error_mode="thread_local"
+        graph, pool=pool, stream=recording_stream(device), capture_error_mode="thread_local"
     )
     try:
-        with _no_collection(), _own_workspaces(), recording:
+        with recording:
             yield
     except BaseException:
         with contextlib.suppress(RuntimeError):  # it has ended already

@@ -107,7 +107,7 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
             result.sites.append(site(candidate, FOUND if serves else REFUSED, reason))
         _attend(result, model, batch, wanted, clock, seen)
         if wanted.train and observation.classes:
-            result.head = study_head(model, batch, seen, observation.classes, wanted)
+            result.head = study_head(model, batch, seen, observation.classes, wanted, clock)
             result.sites += result.head.sites
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
     result.sites.sort(key=lambda site: order.get(site.path, len(order)))
