@@ -84,6 +84,16 @@ def test_the_kernels_op_inside_attention_has_heads_after_time():
     assert work_of("aten::_flash_attention_forward", "", given).flops == 4 * 2 * 4 * 128 * 256 * 64
 
 
+@pytest.mark.parametrize("causal, pairs", [("0", 128 * 128), ("2", 128 * 129 // 2)])
+def test_the_backward_of_packed_attention_is_five_products(causal: str, pairs: int, native_ops):
+    out, lse, qkv = ((2, 4, 128, 64), BF16), ((2, 4, 128), FP32), ((2, 128, 768), BF16)
+    dims = (out[0], (), out[0], lse[0], qkv[0], *((),) * 10)
+    types = (BF16, "", BF16, FP32, BF16, "", "", *("Scalar",) * 8)
+    told = ("",) * 7 + ("4", "4", causal, "-1", "-1", "0.125", "0.", "0.")
+    given = Inputs(dims, types, tuple(_strides(d) for d in dims), told)
+    assert work_of("fuseline::attention_packed_backward", "", given).flops == 5 * 2 * 2 * 4 * pairs * 64
+
+
 def test_adamw_reads_and_writes_all_but_the_gradients():
     lists = Inputs(
         tuple((((8, 4), (16,)),) * 4) + ((), ((), ())) + ((),) * 9,

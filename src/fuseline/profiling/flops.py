@@ -78,6 +78,14 @@ def _attention(products: int, causal: str = "is_causal", time: int = -2) -> Form
     return flops
 
 
+def _packed_backward(shapes: Shapes, values: Mapping[str, Any]) -> float:
+    """Attention over q, k and v in one tensor, whose output is [B, H, T, D]."""
+    out = _first(shapes, "out")
+    T = out[-2]
+    pairs = T * (T + 1) / 2 if values.get("causal") else float(T * T)
+    return 2.0 * 5 * math.prod(out) / T * pairs if T else 0.0
+
+
 def _mlp(shapes: Shapes, values: Mapping[str, Any]) -> float:
     rows = math.prod(_first(shapes, "x")[:-1])
     return 2.0 * rows * (math.prod(_first(shapes, "weight_1")) + math.prod(_first(shapes, "weight_2")))
@@ -141,6 +149,7 @@ FORMULAS: Mapping[str, Formula] = {
     "aten::_cudnn_attention_backward": _attention(5),
     "fuseline::attention": _attention(2, "causal"),
     "fuseline::attention_backward": _attention(5, "causal"),
+    "fuseline::attention_packed_backward": _packed_backward,
     "fuseline::mlp": _mlp,
     "fuseline::mlp_forward": _mlp,
     "fuseline::mlp_backward": _mlp_backward,
