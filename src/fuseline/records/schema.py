@@ -140,6 +140,7 @@ class Line(TypedDict):
     fuseline: Name
     commit: Optional[Name]
     time: Instant
+    kernels: NotRequired[Optional[Annotated[dict[Name, Name], Field(max_length=100)]]]
 
 
 # Figures that nothing real has 0 of: a time, a rate, a ratio of two of them.
