@@ -312,6 +312,17 @@ def test_ops_are_summed_up_by_how_many_sizes_lead_or_nearly(all_records, op_sect
     assert section.summary == "layer_norm, softmax"
 
 
+def test_drawn_lengths_of_ops_are_counted_and_drawn_apart(all_records):
+    ours = [r for r in all_records if r.suite == "ops" and "n" in r.case]
+    apart = [replace(r, case={**r.case, "n": int(str(r.case["n"])) + 1, "drawn": True}) for r in ours]
+    (section,) = op_suite.sections(Shelf(all_records + apart))
+    (before,) = op_suite.sections(Shelf(all_records))
+    assert section.summary.startswith(f"{before.summary}; at lengths drawn at random ")
+    titles = [d.figure.chart.title for d in blocks(section, Drawing)]
+    assert any("lengths drawn at random" in title for title in titles)
+    assert len(titles) > len(blocks(before, Drawing))
+
+
 def test_ops_on_the_reference_say_so(all_records):
     fallen = [
         replace(r, case={**r.case, "native": False}) if "native" in r.case else r

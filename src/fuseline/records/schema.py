@@ -95,6 +95,7 @@ _FLAGS = (
     "bias",
     "captured",
     "deterministic",
+    "drawn",
     "fused",
     "kept",
     "lse",
