@@ -1,5 +1,6 @@
 """Draw the tables of README.md and docs/ from the committed records, and those of kernels from the plans that
-choose them; `--check` says whether they are current.
+choose them. `--check` says whether they are current, `--older` which figures are of other kernels than
+today's.
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; several documents may show the same table. The
 line below a table names the device, the version of torch and the days of the records that it is drawn from.
@@ -23,17 +24,20 @@ from tables import (
     hardware,
     ladder,
     linears,
+    older,
     ops,
     plans,
     seeds,
     translation,
 )
 from tables.markdown import source
+from tables.older import Source
 
 from fuseline.records import Record, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 GPU = "h100"
 """Part of the file names of the records that the suites' tables are drawn from."""
 
@@ -74,55 +78,63 @@ def records(suite: str, gpu: str = GPU) -> tuple[Record, ...]:
     return tuple(read(*sorted(RESULTS.glob(f"{suite}-*{gpu}*.jsonl*"))))
 
 
-def step() -> list[str]:
+def step(of: Source) -> list[str]:
     """Whole training steps: the suite `step` once it is on record, else the ladder's and translation's."""
-    found = records("step", gpu="nvidia")
+    found = of("step", gpu="nvidia")
     if found:
         return [*front.steps(found), "", source(found)]
-    return front.compiled_steps(records("ladder"), records("translation"))
+    return front.compiled_steps(of("ladder"), of("translation"))
 
 
-def acceleration() -> list[str]:
+def acceleration(of: Source) -> list[str]:
     """Users' models by `fuseline.accelerate` once they are on record, else the training step of GPT-2."""
-    found = records("acceleration", gpu="nvidia")
+    found = of("acceleration", gpu="nvidia")
     if found:
         return [*front.steps(found), "", source(found)]
-    return front.step_in_words(records("step", gpu="nvidia"))
+    return front.step_in_words(of("step", gpu="nvidia"))
 
 
-def against() -> list[str]:
-    return front.against({suite: records(suite) for suite in ("decode", "ops", "attention", "linear")})
+def against(of: Source) -> list[str]:
+    return front.against({suite: of(suite) for suite in ("decode", "ops", "attention", "linear")})
 
 
-def where_others_lead() -> list[str]:
+def where_others_lead(of: Source) -> list[str]:
     suites = ("ops", "attention", "linear", "decode", "translation")
-    found = [r for suite in suites for r in records(suite)]
-    found += [r for suite in ("step", "acceleration") for r in records(suite, gpu="nvidia")]
+    found = [r for suite in suites for r in of(suite)]
+    found += [r for suite in ("step", "acceleration") for r in of(suite, gpu="nvidia")]
     return [*behind.behind(found), "", source(found)]
 
 
-def accelerated() -> list[str]:
+def accelerated(of: Source) -> list[str]:
     """Users' models by everyone; nothing while none is on record."""
-    return accelerations.acceleration(records("acceleration", gpu="nvidia"))
+    return accelerations.acceleration(of("acceleration", gpu="nvidia"))
 
 
-OTHERS: dict[str, Callable[[], list[str]]] = {
+def older_kernels(of: Source) -> list[str]:
+    """What of the benchmarks' page is of other kernels than today's."""
+    text = BENCHMARKS.read_text(encoding="utf-8").replace(f"<!-- /{OLDER} -->", "")
+    return older.summary([*older.older(text, drawn, of)])
+
+
+OLDER = "older-kernels"
+OTHERS: dict[str, Callable[[Source], list[str]]] = {
+    OLDER: older_kernels,
     "step": step,
     "acceleration": acceleration,
     "accelerated": accelerated,
     "against": against,
     "behind": where_others_lead,
-    "plans-softmax": plans.softmax,
-    "plans-cross-entropy": plans.cross_entropy,
+    "plans-softmax": lambda of: plans.softmax(),
+    "plans-cross-entropy": lambda of: plans.cross_entropy(),
 }
 
 
-def drawn(name: str) -> str:
-    """The lines between the two marks of the table `name`."""
+def drawn(name: str, of: Source = records) -> str:
+    """The lines between the two marks of the table `name`, drawn from the records that `of` finds."""
     if name in OTHERS:
-        return "\n".join(OTHERS[name]())
+        return "\n".join(OTHERS[name](of))
     suite, draw = TABLES[name]
-    found = records(suite)
+    found = of(suite)
     return "\n".join([*draw(found), "", source(found)])
 
 
@@ -140,20 +152,32 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def _print_older() -> None:
+    for document in documents():
+        text = document.read_text(encoding="utf-8").replace(f"<!-- /{OLDER} -->", "")
+        for one in older.older(text, drawn, records):
+            figures = f"{one.figures} figure" + ("s" if one.figures > 1 else "")
+            print(f"{document.relative_to(ROOT)}: {one.name}: {figures}, {one.reason}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it would")
+    parser.add_argument("--older", action="store_true", help="list figures of older kernels; change nothing")
     options = parser.parse_args()
+    if options.older:
+        _print_older()
     stale = []
     for document in documents():
         text = document.read_text(encoding="utf-8")
         new = rewritten(text)
         if new != text:
             stale.append(document.relative_to(ROOT))
-            if not options.check:
+            if not (options.check or options.older):
                 document.write_text(new, encoding="utf-8")
     for document in stale:
-        print(f"{document}: " + ("its tables are out of date" if options.check else "drawn anew"))
+        drawn_anew = not (options.check or options.older)
+        print(f"{document}: " + ("drawn anew" if drawn_anew else "its tables are out of date"))
     return int(options.check and bool(stale))
 
 

@@ -24,6 +24,7 @@ RUNGS = {
     "fuseline-kernels": "Fuseline's kernels",
     "torch-kernels": "torch's LayerNorm again, which the compiler fuses",
     "fp32-loss": "torch's loss again, which the compiler fuses",
+    "naive": "attention written out again, which the compiler fuses",
     "inductor": "`torch.compile`",
     "reduce-overhead": "`torch.compile`, reduce-overhead",
     "graph": "the whole step in one CUDA graph",
@@ -43,7 +44,7 @@ def ladder(records: Sequence[Record]) -> list[str]:
         tried = any(r.case.get("verified") for r in of_rung)
         body.append(
             [
-                RUNGS[str(rung)],
+                RUNGS.get(str(rung), str(rung)),
                 f"{time.value:.1f}",
                 f"{values['tokens_per_s']:,.0f}",
                 f"{speedup:.2f}x" if speedup else "1.00x",

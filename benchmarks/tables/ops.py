@@ -61,24 +61,28 @@ def against_the_best(records: Sequence[Record]) -> list[str]:
     def place(r: Record) -> tuple[object, ...] | None:
         if "op" not in r.case or r.case.get("section") == "seed":
             return None
-        keys = ("op", "direction", "captured", "dtype", "rows", "n")
+        keys = ("op", "direction", "captured", "drawn", "dtype", "rows", "n")
         return tuple(r.case.get(key) for key in keys)
 
     ratios: dict[tuple[object, ...], list[float]] = {}
     for where, times in newest(records, "time_us", place).items():
         best = fastest(times, PEERS)
         if "fuseline" in times and best:
-            ratios.setdefault(where[:3], []).append(best[1] / times["fuseline"])
+            ratios.setdefault(where[:4], []).append(best[1] / times["fuseline"])
     body = []
-    for (op, direction, captured), found in sorted(ratios.items(), key=lambda at: tuple(map(str, at[0]))):
-        rows = "few, in a graph" if captured else "many"
+    for (op, direction, captured, drawn), found in sorted(
+        ratios.items(), key=lambda at: tuple(map(str, at[0]))
+    ):
+        rows = ("few, in a graph" if captured else "many") + (", drawn lengths" if drawn else "")
         near = sum(ratio >= NEAR for ratio in found)
         spread = [f"{ratio:.2f}" for ratio in (min(found), geometric_mean(found), max(found))]
         body.append([f"`{op}`", DIRECTIONS[str(direction)], rows, f"{near} of {len(found)}", *spread])
-    every = [ratio for found in ratios.values() for ratio in found]
-    near = sum(ratio >= NEAR for ratio in every)
-    spread = [f"{ratio:.2f}" for ratio in (min(every), geometric_mean(every), max(every))]
-    body.append(["**all**", "", "", f"**{near:,} of {len(every):,}**", *spread])
+    for name, is_drawn in (("all", False), ("all drawn", True)):
+        every = [r for (*_, drawn), found in ratios.items() if bool(drawn) == is_drawn for r in found]
+        if every:
+            near = sum(ratio >= NEAR for ratio in every)
+            spread = [f"{ratio:.2f}" for ratio in (min(every), geometric_mean(every), max(every))]
+            body.append([f"**{name}**", "", "", f"**{near:,} of {len(every):,}**", *spread])
     head = ["op", "direction", "rows", "sizes as fast, or within 3%", "least", "mean", "most"]
     return table(head, body, left=3)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from fuseline.records import Record
+from fuseline.records import Record, kernel_sources
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -141,3 +141,32 @@ def test_users_models_have_a_column_for_everyone(documents: ModuleType) -> None:
     )
     assert lines[3] == "| geometric mean | | | | | **1.30x** | | | |"
     assert documents.accelerations.acceleration([]) == []
+
+
+def test_figures_of_older_kernels_are_known_by_the_hashes_of_their_records(documents: ModuleType) -> None:
+    softmax = {"op": "softmax", "n": 4}
+    today = kernel_sources.hashes("ops", softmax, "fuseline", "time_us", on_gpu=True)
+    records = [
+        a_record(suite="ops", case=softmax, value=3.0),
+        a_record(suite="ops", case={**softmax, "n": 8}, value=5.0, kernels=today),
+        a_record(suite="ops", case={**softmax, "n": 16}, value=7.0, kernels={"softmax": "0123456789"}),
+        a_record(suite="ops", case=softmax, value=9.0, peer="quack"),
+    ]
+
+    def source(suite: str) -> list[Record]:
+        assert suite == "ops"
+        return records
+
+    def draw(name: str, of: object) -> str:
+        values = [f"{r.value}" for r in of("ops") if name == "all" or r.peer == "quack"]  # type: ignore[operator]
+        return f"| {' | '.join(values)} |"
+
+    text = "# Page\n## One part\n<!-- all -->\n<!-- /all -->\n## Other\n<!-- theirs -->\n<!-- /theirs -->\n"
+    found = [*documents.older.older(text, draw, source)]
+    assert [(one.section, one.name, one.figures, one.reason) for one in found] == [
+        ("One part", "all", 1, "changed since: softmax"),
+        ("One part", "all", 1, documents.older.BEFORE_HASHES),
+    ]
+    lines = documents.older.summary(found)
+    assert lines[2] == "| [One part](#one-part) | changed since: softmax | 1 |"
+    assert "today's kernels" in documents.older.summary([])[0]

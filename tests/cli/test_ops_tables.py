@@ -42,6 +42,13 @@ def printed(*records: Record) -> list[list[str]]:
     return [line.split() for line in told.getvalue().splitlines() if line.strip()]
 
 
+def test_drawn_lengths_are_a_group_of_their_own() -> None:
+    listed = record("fuseline", "time_us", 5.0)
+    drawn = record("fuseline", "time_us", 7.0, n=1337, drawn=True)
+    every = tables([listed, drawn])[1]
+    assert list(every.columns[2].cells) == ["fw", "fw, drawn lengths"]
+
+
 def test_the_host_has_a_table_with_ours_over_torchs() -> None:
     lines = printed(
         record("fuseline", "host_us", 6.0),

@@ -143,6 +143,23 @@ def test_where_all_that_pays_is_torchs_own_that_is_said(ladder_records):
     assert ladder.TORCHS in headline.words
 
 
+def test_a_ladder_that_went_on_from_torchs_best_says_what_to_use(ladder_records):
+    """Its records: torch alone ahead of the climb, taken over as a rung, then beside that rung."""
+    ahead = with_torch_alone(ladder_records, 1.2, 1.18, 1.22, backend="naive")
+    best, paired = ahead[-2:]
+    own = {"rung": "torch's inductor, no SDPA", "slot": "torch's best", "kept": True, "order": 100}
+    taken = {**best.case, **own}
+    beside = {**best.case, "baseline": own["rung"]}
+    even = replace(paired, case=beside, value=1.0, low=1.0, high=1.0, time="2099-01-01T00:00:00+00:00")
+    over_plain = replace(paired, case=taken, metric="speedup", value=14.0, low=13.9, high=14.1)
+    records = [*ahead, replace(best, case=taken), replace(paired, case=taken), over_plain, even]
+    (section,) = ladder.sections(Shelf(records))
+    (headline,) = blocks(section, Headline)
+    assert headline.value == "14.00x"
+    assert ladder.TORCHS in headline.words
+    assert "naive attention" in headline.source
+
+
 def test_a_busy_machine_is_told_loudly(ladder_records):
     assert not any(w.text == ladder.BUSY for w in blocks(ladder.sections(Shelf(ladder_records))[0], Words))
     busy = [
@@ -293,6 +310,17 @@ def test_ops_are_summed_up_by_how_many_sizes_lead_or_nearly(all_records, op_sect
     alone = [r for r in ops if r.peer in ("fuseline", "copy")]
     (section,) = op_suite.sections(Shelf(alone))
     assert section.summary == "layer_norm, softmax"
+
+
+def test_drawn_lengths_of_ops_are_counted_and_drawn_apart(all_records):
+    ours = [r for r in all_records if r.suite == "ops" and "n" in r.case]
+    apart = [replace(r, case={**r.case, "n": int(str(r.case["n"])) + 1, "drawn": True}) for r in ours]
+    (section,) = op_suite.sections(Shelf(all_records + apart))
+    (before,) = op_suite.sections(Shelf(all_records))
+    assert section.summary.startswith(f"{before.summary}; at lengths drawn at random ")
+    titles = [d.figure.chart.title for d in blocks(section, Drawing)]
+    assert any("lengths drawn at random" in title for title in titles)
+    assert len(titles) > len(blocks(before, Drawing))
 
 
 def test_ops_on_the_reference_say_so(all_records):

@@ -24,8 +24,9 @@ DEFAULT_OUT = Path("fuseline-linear")
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     parts: tuple[str, ...] = ()
-    """Parts to measure: chart, layers; cpu, on a CPU: layers against float32's. If none is named, the first
-    two on a GPU, and cpu on a CPU."""
+    """Parts to measure: chart, layers; drawn, layers of sizes drawn from --seed, at which no kernel was
+    tuned; cpu, on a CPU: layers against float32's. If none is named, the first three on a GPU, and cpu on a
+    CPU."""
     peers: tuple[str, ...] = ()
     """Of fuseline, eager, inductor, tinygemm, torchao. All if none is named."""
     formats: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ def run(options: Options) -> int:
         options.seconds,
         jobs=default_jobs(device) if options.jobs is None else options.jobs,
         resume=options.resume,
+        seed=options.seed,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -76,7 +78,7 @@ def run(options: Options) -> int:
     torch.manual_seed(options.seed)
     with measuring(22) as observe:
         records = suite.run(bench, out, observe)
-    return publish(records, out / "linear.jsonl", [_table(records)], _skipped(records), as_json=options.json)
+    return publish(records, out / "linear.jsonl", _tables(records), _skipped(records), as_json=options.json)
 
 
 def _skipped(records: Sequence[Record]) -> list[str]:
@@ -85,13 +87,23 @@ def _skipped(records: Sequence[Record]) -> list[str]:
     return [*dict.fromkeys(f"Skipped: {record.peer}: {record.case['reason']}" for record in skipped)]
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _tables(records: Sequence[Record]) -> list[Table]:
+    """What is always measured, and apart from it what was drawn at random."""
+    from fuseline.bench.drawn import LABEL
+
+    drawn = [record for record in records if record.case.get(LABEL)]
+    listed = [record for record in records if not record.case.get(LABEL)]
+    titles = {"Linear layers": listed, "Sizes drawn at random": drawn}
+    return [_table(title, found) for title, found in titles.items() if found]
+
+
+def _table(title: str, records: Sequence[Record]) -> Table:
     """A line a product and format: each peer's time, share of the copy bandwidth, and share of the floor."""
     from rich import box
     from rich.table import Table
 
     peers = list(dict.fromkeys(record.peer for record in records if record.value is not None))
-    table = Table(title="Linear layers, µs a call, shares of copy and floor", box=box.SIMPLE)
+    table = Table(title=f"{title}, µs a call, shares of copy and floor", box=box.SIMPLE)
     table.add_column("m x k x n")
     table.add_column("format")
     for peer in peers:

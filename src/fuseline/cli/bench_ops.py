@@ -28,6 +28,7 @@ GPU_LENGTHS = (
 FEW_ROWS = (4, 32, 128, 512)
 FEW_ROWS_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
 CPU_LENGTHS = (128, 1024)
+CPU_DRAWN = 2
 # 256 MiB a matrix on a GPU: several times its L2. On a processor small enough to be done in a minute.
 GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
@@ -42,6 +43,9 @@ class Options(Recorded, Seeded):
     """bf16, fp16, fp32."""
     lengths: tuple[int, ...] = ()
     """Row lengths. A matrix has as many rows as make 256 MiB on a GPU, 2^20 elements on a processor."""
+    drawn: int | None = None
+    """Row lengths drawn from --seed besides, at which no kernel was tuned; their figures stand apart. 0 for
+    none; 5 on a GPU and 2 on a processor, if no --lengths are named."""
     peers: tuple[str, ...] = ()
     """Who to measure: fuseline, eager, inductor, liger, quack. All if none is named; absent ones are said."""
     elements: int | None = None
@@ -125,12 +129,21 @@ def _bench(options: Options) -> OpsBench:
         peers=split_names(options.peers) or tuple(PEERS),
         rows=rows,
         own_lengths=not (options.lengths or options.quick),
+        drawn=_drawn(options, on_gpu=on_gpu),
         loss_rows=LOSS_ROWS if on_gpu and options.elements is None else None,
         jobs=default_jobs(device) if options.jobs is None else options.jobs,
         budget_seconds=None if options.budget is None else parse_duration(options.budget),
         resume=options.resume,
         seed=options.seed,
     )
+
+
+def _drawn(options: Options, *, on_gpu: bool) -> int:
+    from fuseline.bench.drawn import COUNT
+
+    if options.drawn is not None:
+        return options.drawn
+    return 0 if options.lengths or options.quick else COUNT if on_gpu else CPU_DRAWN
 
 
 def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
@@ -142,7 +155,8 @@ def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
     how = "inside a CUDA graph" if bench.only_captured else "forward and backward"
     print(f"{len(cases)} cases on {bench.device}, {how}:")
     for case in cases:
-        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case))
+        drawn = "  (drawn)" if "drawn" in case else ""
+        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case) + drawn)
     for peer, reason in absent.items():
         print(f"peer {peer:<12} {f'skipped: {reason}' if reason else 'here'}")
     print(f"Records would go to {out / 'ops.jsonl'}.")

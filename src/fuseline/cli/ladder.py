@@ -113,6 +113,8 @@ def _as_json(outcome: Outcome, records_path: Path, page: Path) -> dict[str, obje
     return {
         "rungs": rungs,
         "best": outcome.best.name if outcome.best else None,
+        "torch_alone": outcome.torch_alone.name if outcome.torch_alone else None,
+        "over_torch": asdict(outcome.over_torch) if outcome.over_torch else None,
         "curve": list(outcome.curve),
         "validation_loss": outcome.validation_loss,
         "sample": outcome.sample,

@@ -27,7 +27,7 @@ from fuseline.bench.ladder.settings import Outcome, Planned, Settings
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
 
-NAME_WIDTH = 32
+NAME_WIDTH = 36
 BUSY = (
     "This machine was busy with something else: times vary too much from run to run to be trusted. Ratios "
     "are of runs in turn and suffer less. Run it again when the machine is quiet."
@@ -134,7 +134,11 @@ def print_outcome(outcome: Outcome, settings: Settings) -> None:
     for (mode, combination), results in groups.items():
         console.print(results_table(results, combination or mode, settings.preset, console.width))
         _print_left_out(console, results)
-    for line in [*_verdict(outcome), *_head_lines(outcome.sections), *_stability_lines(outcome.sections)]:
+    for line in [
+        *_verdict(outcome, settings),
+        *_head_lines(outcome.sections),
+        *_stability_lines(outcome.sections),
+    ]:
         console.print(line, highlight=False)
     if outcome.curve:
         (first_step, first), (last_step, last) = outcome.curve[0], outcome.curve[-1]
@@ -210,15 +214,17 @@ def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Ce
     return columns
 
 
-def _verdict(outcome: Outcome) -> list[str]:
+def _verdict(outcome: Outcome, settings: Settings) -> list[str]:
     """What it came to: over the best that torch does alone, then over plain PyTorch."""
     best, over_torch = outcome.best, outcome.over_torch
     total = None if best is None else best.measurement.figures.get("speedup")
     lines = []
     if best is not None and over_torch is not None and outcome.torch_alone is not None:
-        same = outcome.torch_alone.spec == best.spec
-        told = "all that pays here is torch's own" if same else _ratio(over_torch)
-        lines.append(f"{best.name} over the best that torch does alone: [bold]{told}[/]")
+        told = f"[bold]{_ratio(over_torch)}[/]"
+        if outcome.torch_alone.spec == best.spec:
+            recipe = settings.course.rung_of(best.spec).summary
+            told = f"[bold]1.00x[/]. No rung of ours gains here: use torch's own, {recipe}"
+        lines.append(f"{best.name} over the best that torch does alone: {told}")
     if best is not None and total is not None:
         first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
         lines.append(f"{best.name} over {first}: [bold]{_ratio(total)}[/]")

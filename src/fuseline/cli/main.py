@@ -13,6 +13,7 @@ import os
 import sys
 from typing import NoReturn
 
+from fuseline.cli.waiting import spin_briefly
 from fuseline.errors import InputError, unknown_name
 from fuseline.version import __version__
 
@@ -93,6 +94,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
+    spin_briefly()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

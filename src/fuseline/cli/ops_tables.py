@@ -30,6 +30,7 @@ def _places(records: Sequence[Record]) -> dict[tuple[str, ...], Row]:
     for record in records:
         if "direction" in record.case and record.metric != "host_us" and "section" not in record.case:
             captured = " captured" if record.case["captured"] else ""
+            captured += ", drawn lengths" if record.case.get("drawn") else ""
             op, dtype, direction, rows, n = (
                 str(record.case[key]) for key in ("op", "dtype", "direction", "rows", "n")
             )

@@ -13,11 +13,11 @@ import sysconfig
 from collections.abc import Collection
 from pathlib import Path
 
+from fuseline.files.includes import included_headers
 from fuseline.native.build import Recipe, Unit
 from fuseline.native.compilers import Compiler, toolkit_library_flags
 from fuseline.native.cores import available_cores
 from fuseline.native.grouping import groups
-from fuseline.native.includes import included_headers
 
 CSRC = Path(__file__).parent.parent / "csrc"
 INCLUDE = CSRC / "include"

@@ -11,6 +11,7 @@ from typing import Union
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.records.environment import Environment
+from fuseline.records.kernel_sources import hashes
 
 Scalar = Union[str, int, float, bool, None]
 
@@ -83,7 +84,9 @@ class Record:
 
     `case` is a flat object that says what was run, `low` and `high` are a 95% interval, and `n` is the number
     of samples behind `value`. A case that could not run has metric `skipped`, value null and the reason under
-    `case["reason"]`.
+    `case["reason"]`. `kernels` are the hashes of the kernel families that may have run (see
+    `fuseline.records.kernel_sources`), empty where none of ours did; None of records from before they were
+    kept.
     """
 
     suite: str
@@ -104,6 +107,7 @@ class Record:
     fuseline: str
     commit: str | None
     time: str
+    kernels: Mapping[str, str] | None = None
 
     @classmethod
     def of(
@@ -140,6 +144,7 @@ class Record:
             high=_finite(high),
             n=n,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
+            kernels=hashes(suite, case, peer, metric, on_gpu=environment.cuda is not None),
             **asdict(environment),
         )
 

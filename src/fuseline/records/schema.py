@@ -95,6 +95,7 @@ _FLAGS = (
     "bias",
     "captured",
     "deterministic",
+    "drawn",
     "fused",
     "kept",
     "lse",
@@ -140,6 +141,7 @@ class Line(TypedDict):
     fuseline: Name
     commit: Optional[Name]
     time: Instant
+    kernels: NotRequired[Optional[Annotated[dict[Name, Name], Field(max_length=100)]]]
 
 
 # Figures that nothing real has 0 of: a time, a rate, a ratio of two of them.

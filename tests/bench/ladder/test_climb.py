@@ -290,23 +290,23 @@ def test_speedups_are_paired_ratios_multiplied(climb, base):
 
 def test_torch_alone_is_paired_with_the_best_rung_in_each_of_its_modes(climb, base):
     def ms(spec):
-        return {"eager": 100.0, "inductor": 50.0, "reduce-overhead": 40.0}[spec.execution] - (
+        return {"eager": 40.0, "inductor": 50.0, "reduce-overhead": 45.0}[spec.execution] - (
             10.0 if spec.kernels == "fuseline" else 0.0
         )
 
     made, _, _ = climb(ms)
     list(made.cumulative(base, _rungs("fuseline-kernels", "fused-adamw")))
-    found = list(made.torch_alone())
+    found = list(made.torch_alone(_rungs("fuseline-kernels", "fused-adamw")))
     assert [r.name for r in found] == ["torch alone: inductor", "torch alone: reduce-overhead"]
     spec = found[1].spec
     assert (spec.kernels, spec.optimizer, spec.attention) == ("torch", "fused", "auto")
     assert found[1].baseline == "fuseline-kernels"
-    assert found[1].value("paired_speedup") == pytest.approx(90 / 40)
-    assert found[1].value("speedup") == pytest.approx(100 / 40)
+    assert found[1].value("paired_speedup") == pytest.approx(30 / 45)
+    assert found[1].value("speedup") == pytest.approx(40 / 45)
     assert not any(r.kept for r in found)
     outcome = Outcome(results=found)
     assert outcome.torch_alone is found[1]
-    assert outcome.over_torch.value == pytest.approx(40 / 90)
+    assert outcome.over_torch.value == pytest.approx(45 / 30)
 
 
 def test_where_the_best_rung_is_torchs_own_nothing_is_measured_twice(climb, cpu, base, scripted):
@@ -319,8 +319,10 @@ def test_where_the_best_rung_is_torchs_own_nothing_is_measured_twice(climb, cpu,
     results = list(made.cumulative(fused, rungs))
     assert [r.name for r in results] == ["plain PyTorch", "flash", "inductor"]
     asked = len(measurer.asked)
-    (alone,) = made.torch_alone()
-    assert len(measurer.asked) == asked
+    alone, written_out = made.torch_alone(rungs)
+    # On a processor the formula written out is looked at beside SDPA; it is no faster here.
+    assert [spec for spec, _ in measurer.asked[asked:]] == [written_out.spec]
+    assert (written_out.spec.attention, written_out.kept) == ("naive", False)
     assert (alone.slot, alone.value("paired_speedup"), alone.spec) == (TORCH_ALONE, 1.0, results[-1].spec)
 
 

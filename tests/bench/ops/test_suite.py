@@ -62,6 +62,23 @@ def test_rows_given_are_measured_in_graphs_alone_and_an_ops_own_lengths_stand_fo
     assert bench()._lengths_of(vocabulary) == (64, 5000)
 
 
+def test_drawn_lengths_stand_behind_those_that_are_listed_and_are_marked() -> None:
+    some = bench(ops=("softmax",), dtypes=("float32",), drawn=3)
+    listed, drawn = [*some.places()][:2], [*some.places()][2:]
+    assert [place.n for place in listed] == [64, 5000]
+    assert not any("drawn" in place.key() for place in listed)
+    assert len(drawn) == 3
+    assert all(64 < place.n < 5000 and place.key()["drawn"] is True for place in drawn)
+    again = bench(ops=("softmax",), dtypes=("float32",), drawn=3)
+    assert [*again.places()] == [*some.places()]
+    others = bench(ops=("softmax",), dtypes=("float32",), drawn=3, seed=7)
+    assert [*others.places()][2:] != drawn
+    of_its_own = bench(ops=("rope",), dtypes=("float32",), drawn=3, own_lengths=True)
+    assert all(place.n % 16 == 0 and place.n < 256 for place in [*of_its_own.places()][-3:])
+    with pytest.raises(InputError, match="--drawn -1"):
+        bench(drawn=-1)
+
+
 def test_errors_of_a_matrix_too_large_for_float64_are_taken_on_fewer_rows() -> None:
     assert Place(get("softmax"), torch.float32, 4096, 65536).checked is None
     checked = Place(get("softmax"), torch.float32, 8192, 131072).checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from fuseline.bench.ladder.events import Observer, RungEnded, Started
 from fuseline.bench.ladder.learner import Learner
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.measure import StepMeasurer
-from fuseline.bench.ladder.result import RungResult, recorded
+from fuseline.bench.ladder.result import Measurement, RungResult, recorded
 from fuseline.bench.ladder.selection import Selection
 from fuseline.bench.ladder.settings import Outcome, Settings, count
 from fuseline.bench.ladder.spec import RunSpec, Spec
@@ -64,9 +65,9 @@ def ascend(
             now = describe(device)
             # A comparison that came to nothing has trained all the same.
             losses = _new_losses(outcome, workload.learner, confirmed or outcome.results[-1], now)
-            append(path, losses if confirmed is None else _speedup_record(confirmed, now) + losses)
-        if confirmed is not None:
-            outcome.put(confirmed)
+            append(path, losses)
+            for result in ([confirmed] if confirmed else []) + climb.torch_beside(confirmed):
+                append(path, _new_ratios(result, outcome.put(result), now))
     finally:
         measurer.close()
     return outcome
@@ -91,7 +92,7 @@ def _climb(climb: Climb, selection: Selection, base: Spec) -> Iterator[RungResul
     elif selection.rungs:
         yield from climb.cumulative(base, selection.rungs)
         if selection.is_whole:
-            yield from climb.torch_alone()
+            yield from climb.torch_alone(selection.rungs)
 
 
 def _rung_records(
@@ -121,6 +122,10 @@ def _new_losses(
     return records
 
 
-def _speedup_record(result: RungResult, environment: Environment) -> list[Record]:
-    """The one figure of a confirmed rung that is new; a reader of records takes the newest."""
-    return [record for record in result.records(environment) if record.metric == "speedup"]
+def _new_ratios(result: RungResult, before: RungResult, environment: Environment) -> list[Record]:
+    """The figures of a rung that have changed since it was measured, ratios to others; a reader of records
+    takes the newest."""
+    known = before.measurement.figures
+    figures = {k: f for k, f in result.measurement.figures.items() if f != known.get(k)}
+    changed = replace(result, measurement=Measurement(figures=figures))
+    return changed.records(environment)

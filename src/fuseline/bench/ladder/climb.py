@@ -16,10 +16,10 @@ from fuseline.bench.ladder.course import GPT_COURSE, Course
 from fuseline.bench.ladder.events import Observer, RungStarted
 from fuseline.bench.ladder.gains import by_expected_gain, is_kept_for
 from fuseline.bench.ladder.machine import Machine
-from fuseline.bench.ladder.result import Figure, Measurement, RungResult, product, ratio
+from fuseline.bench.ladder.result import Figure, Measurement, RungResult, inverse, product, ratio
 from fuseline.bench.ladder.rungs import Rung
 from fuseline.bench.ladder.spec import RunSpec, Spec
-from fuseline.bench.ladder.torch_alone import TORCH_ALONE
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE, TORCHS_BEST, is_ours, taken_over
 
 Try = tuple[Rung, Spec]
 
@@ -63,6 +63,8 @@ class Climb:
         self._course = course
         self._order = 0
         self._ends: tuple[RungResult, RungResult] | None = None
+        self._alone: list[RungResult] = []  # what torch does alone, beside the best rung
+        self._tried: set[Spec] = set()
 
     def cumulative(self, base: Spec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """From `base` up: each rung is put upon the best so far and paired with it, and becomes the best
@@ -75,7 +77,7 @@ class Climb:
         first = replace(first, kept=first.reason is None)
         yield first
         best = first
-        self._ends = first, best
+        self._ends, self._alone, self._tried = (first, best), [], {base}
         to_come = by_expected_gain(rungs, self._machine.device)
         while to_come:
             rung = to_come.pop(0)
@@ -92,20 +94,76 @@ class Climb:
                 best = result
                 self._ends = first, best
 
-    def torch_alone(self) -> Iterator[RungResult]:
+    def torch_alone(self, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """The second baseline of the last cumulative climb: what torch does alone, by each of its modes, each
-        paired with the best rung. Where the best rung is one of them there is nothing to measure."""
+        paired with the best rung. Where the best rung is one of them it is not measured again.
+
+        Where torch alone is ahead the climb goes on from there, with those of `rungs` that are ours: a ladder
+        never ends below torch.
+        """
         if self._ends is None or self._ends[1].reason is not None:
             return
         first, best = self._ends
         specs = self._course.torch_alone(best.spec, self._machine)
         if best.spec in specs:
-            yield self._same_as(best)
-            return
+            self._alone.append(self._same_as(best))
+            yield self._alone[-1]
+            specs = [spec for spec in specs if spec not in self._tried]
         tries = [(self._course.rung_of(spec), spec) for spec in specs]
         for i, (rung, spec) in enumerate(tries):
             result = self._try(rung, spec, best, "cumulative", tries[i + 1 :])
-            yield _over_first(result, best, first)
+            self._alone.append(_over_first(result, best, first))
+            yield self._alone[-1]
+        leader = max(self._alone, key=_paired, default=None)
+        if leader is not None and _paired(leader) > 1.0:
+            yield from self._go_on_from(leader, [rung for rung in rungs if is_ours(rung)])
+
+    def _go_on_from(self, leader: RungResult, rungs: Sequence[Rung]) -> Iterator[RungResult]:
+        """`leader`, the best that torch does alone, as the best rung; then those of `rungs` upon it that
+        run here and were not behind it on the way."""
+        assert self._ends is not None
+        first, behind = self._ends
+        best = replace(self._same(leader, taken_over(leader.name)), baseline=behind.name, kept=True)
+        yield best
+        self._reached(best, _gain(leader, behind))
+        to_come = [replace(rung, name=f"{rung.name} on {TORCHS_BEST}") for rung in rungs]
+        while to_come:
+            rung = to_come.pop(0)
+            spec = best.spec.with_(rung.change)
+            if spec in self._tried or rung.unavailable(self._machine, spec):
+                continue
+            result = self._try(rung, spec, best, "cumulative", _upon(best.spec, to_come))
+            result = replace(_over_first(result, best, first), kept=_pays(result, best))
+            yield result
+            if result.kept:
+                self._reached(result, _gain(result, best))
+                best = result
+
+    def _reached(self, best: RungResult, gain: Figure | None) -> None:
+        """`best`, which is ahead by `gain`, is where the climb stands: torch alone is beside it from now."""
+        assert self._ends is not None
+        assert gain is not None
+        self._ends = self._ends[0], best
+        for i, alone in enumerate(self._alone):
+            paired = alone.measurement.figures.get("paired_speedup")
+            if paired is not None:
+                same = alone.spec == best.spec
+                paired = Figure(1.0, 1.0, 1.0, paired.n) if same else product(paired, inverse(gain))
+                self._alone[i] = replace(_with_figures(alone, paired_speedup=paired), baseline=best.name)
+
+    def torch_beside(self, best: RungResult | None) -> list[RungResult]:
+        """The results of `torch_alone` as they stand beside the rung that the climb ended with (`best` where
+        its speedup was confirmed): how far ahead of it, and of the first rung."""
+        if self._ends is None:
+            return []
+        known = (best or self._ends[1]).measurement.figures.get("speedup")
+        found = []
+        for alone in self._alone:
+            paired = alone.measurement.figures.get("paired_speedup")
+            if paired is not None:
+                over_first = paired if known is None else product(known, paired)
+                found.append(_with_figures(alone, speedup=over_first))
+        return found
 
     def _rivals(self, best: Spec) -> list[Try]:
         """What torch does alone, if it is to be measured: time is kept for it, but where it will be what the
@@ -117,20 +175,16 @@ class Climb:
 
     def _same_as(self, best: RungResult) -> RungResult:
         """The best rung under the name of torch alone, which it is."""
-        rung, order = self._course.rung_of(best.spec), self._order
-        self._order += 1
-        figures = {**best.measurement.figures, "paired_speedup": Figure(1.0, 1.0, 1.0)}
-        measurement = replace(best.measurement, figures=figures, note=f"the same step as {best.name}")
-        return replace(
-            best,
-            name=rung.name,
-            slot=rung.slot,
-            lever=rung.lever,
-            order=order,
-            measurement=measurement,
-            baseline=best.name,
-            kept=False,
-        )
+        told = self._same(best, self._course.rung_of(best.spec))
+        even = Figure(1.0, 1.0, 1.0, best.iteration_ms.n if best.iteration_ms else 1)
+        return replace(_with_figures(told, paired_speedup=even), baseline=best.name, kept=False)
+
+    def _same(self, result: RungResult, rung: Rung) -> RungResult:
+        """`result` as another rung that is the same step."""
+        order, self._order = self._order, self._order + 1
+        told = replace(result, name=rung.name, slot=rung.slot, lever=rung.lever, order=order)
+        measurement = replace(result.measurement, note=f"the same step as {result.name}")
+        return replace(told, measurement=measurement)
 
     def confirm(self, budget: Budget) -> RungResult | None:
         """The best rung of the last cumulative climb, its speedup now a paired one: timed in turn with the
@@ -149,8 +203,7 @@ class Climb:
         known = best.measurement.figures.get("speedup")
         if speedup is None or (known is not None and speedup.spread > 2 * known.spread):
             return None
-        figures = {**best.measurement.figures, "speedup": speedup}
-        return replace(best, measurement=replace(best.measurement, figures=figures))
+        return _with_figures(best, speedup=speedup)
 
     def alone(self, base: Spec, rungs: Sequence[Rung]) -> Iterator[RungResult]:
         """Each rung upon `base` and nothing else. `kept` says whether it pays there."""
@@ -200,10 +253,13 @@ class Climb:
         if reason is not None:
             return replace(result, measurement=Measurement(reason=reason))
         known = self._known.get(spec)
-        if known is not None and (known.name == rung.name or rung.slot != TORCH_ALONE):
+        paired = known is not None and known.baseline == result.baseline
+        if known is not None and (paired or known.name == rung.name or rung.slot != TORCH_ALONE):
+            self._tried.add(spec)
             return replace(result, measurement=_reused(known, result))
         self._observer(RungStarted(rung.name, order))
         result = replace(result, measurement=self._measure(rung, spec, rival, later))
+        self._tried.add(spec)
         if against and rival != against.spec and result.reason is None:
             held = ", ".join(f"{name} {value}" for name, value in rung.needs.items())
             result = _noted(result, f"compared with {against.name} upon the same: {held}")
@@ -252,15 +308,29 @@ def _reused(known: RungResult, result: RungResult) -> Measurement:
     return replace(measurement, figures=figures)
 
 
+def _with_figures(result: RungResult, **figures: Figure) -> RungResult:
+    known = {**result.measurement.figures, **figures}
+    return replace(result, measurement=replace(result.measurement, figures=known))
+
+
+def _paired(result: RungResult) -> float:
+    return result.value("paired_speedup") or 0.0
+
+
+def _gain(result: RungResult, best: RungResult) -> Figure | None:
+    """How much faster than `best` it is, timed in turn with it where it was."""
+    mine, theirs = result.iteration_ms, best.iteration_ms
+    if mine is None or theirs is None:
+        return None
+    return result.measurement.figures.get("paired_speedup") or ratio(theirs, mine)
+
+
 def _pays(result: RungResult, best: RungResult) -> bool:
     """Whether `result` is faster than `best` by more than the interval of their ratio."""
-    mine, theirs = result.iteration_ms, best.iteration_ms
-    if mine is None:
-        return False
-    if theirs is None:
-        return True
-    paired = result.measurement.figures.get("paired_speedup")
-    return ((paired or ratio(theirs, mine)).low or 0.0) > 1.0
+    if best.iteration_ms is None:
+        return result.iteration_ms is not None
+    gain = _gain(result, best)
+    return gain is not None and (gain.low or 0.0) > 1.0
 
 
 def _over_first(result: RungResult, before: RungResult | None, first: RungResult) -> RungResult:
@@ -273,5 +343,4 @@ def _over_first(result: RungResult, before: RungResult | None, first: RungResult
     known = None if before is None else before.measurement.figures.get("speedup")
     so_far = Figure(1.0, 1.0, 1.0) if before is first else known
     over = ratio(theirs, mine) if paired is None or so_far is None else product(so_far, paired)
-    figures = {**result.measurement.figures, "speedup": over}
-    return replace(result, measurement=replace(result.measurement, figures=figures))
+    return _with_figures(result, speedup=over)

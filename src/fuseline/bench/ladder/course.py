@@ -26,8 +26,12 @@ class Course:
 
 
 def _visible_to_a_compiler(spec: RunSpec) -> list[Rung]:
-    kernels = [_rung("torch-kernels")] if spec.kernels == "fuseline" else []
-    return kernels + ([_rung("fp32-loss")] if spec.loss.startswith("fuseline") else [])
+    names = {
+        "torch-kernels": spec.kernels == "fuseline",
+        "fp32-loss": spec.loss.startswith("fuseline"),
+        "naive": spec.attention == "naive_fused",
+    }
+    return [_rung(name) for name, is_hidden in names.items() if is_hidden]
 
 
 def _rung(name: str) -> Rung:

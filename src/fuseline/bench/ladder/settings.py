@@ -113,10 +113,12 @@ class Outcome:
     sample: str = ""
     sections: list[Record] = field(default_factory=list)
 
-    def put(self, result: RungResult) -> None:
-        """Replace what is there of the same rung."""
+    def put(self, result: RungResult) -> RungResult:
+        """Replace what is there of the same rung, and return that."""
         places = [(r.mode, r.combination, r.order) for r in self.results]
-        self.results[places.index((result.mode, result.combination, result.order))] = result
+        place = places.index((result.mode, result.combination, result.order))
+        before, self.results[place] = self.results[place], result
+        return before
 
     @property
     def best(self) -> RungResult | None:
@@ -131,7 +133,7 @@ class Outcome:
 
     @property
     def torch_alone(self) -> RungResult | None:
-        """The best that torch does alone: the fastest of its modes, each of which was paired with the best
+        """The best that torch does alone: the fastest of its modes, each of which stands beside the best
         rung."""
         ran = [r for r in self.results if r.slot == TORCH_ALONE and r.value("paired_speedup") is not None]
         return max(ran, key=lambda r: r.value("paired_speedup") or 0.0, default=None)

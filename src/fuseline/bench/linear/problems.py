@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fuseline.bench.drawn import COUNT, LABEL, drawn_lengths
 from fuseline.records.record import Scalar
 
 FORMATS = ("int8", "int4", "bf16")
@@ -18,6 +20,9 @@ LAYERS = {
     "odd": ((4104, 6000), (5001, 9001)),
 }
 """Inputs and outputs: queries with keys and values and gate with up in one product; and no round numbers."""
+
+DRAWN_ROWS = (1, 8, 32)
+DRAWN_SPAN = 1024, 16384  # of inputs and outputs
 
 CPU_LAYERS = (
     *((size, size) for size in (64, 128, 256, 384, 512, 768, 1024, 2048, 4096)),
@@ -75,6 +80,8 @@ def case_of(problem: Problem, dtype: str, *, captured: bool) -> dict[str, Scalar
         case["group_size"] = GROUP_SIZE
     if problem.preset:
         case["preset"] = problem.preset
+    if problem.section == LABEL:
+        case[LABEL] = True
     return case
 
 
@@ -91,6 +98,19 @@ def layers(rows: tuple[int, ...] = ROWS, formats: tuple[str, ...] = FORMATS) -> 
             for m in rows:
                 for format in formats:
                     yield Problem("layers", format, m, k, n, preset)
+
+
+def drawn(
+    seed: int, rows: tuple[int, ...] = DRAWN_ROWS, formats: tuple[str, ...] = FORMATS
+) -> Iterator[Problem]:
+    """Layers whose inputs and outputs are drawn from `seed`: no kernel was tuned at their sizes."""
+    known = {size for shapes in LAYERS.values() for shape in shapes for size in shape} | {*CHART_SIZES}
+    sizes = list(drawn_lengths(seed, *DRAWN_SPAN, known, count=2 * COUNT))
+    random.Random(seed).shuffle(sizes)
+    for k, n in zip(sizes[:COUNT], sizes[COUNT:], strict=True):
+        for m in rows:
+            for format in formats:
+                yield Problem(LABEL, format, m, k, n)
 
 
 def place(problem: Problem) -> int:

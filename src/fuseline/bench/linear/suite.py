@@ -23,11 +23,13 @@ from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, ver
 from fuseline.bench.linear.problems import (
     ALL_FORMATS,
     CHART_SIZES,
+    DRAWN_ROWS,
     FORMATS,
     ROWS,
     Problem,
     case_of,
     chart,
+    drawn,
     layers,
     place,
 )
@@ -40,7 +42,7 @@ from fuseline.records.record import Scalar
 from fuseline.timing import Summary, copy_bandwidth_gbs, time_calls, time_captured
 
 SUITE = "linear"
-PARTS = ("chart", "layers")
+PARTS = ("chart", "layers", "drawn")
 ON_CPU = "cpu"
 ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
 LEAST_CALLS = 16  # of one graph, whose launch takes as long as a short call
@@ -69,6 +71,8 @@ class LinearBench:
     """Copy bandwidth; measured if 0."""
     jobs: int = 0
     resume: bool = False
+    seed: int = 1337
+    """Of the sizes of the part "drawn"."""
 
     def __post_init__(self) -> None:
         known = (
@@ -93,6 +97,8 @@ class LinearBench:
             found += chart(self.sizes, self.formats)
         if "layers" in self.parts:
             found += layers(self.rows, self.formats)
+        if "drawn" in self.parts:
+            found += drawn(self.seed, tuple(m for m in DRAWN_ROWS if m in self.rows), self.formats)
         found = [problem for problem in found if any(self.wanted(peer, problem) for peer in self.peers)]
         return sorted(found, key=place)
 

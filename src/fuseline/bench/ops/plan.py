@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fuseline.bench.drawn import LABEL, drawn_lengths
 from fuseline.bench.ops.bound import LOSSES
 from fuseline.bench.ops.measure import Effort
 from fuseline.bench.peers import PEERS, Peer, find_peers
@@ -15,6 +16,7 @@ from fuseline.ops import Case, Op, get, registered
 from fuseline.records.record import Scalar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OWN_MULTIPLE = 16  # of lengths drawn for an op with lengths of its own: heads, widths, vocabularies
 CHECKED_ELEMENTS = 2**28  # float64 of more, and of what its gradient takes, is more than a GPU holds
 
 
@@ -26,6 +28,7 @@ class Place:
     dtype: torch.dtype
     rows: int
     n: int
+    drawn: bool = False
 
     @property
     def case(self) -> Case:
@@ -47,7 +50,13 @@ class Place:
 
     def key(self) -> dict[str, Scalar]:
         """The place as it stands in records."""
-        return {"op": self.op.name, "dtype": self.dtype_name, "rows": self.rows, "n": self.n}
+        key: dict[str, Scalar] = {
+            "op": self.op.name,
+            "dtype": self.dtype_name,
+            "rows": self.rows,
+            "n": self.n,
+        }
+        return {**key, LABEL: True} if self.drawn else key
 
     def words(self) -> str:
         return f"{self.op.name} {self.dtype_name} {self.rows} x {self.n}"
@@ -59,7 +68,8 @@ class OpsBench:
 
     `elements` maps a dtype's name to the elements of a matrix: a case is elements/n rows of length n, or
     `loss_rows` tokens for a loss. With `rows`, those numbers of rows instead, timed in CUDA graphs alone.
-    `own_lengths`: an op that has row lengths of its own (vocabularies) is measured at those.
+    `own_lengths`: an op that has row lengths of its own (vocabularies) is measured at those. Besides, each op
+    is measured at `drawn` lengths between its shortest and its longest, drawn from `seed`.
     """
 
     device: torch.device
@@ -71,6 +81,7 @@ class OpsBench:
     peers: tuple[str, ...] = tuple(PEERS)
     rows: tuple[int, ...] = ()
     own_lengths: bool = False
+    drawn: int = 0
     loss_rows: int | None = None
     jobs: int = 0
     budget_seconds: float | None = None
@@ -89,6 +100,8 @@ class OpsBench:
         for rows in self.rows:
             if rows < 1:
                 raise InputError(f"{rows} rows are none: --rows takes whole numbers from 1.")
+        if self.drawn < 0:
+            raise InputError(f"--drawn {self.drawn}: it must be 0 or more.")
         if not self.dtypes or not self.lengths or not self.contenders:
             raise InputError("Nothing to measure: name at least one dtype, one length and one peer.")
         for name in self.ops:
@@ -107,13 +120,26 @@ class OpsBench:
         for op in map(get, self.ops) if self.ops else registered():
             for name in self.dtypes:
                 dtype = DTYPES[name]
-                for n in self._lengths_of(op):
+                drawn = self._drawn_of(op)
+                for n in (*self._lengths_of(op), *drawn):
                     for rows in self._rows_of(op, name, n):
                         if dtype in op.dtypes:
-                            yield Place(op, dtype, rows, n)
+                            yield Place(op, dtype, rows, n, drawn=n in drawn)
 
     def _lengths_of(self, op: Op) -> tuple[int, ...]:
         return op.lengths if op.lengths and self.own_lengths else self.lengths
+
+    def _drawn_of(self, op: Op) -> tuple[int, ...]:
+        known = self._lengths_of(op)
+        is_own = bool(op.lengths) and self.own_lengths
+        return drawn_lengths(
+            self.seed,
+            min(known),
+            max(known),
+            known,
+            count=self.drawn,
+            multiple=OWN_MULTIPLE if is_own else None,
+        )
 
     def _rows_of(self, op: Op, dtype: str, n: int) -> tuple[int, ...]:
         if self.rows:

@@ -120,7 +120,7 @@ def _compiled(bench: OpsBench, missing: Sequence[Place]) -> list[Place]:
 
 
 def _host_place(place: Place) -> Place:
-    return replace(place, rows=HOST_ROWS, n=min(place.op.lengths, default=HOST_LENGTH))
+    return replace(place, rows=HOST_ROWS, n=min(place.op.lengths, default=HOST_LENGTH), drawn=False)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     blocks.append(_times("Squares, one row of activations", sorted(chart, key=_size), _square))
     for (preset, k, n), group in grouped(layers, _layer).items():
         blocks.append(_times(f"{preset}: {whole(float(k))} inputs, {whole(float(n))} outputs", group, _rows))
+    drawn = [r for r in records if r.case["section"] == "drawn"]
+    blocks.append(_times("Sizes drawn at random, at which no kernel was tuned", drawn, _shape))
     blocks.append(_on_cpu([r for r in records if r.case["section"] == "cpu" and r.value is not None]))
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
@@ -105,6 +107,11 @@ def _rows(record: Record) -> tuple[str, str]:
 
 def _square(record: Record) -> tuple[str, str]:
     return whole(_size(record)), str(record.case["format"])
+
+
+def _shape(record: Record) -> tuple[str, str]:
+    inputs, outputs = (whole(float(str(record.case[side]))) for side in ("k", "n"))
+    return f"{inputs} inputs, {outputs} outputs, {_rows(record)[0]}", str(record.case["format"])
 
 
 def _times(

@@ -61,7 +61,10 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
             blocks.append(_speedups(op, variant, of_variant, f"{name}-speedup"))
         blocks += [_worst(group), _host(group), _all(group)]
     ops = sorted(by_op or {str(r.case["op"]) for r in homework})
-    summary = _against_the_best([r for r in records if id(r) not in apart]) or ", ".join(ops)
+    listed = [r for r in records if id(r) not in apart]
+    summary = _against_the_best([r for r in listed if not r.case.get("drawn")]) or ", ".join(ops)
+    elsewhere = _against_the_best([r for r in listed if r.case.get("drawn")])
+    summary += f"; at lengths drawn at random {elsewhere}" if elsewhere else ""
     made = tuple(b for b in blocks if b is not None)
     return Section(f"ops-{index}", "Ops against their peers", device, summary, made)
 
@@ -240,7 +243,9 @@ def _variant(record: Record) -> str:
     """Whatever else sets a case apart: `captured`, `causal`, `mask bool`."""
     parts = []
     for key, value in record.case.items():
-        if key not in _WHERE and value not in (None, False, ""):
+        if key == "drawn" and value:
+            parts.append("lengths drawn at random")
+        elif key not in _WHERE and value not in (None, False, ""):
             parts.append(key.replace("_", " ") if value is True else f"{key.replace('_', ' ')} {value}")
     return ", ".join(parts)
 

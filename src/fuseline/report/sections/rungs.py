@@ -99,7 +99,7 @@ class Climb:
 
     @property
     def torch_alone(self) -> Rung | None:
-        """The best that torch does alone, the fastest of its modes: each was timed in turn with `best`."""
+        """The best that torch does alone, the fastest of its modes: each stands beside `best`."""
         modes = [r for r in self.ran if r.said("slot", "") == TORCH_ALONE and r.value("paired_speedup")]
         return max(modes, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
 

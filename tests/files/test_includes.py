@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuseline.native.includes import included_headers
+from fuseline.files.includes import included_headers
 from fuseline.native.recipes import INCLUDE, KERNELS, TORCH
 
 
