@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
@@ -16,7 +18,7 @@ ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 DROPOUTS = frozenset({F.dropout, torch.dropout})
 
-_MAKER, _SUM = "_fuseline_maker", "_fuseline_sum"
+_MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
 NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
@@ -36,13 +38,24 @@ class Maker:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Dropout of a tensor with probability `p`. `maker` returned what is dropped, or where `inside`, it is an
+    nn.Dropout, which returned what is left of it."""
+
+    p: float
+    maker: Maker | None
+    inside: bool = False
+
+
+@dataclass(frozen=True)
 class SumSeen:
-    """A sum of `rank` dimensions that a module read: who made the last of its summands, or why there is
-    nothing to do about it."""
+    """A sum of `rank` dimensions that a module read: who made the last of its summands, and the dropout
+    between, or why there is nothing to do about it."""
 
     branch: Maker | None = None
     rank: int = 0
     reason: str = ""
+    drop: Drop | None = None
 
 
 class Flow(TorchFunctionMode):
@@ -56,8 +69,8 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in DROPOUTS and (maker := getattr(args[0], _MAKER, None)) is not None:
-            setattr(result, _MAKER, maker)
+        if func in DROPOUTS:
+            self._note_drop(result, dropping(args, kwargs or {}))
         elif func in SOFTMAXES and result.dim() == 4:
             self._scores_seen()
         elif func in ADDS_IN_PLACE:
@@ -66,16 +79,29 @@ class Flow(TorchFunctionMode):
             self._note_sum(result, *args)
         return result
 
-    def returned(self, module: int, output: Any) -> None:
+    def returned(self, module: nn.Module, output: Any) -> None:
         """Write on the tensors that a module returned whose they are; whoever returns one last has it."""
         self._order += 1
-        call, self._calls[module] = self._calls[module], self._calls[module] + 1
+        identity = id(module)
+        call, self._calls[identity] = self._calls[identity], self._calls[identity] + 1
         for place, tensor in _placed(output):
-            setattr(tensor, _MAKER, Maker(module, call, place, self._order))
+            maker = Maker(identity, call, place, self._order)
+            setattr(tensor, _MAKER, maker)
+            noted = getattr(tensor, _DROP, None)
+            if type(module) is nn.Dropout and noted is not None:
+                setattr(tensor, _DROP, (Drop(noted[0].p, maker, inside=True), *noted[1:]))
+
+    def _note_drop(self, result: torch.Tensor, dropped: Dropping) -> None:
+        x = dropped.x
+        maker = getattr(x, _MAKER, None)
+        if maker is not None:
+            setattr(result, _MAKER, maker)
+        if dropped.drops and not dropped.inplace:
+            setattr(result, _DROP, (Drop(dropped.p, maker), _version(result), weakref.ref(x), _version(x)))
 
     def _note_sum(self, result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-        makers = [maker for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
-        branch = max(makers, key=lambda maker: maker.order, default=None)
+        made = [(maker, t) for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
+        branch, summand = max(made, key=lambda pair: pair[0].order, default=(None, one))
         reason = ""
         if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
             reason = BROADCAST
@@ -85,8 +111,42 @@ class Flow(TorchFunctionMode):
             reason = NOT_LAST
         if branch is not None:
             setattr(result, _MAKER, replace(branch, sums=branch.sums + 1))
-        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim())
+        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim(), drop=_drop_of(summand))
         setattr(result, _SUM, (seen, _version(result)))
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """The arguments of a call of torch's dropout."""
+
+    x: torch.Tensor
+    p: float
+    training: bool
+    inplace: bool
+
+    @property
+    def drops(self) -> bool:
+        """Whether it makes another tensor that is not zero everywhere."""
+        return self.training and 0 < self.p < 1
+
+
+def dropping(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dropping:
+    """Those of `F.dropout` and `torch.dropout`, which calls them otherwise."""
+    given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
+    given |= dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    return Dropping(given["input"], given["p"], given["training"], given["inplace"])
+
+
+def _drop_of(summand: torch.Tensor) -> Drop | None:
+    """The dropout whose result a summand is, where neither that nor what was dropped was written to since."""
+    noted = getattr(summand, _DROP, None)
+    if noted is None:
+        return None
+    drop, version, reference, version_of_x = noted
+    x = reference()
+    whole = version == _version(summand) and (x is None or version_of_x == _version(x))
+    return drop if whole and drop.maker is not None else None
 
 
 def sum_read(tensor: torch.Tensor) -> SumSeen | None:

@@ -129,7 +129,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
 
     def leave(module: nn.Module, _: object, output: Any) -> None:
         inside.pop()
-        flow.returned(id(module), output)
+        flow.returned(module, output)
 
     classes: set[int] = set()
 
