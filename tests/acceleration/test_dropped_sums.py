@@ -1,4 +1,4 @@
-"""Dropout, residual and norm in one pass: the right mask, the right gradients, whatever else reads what is dropped."""
+"""Dropout, residual and norm in one pass: masks, gradients, and whatever else reads what is dropped."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_no_dropout_is_computed_alone(
 ) -> None:
     model = Pre()
     keep_all(model, x)
-    monkeypatch.setattr(branch, "_made", lambda dropped: pytest.fail("it was computed"))
+    monkeypatch.setattr(branch.Dropped, "_computed", lambda *given: pytest.fail("it was computed"))
     model(x)
 
 
@@ -348,7 +348,7 @@ def test_a_write_to_what_is_dropped(x: torch.Tensor, keep_all: Make) -> None:
     fast = keep_all(model, x)
     assert "after" in taken(fast)
     model.writes = True
-    with pytest.raises(RuntimeError, match="was written to before the residual sum"):
+    with pytest.raises(RuntimeError, match="was written to before that was computed"):
         model(x)
 
 

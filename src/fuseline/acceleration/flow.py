@@ -127,7 +127,11 @@ class Dropping:
     @property
     def drops(self) -> bool:
         """Whether it makes another tensor that is not zero everywhere."""
-        return self.training and 0 < self.p < 1
+        return self.drops_any and self.p < 1
+
+    @property
+    def drops_any(self) -> bool:
+        return self.training and self.p > 0
 
 
 def dropping(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dropping:

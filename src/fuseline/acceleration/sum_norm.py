@@ -21,10 +21,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuseline.acceleration.branch import Branch, dropout_ahead, plain
+from fuseline.acceleration.branch import Branch, Dropped
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
@@ -37,6 +36,7 @@ from fuseline.acceleration.swap import (
     call_key,
     why_not_tensors,
 )
+from fuseline.acceleration.waiting import may_wait, plain
 from fuseline.ops.dropout_add_norm import is_native
 
 NO_NOTE = "what it reads is not the sum that was proved"
@@ -201,17 +201,12 @@ class SumNorm(Layer):
         return total
 
     def takes_dropout(self, x: torch.Tensor) -> bool:
-        return (
-            self.drops
-            and is_native(x)
-            and not (torch.is_inference_mode_enabled() or x.is_inference())
-            and _get_current_dispatch_mode() is None
-        )
+        return self.drops and may_wait(x)
 
     def _summands(self, one: Any, other: Any) -> tuple[Any, Any, Mask | None]:
         """What is to be dropped comes first; the others' order makes no difference."""
         for branch, residual in ((one, other), (other, one)):
-            dropped = dropout_ahead(branch)
+            dropped = branch.ahead() if type(branch) is Dropped else None
             if dropped is not None:
                 x, p, seed = dropped
                 return x, plain(residual), Mask(p, seed, self.readers)
