@@ -18,7 +18,10 @@ ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 DROPOUTS = frozenset({F.dropout, torch.dropout})
 
+RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
+
 _MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
+_RETURNED, _RELU = "_fuseline_returned", "_fuseline_relu"
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
 NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
@@ -58,12 +61,23 @@ class SumSeen:
     drop: Drop | None = None
 
 
+@dataclass(frozen=True)
+class ReluSeen:
+    """ReLU and dropout of what a module, by its id, returned; `like` is such a tensor without memory."""
+
+    module: int
+    p: float
+    like: torch.Tensor
+    device: torch.device
+
+
 class Flow(TorchFunctionMode):
     """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S]."""
 
     def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()
         self._scores_seen = scores_seen
+        self.relus: list[ReluSeen] = []
         self._order = 0
         self._calls: Counter[int] = Counter()
 
@@ -71,6 +85,8 @@ class Flow(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in DROPOUTS:
             self._note_drop(result, dropping(args, kwargs or {}))
+        elif func in RELUS:
+            self._note_relu(result, args[0])
         elif func in SOFTMAXES and result.dim() == 4:
             self._scores_seen()
         elif func in ADDS_IN_PLACE:
@@ -87,6 +103,7 @@ class Flow(TorchFunctionMode):
         for place, tensor in _placed(output):
             maker = Maker(identity, call, place, self._order)
             setattr(tensor, _MAKER, maker)
+            setattr(tensor, _RETURNED, (maker, _version(tensor)))
             noted = getattr(tensor, _DROP, None)
             if type(module) is nn.Dropout and noted is not None:
                 setattr(tensor, _DROP, (Drop(noted[0].p, maker, inside=True), *noted[1:]))
@@ -97,7 +114,21 @@ class Flow(TorchFunctionMode):
         if maker is not None:
             setattr(result, _MAKER, maker)
         if dropped.drops and not dropped.inplace:
+            self._note_relu_dropped(x, dropped.p)
             setattr(result, _DROP, (Drop(dropped.p, maker), _version(result), weakref.ref(x), _version(x)))
+
+    def _note_relu(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        maker, version = getattr(x, _RETURNED, (None, 0))
+        if result is not x and maker is not None and maker.place is None and version == _version(x):
+            setattr(result, _RELU, (maker, _version(result), weakref.ref(x), version))
+
+    def _note_relu_dropped(self, activated: torch.Tensor, p: float) -> None:
+        maker, version, reference, version_of_x = getattr(activated, _RELU, (None, 0, None, 0))
+        x = None if reference is None else reference()
+        if maker is None or version != _version(activated) or (x is not None and version_of_x != _version(x)):
+            return
+        like = torch.empty_like(activated, device="meta").requires_grad_(activated.requires_grad)
+        self.relus.append(ReluSeen(maker.module, p, like, activated.device))
 
     def _note_sum(self, result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
         made = [(maker, t) for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
