@@ -18,11 +18,14 @@ WIDTH, P = 16, 0.25
 
 @contextmanager
 def masks_of_seeds() -> Iterator[None]:
-    """Within, torch's dropout is that of the op, by seeds that are drawn one after the other."""
+    """Within, torch's dropout is that of the op, by seeds that are drawn one after the other. What waits for
+    dropout meets torch's own function, as ever."""
 
     def dropout(
         x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
+        if type(x) is not torch.Tensor:
+            return originals[0](x, p=p, training=training, inplace=inplace)
         if not training or p == 0:
             return x
         return x * multipliers(draw_seed(x.device), x.shape, p).to(x.dtype)
