@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuseline.acceleration import Acceleration, accelerate, kept_proofs
+from fuseline.acceleration import Acceleration, accelerate, kept_proofs, sum_study
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.timing import paired_ratio
 
@@ -65,3 +65,9 @@ def keep_all() -> Make:
         return accelerate(model, batch, time_sites=False, **options)
 
     return run
+
+
+@pytest.fixture
+def by_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout is computed with the sum, not by torch before it, whatever takes less time here."""
+    monkeypatch.setattr(sum_study, "WITH_DROPOUT", (sum_study.DroppedSumRecipe,))

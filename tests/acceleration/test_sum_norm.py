@@ -199,6 +199,21 @@ def test_checkpoints(reentrant: bool, x: torch.Tensor, keep_all: Make) -> None:
     assert [site.reason for site in left] == ([] if reentrant else [sum_norm.NOT_HELD])
 
 
+def test_a_reentrant_checkpoint_around_what_is_added(x: torch.Tensor, keep_all: Make) -> None:
+    class Checkpoints(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + checkpoint(self.mix, self.before(x), use_reentrant=True)
+            return x + self.wide(self.after(x))
+
+    model = Stack(Checkpoints)
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
+    assert sums(fast)["first.after"] == (1, {})
+
+
 def test_a_module_with_two_sums_waits_for_none_in_a_checkpoint(x: torch.Tensor, keep_all: Make) -> None:
     def run(one: nn.Module, x: torch.Tensor) -> Any:
         return checkpoint(one, x, use_reentrant=False)

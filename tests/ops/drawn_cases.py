@@ -62,6 +62,11 @@ def dropout_case(pick: random.Random, most: int) -> Case:
     return Case("drawn", case.shape, {**case.options, "p": pick.choice([0.0, 0.1, 0.5])})
 
 
+def dropout_alone_case(pick: random.Random, most: int) -> Case:
+    options = maybe(pick, relu=True, spread=30.0)
+    return Case("drawn", rows_and_length(pick, most), {**options, "p": pick.choice([0.0, 0.1, 0.5])})
+
+
 def cross_entropy_case(pick: random.Random, most: int) -> Case:
     rows, n = rows_and_length(pick, most)
     options = maybe(
@@ -147,6 +152,7 @@ DRAWN: dict[str, Callable[[random.Random, int], Case]] = {
     "dropout_add_rms_norm": dropout_case,
     "cross_entropy": cross_entropy_case,
     "linear_cross_entropy": linear_cross_entropy_case,
+    "dropout": dropout_alone_case,
     "gelu": gelu_case,
     "linear": linear_case,
     "mlp": mlp_case,

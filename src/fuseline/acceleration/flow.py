@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
@@ -16,7 +18,10 @@ ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 DROPOUTS = frozenset({F.dropout, torch.dropout})
 
-_MAKER, _SUM = "_fuseline_maker", "_fuseline_sum"
+RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
+
+_MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
+_RETURNED, _RELU = "_fuseline_returned", "_fuseline_relu"
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
 NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
@@ -36,13 +41,34 @@ class Maker:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Dropout of a tensor with probability `p`. `maker` returned what is dropped, or where `inside`, it is an
+    nn.Dropout, which returned what is left of it."""
+
+    p: float
+    maker: Maker | None
+    inside: bool = False
+
+
+@dataclass(frozen=True)
 class SumSeen:
-    """A sum of `rank` dimensions that a module read: who made the last of its summands, or why there is
-    nothing to do about it."""
+    """A sum of `rank` dimensions that a module read: who made the last of its summands, and the dropout
+    between, or why there is nothing to do about it."""
 
     branch: Maker | None = None
     rank: int = 0
     reason: str = ""
+    drop: Drop | None = None
+
+
+@dataclass(frozen=True)
+class ReluSeen:
+    """ReLU and dropout of what a module, by its id, returned; `like` is such a tensor without memory."""
+
+    module: int
+    p: float
+    like: torch.Tensor
+    device: torch.device
 
 
 class Flow(TorchFunctionMode):
@@ -51,13 +77,16 @@ class Flow(TorchFunctionMode):
     def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()
         self._scores_seen = scores_seen
+        self.relus: list[ReluSeen] = []
         self._order = 0
         self._calls: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in DROPOUTS and (maker := getattr(args[0], _MAKER, None)) is not None:
-            setattr(result, _MAKER, maker)
+        if func in DROPOUTS:
+            self._note_drop(result, dropping(args, kwargs or {}))
+        elif func in RELUS:
+            self._note_relu(result, args[0])
         elif func in SOFTMAXES and result.dim() == 4:
             self._scores_seen()
         elif func in ADDS_IN_PLACE:
@@ -66,16 +95,44 @@ class Flow(TorchFunctionMode):
             self._note_sum(result, *args)
         return result
 
-    def returned(self, module: int, output: Any) -> None:
+    def returned(self, module: nn.Module, output: Any) -> None:
         """Write on the tensors that a module returned whose they are; whoever returns one last has it."""
         self._order += 1
-        call, self._calls[module] = self._calls[module], self._calls[module] + 1
+        identity = id(module)
+        call, self._calls[identity] = self._calls[identity], self._calls[identity] + 1
         for place, tensor in _placed(output):
-            setattr(tensor, _MAKER, Maker(module, call, place, self._order))
+            maker = Maker(identity, call, place, self._order)
+            setattr(tensor, _MAKER, maker)
+            setattr(tensor, _RETURNED, (maker, _version(tensor)))
+            noted = getattr(tensor, _DROP, None)
+            if type(module) is nn.Dropout and noted is not None:
+                setattr(tensor, _DROP, (Drop(noted[0].p, maker, inside=True), *noted[1:]))
+
+    def _note_drop(self, result: torch.Tensor, dropped: Dropping) -> None:
+        x = dropped.x
+        maker = getattr(x, _MAKER, None)
+        if maker is not None:
+            setattr(result, _MAKER, maker)
+        if dropped.drops and not dropped.inplace:
+            self._note_relu_dropped(x, dropped.p)
+            setattr(result, _DROP, (Drop(dropped.p, maker), _version(result), weakref.ref(x), _version(x)))
+
+    def _note_relu(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        maker, version = getattr(x, _RETURNED, (None, 0))
+        if result is not x and maker is not None and maker.place is None and version == _version(x):
+            setattr(result, _RELU, (maker, _version(result), weakref.ref(x), version))
+
+    def _note_relu_dropped(self, activated: torch.Tensor, p: float) -> None:
+        maker, version, reference, version_of_x = getattr(activated, _RELU, (None, 0, None, 0))
+        x = None if reference is None else reference()
+        if maker is None or version != _version(activated) or (x is not None and version_of_x != _version(x)):
+            return
+        like = torch.empty_like(activated, device="meta").requires_grad_(activated.requires_grad)
+        self.relus.append(ReluSeen(maker.module, p, like, activated.device))
 
     def _note_sum(self, result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-        makers = [maker for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
-        branch = max(makers, key=lambda maker: maker.order, default=None)
+        made = [(maker, t) for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
+        branch, summand = max(made, key=lambda pair: pair[0].order, default=(None, one))
         reason = ""
         if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
             reason = BROADCAST
@@ -85,8 +142,46 @@ class Flow(TorchFunctionMode):
             reason = NOT_LAST
         if branch is not None:
             setattr(result, _MAKER, replace(branch, sums=branch.sums + 1))
-        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim())
+        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim(), drop=_drop_of(summand))
         setattr(result, _SUM, (seen, _version(result)))
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """The arguments of a call of torch's dropout."""
+
+    x: torch.Tensor
+    p: float
+    training: bool
+    inplace: bool
+
+    @property
+    def drops(self) -> bool:
+        """Whether it makes another tensor that is not zero everywhere."""
+        return self.drops_any and self.p < 1
+
+    @property
+    def drops_any(self) -> bool:
+        return self.training and self.p > 0
+
+
+def dropping(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dropping:
+    """Those of `F.dropout` and `torch.dropout`, which calls them otherwise."""
+    given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
+    given |= dict(zip(("input", "p", "training", "inplace"), args, strict=False))
+    given |= {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    return Dropping(given["input"], given["p"], given["training"], given["inplace"])
+
+
+def _drop_of(summand: torch.Tensor) -> Drop | None:
+    """The dropout whose result a summand is, where neither that nor what was dropped was written to since."""
+    noted = getattr(summand, _DROP, None)
+    if noted is None:
+        return None
+    drop, version, reference, version_of_x = noted
+    x = reference()
+    whole = version == _version(summand) and (x is None or version_of_x == _version(x))
+    return drop if whole and drop.maker is not None else None
 
 
 def sum_read(tensor: torch.Tensor) -> SumSeen | None:

@@ -3,16 +3,50 @@
 `Summed` is the sum; the pass that makes it leaves what the norm needs in an `Ahead`. `Normalized` is the
 norm, joined to the graph where the norm is called, with the tensor that it is called with. So hooks on the
 sum, its retained gradient and `torch.autograd.grad` of it are those of a model that does one after the other.
+
+Dropout of one summand is computed in the same pass, by a `Mask` that is a function of a seed. Where nothing
+but the norm reads the sum, as in a post-norm layer, the pass that makes the norm's gradient makes that of the
+dropped summand, too, and `Summed` finds it in the mask. Else it is dropout of the sum's whole gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+
+@dataclass
+class Readers:
+    """Whether a norm was the only reader of its sum when last a gradient went back."""
+
+    alone: bool = True
+
+
+@dataclass
+class Mask:
+    """Dropout with probability `p`: what its seed says is dropped."""
+
+    p: float
+    seed: torch.Tensor
+    readers: Readers = field(default_factory=Readers)
+    _ahead: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def keep(self, grad_sum: torch.Tensor, grad_x: torch.Tensor) -> None:
+        """The gradient of what is dropped, for when that of the sum is `grad_sum`."""
+        self._ahead = grad_sum, grad_sum._version, grad_x
+
+    def gradient(self, grad_sum: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        """Of what is dropped."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is grad_sum and ahead[1] == grad_sum._version:
+            return ahead[2]
+        self.readers.alone = False
+        dropped: torch.Tensor = torch.ops.fuseline.dropout.default(grad_sum, seed, self.p)
+        return dropped
 
 
 @dataclass
@@ -22,6 +56,7 @@ class Ahead:
     kind: str
     shape: Sequence[int]
     eps: float
+    mask: Mask | None = None
     normalized: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     rstd: torch.Tensor | None = None
@@ -35,8 +70,9 @@ class Ahead:
     ) -> torch.Tensor:
         """The sum; what its norm is, is kept here."""
         centred = self.kind == "layer_norm"
+        p, seed = (0.0, None) if self.mask is None else (self.mask.p, self.mask.seed)
         self.normalized, total, self.mean, self.rstd = torch.ops.fuseline.norm_forward.default(
-            self.name, x, residual, self.shape, weight, bias, self.eps, None, 0.0, None, centred
+            self.name, x, residual, self.shape, weight, bias, self.eps, None, p, seed, centred
         )
         return total
 
@@ -47,7 +83,7 @@ class Ahead:
 
 
 class Summed(torch.autograd.Function):
-    """x + residual, and `ahead` filled."""
+    """x, dropped where there is a mask, + residual, and `ahead` filled."""
 
     @staticmethod
     def forward(
@@ -58,12 +94,19 @@ class Summed(torch.autograd.Function):
         bias: torch.Tensor | None,
         ahead: Ahead,
     ) -> torch.Tensor:
+        ctx.mask = ahead.mask
+        if ahead.mask is not None:
+            # Saved, so that what a checkpoint runs again brings its own.
+            ctx.save_for_backward(ahead.mask.seed)
         return ahead.fill(x, residual, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        return grad, grad, None, None, None
+        grad_x = grad
+        if ctx.mask is not None and ctx.needs_input_grad[0]:
+            grad_x = ctx.mask.gradient(grad, *ctx.saved_tensors)
+        return grad_x, grad, None, None, None
 
 
 class Normalized(torch.autograd.Function):
@@ -73,21 +116,27 @@ class Normalized(torch.autograd.Function):
     def forward(
         ctx: Any, read: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, ahead: Ahead
     ) -> torch.Tensor:
-        ctx.save_for_backward(read, weight, bias, ahead.mean, ahead.rstd)
-        ctx.ahead = ahead.name, ahead.shape
+        mask = ahead.mask
+        seed = None if mask is None else mask.seed
+        ctx.save_for_backward(read, weight, bias, ahead.mean, ahead.rstd, seed)
+        ctx.ahead = ahead.name, ahead.shape, mask
         assert ahead.normalized is not None
         return ahead.normalized.view(read.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        read, weight, bias, mean, rstd = ctx.saved_tensors
-        name, shape = ctx.ahead
+        read, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        name, shape, mask = ctx.ahead
         wants_read, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        wanted = [wants_read, False, wants_weight, wants_bias, False]
-        grad_read, _, grad_weight, grad_bias, _ = torch.ops.fuseline.norm_backward.default(
-            name, grads[0], None, read, shape, mean, rstd, weight, bias, None, 0.0, None, wanted
+        drops = mask is not None and mask.readers.alone and wants_read
+        p, seed = (mask.p, seed) if drops else (0.0, None)
+        wanted = [wants_read, drops, wants_weight, wants_bias, False]
+        grad_read, grad_x, grad_weight, grad_bias, _ = torch.ops.fuseline.norm_backward.default(
+            name, grads[0], None, read, shape, mean, rstd, weight, bias, None, p, seed, wanted
         )
+        if drops:
+            mask.keep(grad_read, grad_x)
         return (
             grad_read if wants_read else None,
             grad_weight if wants_weight else None,

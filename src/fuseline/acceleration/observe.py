@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import INTERNAL
-from fuseline.acceleration.flow import Flow, SumSeen, sum_read
+from fuseline.acceleration.flow import Flow, ReluSeen, SumSeen, sum_read
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of arguments that are what they are: no state hides in them."""
@@ -105,10 +105,11 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass
 class Observation:
-    """What was seen of each module, by its id; the last dimensions of what cross-entropies were given; what
-    the model returned."""
+    """What was seen of each module, by its id; ReLUs before dropout; the last dimensions of what
+    cross-entropies were given; what the model returned."""
 
     modules: dict[int, Observed]
+    relus: list[ReluSeen]
     classes: set[int]
     output: Any
 
@@ -129,7 +130,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
 
     def leave(module: nn.Module, _: object, output: Any) -> None:
         inside.pop()
-        flow.returned(id(module), output)
+        flow.returned(module, output)
 
     classes: set[int] = set()
 
@@ -179,7 +180,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
     finally:
         for handle in handles:
             handle.remove()
-    return Observation(seen, classes, output)
+    return Observation(seen, flow.relus, classes, output)
 
 
 @contextlib.contextmanager

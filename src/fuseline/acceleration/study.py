@@ -19,6 +19,7 @@ from fuseline.acceleration.judge import Outcome, judge, plans_of, site, site_of
 from fuseline.acceleration.observe import Observed, fingerprint, left_as_found, observe
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.recipe import Refusal
+from fuseline.acceleration.relu_study import study_relus
 from fuseline.acceleration.site import FOUND, REFUSED, Site
 from fuseline.acceleration.sum_study import study_sums
 from fuseline.acceleration.swap import Swapped
@@ -97,6 +98,9 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
         sums = study_sums(observation.modules, norms, outcomes, taken, wanted, clock)
         result.sites += sums.sites
         result.changes += sums.changes
+        relus = study_relus(observation, taken, wanted, clock)
+        result.sites += relus.sites
+        result.changes += relus.changes
         functions = study_functions(model, batch, observation.modules, tables, taken, wanted, clock)
         result.changes += functions.changes
         result.sites += functions.sites

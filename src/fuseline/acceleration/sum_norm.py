@@ -4,10 +4,11 @@
     y = self.next_norm(hidden)
 
 `BranchEnd` stands on the module whose output is added: it returns a `Branch`, a tensor like any other that
-knows which norm is likely to read the sum. One pass computes that sum and what the norm makes of it
-(`norm_ahead.py`). The sum goes its way as a plain tensor; a note on it holds the rest. `SumNorm` stands on
-the norm: given a tensor with a note that still holds, it returns what is written there. Any other tensor it
-normalizes as before, so that a wrong guess costs time and changes nothing.
+knows which norm is likely to read the sum. Dropout in between waits for the sum, too (`branch.py`). One pass
+computes that sum and what the norm makes of it (`norm_ahead.py`). The sum goes its way as a plain tensor; a
+note on it holds the rest. `SumNorm` stands on the norm: given a tensor with a note that still holds, it
+returns what is written there. Any other tensor it normalizes as before, so that a wrong guess costs time and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuseline.acceleration.branch import Branch
+from fuseline.acceleration.branch import Branch, Dropped
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
-from fuseline.acceleration.norm_ahead import Ahead
+from fuseline.acceleration.norm_ahead import Ahead, Mask, Readers
 from fuseline.acceleration.recipe import MOVED, tensor_at
 from fuseline.acceleration.swap import (
     NOT_PROVED,
@@ -35,6 +36,7 @@ from fuseline.acceleration.swap import (
     call_key,
     why_not_tensors,
 )
+from fuseline.acceleration.waiting import may_wait, plain
 from fuseline.ops.dropout_add_norm import is_native
 
 NO_NOTE = "what it reads is not the sum that was proved"
@@ -80,11 +82,16 @@ NOTES: MutableMapping[torch.Tensor, Note] = WeakTensorKeyDictionary()
 @dataclass(frozen=True)
 class Slot:
     """Of one call of a module: which norm reads the sum that its output is added to, where that output is in
-    what it returns, and how many other sums are made before."""
+    what it returns, and how many other sums are made before.
+
+    `drops`: dropout of it is computed with the sum. `inside`: the module is that dropout.
+    """
 
     norm: nn.Module
     place: int | None
     sums: int
+    drops: bool = False
+    inside: bool = False
 
 
 class BranchEnd(Layer):
@@ -99,21 +106,21 @@ class BranchEnd(Layer):
         self.turn = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.original(args, kwargs)
         if is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return result
+            return self.original(args, kwargs)
         slot = self._slot()
         target = None if slot is None else sum_norm_of(slot.norm)
         if slot is None or target is None:
-            return result
+            return self.original(args, kwargs)
+        if slot.inside:
+            return self.original(tuple(_branch(value, target, slot) for value in args), kwargs)
+        result = self.original(args, kwargs)
         if slot.place is None:
-            return Branch.of(result, target, slot.sums) if type(result) is torch.Tensor else result
+            return _branch(result, target, slot)
         if type(result) not in (tuple, list) or len(result) <= slot.place:
             return result
-        if type(result[slot.place]) is not torch.Tensor:
-            return result
         values = list(result)
-        values[slot.place] = Branch.of(values[slot.place], target, slot.sums)
+        values[slot.place] = _branch(values[slot.place], target, slot)
         return type(result)(values)
 
     def _slot(self) -> Slot | None:
@@ -134,16 +141,27 @@ class BranchEnd(Layer):
         return {**state, "slots": slots, "turn": 0}
 
 
+def _branch(value: Any, target: SumNorm, slot: Slot) -> Any:
+    return Branch.of(value, target, slot.sums, drops=slot.drops) if type(value) is torch.Tensor else value
+
+
 class SumNorm(Layer):
     """Stands on a norm: gives what was computed with the sum, where the sum comes with it."""
 
     rank: ClassVar[int] = 2
 
     def __init__(
-        self, module: nn.Module, recipe: NormRecipe, keys: Sequence[Key], strict: bool = False
+        self,
+        module: nn.Module,
+        recipe: NormRecipe,
+        keys: Sequence[Key],
+        strict: bool = False,
+        *,
+        drops: bool = False,
     ) -> None:
         super().__init__(module, strict)
-        self.recipe, self.keys = recipe, set(keys)
+        self.recipe, self.keys, self.drops = recipe, set(keys), drops
+        self.readers = Readers()
         self.why = ""
         """Why the last sum was not normalized with."""
         self._inside = Inside.of(module)
@@ -170,16 +188,29 @@ class SumNorm(Layer):
 
     def added(self, one: Any, other: Any) -> Any:
         """one + other, with a note where both are as they were proved."""
-        self.why = self._why_not(one, other) or ""
+        x, residual, mask = self._summands(one, other)
+        self.why = self._why_not(x, residual) or ""
         if self.why:
-            return one + other
+            return plain(one) + plain(other)
         module = self.module
-        total, ahead = self.recipe.sum_ahead(module, one, other)
+        total, ahead = self.recipe.sum_ahead(module, x, residual, mask)
         found = [(path, tensor_at(module, path)) for path in self.recipe.weights]
         weights = tuple((path, weight, weight._version) for path, weight in found)
         note = Note(self, ahead, total._version, _autocast(total), _savers(), weights)
         NOTES[total] = note
         return total
+
+    def takes_dropout(self, x: torch.Tensor) -> bool:
+        return self.drops and may_wait(x)
+
+    def _summands(self, one: Any, other: Any) -> tuple[Any, Any, Mask | None]:
+        """What is to be dropped comes first; the others' order makes no difference."""
+        for branch, residual in ((one, other), (other, one)):
+            dropped = branch.ahead() if type(branch) is Dropped else None
+            if dropped is not None:
+                x, p, seed = dropped
+                return x, plain(residual), Mask(p, seed, self.readers)
+        return plain(one), plain(other), None
 
     def _why_not(self, one: Any, other: Any) -> str | None:
         module = self.module
@@ -205,8 +236,12 @@ class SumNorm(Layer):
             return MOVED
         return NOT_PROVED
 
+    def copied(self, state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+        return {**state, "readers": Readers()}
+
     def merge(self, other: Self) -> None:
         self.recipe, self.keys = other.recipe, self.keys | other.keys
+        self.drops |= other.drops
 
 
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fuseline.acceleration.change import Change
@@ -14,6 +15,7 @@ from fuseline.acceleration.find import Candidate, is_wanted
 from fuseline.acceleration.flow import Maker
 from fuseline.acceleration.judge import Outcome, judge, site_of
 from fuseline.acceleration.kinds.norm import NormRecipe
+from fuseline.acceleration.norm_ahead import Mask
 from fuseline.acceleration.observe import Observed, Sample
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.probes import in_mode
@@ -24,6 +26,7 @@ from fuseline.acceleration.swap import ONE_TENSOR, Key, call_key, form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
 from fuseline.ops.dropout_add_norm import is_native
+from fuseline.ops.philox import draw_seed, multipliers
 
 KIND = "residual_norm"
 APART = "the sum and then Fuseline's norm take less time here"
@@ -35,24 +38,25 @@ SEVERAL = "it is called or returns otherwise than with one tensor"
 
 
 class SumAndNorm(nn.Module):
-    """What is proved: the norm of a sum, and the sum."""
+    """What is proved: the norm of a sum, and the sum; one summand dropped with probability `p`."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, p: float = 0.0) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.p = norm, p
         self.training = norm.training
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
+        total = (F.dropout(x, self.p, self.training) if self.p else x) + residual
         return type(self.norm).forward(self.norm, total), total
 
 
 @dataclass(frozen=True)
 class SumAndNormRecipe:
-    """`SumAndNorm` in one pass forward."""
+    """`SumAndNorm` in one pass forward; dropout is torch's, before it."""
 
     op: ClassVar[str] = "add_norm"
     norm: NormRecipe
+    p: float = 0.0
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -60,13 +64,52 @@ class SumAndNormRecipe:
 
     @property
     def drops(self) -> bool:
-        return False
+        return self.p > 0
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = module._modules["norm"]
-        assert norm is not None
-        total, ahead = self.norm.sum_ahead(norm, tensors[0], tensors[1])
+        x = F.dropout(tensors[0], self.p, module.training) if self.p else tensors[0]
+        return self._summed(module, x, tensors[1], None)
+
+    def _summed(
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor, mask: Mask | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = _norm_of(module)
+        total, ahead = self.norm.sum_ahead(norm, x, residual, mask)
         return self.norm.after_sum(norm, total, ahead), total
+
+
+@dataclass(frozen=True)
+class DroppedSumRecipe(SumAndNormRecipe):
+    """With dropout in the same pass, whose mask is a function of a seed."""
+
+    op: ClassVar[str] = "dropout_add_norm"
+    own_mask: ClassVar[bool] = True
+
+    def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.run_seeded(module, tensors, draw_seed(tensors[0].device) if module.training else None)
+
+    def run_seeded(
+        self, module: nn.Module, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = None if seed is None else Mask(self.p, seed)
+        return self._summed(module, tensors[0], tensors[1], mask)
+
+    def define_seeded(
+        self, module: nn.Module, tensors: Sequence[torch.Tensor], seed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `run_seeded` computes, in plain PyTorch and in the dtype of the tensors."""
+        x, residual = tensors
+        total = x * multipliers(seed, x.shape, self.p).to(x.dtype) + residual
+        return self.norm.define(_norm_of(module), total), total
+
+
+WITH_DROPOUT: tuple[type[SumAndNormRecipe], ...] = (SumAndNormRecipe, DroppedSumRecipe)
+
+
+def _norm_of(module: nn.Module) -> nn.Module:
+    norm = module._modules["norm"]
+    assert norm is not None
+    return norm
 
 
 @dataclass
@@ -89,42 +132,70 @@ def study_sums(
     module around each is taken."""
     result = SumStudy([], [])
     outcomes: dict[Any, Outcome | str] = {}
-    targets: list[tuple[Candidate, SumNorm]] = []
+    targets: list[tuple[Candidate, SumNorm, list[Maker]]] = []
     slots: dict[int, list[Slot | None]] = {}
     for norm in norms:
         observed = seen[id(norm.module)]
         if not observed.sums:
             continue
+        p = _dropout(observed, seen, taken, wanted)
         outcome: Outcome | str = _why_not_made(observed, seen, taken, wanted)
-        outcome = outcome or _why_not_free(observed, slots)
+        outcome = outcome or _why_not_free(observed, slots, drops=p > 0)
         if not outcome:
-            if norm.family not in outcomes:
-                both = _judged(norm, wanted, clock)
-                outcomes[norm.family] = _than_alone(both, alone.get(norm.family))
-            outcome = outcomes[norm.family]
+            if (norm.family, p) not in outcomes:
+                both = _judged(norm, p, wanted, clock)
+                outcomes[norm.family, p] = _than_alone(both, alone.get(norm.family))
+            outcome = outcomes[norm.family, p]
         if isinstance(outcome, str):
             result.sites.append(Site(norm.path, KIND, REFUSED, outcome, also=norm.paths[1:]))
             continue
         result.sites.append(site_of(replace(norm, verdict=Match(KIND, ())), outcome, wanted))
         if isinstance(outcome.recipe, SumAndNormRecipe):
+            drops = isinstance(outcome.recipe, DroppedSumRecipe)
             keys = _keys(norm, outcome.recipe.norm, observed, any_length=outcome.numbers.any_length)
-            targets.append((norm, SumNorm(norm.module, outcome.recipe.norm, keys, wanted.strict)))
-            for made in _makers(observed):
+            target = SumNorm(norm.module, outcome.recipe.norm, keys, wanted.strict, drops=drops)
+            targets.append((norm, target, _makers(observed, drops=drops)))
+            for made, slot in _slots(norm, observed, drops=drops):
                 calls = slots.setdefault(made.module, [None] * seen[made.module].calls)
-                calls[made.call] = Slot(norm.module, made.place, made.sums)
+                calls[made.call] = slot
     ends = {
         identity: (seen[identity].module, BranchEnd(seen[identity].module, calls, wanted.strict))
         for identity, calls in slots.items()
     }
-    for norm, target in targets:
-        makers = {made.module for made in _makers(seen[id(norm.module)])}
-        layers = ((norm.module, target), *(ends[identity] for identity in makers))
+    for norm, target, makers in targets:
+        layers = ((norm.module, target), *(ends[identity] for identity in {made.module for made in makers}))
         result.changes.append(Change(norm.path, KIND, layers))
     return result
 
 
-def _makers(observed: Observed) -> list[Maker]:
-    return [one.branch for one in observed.sums if one.branch is not None]
+def _makers(observed: Observed, *, drops: bool) -> list[Maker]:
+    """Whose output is added: as it is, or, where dropout is computed with the sum, as it is before that."""
+    found = [one.drop.maker if drops and one.drop else one.branch for one in observed.sums]
+    return [maker for maker in found if maker is not None]
+
+
+def _slots(norm: Candidate, observed: Observed, *, drops: bool) -> Iterator[tuple[Maker, Slot]]:
+    for one in observed.sums:
+        if drops and one.drop is not None and one.drop.maker is not None:
+            made, inside = one.drop.maker, one.drop.inside
+            place = None if inside else made.place
+            yield made, Slot(norm.module, place, 0, drops=True, inside=inside)
+        elif one.branch is not None:
+            yield one.branch, Slot(norm.module, one.branch.place, one.branch.sums)
+
+
+def _dropout(
+    observed: Observed, seen: Mapping[int, Observed], taken: Mapping[int, str], wanted: Wanted
+) -> float:
+    """The probability of dropout before all of the sums; 0 where it differs, or is another's to compute."""
+    (p, *others) = {one.drop.p if one.drop else 0.0 for one in observed.sums}
+    if others or not p:
+        return 0.0
+    for made in _makers(observed, drops=True):
+        maker = seen[made.module]
+        if made.module in taken or not is_wanted(maker.paths, wanted.only, wanted.skip):
+            return 0.0
+    return p
 
 
 def _why_not_made(
@@ -134,7 +205,7 @@ def _why_not_made(
     if len(observed.sums) < observed.calls:
         return OTHERS
     reasons = [one.reason for one in observed.sums if one.reason]
-    for made in _makers(observed):
+    for made in _makers(observed, drops=False):
         maker = seen[made.module]
         if not is_wanted(maker.paths, wanted.only, wanted.skip):
             reasons.append(f"{maker.path}, whose output is added, is not among the modules to change")
@@ -144,21 +215,22 @@ def _why_not_made(
     return reasons[0] if reasons else ""
 
 
-def _why_not_free(observed: Observed, slots: Mapping[int, Sequence[Slot | None]]) -> str:
-    for made in _makers(observed):
+def _why_not_free(observed: Observed, slots: Mapping[int, Sequence[Slot | None]], *, drops: bool) -> str:
+    for made in _makers(observed, drops=drops):
         slot = slots[made.module][made.call] if made.module in slots else None
         if slot is not None and slot.norm is not observed.module:
             return SHARED
     return ""
 
 
-def _judged(norm: Candidate, wanted: Wanted, clock: Clock) -> Outcome | str:
-    """The outcome for a norm with its sum, or why there is none to prove."""
+def _judged(norm: Candidate, p: float, wanted: Wanted, clock: Clock) -> Outcome | str:
+    """The outcome for a norm with its sum and the dropout before it, or why there is none to prove."""
     verdict = norm.verdict
     if not isinstance(verdict, Match):
         return verdict.reason
     recipes = tuple(
-        SumAndNormRecipe(recipe)
+        kind(recipe, p)
+        for kind in (WITH_DROPOUT if p else (SumAndNormRecipe,))
         for recipe in verdict.recipes
         if isinstance(recipe, NormRecipe) and recipe.has_sum
     )
@@ -168,7 +240,7 @@ def _judged(norm: Candidate, wanted: Wanted, clock: Clock) -> Outcome | str:
         return SEVERAL
     if not all(is_native(sample.tensors()[0]) for sample in norm.samples):
         return NO_LIBRARY
-    module = SumAndNorm(norm.module)
+    module = SumAndNorm(norm.module, p)
     samples = tuple(_summands(sample) for sample in norm.samples)
     try:
         traced = trace(module, samples[0])

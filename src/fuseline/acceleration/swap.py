@@ -13,11 +13,11 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import Attributes, are_unchanged, attributes
-from fuseline.acceleration.branch import Branch, plain
 from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
 from fuseline.acceleration.recipe import MOVED, Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
+from fuseline.acceleration.waiting import plain, waits
 
 Key = tuple[Any, ...]
 NOT_PROVED = "it was not proved for these dtypes, dimensions, devices or this mode"
@@ -69,7 +69,7 @@ class Swapped(Layer):
         if reason is None:
             plan, reason = self._plan(module, tensors, form)
         if plan is None:
-            if any(type(tensor) is Branch for tensor in tensors):
+            if any(waits(tensor) for tensor in tensors):
                 return self(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
             self.decline(reason or "")
             return self.original(args, kwargs)

@@ -10,6 +10,7 @@ from fuseline.ops.attention.attention import attention
 from fuseline.ops.attention.packed import attention_packed
 from fuseline.ops.cross_entropy import cross_entropy
 from fuseline.ops.decode_attention import LayerCache, decode_attention
+from fuseline.ops.dropout import dropout
 from fuseline.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fuseline.ops.embedding import embedding
 from fuseline.ops.geglu import geglu
@@ -38,6 +39,7 @@ __all__ = [
     "attention_packed",
     "cross_entropy",
     "decode_attention",
+    "dropout",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embedding",

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from fuseline.acceleration.norm_ahead import Ahead, Normalized, Summed
+from fuseline.acceleration.norm_ahead import Ahead, Mask, Normalized, Summed
 from fuseline.acceleration.reading import (
     FUSED_NORMS,
     POINTWISE,
@@ -146,11 +147,12 @@ class NormRecipe:
         return y.to(x.dtype) if self.affine.plus_one else y
 
     def sum_ahead(
-        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor, mask: Mask | None = None
     ) -> tuple[torch.Tensor, Ahead]:
-        """x + residual, and what the norm makes of it, where `has_sum` says that one op computes both."""
+        """x, dropped by the mask, + residual, and what the norm makes of it, where `has_sum` says that one op
+        computes both."""
         weight, bias = (None if t is None else t.detach() for t in self._affine(module))
-        ahead = Ahead(self.kind, x.shape[-self.dims :], self.eps)
+        ahead = Ahead(self.kind, x.shape[-self.dims :], self.eps, mask)
         own_bias = bias if self.kind == "layer_norm" else None
         if not torch.is_grad_enabled():
             return ahead.fill(x, residual, weight, own_bias), ahead
@@ -162,6 +164,14 @@ class NormRecipe:
         centred = self.kind == "layer_norm"
         y: torch.Tensor = Normalized.apply(read, weight, bias if centred else None, ahead)
         return y if centred or bias is None else y + bias
+
+    def define(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The norm in plain PyTorch and in x's dtype."""
+        weight, bias = (None if t is None else t.to(x.dtype) for t in self._affine(module))
+        if self.kind == "layer_norm":
+            return F.layer_norm(x, x.shape[-self.dims :], weight, bias, self.eps)
+        y = F.rms_norm(x, x.shape[-self.dims :], weight, self.eps)
+        return y if bias is None else y + bias
 
     @property
     def has_sum(self) -> bool:

@@ -87,6 +87,12 @@ def _dropout_add_rms_norm(
     return _add_rms_norm(_dropout(x, x_bias, p, training), residual, *arguments, **options)
 
 
+def _dropout_alone(
+    x: Tensor, p: float = 0.5, *, relu: bool = False, training: bool = True, seed: Tensor | None = None
+) -> Tensor:
+    return F.dropout(F.relu(x) if relu else x, p, training)
+
+
 def _cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -196,6 +202,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Outputs]] = {
     "dropout_add_rms_norm": _dropout_add_rms_norm,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "dropout": _dropout_alone,
     "gelu": _gelu,
     "mlp": _mlp,
     "swiglu": _swiglu,

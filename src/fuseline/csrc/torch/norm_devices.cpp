@@ -4,7 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
-#include "cpu/philox.h"
+#include "dropout.h"
 #include "fuseline_long_norms.h"
 #include "norms.h"
 
@@ -26,30 +26,12 @@ bool drops(const Norm& norm) { return norm.seed.has_value() && norm.p > 0; }
 
 // ---- CPU ----
 
-// What dropout multiplies x with, in accumulators.
-Tensor dropout_of(const Norm& norm) {
-    const auto type = accumulator_type(norm.x.scalar_type());
-    const Tensor kept = at::empty(norm.x.sizes(), norm.x.options().dtype(type));
-    const auto seed = static_cast<uint64_t>(norm.seed->const_data_ptr<int64_t>()[0]);
-    const uint32_t threshold = cpu::dropout_threshold(norm.p);
-    const double scale = cpu::dropout_scale(norm.p);
-    at::parallel_for(0, kept.numel(), 4096, [&](int64_t begin, int64_t end) {
-        if (type == at::kDouble) {
-            cpu::dropout_multipliers(seed, threshold, scale, begin, kept.data_ptr<double>() + begin, end - begin);
-        } else {
-            cpu::dropout_multipliers(seed, threshold, static_cast<float>(scale), begin,
-                                     kept.data_ptr<float>() + begin, end - begin);
-        }
-    });
-    return kept;
-}
-
 // residual + dropout(x + x_bias), rounded once.
 void add_up(const Norm& norm, const Tensor& sum) {
     const auto type = accumulator_type(norm.x.scalar_type());
     Tensor total = norm.x.to(type);
     if (norm.x_bias.has_value()) total = total.add(norm.x_bias->to(type));
-    if (drops(norm)) total = total.mul(dropout_of(norm));
+    if (drops(norm)) total = total.mul(dropout_factors(norm.x, norm.p, *norm.seed));
     sum.copy_(total.add(norm.residual->to(type)));
 }
 
@@ -140,7 +122,7 @@ void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGrad
     if (grads.grad_sum.has_value()) rows.add_(*grads.grad_sum);
     if (!grads.x.defined() && !grads.x_bias.defined()) return;
     const Tensor wide = rows.to(accumulator_type(rows.scalar_type()));
-    const Tensor dropped = drops(norm) ? wide.mul(dropout_of(norm)) : wide;
+    const Tensor dropped = drops(norm) ? wide.mul(dropout_factors(norm.x, norm.p, *norm.seed)) : wide;
     if (grads.x.defined()) grads.x.copy_(dropped);
     if (!grads.x_bias.defined()) return;
     const cpu::LayerNormBackward sums{dropped.const_data_ptr(), dropped.const_data_ptr(), nullptr, nullptr,
