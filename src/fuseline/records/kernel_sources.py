@@ -25,7 +25,7 @@ _TRAINING = ("activations", "attention", "embedding", "linear", "loss", "norms",
 _DECODING = ("activations", "attention", "embedding", "linear", "norms", "step")
 # The families that an op may use; those of a suite whose cases name no op, or one that is not here.
 _OF_OP: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gelu", "geglu", "swiglu"), ("activations",)),
+    **dict.fromkeys(("gelu", "geglu", "swiglu", "dropout"), ("activations",)),
     "mlp": ("activations", "linear"),
     **dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), ("norms",)),
     **dict.fromkeys(("dropout_add_layer_norm", "dropout_add_rms_norm"), ("norms",)),
