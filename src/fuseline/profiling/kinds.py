@@ -110,7 +110,11 @@ KERNELS: tuple[Rule, ...] = (
     ),
     _rule("other", r"embedding|index|gather|scatter|sort|Radix|Onesweep|cub::|thrust::|philox|distribution"),
     _rule("other", r"fuseline::(decode_step|step_kernel|argmax_step)"),
-    _rule("pointwise", r"elementwise|reduce_kernel|vectorized|dropout|fuseline::(gelu|glu|geglu|swiglu|rope)"),
+    _rule(
+        "pointwise",
+        r"elementwise|reduce_kernel|vectorized|dropout",
+        r"fuseline::(gelu|glu|geglu|swiglu|rope)",
+    ),
 )  # fmt: skip
 
 # What inductor fused, by the names of the operations in the kernel: the heaviest among them decides.
