@@ -13,7 +13,8 @@ class Site:
 
     Attributes:
         path: its name in the model; `also` are other names of the same module. A residual_norm stands at the
-            norm, also where the sum is another module's; rotary at the module that turns queries and keys.
+            norm, also where the sum is another module's; rotary at the module that turns queries and keys;
+            ReLU with the dropout after it, an activation, at the module whose result they are given.
         kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation",
             "residual_norm", "embedding", "rotary", "attention" or "head_loss".
         status: "kept" (Fuseline's op runs there), "refused" (the reason says why), "not faster" (right, but

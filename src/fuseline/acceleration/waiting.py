@@ -143,12 +143,13 @@ ASKS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def may_wait(x: object) -> bool:
-    """Whether what is computed of a tensor may wait: in a plain one that no mode of torch looks after."""
+    """Whether what is computed of a tensor may wait: of a plain one that no mode of torch looks after."""
     return (
         type(x) is torch.Tensor
         and is_native(x)
         and not (torch.is_inference_mode_enabled() or x.is_inference())
         and _get_current_dispatch_mode() is None
+        and torch._C._get_tracing_state() is None
     )
 
 

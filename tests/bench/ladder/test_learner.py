@@ -49,8 +49,9 @@ def test_training_passed_through_a_padded_and_fused_rung_goes_on_as_if_it_had_no
     for (name, one), (_, two) in zip(
         whole.model.named_parameters(), second.model.named_parameters(), strict=True
     ):
-        # AdamW's first steps are as long for a gradient that is next to nothing, whose sign is a rounding.
-        torch.testing.assert_close(one, two, rtol=2e-4, atol=5e-5, msg=lambda told: f"{name}: {told}")  # noqa: B023
+        # Not number by number: AdamW's first step is as long for a gradient whose sign is a rounding.
+        way = (one - state.weights[name]).norm()
+        assert (one - two).norm() <= 1e-3 * way, name
     assert not torch.equal(whole.model.lm_head.weight, state.weights["transformer.wte.weight"])
 
 
