@@ -1,4 +1,4 @@
-"""Every kernel compiles, and none but one spills more than two registers: for Hopper, and in the full check
+"""Every kernel compiles, and none but the four named here puts registers aside: for Hopper, in the full check
 (`make test-full`) for every architecture we ship.
 
 Where bf16 and fp16 have a source each, which differ in that type alone, that of fp16 is compiled in the full
@@ -31,20 +31,29 @@ HOST_ONLY = (
     "tuning.cu",
 )
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
-# Bytes of a thread: two registers put aside cost less than a block a multiprocessor fewer.
-SPARED = 8
-# With a mask, at the registers of three blocks: what keys are copied by is put aside.
-SPARED_BY = {"attention_backward_rows_panels": 64}
+# Kernels that put registers aside: what sets apart the name that ptxas gives them, and the most
+# bytes of a thread. One block fewer on a multiprocessor would leave registers enough.
+SPARED = {
+    # With a mask and heads of 64, at the registers of three blocks: what keys are copied by is put aside.
+    r"attention_backward_rows_panelsI\w+?Li64ELb0E": 60,
+    # fp16 of few rows at the 32 registers of eight blocks; bf16 has room.
+    r"embedding_forwardI6__halfLi8ELb0ELi2E": 8,
+    # Four vectors of fp16 a thread at the 64 registers of two blocks of 512; bf16 has room.
+    r"norm_forward_heldI6__halfNS_7HoldingILi4ELi1ELb0ELb0ELi512ELi2ELb1E": 8,
+    # Heads of 128 in fp16 on an A100, for which nothing was laid out.
+    r"short_backwardI6__halfLi128ELi32ELb1ELb0E\w+ for sm_80": 8,
+}
+FRAME_OF_8 = "8 bytes stack frame"
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def spills(report: str) -> list[str]:
     """The kernels that `ptxas -v` reports a frame or a spill for, of more bytes than they are spared."""
-    found, function, spared = [], "?", SPARED
+    found, function, spared = [], "?", 0
     for line in report.splitlines():
         if match := FUNCTION.search(line):
             function = f"{match[1]} for {match[2]}"
-            spared = next((most for name, most in SPARED_BY.items() if name in function), SPARED)
+            spared = max((most for name, most in SPARED.items() if re.search(name, function)), default=0)
         elif (match := FRAME.search(line)) and any(int(count) > spared for count in match.groups()):
             found.append(f"{function}: {match[0]}")
     return found
@@ -78,16 +87,32 @@ def test_every_source_of_16_bits_has_its_twin() -> None:
 
 
 def test_spills_reads_the_report() -> None:
+    panels = "_ZN8fuseline30attention_backward_rows_panelsI6__half"
+
+    def told(function: str, architecture: str, stores: int, loads: int) -> str:
+        return (
+            f"ptxas info    : Compiling entry function '{function}' for '{architecture}'\n"
+            f"    {FRAME_OF_8}, {stores} bytes spill stores, {loads} bytes spill loads\n"
+        )
+
     report = (
         "ptxas info    : Compiling entry function 'good' for 'sm_90'\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-        "ptxas info    : Compiling entry function 'near' for 'sm_90'\n"
-        "    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n"
-        "ptxas info    : Compiling entry function 'bad' for 'sm_80'\n"
-        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        + told("14short_backwardI6__halfLi128ELi32ELb1ELb0EEE", "sm_80", 8, 8)
+        + told("14short_backwardI6__halfLi128ELi32ELb1ELb0EEE", "sm_90", 8, 8)
+        + told(f"{panels}Li64ELb0ELb1EEE", "sm_90a", 28, 60)
+        + told(f"{panels}Li64ELb0ELb1EEE", "sm_90a", 28, 64)
+        + told(f"{panels}Li64ELb1ELb1EEE", "sm_90a", 4, 4)
+        + told("bad", "sm_80", 4, 12)
+        + told("near", "sm_90", 4, 4)
     )
     assert spills(report) == [
-        "bad for sm_80: 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads"
+        f"14short_backwardI6__halfLi128ELi32ELb1ELb0EEE for sm_90: {FRAME_OF_8}, 8 bytes spill stores, "
+        "8 bytes spill loads",
+        f"{panels}Li64ELb0ELb1EEE for sm_90a: {FRAME_OF_8}, 28 bytes spill stores, 64 bytes spill loads",
+        f"{panels}Li64ELb1ELb1EEE for sm_90a: {FRAME_OF_8}, 4 bytes spill stores, 4 bytes spill loads",
+        f"bad for sm_80: {FRAME_OF_8}, 4 bytes spill stores, 12 bytes spill loads",
+        f"near for sm_90: {FRAME_OF_8}, 4 bytes spill stores, 4 bytes spill loads",
     ]
 
 

@@ -359,12 +359,16 @@ def _figures(
     }
 
 
+def _bytes(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
+
+
 def _summary(figures: dict[str, Any]) -> str:
     memory = figures["peak_memory_gib"]
     return (
         f"{figures['new_tokens']} tokens in {figures['steps']} steps: first after "
         f"{figures['ttft_ms']:.1f} ms, "
-        f"then {figures['tokens_per_s']:.1f} tokens/s. Weights {figures['weight_gib']:.2f} GiB read at "
-        f"{figures['bandwidth_gbs']:.0f} GB/s, {figures['share_of_copy']:.2f} of the copy bandwidth."
+        f"then {figures['tokens_per_s']:.1f} tokens/s. Weights {_bytes(figures['weight_gib'])} read at "
+        f"{figures['bandwidth_gbs']:.3g} GB/s, {figures['share_of_copy']:.2f} of the copy bandwidth."
         + ("" if memory is None else f" Memory {memory:.2f} GiB.")
     )

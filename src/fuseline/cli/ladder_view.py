@@ -223,7 +223,7 @@ def _verdict(outcome: Outcome, settings: Settings) -> list[str]:
         told = f"[bold]{_ratio(over_torch)}[/]"
         if outcome.torch_alone.spec == best.spec:
             recipe = settings.course.rung_of(best.spec).summary
-            told = f"[bold]1.00x[/]. No rung of ours gains here: use torch's own, {recipe}"
+            told = f"[bold]1.00x[/]. No rung of ours gained in this run: use torch's own, {recipe}"
         lines.append(f"{best.name} over the best that torch does alone: {told}")
     if best is not None and total is not None:
         first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")

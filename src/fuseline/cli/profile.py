@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,10 +22,14 @@ from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from fuseline.cli.profile_targets import Asked
     from fuseline.profiling import Difference, Profile
+    from fuseline.records.record import Scalar
 
 DEFAULT_OUT = Path("fuseline-profile")
+LARGE_ON_CPU = 2048  # tokens of a step that takes seconds there
 DEFAULT_TARGET = {"cpu": "tiny", "cuda": "gpt2"}
 
 
@@ -134,6 +139,14 @@ def _profiled(options: Options, ready: object) -> Profile:
 
     assert isinstance(ready, Ready)
     console = Console(stderr=True)
+    console.print(f"Profiling {_told(ready.case, ready.device)} ...", highlight=False, soft_wrap=True)
+
+    def tell(what: str) -> None:
+        if console.is_terminal:
+            status.update(what)
+        else:
+            console.print(f"  {what} ...", highlight=False)
+
     try:
         with console.status("building") as status:
             return profile_step(
@@ -146,10 +159,21 @@ def _profiled(options: Options, ready: object) -> Profile:
                 case=ready.case,
                 precision=ready.precision,
                 steps=options.steps,
-                observe=lambda what: status.update(what),
+                observe=tell,
             )
     finally:
         ready.close()
+
+
+def _told(case: Mapping[str, Scalar], device: torch.device) -> str:
+    """What takes a step, and of what size; on a processor how to be done sooner where that is large."""
+    name = case.get("preset") or case.get("checkpoint") or case.get("model") or "a model"
+    batch, seqlen = case.get("batch"), case.get("seqlen_q")
+    if not (isinstance(batch, int) and isinstance(seqlen, int)):
+        return f"{name} on {device}"
+    sooner = device.type == "cpu" and batch * seqlen > LARGE_ON_CPU
+    hint = " (minutes; --batch-size 1 --seqlen 256 is sooner done)" if sooner else ""
+    return f"{name}, {batch} x {seqlen} tokens a step, on {device}{hint}"
 
 
 def _as_json(profile: Profile) -> dict[str, object]:

@@ -49,8 +49,9 @@ class Progress:
         print(f"fuseline: {message}", file=sys.stderr, flush=True)
 
     def _state(self) -> str:
-        last = f" ({self._last})" if self._last else ""
-        return f"building {self.what}: {self.done} of {self.steps}{last}, {self.seconds:.0f} s"
+        if not self.done:  # for a minute or more: the largest parts begin first
+            return f"building {self.what}: at the largest of {self.steps} parts, {self.seconds:.0f} s"
+        return f"building {self.what}: {self.done} of {self.steps} ({self._last}), {self.seconds:.0f} s"
 
     def _rewrite(self) -> None:
         print(f"\r{'fuseline: ' + self._state():<100}", end="", file=sys.stderr, flush=True)

@@ -196,7 +196,7 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
             raise unknown_name("GPU", gpu, GPUS)
         return GPUS[gpu]
     if not torch.cuda.is_available():
-        raise InputError(f"There is no GPU here; name one: {', '.join(GPUS)}.")
+        raise InputError(f"There is no GPU here; name one with --gpu (gpu= in Python): {', '.join(GPUS)}.")
     found = torch.cuda.get_device_properties()
     return Gpu(
         found.name,

@@ -78,7 +78,7 @@ def loss_in(output: Any) -> torch.Tensor:
             return found
     raise InputError(
         f"The model returned {_described(output)}, and no loss. Give labels in the batch, return (model, "
-        "batch, loss_fn) with loss_fn(model, batch) the loss, or profile its forward pass with --forward."
+        "batch, loss_fn) with loss_fn(model, batch) the loss. `fuseline profile --forward` needs none."
     )
 
 

@@ -18,7 +18,7 @@ READINGS = {
     "cumulative": "slot by slot, keeping what pays",
     "alone": "one change at a time upon the baseline",
 }
-TORCHS = "1.00x the best that torch does alone: no rung of ours gains here, all that pays is torch's own"
+TORCHS = "1.00x the best that torch does alone: no rung of ours gained in this run, use torch's own"
 BUSY = (
     "This machine was busy with something else. The times below vary too much from run to run to be trusted; "
     "ratios are of runs in turn and suffer less. Run the ladder again when the machine is quiet."
