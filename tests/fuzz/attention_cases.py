@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from judged import judge
+from judged import judge, products_leak
 from op_cases import DTYPES, specialized
 from suite import Suite, Trial
 
@@ -97,6 +97,8 @@ def check(trial: Trial) -> str | None:
     is_finite = special is None or special[1] in ("huge", "zeros")
     if not is_finite and (backend not in OWN or (backend == "plain" and special[1] != "nan")):
         return None  # and a row of -inf, which is 0 by the others, is NaN by torch's softmax
+    if not is_finite and trial["device"] == "cpu" and products_leak(DTYPES[trial["dtype"]]):
+        return None
 
     def ours(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = {**options, **({"mask": inputs["mask"]} if "mask" in inputs else {})}

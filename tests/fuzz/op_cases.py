@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from drawn_cases import DRAWN, LAYOUTS, lay_out, log_uniform, results, to_double
-from judged import judge, judge_same
+from judged import judge, judge_same, products_leak
 from suite import Suite, Trial
 
 from fuseline import native, ops
@@ -116,6 +116,8 @@ def check(trial: Trial) -> str | None:
             max(size, _largest([before[n] for n in floating])) for size in sizes[: len(plain)]
         ]
     is_finite = all(bool(t.isfinite().all()) for t in [*before.values(), *grads_out] if t.is_floating_point())
+    if not is_finite and op.by_blas and trial["device"] == "cpu" and products_leak(dtype):
+        return None
     for what, size, *three in zip(names, sizes, found, near, far, strict=True):
         row = -1 if op.name in ("softmax", "cross_entropy") else None
         complaint = judge(
