@@ -10,8 +10,8 @@ import torch
 
 @functools.cache
 def products_leak(dtype: torch.dtype) -> bool:
-    """Whether torch's own products on this processor let a row's NaN into the row before, as bfloat16 products
-    by AMX do where their sums are over an odd number of elements."""
+    """Whether torch's own products on this processor let a row's NaN into the row before, as bfloat16
+    products by AMX do where their sums are over an odd number of elements."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(3, *shape, generator=generator).to(dtype) for shape in ((17, 31), (31, 31)))
     left[1, 8] = torch.nan

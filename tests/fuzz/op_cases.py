@@ -118,7 +118,12 @@ def check(trial: Trial) -> str | None:
     is_finite = all(bool(t.isfinite().all()) for t in [*before.values(), *grads_out] if t.is_floating_point())
     if not is_finite and op.by_blas and trial["device"] == "cpu" and products_leak(dtype):
         return None
+    # Behind ReLU the result alone says what was dropped: of one that is no number it does not, and a gradient
+    # that comes in where it is 0 counts for nothing, be it NaN.
+    told_by_result = op.name == "dropout" and trial["options"].get("relu")
     for what, size, *three in zip(names, sizes, found, near, far, strict=True):
+        if not is_finite and told_by_result and what.startswith("gradient"):
+            continue
         row = -1 if op.name in ("softmax", "cross_entropy") else None
         complaint = judge(
             *three,
