@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 5
+#define FUSELINE_KERNELS_ABI_VERSION 6
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -52,8 +52,7 @@ typedef enum {
   FUSELINE_LAYER_NORM_BACKWARD = 4,
   FUSELINE_MANY_NORMS = 5, /* rows that fill the chip: a forward and a backward of a layer norm and of an RMS norm, of x, then
                             * of residual + x, then of residual + dropout(x + x_bias) */
-  FUSELINE_MANY_ODD_NORMS = 17, /* the forward of such rows that do not keep to 16-byte steps, in the same order */
-  FUSELINE_FAMILIES = 23
+  FUSELINE_FAMILIES = 17
 } fuseline_family;
 
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.

@@ -17,9 +17,7 @@ enum class RowKernel : int {
   copied,  // shared memory, in bulk copies, by blocks that end with their row
   light,   // the same by threads of fewer registers
   ring,    // rows ahead in shared memory, by blocks that stay
-  tiles,   // several short rows a copy
-  pieces,  // rows longer than a block's shared memory has ahead, piece by piece
-  elements  // single elements, `held` a thread, of rows at odd addresses
+  tiles    // several short rows a copy
 };
 
 // A line of the table: rows of up to `longest` elements are laid out so.
