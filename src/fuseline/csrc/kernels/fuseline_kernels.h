@@ -104,11 +104,12 @@ typedef struct {
 FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
 
 /* Bytes of scratch that fuseline_norm_backward needs on the current device for the same struct; with no gradient of
- * weight, bias or x_bias wanted workspace may be null, at which few of the longest rows take longer. */
+ * weight, bias or x_bias wanted workspace may be null. */
 FUSELINE_API size_t fuseline_norm_backward_workspace(const fuseline_norm* norm);
 
-/* All gradients that are wanted, every tensor read once; x and grad_y twice of few of the longest rows. workspace:
- * 16-byte aligned, uninitialized. With no rows, the gradients of weight, bias and x_bias are zero. */
+/* All gradients that are wanted, every tensor read once; inputs twice and more of few rows, and of those that no cluster
+ * holds or that do not keep to 16-byte steps. workspace: 16-byte aligned, uninitialized. With no rows, the gradients of
+ * weight, bias and x_bias are zero. */
 FUSELINE_API int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream);
 
 /* The layer norm alone: y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
@@ -122,10 +123,10 @@ FUSELINE_API int fuseline_layer_norm_forward(const void* x, const void* weight, 
                                              int dtype, int weight_dtype, void* stream);
 
 /* Bytes of scratch that fuseline_layer_norm_backward needs on the current device for the gradients of weight
- * and bias. With neither wanted workspace may be null, at which few of the longest rows take longer. */
+ * and bias. With neither wanted workspace may be null. */
 FUSELINE_API size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype);
 
-/* Gradients of the layer norm, x and grad_out read once (twice of few of the longest rows):
+/* Gradients of the layer norm, x and grad_out read once (twice and more as above):
  *   grad_x = rstd * (g * w - mean(g * w) - x_hat * mean(g * w * x_hat)), x_hat = (x - mean) * rstd
  *   grad_weight = sum over rows of g * x_hat, grad_bias = sum over rows of g.
  *

@@ -200,7 +200,7 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     task.grad_y = grads.grad_y->const_data_ptr();
     task.grad_sum = fuseline::data_or_null(grads.grad_sum);
     Tensor rows = grads.residual, dropped = grads.x;
-    if (grads.x_bias.defined()) {  // long rows take its sums from what was written
+    if (grads.x_bias.defined()) {  // few rows take its sums from what was written
         Tensor& source = drops(norm) ? dropped : rows;
         if (!source.defined()) source = at::empty_like(drops(norm) ? *grads.grad_y : saved.sum);
     }

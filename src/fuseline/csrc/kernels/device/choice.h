@@ -8,8 +8,8 @@
 namespace fuseline {
 
 // The kernels of a family that has several for a row. Some fields of RowChoice mean something else to some of them: in
-// `copied`, `held` is how many pieces of x a warp has at a time (0: all) and `stages` is 2 where x leaves the L2 first; in
-// `held`, `stages` is 1 where the weights are fetched together with the row; `tiles` ignores these fields.
+// `copied`, `held` is 0 and `stages` is 2 where x leaves the L2 first; in `held`, `stages` is 1 where the weights are fetched
+// together with the row; `tiles` ignores these fields.
 enum class RowKernel : int {
   rules,   // as the launchers lay out what no table was measured for
   held,    // registers

@@ -4,9 +4,10 @@
 // Moves: x and grad_y (and grad_sum) twice or three times, of which the caches give some; grad_x (and grad_dropped) once. Limit:
 // HBM bandwidth, and instructions: an element is an access. A kernel has the gradients of rows, another the sums over rows.
 //
-// Threads: a row is a warp's, or a block's. A thread has every so manieth element, kGeneralHeld at once; those that it began
-// with stay in registers until the row has met, the others are read again. Sums over rows: a warp has neighbouring columns, and
-// the warps of a block, and some blocks (`shares`), have rows of their own.
+// Threads: a row is a warp's, a block's or, of more elements than its threads have at once, a cluster's. A thread has every so
+// manieth element, kGeneralHeld at once; those that it began with stay in registers until the row has met, the others are read
+// again. Sums over rows: a warp has neighbouring columns, and the warps of a block, and some blocks (`shares`), have rows of
+// their own.
 #pragma once
 
 #include "norm_gradient.cuh"
@@ -16,7 +17,7 @@ namespace fuseline {
 
 constexpr int kGeneralThreads = 384;  // whose registers hold what they have on its way
 constexpr int kGeneralHeld = 8;  // elements that a thread has on their way at once
-constexpr int kGeneralRows = 4;  // rows of which a thread reads its column at once
+constexpr int kGeneralRows = 6;  // rows of which a thread reads its column at once
 constexpr int kGeneralWarps = kGeneralThreads / kWarp;
 
 struct GeneralNorm {
@@ -33,12 +34,14 @@ __device__ __forceinline__ float weight_of(const NormBackward& a, int64_t c) {
 template <class X, class Y>
 __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general(const GeneralNorm given) {
   constexpr int kHeld = kGeneralHeld;
-  __shared__ float2 states[kGeneralWarps];
+  __shared__ float2 states[kGeneralWarps], of_blocks[kMaxCluster];
+  const NormBackward& a = given.norm;
+  const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);
+  if (cluster > 1) cluster_arrive();  // nobody writes to a block that has not begun
   let_next_start();
   wait_for_earlier();
-  const NormBackward& a = given.norm;
-  const int threads = blockDim.x, lane = threadIdx.x;
-  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, base = row * a.n;
+  const int threads = cluster * int(blockDim.x), lane = rank * int(blockDim.x) + int(threadIdx.x);
+  const int64_t row = int64_t(blockIdx.x) / cluster * blockDim.y + threadIdx.y, base = row * a.n;
   const int64_t n = row < a.rows ? a.n : 0, step = int64_t(kHeld) * threads;
   RowTerms terms;
   terms.mean = n > 0 && a.mean ? a.mean[row] : 0.f;
@@ -78,11 +81,22 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general(cons
     add(more, more_weighted);
   }
   sums = sum_of_lanes(sums, kWarp);
-  if (threads > kWarp) {  // the block has one row
-    if (lane % kWarp == 0) states[lane / kWarp] = sums;
+  if (blockDim.x > kWarp) {  // the block has one row
+    if (threadIdx.x % kWarp == 0) states[threadIdx.x / kWarp] = sums;
     __syncthreads();
     sums = make_float2(0.f, 0.f);
-    for (int warp = 0; warp < threads / kWarp; ++warp) sums = plus(sums, states[warp]);
+    for (int warp = 0; warp < int(blockDim.x) / kWarp; ++warp) sums = plus(sums, states[warp]);
+  }
+  if (cluster > 1) {
+    cluster_wait();
+    if (int(threadIdx.x) < cluster) {
+      store_in_cluster(&of_blocks[rank].x, int(threadIdx.x), __float_as_uint(sums.x));
+      store_in_cluster(&of_blocks[rank].y, int(threadIdx.x), __float_as_uint(sums.y));
+    }
+    cluster_arrive();
+    cluster_wait();
+    sums = make_float2(0.f, 0.f);
+    for (int block = 0; block < cluster; ++block) sums = plus(sums, of_blocks[block]);
   }
   terms.set(a, a.mean, sums.x, sums.y);
   if (given.terms && lane == 0 && n > 0) given.terms[row] = make_float2(terms.offset, terms.slope);
@@ -148,7 +162,6 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general_sums
 #pragma unroll 1
   for (int64_t first = share * kGeneralWarps + warp; first < rows; first += kRows * step) {
     float apart[kRows], grad[kRows], rstd[kRows], more[kRows];
-    float2 terms[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first + r * step;
@@ -156,7 +169,6 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general_sums
       apart[r] = there ? to_float(x[row * a.n]) - (a.mean ? a.mean[row] : 0.f) : 0.f;
       grad[r] = there ? to_float(grad_y[row * a.n]) : 0.f;
       rstd[r] = there ? a.rstd[row] : 0.f;
-      terms[r] = there && given.terms ? given.terms[row] : make_float2(0.f, 0.f);
       more[r] = there && grad_sum ? to_float(grad_sum[row * a.n]) : 0.f;
     }
 #pragma unroll
@@ -164,8 +176,9 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general_sums
       weight_sum += grad[r] * (apart[r] * rstd[r]);
       bias_sum += grad[r];
       if (!given.terms || first + r * step >= rows) continue;
+      const float2 terms = given.terms[first + r * step];
       const float scale = a.mean && a.n == 1 ? 0.f : rstd[r];
-      const float of_row = grad[r] * weight * scale - terms[r].x - apart[r] * terms[r].y + more[r];
+      const float of_row = grad[r] * weight * scale - terms.x - apart[r] * terms.y + more[r];
       x_bias_sum += a.dropout.seed ? of_row * dropout_multiplier(a.dropout, seed, (first + r * step) * a.n + c) : of_row;
     }
   }

@@ -6,7 +6,7 @@
 namespace fuseline {
 namespace {
 
-constexpr int64_t kRowOfWarp = 512;  // elements of a row at most that one warp has
+constexpr int64_t kRowOfWarp = 512;   // elements of a row at most that one warp has
 constexpr int64_t kRowsOfThread = 16;  // of a column, at least, before there are more shares
 
 int column_blocks(int64_t n) { return int(divide_up(n, kWarp)); }
@@ -25,16 +25,19 @@ template <class X, class Y>
 int run(const NormBackward& a, const Device& device, void* stream) {
   GeneralNorm given{a, nullptr, column_blocks(a.n), shares_of(a.rows, a.n, device)};
   if (a.grad_x_bias) given.terms = reinterpret_cast<float2*>(a.partials + floats_of_sums(a.rows, a.n, device));
+  const int64_t at_once = kWarp * kGeneralHeld;  // elements that a warp has
+  int& cluster = given.norm.cluster = 1;
+  while (device.clusters && cluster < kMaxCluster && a.n > cluster * at_once * kGeneralWarps) cluster *= 2;
+  const int warps = int(std::min<int64_t>(kGeneralWarps, divide_up(a.n, cluster * at_once)));
+  const dim3 block = a.n <= kRowOfWarp ? dim3(kWarp, 4) : dim3(unsigned(warps * kWarp));
   const auto rows = [&](const GeneralNorm& of) {
-    const int warps = int(std::min<int64_t>(kGeneralWarps, divide_up(a.n, kWarp * kGeneralHeld)));
-    const bool alone = a.n <= kRowOfWarp;
-    const dim3 block = alone ? dim3(kWarp, 4) : dim3(unsigned(warps * kWarp));
-    return launch(norm_backward_general<X, Y>, of, divide_up(a.rows, block.y), block, 0, 1, stream, device.clusters);
+    const int64_t grid = divide_up(a.rows, block.y) * cluster;
+    return launch(norm_backward_general<X, Y>, of, grid, block, 0, cluster, stream, device.clusters);
   };
   const auto sums = [&] {
     const int64_t grid = int64_t(given.column_blocks) * given.shares;
-    const dim3 block(kWarp, kGeneralWarps);
-    const int error = launch(norm_backward_general_sums<X, Y>, given, grid, block, 0, 1, stream, device.clusters);
+    const dim3 whole(kWarp, kGeneralWarps);
+    const int error = launch(norm_backward_general_sums<X, Y>, given, grid, whole, 0, 1, stream, device.clusters);
     if (error || given.shares == 1) return error;
     return add_partials<Y>(a, kSumsOfAddedNorm, given.shares, device.clusters, stream);
   };
