@@ -55,8 +55,6 @@ def every_layout(direction: str) -> Iterator[Layout]:
         blocks = tuple(warps * WARP for warps in WAITING_WARPS)
         for kernel, block, cluster, stages in product(("copied", "light"), blocks, CLUSTERS, (1, 2)):
             yield Layout(0, block, cluster, stages, kernel)
-        for block, cluster, blocks_beside, stages in product((256, 512), CLUSTERS, (1, 2), (3, 4)):
-            yield Layout(blocks_beside, block, cluster, stages, "ring")
 
 
 def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) -> Taken | None:
@@ -64,9 +62,10 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
     vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
     kernel, held, block = layout.kernel, layout.held, layout.block
     cluster, stages = layout.cluster, layout.stages
-    forward = direction == "forward"
     if kernel == RULES.kernel:
         return (kernel,)
+    if kernel == "ring" and direction == "forward":
+        return None
     if kernel == "tiles":
         return (kernel,) if vectors <= WARP else None
     if kernel == "packed":
@@ -76,10 +75,6 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
         return _copied(vectors, adds, masked, element_size, layout)
     threads = -(-vectors // (held * cluster))
     whole = -(-threads // WARP) * WARP
-    if kernel == "ring" and forward:
-        warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
-        fits = adds and warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster)
-        return (kernel, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
     if kernel == "ring":
         most = min(block, 640 if held == 2 and not adds else MOST_THREADS)
         one_warp = adds and element_size == 2 and vectors <= 3 * WARP

@@ -147,9 +147,8 @@ bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& devi
                              const RowChoice* requested = nullptr);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
                              const RowChoice* requested = nullptr);
-// False for rows that it does not take.
-bool add_norm_forward_ring(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* requested = nullptr);
+// Of an fp32 residual and x of 16 bits; false for rows that it does not take.
+bool add_norm_forward_ring(const NormForward& a, int y_dtype, const Device& device, void* stream, int& error);
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

@@ -215,8 +215,6 @@ template <class T, bool kAdded, bool kMasked = false>
 bool run_held(NormForward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   const bool masked = a.x_bias || a.dropout.seed;
   if (kAdded && masked != kMasked) return false;
-  const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
-  if (kMasked && !requested && measured.given && measured.choice.stages > 0) return false;  // norm_forward_added.cuh has them
   bool aligned = a.n % kVector<T> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {

@@ -45,8 +45,6 @@ bool forward_as(const RowChoice& requested, const NormForward& a, int adds, int 
     case RowKernel::copied:
     case RowKernel::light:
       return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &requested);
-    case RowKernel::ring:
-      return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &requested);
     default:
       return false;
   }
