@@ -19,7 +19,7 @@ import tyro
 from fuseline import native
 from fuseline.native.kernels import NORMS, Kernels, open_kernels
 from fuseline.native.layouts import VECTOR_BYTES, Layout
-from fuseline.native.norm_layouts import norm_layouts, odd_layouts
+from fuseline.native.norm_layouts import norm_layouts
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
@@ -93,10 +93,10 @@ def measure(
     rows = options.rows or 2**28 // (n * dtype.itemsize)
     traffic, call = work(kind, direction, torch.randn(rows, n, device=DEVICE, dtype=dtype))
     whole = "forward" if direction == "fw" else "backward"
-    family, layouts = f"many_{kind}_{whole}", norm_layouts(kind, whole, n, dtype.itemsize)
-    if direction == "fw" and n * dtype.itemsize % VECTOR_BYTES:
-        family, layouts = f"many_odd_{kind}_{whole}", odd_layouts(kind, n, dtype.itemsize)
-    for layout in (None, *layouts) if options.layouts else (None,):
+    family = f"many_{kind}_{whole}"
+    aligned = n * dtype.itemsize % VECTOR_BYTES == 0
+    layouts = norm_layouts(kind, whole, n, dtype.itemsize) if options.layouts and aligned else ()
+    for layout in (None, *layouts):
         kernels.override_plan(family, layout)
         try:
             yield layout, time_calls(call, DEVICE, repeats=options.repeats).median, traffic

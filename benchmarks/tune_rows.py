@@ -43,14 +43,7 @@ from fuseline.native.layouts import (
     waits,
     write,
 )
-from fuseline.native.norm_layouts import (
-    every_layout,
-    every_odd_layout,
-    norm_layouts,
-    odd_layouts,
-    taken,
-    taken_odd,
-)
+from fuseline.native.norm_layouts import every_layout, norm_layouts, taken
 from fuseline.timing import copy_bandwidth_gbs, time_calls
 
 LENGTHS = (
@@ -66,12 +59,6 @@ FOLLOWING_IN_VECTORS = {
 }
 """What fills a layout's copies at one length leaves one nearly empty at others: places between the lengths,
 and what follows those that fill them. The latter pair is for kernels of rows that keep to 16 bytes."""
-ODD_LENGTHS = (
-    *(63, 127, 191, 255, 383, 511, 641, 767, 1001, 1535, 2047, 3071, 4095, 6143, 8191, 12287, 16383, 20001),
-    *(24575, 32767, 40001, 49151, 50257, 57345, 65535, 98303, 131071, 196607, 262143),
-)
-ODD_FOLLOWING = {n: n + 2 for n in ODD_LENGTHS if n <= 131071 and (n + 1) % 64 == 0}
-"""Of rows that begin at any element of a vector: all lengths stand for those behind the one before."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BYTES = 2**28
 DEVICE = torch.device("cuda")
@@ -190,19 +177,6 @@ def of_many(norm: str, direction: str) -> Family:
     )
 
 
-def of_many_odd(norm: str) -> Family:
-    return Family(
-        bind=lambda kernels, x: work(norm, "fw", x)[1],
-        moves=4 if "add" in norm else 2,
-        tried=lambda n, size: odd_layouts(norm, n, size),
-        places=ODD_LENGTHS,
-        between=ODD_LENGTHS,
-        following=ODD_FOLLOWING,
-        every=tuple(every_odd_layout()),
-        taken=lambda n, size, layout: taken_odd(norm, n, size, layout),
-    )
-
-
 MEASURED = {
     "softmax_forward": Family(softmax_forward, 2, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4, 8)}, 1)),
     "softmax_backward": Family(softmax_backward, 3, softmax_layouts({2: (1, 2, 4), 4: (1, 2, 4)}, 2)),
@@ -222,7 +196,6 @@ MEASURED = {
         following=FOLLOWING_IN_VECTORS,
     ),
     **{f"many_{norm}_{way}": of_many(norm, way) for norm in NORMS for way in ("forward", "backward")},
-    **{f"many_odd_{norm}_forward": of_many_odd(norm) for norm in NORMS},
 }
 
 

@@ -27,28 +27,28 @@ RACECHECKED_DTYPES = {"linear_cross_entropy": (torch.float32,)}
 RACECHECKED_FORWARD = ("quant_linear",)
 
 # What the ops' own cases of that size do not reach: rows that wait in shared memory, alone and in clusters,
-# aligned and not; tiles of short rows at odd addresses; many long rows in pieces, few of the longest across
-# all multiprocessors; losses in passing; weights of 4 and 8 bits whose columns a cluster shares.
+# aligned and not; tiles of short rows at odd addresses; longer ones by the norms' general kernels; losses in
+# passing; weights of 4 and 8 bits whose columns a cluster shares.
 SUM = {"reduction": "sum", "ignored": 0.0}
 MASKED = {"p": 0.1, "x_bias": True}
 INT4 = {"format": "int4", "group_size": 128}
 
 
 def long_rows(**options: Any) -> tuple[Case, ...]:
-    """Rows of which clusters hold one at a time, and so few of the longest that all blocks share them."""
+    """Rows that clusters share, at odd addresses those of the general kernels."""
     return (
-        Case("many rows in pieces at odd addresses", (150, 16391), options),
+        Case("many long rows at odd addresses", (150, 16391), options),
         Case("few of the longest rows", (3, 65544), options),
         Case("few of the longest rows at odd addresses", (2, 65539), options),
     )
 
 
 def odd_rows(**options: Any) -> tuple[Case, ...]:
-    """Many rows at odd addresses by elements: of a warp, of a block, of many elements a thread."""
+    """Many rows at odd addresses: in tiles, of a warp, of a block."""
     return (
-        Case("rows of 67 by elements", (600, 67), options),
-        Case("rows of 513 by elements", (600, 513), options),
-        Case("rows of 2,049 by elements", (530, 2049), options),
+        Case("tiles of rows of 67", (600, 67), options),
+        Case("rows of 257, of a warp", (600, 257), options),
+        Case("rows of 2,049, of a block", (530, 2049), options),
     )
 
 
@@ -56,27 +56,27 @@ BEYOND: dict[str, tuple[Case, ...]] = {
     "layer_norm": (
         *long_rows(),
         Case("tiles of rows of 31", (600, 31)),
-        Case("few rows of 31 by elements", (300, 31)),
+        Case("few rows of 31", (300, 31)),
         *odd_rows(),
         Case("many long rows at odd addresses", (1061, 8193)),
         Case("rows of a block", (9, 4096)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in clusters", (2, 70000)),
     ),
-    "rms_norm": (*long_rows(), *odd_rows(), Case("many rows in pieces of two blocks", (150, 28680))),
+    "rms_norm": (*long_rows(), *odd_rows(), Case("many rows of two blocks", (150, 28680))),
     "dropout_add_layer_norm": (
         *long_rows(**MASKED),
-        Case("many rows in pieces of two blocks", (264, 16384), MASKED),
-        Case("more rows than all blocks share", (65, 131080), MASKED),
+        Case("many rows of two blocks", (264, 16384), MASKED),
+        Case("rows that no ring has room for", (65, 131080), MASKED),
         Case("many long rows at odd addresses", (1061, 8193), MASKED),
     ),
     "dropout_add_rms_norm": (*long_rows(**MASKED), *odd_rows(**MASKED)),
-    "add_rms_norm": (*long_rows(), Case("many rows in pieces of two blocks", (264, 16384))),
+    "add_rms_norm": (*long_rows(), Case("many rows of two blocks", (264, 16384))),
     "add_layer_norm": (
         *long_rows(),
-        Case("many rows in pieces of two blocks", (264, 16384)),
+        Case("many rows of two blocks", (264, 16384)),
         Case("tiles of rows of 31", (600, 31)),
-        Case("few rows of 31 by elements", (300, 31)),
+        Case("few rows of 31", (300, 31)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 20001)),
     ),

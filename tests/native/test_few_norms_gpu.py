@@ -92,7 +92,7 @@ def test_sums_of_the_longest_rows(dtype: torch.dtype, centred: bool) -> None:
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
 def test_few_short_rows_anywhere(dtype: torch.dtype, centred: bool, added: bool) -> None:
-    """Rows of single elements, of a warp or a block each."""
+    """Rows of a part of a warp, of a warp or of a block each."""
     for rows in (1, 4, 33, 128, 512):
         for n in (7, 31, 33, 63, 65, 255, 511, 1001, 4097, 8191):
             for weights, offset in (("same", 0), ("fp32", 1), ("none", 3)):
@@ -110,7 +110,7 @@ def test_few_masked_rows_anywhere(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_few_rows(kind: str, dtype: torch.dtype) -> None:
-    """By blocks of rows and of columns: of single elements, and of vectors to 8,192 columns."""
+    """By the general kernels, and to 8,192 columns of whole vectors by blocks of rows and of columns."""
     for rows, n in (
         (1, 31),
         (4, 31),

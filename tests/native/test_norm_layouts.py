@@ -6,7 +6,7 @@ import pytest
 
 from fuseline.native.kernels import FAMILIES, NORMS
 from fuseline.native.layouts import ROW_KERNELS, RULES, TABLE, Layout, read
-from fuseline.native.norm_layouts import every_layout, norm_layouts, odd_layouts, taken, taken_odd
+from fuseline.native.norm_layouts import every_layout, norm_layouts, taken
 
 LENGTHS = (8, 64, 256, 384, 768, 1000, 1600, 4096, 12288, 16384, 65536, 131072, 262144)
 EACH = [(norm, direction, size) for norm in NORMS for direction in ("forward", "backward") for size in (2, 4)]
@@ -21,12 +21,12 @@ def test_layouts_that_are_tried_differ_and_are_known(norm: str, direction: str, 
         assert {layout.kernel for layout in tried} <= set(ROW_KERNELS)
 
 
-def test_a_sum_comes_in_rings_and_x_alone_in_lighter_blocks() -> None:
+def test_x_alone_comes_in_lighter_blocks_and_rings_are_the_backwards() -> None:
     kernels = {norm: {one.kernel for one in norm_layouts(norm, "forward", 32768, 2)} for norm in NORMS}
     assert "light" in kernels["rms_norm"]
-    assert "ring" not in kernels["rms_norm"]
-    assert "ring" in kernels["add_rms_norm"]
     assert "light" not in kernels["add_rms_norm"]
+    assert all("ring" not in found for found in kernels.values())
+    assert "ring" in {one.kernel for one in norm_layouts("add_rms_norm", "backward", 32768, 2)}
 
 
 def test_blocks_of_several_rows_are_told_by_how_many_they_have() -> None:
@@ -39,10 +39,7 @@ def test_blocks_of_several_rows_are_told_by_how_many_they_have() -> None:
 
 def test_every_family_of_many_rows_is_a_norm_and_a_direction() -> None:
     many = [family for family in FAMILIES if family.startswith("many_")]
-    assert many == [
-        *(f"many_{norm}_{way}" for norm in NORMS for way in ("forward", "backward")),
-        *(f"many_odd_{norm}_forward" for norm in NORMS),
-    ]
+    assert many == [f"many_{norm}_{way}" for norm in NORMS for way in ("forward", "backward")]
 
 
 @pytest.mark.parametrize(("norm", "direction", "size"), EACH)
@@ -50,16 +47,3 @@ def test_the_tables_lines_are_layouts_of_their_longest_rows(norm: str, direction
     for longest, layout in read(TABLE.read_text()).get((f"many_{norm}_{direction}", size), []):
         assert layout in set(every_layout(direction))
         assert taken(norm, direction, longest, size, layout), longest
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("norm", NORMS)
-def test_odd_rows_come_in_bulk_copies_or_by_rules(norm: str, size: int) -> None:
-    assert list(odd_layouts(norm, 63, size)) == [RULES]
-    for n in (255, 1001, 20001, 50257, 131073):
-        tried = list(odd_layouts(norm, n, size))
-        assert tried[0] == RULES
-        assert len(set(tried)) == len(tried) > 1
-        assert {layout.kernel for layout in tried[1:]} <= {"elements", "copied", "light"}
-    for longest, layout in read(TABLE.read_text())[f"many_odd_{norm}_forward", size]:
-        assert taken_odd(norm, longest, size, layout), longest

@@ -62,15 +62,6 @@ def test_every_line_has_a_kernel(norm: str, size: int, direction: str) -> None:
         gives_what_rules_give(f"many_{norm}_{direction}", Norm(norm, n, SIZES[size]), direction, layout)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("norm", NORMS)
-def test_every_line_of_odd_rows_has_a_kernel(norm: str, size: int) -> None:
-    native.load()
-    for longest, layout in read(TABLE.read_text())[f"many_odd_{norm}_forward", size]:
-        n = longest - 1 + longest % 2
-        gives_what_rules_give(f"many_odd_{norm}_forward", Norm(norm, n, SIZES[size]), "forward", layout)
-
-
 def gives_what_rules_give(family: str, call: Norm, direction: str, layout: Layout) -> None:
     kernels = open_kernels()
 

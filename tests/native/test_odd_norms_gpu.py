@@ -22,7 +22,7 @@ def seed() -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("kind", NORMS)
 def test_forward_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
-    """Rows that begin at any element of a vector, and at any vector of a line of memory."""
+    """Rows that begin at any element of a vector, held in registers and waiting in shared memory."""
     a_vector, a_line = 16 // dtype.itemsize, 128 // dtype.itemsize
     for rows, n, offsets in (
         (700, 50257, (0, a_vector, a_line)),
@@ -42,7 +42,7 @@ def test_forward_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_weights_of_odd_rows_are_the_calls_own() -> None:
-    """What is written of them for one call is not read by the next, which begins before it has ended."""
+    """One call takes nothing of the one before, beside which it may begin."""
     n = 50257
     x, weights = place(700, n, torch.bfloat16, 0), [place(1, n, torch.bfloat16, 0)[0] for _ in range(2)]
 
@@ -63,7 +63,7 @@ def test_weights_of_odd_rows_are_the_calls_own() -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("kind", NORMS)
 def test_gradients_of_many_odd_rows(kind: str, dtype: torch.dtype) -> None:
-    """Of a warp, of blocks of few elements a thread and of many, in fewer turns than a ring has and more."""
+    """In tiles, and by the general kernels, of which a row is a warp's, a block's or a cluster's."""
     for rows, n, offset in (
         (2000, 67, 0),
         (9000, 127, 1),

@@ -18,7 +18,7 @@ import torch
 from fuseline.native.layouts import ROW_KERNELS, Layout
 from fuseline.native.library import NativeError, load, status
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NORMS = (
     "layer_norm",
@@ -35,7 +35,6 @@ FAMILIES = (
     "layer_norm_forward",
     "layer_norm_backward",
     *(f"many_{norm}_{direction}" for norm in NORMS for direction in ("forward", "backward")),
-    *(f"many_odd_{norm}_forward" for norm in NORMS),
 )
 """Kernels with a table of layouts (csrc/kernels/device/tuning.h), in the order of the header's numbers."""
 MASK_NONE, MASK_BOOL, MASK_ADD, MASK_ADD_FP32 = range(4)

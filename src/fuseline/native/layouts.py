@@ -38,7 +38,7 @@ WAITING_HELD = range(2, 33)
 WAITING_BYTES = (8 << 10, 200 << 10)
 """What a thread has of a row that waits in shared memory, and the bytes of a block's part of it."""
 
-ROW_KERNELS = ("rules", "held", "packed", "copied", "light", "ring", "tiles", "pieces", "elements")
+ROW_KERNELS = ("rules", "held", "packed", "copied", "light", "ring", "tiles")
 """The kernels for rows, by number; RowKernel in csrc/kernels/device/choice.h says what each does."""
 
 _LIST = re.compile(r"RowChoice k(\w+)([24])\[\] = \{\n(.*?)\};", re.DOTALL)

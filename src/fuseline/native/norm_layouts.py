@@ -7,10 +7,9 @@ far too much.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, product
+from itertools import product
 
 from fuseline.native.layouts import (
-    LINE_BYTES,
     PART_VECTORS,
     RULES,
     VECTOR_BYTES,
@@ -23,16 +22,6 @@ from fuseline.native.layouts import (
 CLUSTERS = (1, 2, 4, 8, 16)
 MOST_THREADS = 512
 RING_BLOCKS = (256, 320, 384, 448, 512, 576, 640)
-PIECE_VECTORS = 128
-"""Of such a part."""
-PIECE_COLUMNS = 1024
-"""Of a warp, where rows come in pieces."""
-SHORTEST_PIECES = 4096
-SHORTEST_ODD = 512
-"""Of rows at odd addresses in bulk copies."""
-MOST_ELEMENT_THREADS = 1024
-MOST_IDLE = 1 / 16
-"""Of their lanes, by warps that are no power of two."""
 
 Taken = tuple[int | str, ...]
 
@@ -64,14 +53,8 @@ def every_layout(direction: str) -> Iterator[Layout]:
             yield Layout(held, block, cluster, stages, "held")
         yield Layout(4, 512, kernel="packed")
         blocks = tuple(warps * WARP for warps in WAITING_WARPS)
-        for block, cluster, pieces, stages in product(blocks, CLUSTERS, (0, 1, 2, 3), (1, 2)):
-            yield Layout(pieces, block, cluster, stages, "copied")
-        for block, cluster, stages in product(blocks, CLUSTERS, (1, 2)):
-            yield Layout(0, block, cluster, stages, "light")
-        for block, cluster, blocks_beside, stages in product((256, 512), CLUSTERS, (1, 2), (3, 4)):
-            yield Layout(blocks_beside, block, cluster, stages, "ring")
-    for slots, cluster in product((1, 2), CLUSTERS[1:]):
-        yield Layout(slots, MOST_THREADS, cluster, kernel="pieces")
+        for kernel, block, cluster, stages in product(("copied", "light"), blocks, CLUSTERS, (1, 2)):
+            yield Layout(0, block, cluster, stages, kernel)
 
 
 def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) -> Taken | None:
@@ -79,19 +62,12 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
     vectors, adds, masked = n * element_size // VECTOR_BYTES, "add" in norm, "dropout" in norm
     kernel, held, block = layout.kernel, layout.held, layout.block
     cluster, stages = layout.cluster, layout.stages
-    forward = direction == "forward"
     if kernel == RULES.kernel:
         return (kernel,)
+    if kernel == "ring" and direction == "forward":
+        return None
     if kernel == "tiles":
         return (kernel,) if vectors <= WARP else None
-    if kernel == "pieces":
-        slots = held == 2 or (not forward and element_size == 4)
-        there = n >= SHORTEST_PIECES and (not forward or adds or element_size == 4)
-        return (
-            (kernel, held, cluster)
-            if slots and there and 2 <= -(-n // (cluster * PIECE_COLUMNS)) <= 16
-            else None
-        )
     if kernel == "packed":
         fits = element_size == 2 and not adds and vectors // 4 > WARP and -(-vectors // 4) <= MOST_THREADS
         return (kernel,) if fits else None
@@ -99,10 +75,6 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
         return _copied(vectors, adds, masked, element_size, layout)
     threads = -(-vectors // (held * cluster))
     whole = -(-threads // WARP) * WARP
-    if kernel == "ring" and forward:
-        warps = -(-n * element_size // (4 * WARP * VECTOR_BYTES))
-        fits = adds and warps <= cluster * block // WARP and (cluster == 1 or warps >= 2 * cluster)
-        return (kernel, held, block, cluster, stages) if fits and (block == 256 or held == 1) else None
     if kernel == "ring":
         most = min(block, 640 if held == 2 and not adds else MOST_THREADS)
         one_warp = adds and element_size == 2 and vectors <= 3 * WARP
@@ -110,7 +82,7 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
             return None
         if cluster > 1:
             return (kernel, held, cluster, stages) if held != 3 and whole >= 2 * WARP else None
-        return kernel, held, 1, stages, min(16, most // whole), masked and element_size == 2 and block == 384
+        return kernel, held, 1, stages, min(16, most // whole)
     if direction == "backward":
         if held > (2 if adds or element_size == 2 else 4):
             return None
@@ -125,57 +97,18 @@ def taken(norm: str, direction: str, n: int, element_size: int, layout: Layout) 
     if held == 3 or whole > MOST_THREADS or (stages and held != 4 and (held != 1 or cluster > 1)):
         return None
     if cluster > 1:
-        return (kernel, held, cluster, stages) if whole >= 2 * WARP else None
+        return (kernel, held, cluster, stages) if held < 4 and whole >= 2 * WARP else None
     beside = max(1, block // whole)
     return (kernel, held, 1, stages, beside) if beside in (1, 2, 4) else None
 
 
-def odd_layouts(norm: str, n: int, element_size: int) -> Iterator[Layout]:
-    """Those worth trying forward for rows at odd addresses."""
-    return (layout for layout in every_odd_layout() if taken_odd(norm, n, element_size, layout))
-
-
-def every_odd_layout() -> Iterator[Layout]:
-    """Of any norm, dtype and length."""
-    copied = (one for one in every_layout("forward") if one.kernel in ("copied", "light") and not one.held)
-    single = (Layout(held, MOST_ELEMENT_THREADS, kernel="elements") for held in (1, 2, 4, 8))
-    return chain((RULES,), single, copied)
-
-
-def taken_odd(norm: str, n: int, element_size: int, layout: Layout) -> Layout | None:
-    """As `taken`: the layout itself. A row has the lines of memory that it stands in."""
-    if layout == RULES:
-        return layout
-    if layout.kernel == "elements":
-        return layout if 2 * WARP <= n // layout.held < layout.block else None
-    vectors = -(-(n * element_size + LINE_BYTES - element_size) // VECTOR_BYTES)
-    warps, adds = layout.block // WARP, "add" in norm
-    each = -(-vectors // (layout.cluster * warps))
-    idle = 1 - vectors / (layout.cluster * warps * WARP * -(-each // WARP))
-    if n < SHORTEST_ODD or (warps & (warps - 1) and idle > MOST_IDLE):
-        return None
-    fits = _fits(vectors, adds, "dropout" in norm, element_size, layout)
-    return layout if fits else None
-
-
 def _copied(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> Taken | None:
     warps, cluster = layout.block // WARP, layout.cluster
-    if not shares_evenly(vectors, warps, cluster) or not _fits(vectors, adds, masked, element_size, layout):
-        return None
-    return layout.kernel, layout.held, warps, cluster, layout.stages
-
-
-def _fits(vectors: int, adds: bool, masked: bool, element_size: int, layout: Layout) -> bool:
-    """Whether blocks that end with their row have it in bulk copies."""
-    pieces, warps, cluster = layout.held, layout.block // WARP, layout.cluster
     part = -(-vectors // (cluster * warps * 8)) * 8
-    if (
-        not PART_VECTORS[0] <= part <= PART_VECTORS[1]
-        or (masked and warps > 8)
-        or (adds and layout.stages == 2)
-    ):
-        return False
-    if pieces and (not adds or element_size == 2 or part <= PIECE_VECTORS * pieces):
-        return False
-    light = layout.kernel == "light"
-    return not (light and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP))
+    if not shares_evenly(vectors, warps, cluster) or not PART_VECTORS[0] <= part <= PART_VECTORS[1]:
+        return None
+    if layout.held or (masked and warps > 8) or (adds and layout.stages == 2):
+        return None
+    if layout.kernel == "light" and (adds or element_size == 4 or warps > 8 or warps * cluster > WARP):
+        return None
+    return layout.kernel, warps, cluster, layout.stages

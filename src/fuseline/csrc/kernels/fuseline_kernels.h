@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 5
+#define FUSELINE_KERNELS_ABI_VERSION 6
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -52,8 +52,7 @@ typedef enum {
   FUSELINE_LAYER_NORM_BACKWARD = 4,
   FUSELINE_MANY_NORMS = 5, /* rows that fill the chip: a forward and a backward of a layer norm and of an RMS norm, of x, then
                             * of residual + x, then of residual + dropout(x + x_bias) */
-  FUSELINE_MANY_ODD_NORMS = 17, /* the forward of such rows that do not keep to 16-byte steps, in the same order */
-  FUSELINE_FAMILIES = 23
+  FUSELINE_FAMILIES = 17
 } fuseline_family;
 
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.
@@ -105,11 +104,12 @@ typedef struct {
 FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
 
 /* Bytes of scratch that fuseline_norm_backward needs on the current device for the same struct; with no gradient of
- * weight, bias or x_bias wanted workspace may be null, at which few of the longest rows take longer. */
+ * weight, bias or x_bias wanted workspace may be null. */
 FUSELINE_API size_t fuseline_norm_backward_workspace(const fuseline_norm* norm);
 
-/* All gradients that are wanted, every tensor read once; x and grad_y twice of few of the longest rows. workspace:
- * 16-byte aligned, uninitialized. With no rows, the gradients of weight, bias and x_bias are zero. */
+/* All gradients that are wanted, every tensor read once; inputs twice and more of few rows, and of those that no cluster
+ * holds or that do not keep to 16-byte steps. workspace: 16-byte aligned, uninitialized. With no rows, the gradients of
+ * weight, bias and x_bias are zero. */
 FUSELINE_API int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream);
 
 /* The layer norm alone: y = (x - mean) * rstd * weight + bias for each of `rows` rows of `n`.
@@ -123,10 +123,10 @@ FUSELINE_API int fuseline_layer_norm_forward(const void* x, const void* weight, 
                                              int dtype, int weight_dtype, void* stream);
 
 /* Bytes of scratch that fuseline_layer_norm_backward needs on the current device for the gradients of weight
- * and bias. With neither wanted workspace may be null, at which few of the longest rows take longer. */
+ * and bias. With neither wanted workspace may be null. */
 FUSELINE_API size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype);
 
-/* Gradients of the layer norm, x and grad_out read once (twice of few of the longest rows):
+/* Gradients of the layer norm, x and grad_out read once (twice and more as above):
  *   grad_x = rstd * (g * w - mean(g * w) - x_hat * mean(g * w * x_hat)), x_hat = (x - mean) * rstd
  *   grad_weight = sum over rows of g * x_hat, grad_bias = sum over rows of g.
  *

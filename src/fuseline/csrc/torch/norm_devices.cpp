@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "dropout.h"
-#include "fuseline_long_norms.h"
+#include "fuseline_kernels.h"
 #include "norms.h"
 
 namespace fuseline {
@@ -167,11 +167,8 @@ void norm_forward_cuda(const Norm& norm, const Normalized& result) {
     task.sum = data_or_null(result.sum);
     task.mean = static_cast<float*>(data_or_null(result.mean));
     task.rstd = static_cast<float*>(data_or_null(result.rstd));
-    static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_norm_forward_workspace);
-    const auto bytes = static_cast<int64_t>(workspace_bytes(&task));
-    const Tensor workspace = bytes > 0 ? at::empty({bytes}, norm.x.options().dtype(at::kByte)) : Tensor();
-    static const auto launch = FUSELINE_KERNEL(fuseline_norm_forward_with);
-    check_launch(launch(&task, data_or_null(workspace), current_stream(norm.x)), kNorm);
+    static const auto launch = FUSELINE_KERNEL(fuseline_norm_forward);
+    check_launch(launch(&task, current_stream(norm.x)), kNorm);
 }
 
 void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGradients& grads) {
@@ -185,7 +182,7 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     task.grad_y = grads.grad_y->const_data_ptr();
     task.grad_sum = fuseline::data_or_null(grads.grad_sum);
     Tensor rows = grads.residual, dropped = grads.x;
-    if (grads.x_bias.defined()) {  // long rows take its sums from what was written
+    if (grads.x_bias.defined()) {  // few rows take its sums from what was written
         Tensor& source = drops(norm) ? dropped : rows;
         if (!source.defined()) source = at::empty_like(drops(norm) ? *grads.grad_y : saved.sum);
     }

@@ -8,8 +8,8 @@
 namespace fuseline {
 
 // The kernels of a family that has several for a row. Some fields of RowChoice mean something else to some of them: in
-// `copied`, `held` is how many pieces of x a warp has at a time (0: all) and `stages` is 2 where x leaves the L2 first; in
-// `held`, `stages` is 1 where the weights are fetched together with the row; `tiles` ignores these fields.
+// `copied`, `held` is 0 and `stages` is 2 where x leaves the L2 first; in `held`, `stages` is 1 where the weights are fetched
+// together with the row; `tiles` ignores these fields.
 enum class RowKernel : int {
   rules,   // as the launchers lay out what no table was measured for
   held,    // registers
@@ -17,9 +17,7 @@ enum class RowKernel : int {
   copied,  // shared memory, in bulk copies, by blocks that end with their row
   light,   // the same by threads of fewer registers
   ring,    // rows ahead in shared memory, by blocks that stay
-  tiles,   // several short rows a copy
-  pieces,  // rows longer than a block's shared memory has ahead, piece by piece
-  elements  // single elements, `held` a thread, of rows at odd addresses
+  tiles    // several short rows a copy
 };
 
 // A line of the table: rows of up to `longest` elements are laid out so.

@@ -122,21 +122,13 @@ int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int 
 int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
 
-// That of all families for the longest rows; false for rows that it does not take.
-bool norm_backward_pieces(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                          const RowChoice* requested = nullptr);
-bool norm_backward_pieces_shifted(const NormBackward& a, int dtype, const Device& device, void* stream, int& error);
-int64_t norm_backward_pieces_blocks(int64_t rows, int64_t n, const Device& device);
+// That of all families for rows that no other takes, with so many bytes of workspace where sums are wanted.
+int norm_backward_general(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int64_t norm_backward_general_bytes(int64_t rows, int64_t n, bool x_bias, const Device& device);
 
-// That of all families for many rows at odd addresses, neither short nor long; `added`: with the sums of an added norm.
-bool norm_backward_elements(const NormBackward& a, bool added, int dtype, int y_dtype, const Device& device, void* stream,
-                            int& error);
-int64_t norm_backward_elements_blocks(int64_t rows, int64_t n, bool added, const Device& device);
-
-// That of all families for few of the longest rows, with so many bytes of workspace, whether or not sums are wanted.
-bool norm_backward_across(const NormBackward& a, void* workspace, int dtype, int y_dtype, const Device& device, void* stream,
-                          int& error);
-size_t norm_backward_across_bytes(int64_t rows, int64_t n, const Device& device);
+// That of all families for many short rows at odd addresses; false for others. It has the partial sums of an added norm.
+constexpr int64_t kLongestOddTile = 128;  // elements
+bool norm_backward_odd_tiles(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
 
 // That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
 constexpr int64_t kMostFewRows = 512;
@@ -149,17 +141,14 @@ bool norm_forward_held(const NormForward& a, int dtype, const Device& device, vo
                        const RowChoice* requested = nullptr);
 bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
                          const RowChoice* requested = nullptr);
-bool norm_forward_pieces(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* requested = nullptr);
 bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
                            const RowChoice* requested = nullptr);
 bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
                              const RowChoice* requested = nullptr);
 bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
                              const RowChoice* requested = nullptr);
-// False for rows that it does not take.
-bool add_norm_forward_ring(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* requested = nullptr);
+// Of an fp32 residual and x of 16 bits; false for rows that it does not take.
+bool add_norm_forward_ring(const NormForward& a, int y_dtype, const Device& device, void* stream, int& error);
 int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
 
 }  // namespace fuseline

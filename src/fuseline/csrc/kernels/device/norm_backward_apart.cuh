@@ -6,7 +6,7 @@
 // way at once.
 //
 // Threads: a block of columns has a few vectors of each row side by side, and a thread every so manieth row of one. A
-// block of rows has whole rows, in registers. Of rows that do not keep to 16-byte steps single elements stand for vectors.
+// block of rows has whole rows, in registers.
 // The gradient of a bias before a dropout is made of rows' gradients: a second launch adds up their columns as they are
 // stored.
 #pragma once
@@ -24,32 +24,9 @@ struct ApartNorm {
   int across;         // threads of a row: a power of two in a warp, or whole warps
 };
 
-// A thread's elements of a row as they come from memory: vectors, or a single one at any address.
-template <class T>
-struct SingleElement {
-  T element;
-
-  __device__ __forceinline__ void load(const T* row, int first, int n, int64_t, int64_t) {
-    element = first < n ? row[first] : from_float<T>(0.f);
-  }
-  __device__ __forceinline__ void values(int, float (&out)[1]) const { out[0] = to_float(element); }
-};
-
-template <class T, int kSize>
-using ApartSlot = std::conditional_t<kSize == 1, SingleElement<T>, HeldSlot<T, kSize, false>>;
-
-template <class T, int kSize>
-__device__ __forceinline__ void store_apart(T* row, int first, int n, const float (&values)[kSize]) {
-  if constexpr (kSize == 1) {
-    if (first < n) row[first] = from_float<T>(values[0]);
-  } else {
-    store_slot<T, kSize, false>(row, first, n, kWarp, values);
-  }
-}
-
-template <class X, class Y, int kSize>
+template <class X, class Y>
 __device__ __forceinline__ void sums_of_columns(const NormBackward& a, int block, int abreast, int vector, int aside) {
-  constexpr int kWarps = kApartThreads / kWarp;
+  constexpr int kWarps = kApartThreads / kWarp, kSize = kVector<Y>;
   constexpr int kRows = sizeof(X) > sizeof(Y) ? 4 : 8;  // that a thread reads at once
   __shared__ __align__(16) float parts[2][kWarps][kWarp * kSize];
   const int thread = threadIdx.x, down = kApartThreads / abreast;
@@ -57,16 +34,16 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& a, int block
   ColumnSums<kSize, 2> columns = {};
 #pragma unroll 1
   for (int first = aside; first < rows && column < n; first += down * kRows) {
-    ApartSlot<X, kSize> x[kRows];
-    ApartSlot<Y, kSize> grad_y[kRows];
+    HeldSlot<X, kSize> x[kRows];
+    HeldSlot<Y, kSize> grad_y[kRows];
     float mean[kRows], rstd[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first + r * down;
       if (row >= rows) break;
       const int64_t base = row * a.n;
-      x[r].load(static_cast<const X*>(a.x) + base, column, n, 0, 0);
-      grad_y[r].load(static_cast<const Y*>(a.grad_y) + base, column, n, 0, 0);
+      x[r].load(static_cast<const X*>(a.x) + base, column, n);
+      grad_y[r].load(static_cast<const Y*>(a.grad_y) + base, column, n);
       mean[r] = a.mean ? a.mean[row] : 0.f;
       rstd[r] = a.rstd[row];
     }
@@ -75,8 +52,8 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& a, int block
       if (first + r * down >= rows) break;
       const float weight[kSize] = {};
       float values[kSize], grad[kSize], sum = 0.f, product_sum = 0.f;  // of rows: not wanted here
-      x[r].values(0, values);
-      grad_y[r].values(0, grad);
+      x[r].values(values);
+      grad_y[r].values(grad);
       first_pass<kSize, 2, true>(values, grad, weight, mean[r], rstd[r], columns, sum, product_sum);
     }
   }
@@ -89,11 +66,9 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& a, int block
       columns.bias[i] += from_lane(columns.bias[i], by);
     }
   }
-  if (lane < abreast && kSize == 1) {
-    parts[0][warp][lane] = columns.weight[0], parts[1][warp][lane] = columns.bias[0];
-  } else if (lane < abreast) {
+  if (lane < abreast) {
 #pragma unroll
-    for (int i = 0; i + 3 < kSize; i += 4) {
+    for (int i = 0; i < kSize; i += 4) {
       *reinterpret_cast<float4*>(&parts[0][warp][lane * kSize + i]) = make_float4(
           columns.weight[i], columns.weight[i + 1], columns.weight[i + 2], columns.weight[i + 3]);
       *reinterpret_cast<float4*>(&parts[1][warp][lane * kSize + i]) = make_float4(
@@ -116,9 +91,9 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& a, int block
   }
 }
 
-template <class X, class Y, int kSize, int kSlots>
+template <class X, class Y, int kSlots>
 __device__ __forceinline__ void gradients_of_rows(const NormBackward& a, int block, int across, int vector, int group) {
-  constexpr int kWarps = kApartThreads / kWarp;
+  constexpr int kWarps = kApartThreads / kWarp, kSize = kVector<Y>;
   __shared__ float2 states[kWarps];
   const int thread = threadIdx.x, groups = kApartThreads / across;
   const int64_t row = int64_t(block) * groups + group;
@@ -126,23 +101,19 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& a, int blo
   const int n = int(a.n), inside = there ? n : 0;
   const int64_t base = there ? row * a.n : 0;
   const auto first_of = [&](int k) { return (k * across + vector) * kSize; };
-  ApartSlot<X, kSize> x[kSlots], grad_sum[kSlots];
-  ApartSlot<Y, kSize> grad_y[kSlots];
+  HeldSlot<X, kSize> x[kSlots], grad_sum[kSlots];
+  HeldSlot<Y, kSize> grad_y[kSlots];
   float weight[kSlots][kSize];
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
-    x[k].load(static_cast<const X*>(a.x) + base, first_of(k), inside, 0, 0);
-    grad_y[k].load(static_cast<const Y*>(a.grad_y) + base, first_of(k), inside, 0, 0);
-    if (a.grad_sum) grad_sum[k].load(static_cast<const X*>(a.grad_sum) + base, first_of(k), inside, 0, 0);
+    x[k].load(static_cast<const X*>(a.x) + base, first_of(k), inside);
+    grad_y[k].load(static_cast<const Y*>(a.grad_y) + base, first_of(k), inside);
+    if (a.grad_sum) grad_sum[k].load(static_cast<const X*>(a.grad_sum) + base, first_of(k), inside);
   }
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     const int first = there ? first_of(k) : n;
-    if constexpr (kSize == 1) {
-      weight[k][0] = first >= n ? 0.f : a.weight ? weight_at<Y>(a.weight, a.fp32_weights, first) : 1.f;
-    } else {
-      weights_of_columns<Y, false>(a, first, weight[k]);
-    }
+    weights_of_columns<Y, false>(a, first, weight[k]);
   }
   const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   RowTerms terms;
@@ -154,8 +125,8 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& a, int blo
   for (int k = 0; k < kSlots; ++k) {
     float values[kSize], grad[kSize];
     ColumnSums<kSize, 1> columns = {};  // not wanted here
-    x[k].values(0, values);
-    grad_y[k].values(0, grad);
+    x[k].values(values);
+    grad_y[k].values(grad);
     first_pass<kSize, 1, true>(values, grad, weight[k], terms.mean, terms.rstd, columns, sums[0], sums[1]);
   }
   sum_in_warp(sums, min(across, kWarp));
@@ -178,33 +149,28 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& a, int blo
   for (int k = 0; k < kSlots; ++k) {
     const int first = first_of(k);
     float values[kSize], grad[kSize];
-    x[k].values(0, values);
-    grad_y[k].values(0, grad);
+    x[k].values(values);
+    grad_y[k].values(grad);
     second_pass<kSize, true>(values, weight[k], terms, grad);
     if (a.grad_sum) {
-      grad_sum[k].values(0, values);
+      grad_sum[k].values(values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) grad[i] += values[i];
     }
-    if (a.grad_x) store_apart<X, kSize>(static_cast<X*>(a.grad_x) + base, first, n, grad);
+    if (a.grad_x) store_slot<X, kSize>(static_cast<X*>(a.grad_x) + base, first, n, grad);
     if (!a.grad_dropped) continue;
     if (a.dropout.seed) {
       float multipliers[kSize];
-      if constexpr (kSize == 1) {
-        multipliers[0] = dropout_multiplier(a.dropout, seed, base + first);
-      } else {
-        dropout_row<kSize, false>(a.dropout, seed, base + first, multipliers);
-      }
+      dropout_multipliers(a.dropout, seed, base + first, multipliers);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
     }
-    store_apart<Y, kSize>(static_cast<Y*>(a.grad_dropped) + base, first, n, grad);
+    store_slot<Y, kSize>(static_cast<Y*>(a.grad_dropped) + base, first, n, grad);
   }
 }
 
-// kSize: elements that a thread reads at once, a vector of Y or one.
-template <class X, class Y, int kSize, int kSlots>
-__global__ void __launch_bounds__(kApartThreads, kSize * kSlots > 16 ? 1 : 2) norm_backward_apart(const ApartNorm given) {
+template <class X, class Y, int kSlots>
+__global__ void __launch_bounds__(kApartThreads, kVector<Y> * kSlots > 16 ? 1 : 2) norm_backward_apart(const ApartNorm given) {
   const int block = blockIdx.x;
   const bool has_columns = block < given.column_blocks;
   const int width = has_columns ? given.abreast : given.across;
@@ -213,9 +179,9 @@ __global__ void __launch_bounds__(kApartThreads, kSize * kSlots > 16 ? 1 : 2) no
   let_next_start();
   wait_for_earlier();
   if (has_columns) {
-    sums_of_columns<X, Y, kSize>(given.norm, block, given.abreast, vector, aside);
+    sums_of_columns<X, Y>(given.norm, block, given.abreast, vector, aside);
   } else {
-    gradients_of_rows<X, Y, kSize, kSlots>(given.norm, block - given.column_blocks, given.across, vector, aside);
+    gradients_of_rows<X, Y, kSlots>(given.norm, block - given.column_blocks, given.across, vector, aside);
   }
 }
 

@@ -48,10 +48,10 @@ struct FewNormRoom {
 // The elements of kSize of T that stand in vectors `step` apart.
 template <class T, int kSize>
 __device__ __forceinline__ void take_held(const uint4* at, int step, float (&values)[kSize]) {
-  HeldSlot<T, kSize, false> slot;
+  HeldSlot<T, kSize> slot;
 #pragma unroll
-  for (int v = 0; v < HeldSlot<T, kSize, false>::kVectors; ++v) slot.raw[v] = at[v * step];
-  slot.values(0, values);
+  for (int v = 0; v < HeldSlot<T, kSize>::kVectors; ++v) slot.raw[v] = at[v * step];
+  slot.values(values);
 }
 
 template <class X, class Y>
@@ -220,14 +220,14 @@ __global__ void __launch_bounds__(kFewThreads, 1) norm_backward_few(const FewNor
       for (int i = 0; i < kSize; ++i) grad[i] += values[i];
     }
     const int64_t base = (first_row + row) * n;
-    if (a.grad_x) store_slot<X, kSize, false>(static_cast<X*>(a.grad_x) + base, column, n, kWarp, grad);
+    if (a.grad_x) store_slot<X, kSize>(static_cast<X*>(a.grad_x) + base, column, n, grad);
     if (a.dropout.seed) {
       float multipliers[kSize];
-      dropout_row<kSize, false>(a.dropout, seed, base + column, multipliers);
+      dropout_multipliers(a.dropout, seed, base + column, multipliers);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
     }
-    if (a.grad_dropped) store_slot<Y, kSize, false>(static_cast<Y*>(a.grad_dropped) + base, column, n, kWarp, grad);
+    if (a.grad_dropped) store_slot<Y, kSize>(static_cast<Y*>(a.grad_dropped) + base, column, n, grad);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) x_bias[i] += grad[i];
   }

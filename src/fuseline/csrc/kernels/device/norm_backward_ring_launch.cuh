@@ -4,7 +4,7 @@
 #include "choice.h"
 #include "norm_backward_ring.cuh"
 #include "norm_backward_tiled.cuh"
-#include "norm_sums.cuh"
+#include "norm_sums.h"
 
 namespace fuseline {
 
@@ -13,53 +13,44 @@ struct RingPlan {
   int threads = 0, groups = 1, cluster = 1, stages = 0;
   int blocks = 0;  // with partial sums of their own at most, a cluster counting once
   size_t shared = 0;
-  bool lined = false;  // rows have their place in a line in shared memory, too
 };
 
-// kPast: of rows that only the threads with most slots hold, with a grad_sum that the ring has no room for.
-template <class X, class Y, int kSums, bool kCentred, bool kPast = false>
+template <class X, class Y, int kSums, bool kCentred>
 struct RingFamily {
   static constexpr bool kAdded = kSums == kSumsOfAddedNorm;
   static constexpr bool kMixed = kAdded && sizeof(X) > sizeof(Y);  // an fp32 stream, branches of 16 bits
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
   static constexpr int kSize = kVector<Y>;
-  template <int kSlots, bool kShifted, bool kLined = false>
-  using Kind = RingKind<X, Y, kSlots, kSums, kCentred, kShifted, kPast, kLined>;
-  static constexpr int kMostSlots = kAdded ? 2 : 4;
-  static constexpr bool kShort = sizeof(X) == 2 && !kPast;
-  static constexpr bool kOneWarp = kAdded && !kPast && sizeof(Y) == 2;  // of a row has three slots
-  static constexpr bool kLines = kShort && (kAdded || !kCentred);  // of layer norms at 1,000 0.925, and 0.888 with them
-  using Tiles = TileFamily<X, Y, kSums, kCentred>;
+  template <int kSlots>
+  using Kind = RingKind<X, Y, kSlots, kSums, kCentred>;
+  static constexpr int kMostSlots = kWide ? 2 : 4;
+  static constexpr bool kOneWarp = kAdded && sizeof(Y) == 2;  // of a row has three slots
+  using Tiles = TileFamily<X, Y, kSums, kCentred, TileRows::kVectors>;
 
   // What a block has in shared memory besides rows.
   static int64_t beside(int threads, int groups, int slots, int cluster, int weight_bytes) {
     const int64_t states = int64_t(kMeetings) * cluster * groups * (threads / kWarp) * 8;
-    const int64_t past = Kind<kMostSlots, false>::kBeside ? int64_t(sizeof(X)) : 0;  // of grad_sum, an element
-    return int64_t(threads) * slots * kSize * (weight_bytes + past) + states + kStatic;
+    return int64_t(threads) * slots * kSize * weight_bytes + states + kStatic;
   }
 
   // `weight_bytes`: of an element; `masked`: a sum's dropout has a mask; `requested`: the layout, or null.
-  static RingPlan plan(int64_t rows, int64_t n, bool aligned, int weight_bytes, bool masked, const Device& device,
+  static RingPlan plan(int64_t rows, int64_t n, int weight_bytes, bool masked, const Device& device,
                        const RowChoice* requested = nullptr) {
     RingPlan plan;
-    if (!device.clusters) return plan;
+    if (!device.clusters || n % kSize != 0) return plan;
     const int64_t vectors = divide_up(n, kSize), bytes = n * int64_t(sizeof(Y));
-    const bool crosses = bytes % kHalfLine != 0;
-    const bool ahead = masked && kLines && aligned && crosses && bytes > kWarp * 3 * 16 && bytes <= kLongestLined;
     const bool measuring = requested || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
     const auto fits = [&](int slots, int most_threads, int cluster, int most_stages) {
-      const bool one_warp = kOneWarp && aligned && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
+      const bool one_warp = kOneWarp && slots == 3 && cluster == 1 && vectors <= 3 * kWarp;
       if (!one_warp && (slots > kMostSlots || (slots != 2 && slots != 4))) return false;
       if (cluster > kMostBlocks) return false;
-      const bool in_lines = masked ? ahead && most_threads == kFewerThreads : crosses;
-      const bool lined = kLines && aligned && slots < 4 && bytes <= kLongestLined && in_lines;
       const int threads = int(divide_up(divide_up(vectors, int64_t(slots) * cluster), kWarp)) * kWarp;
-      if (threads > most_threads || threads > threads_of(slots, aligned)) return false;
-      const int all = std::min(most_threads, threads_of(slots, aligned));
+      if (threads > most_threads || threads > threads_of(slots)) return false;
+      const int all = std::min(most_threads, threads_of(slots));
       int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
       int64_t stage, room;
       const auto measure = [&] {
-        stage = int64_t(groups) * (threads / kWarp) * stage_of(slots, aligned, lined);
+        stage = int64_t(groups) * (threads / kWarp) * stage_of(slots);
         room = device.shared_a_block - beside(threads, groups, slots, cluster, weight_bytes);
       };
       measure();
@@ -73,7 +64,6 @@ struct RingFamily {
       }
       if (stages < 2) return false;
       plan.slots = slots, plan.threads = threads, plan.groups = groups, plan.cluster = cluster, plan.stages = stages;
-      plan.lined = lined;
       plan.shared = size_t(stages * stage + beside(threads, groups, slots, cluster, weight_bytes) - kStatic);
       const size_t sums = groups > 1 ? size_t(groups) * threads * slots * kSize * sizeof(float) : 0;
       plan.shared = std::max(plan.shared, sums);
@@ -84,11 +74,10 @@ struct RingFamily {
     const bool table = choice && choice->stages >= 2 && (measuring || !kWide);
     if (!table && (measuring || bytes < kShortestRing)) return plan;
     if (!measuring && bytes <= kLongestHeld && rows < kFewRows * device.processors) return plan;
-    const int most = ahead ? kFewerThreads : kMostThreads;
     const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
     // A warp that holds a whole row waits for no other.
     const bool one_warp = kMixed && !measuring && vectors <= 3 * kWarp &&
-                          fits(vectors <= 2 * kWarp ? 2 : 3, most, 1, kMostRingStages);
+                          fits(vectors <= 2 * kWarp ? 2 : 3, kMostThreads, 1, kMostRingStages);
     // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
     const bool found_already = one_warp || (by_table && plan.stages >= kBehind);
     for (int least = kBehind; !measuring && !found_already && least > 1; --least) {
@@ -96,7 +85,7 @@ struct RingFamily {
       for (int cluster = 1; !found && cluster <= kMostBlocks; cluster *= 2) {
         for (const int slots : {2, 4}) {
           if (slots == 4 && cluster < 4) continue;
-          found = found || (fits(slots, most, cluster, kMostRingStages) && plan.stages >= least);
+          found = found || (fits(slots, kMostThreads, cluster, kMostRingStages) && plan.stages >= least);
         }
       }
       if (found) break;
@@ -117,29 +106,23 @@ struct RingFamily {
 
   // The most blocks of any plan for such rows: wider weights only make clusters larger, or groups fewer.
   static int64_t blocks(int64_t rows, int64_t n, const Device& device) {
-    int64_t most = kPast ? 0 : Tiles::plan(rows, n, device).blocks;
-    for (const bool aligned : {true, false}) {
-      const RingPlan ring = plan(rows, n, aligned, int(sizeof(Y)), false, device);
-      const bool alone = ring.cluster == 1 && ring.slots > 0;
-      most = std::max<int64_t>({most, ring.blocks, alone ? std::min<int64_t>(rows, device.processors) : 0});
-    }
-    return most;
+    const RingPlan ring = plan(rows, n, int(sizeof(Y)), false, device);
+    const bool alone = ring.cluster == 1 && ring.slots > 0;
+    return std::max<int64_t>({Tiles::plan(rows, n, device).blocks, ring.blocks,
+                              alone ? std::min<int64_t>(rows, device.processors) : 0});
   }
 
   // All of the backward; false for rows that neither a ring nor tiles take.
   static bool run(NormBackward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
     const bool rings = requested ? requested->kernel == RowKernel::ring : row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given;
-    if constexpr (!kPast) {
-      if (!rings && Tiles::run(a, device, stream, error)) return true;
-    }
-    const bool aligned = in_vectors<kSize>(a);
-    if (requested && !(rings && aligned)) return false;
+    if (!rings && Tiles::run(a, device, stream, error)) return true;
+    if (!in_vectors<kSize>(a) || (requested && !rings)) return false;
     const int weight_bytes = a.weight && a.fp32_weights ? 4 : int(sizeof(Y));
-    const RingPlan plan = RingFamily::plan(a.rows, a.n, aligned, weight_bytes, a.dropout.seed, device, requested);
-    if (plan.slots == 0 || (kPast && (plan.slots < kMostSlots || !aligned))) return false;
+    const RingPlan plan = RingFamily::plan(a.rows, a.n, weight_bytes, a.dropout.seed, device, requested);
+    if (plan.slots == 0) return false;
     a.cluster = plan.cluster, a.stages = plan.stages;
     a.beside = kAdded && plan.cluster >= kBesideFrom && plan.cluster <= kMaxCluster;
-    const auto kernel = kernel_for(plan.slots, aligned, plan.lined);
+    const auto kernel = kernel_for(plan.slots);
     int count = 0;
     if (plan.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     const cudaError_t found = resident_clusters(kernel, device, plan.threads * plan.groups, plan.shared, plan.cluster, count);
@@ -164,11 +147,6 @@ struct RingFamily {
   // Of sums' rows over so many blocks and more a cluster has neighbours: 0.923 in place of 0.903 at 65,536, with a mask
   // 0.912 and 0.908, 0.904 and 0.894 at 32,768; of clusters of 2 and 16 and of blocks 0.01 to 0.1 less.
   static constexpr int kBesideFrom = 4;
-  // Of a block with a mask that is there before the row, where rows keep to no line: 0.901 and 0.903 at 1,000 and 1,480
-  // elements of 16 bits in place of 0.886 and 0.870; at 1,024 and 2,048, in lines as they are, 0.911 in place of 0.921 and
-  // 0.918.
-  static constexpr int kFewerThreads = 384;
-  static constexpr int64_t kLongestLined = 4096, kHalfLine = 64;  // bytes: rows of 1,600 read 0.950 at any place
   static constexpr int64_t kLongestHeld = 8192, kFewRows = 8;  // few rows of so many bytes are held in registers
   static constexpr int64_t kFewVectors = 512;                   // of a block of a cluster, or more
   static constexpr int kStatic = 1536;  // bytes that the kernel has of itself
@@ -176,32 +154,22 @@ struct RingFamily {
 
   // Calls run with the kernel's kind.
   template <class Run>
-  static auto with_kind(int slots, bool aligned, bool lined, Run&& run) {
-    if constexpr (kPast) {
-      return run(Kind<kMostSlots, false>{});
+  static auto with_kind(int slots, Run&& run) {
+    if (slots == 2) return run(Kind<2>{});
+    if constexpr (kOneWarp) {
+      return run(Kind<3>{});
     } else {
-      if constexpr (kLines) {
-        if (slots == 2 && lined) return run(Kind<2, false, true>{});
-      }
-      if (slots == 2) return aligned ? run(Kind<2, false>{}) : run(Kind<2, true>{});
-      if constexpr (kOneWarp && kLines) {
-        return lined ? run(Kind<3, false, true>{}) : run(Kind<3, false>{});
-      } else if constexpr (kOneWarp) {
-        return run(Kind<3, false>{});
-      } else {
-        return aligned ? run(Kind<kMostSlots, false>{}) : run(Kind<kMostSlots, true>{});
-      }
+      return run(Kind<kMostSlots>{});
     }
   }
-  static int threads_of(int slots, bool aligned) {
-    return with_kind(slots, aligned, false, [](auto kind) { return decltype(kind)::kThreads; });
+  static int threads_of(int slots) {
+    return with_kind(slots, [](auto kind) { return decltype(kind)::kThreads; });
   }
-  static int stage_of(int slots, bool aligned, bool lined) {
-    return with_kind(slots, aligned, lined, [](auto kind) { return decltype(kind)::kStage; });
+  static int stage_of(int slots) {
+    return with_kind(slots, [](auto kind) { return decltype(kind)::kStage; });
   }
-  static auto kernel_for(int slots, bool aligned, bool lined) -> void (*)(NormBackward) {
-    return with_kind(slots, aligned, lined,
-                     [](auto kind) -> void (*)(NormBackward) { return norm_backward_ring<decltype(kind)>; });
+  static auto kernel_for(int slots) -> void (*)(NormBackward) {
+    return with_kind(slots, [](auto kind) -> void (*)(NormBackward) { return norm_backward_ring<decltype(kind)>; });
   }
 };
 

@@ -7,8 +7,7 @@
 // over rows with the same columns, the sums over rows in its registers. A group takes several rows a turn: all their
 // loads are in flight at once, and one meeting (several_sums.cuh) is for all their sums. Groups meet apart from each
 // other, so while one waits for memory or for its warps, others work. At the end each block writes a row of partial sums
-// of each kind, and a second kernel adds those up in a fixed order: no atomics, the same bits each run. Rows that do not
-// start at multiples of 16 bytes are shifted into place (shifted.cuh).
+// of each kind, and a second kernel adds those up in a fixed order: no atomics, the same bits each run.
 #pragma once
 
 #include "norm_gradient.cuh"
@@ -17,15 +16,15 @@
 
 namespace fuseline {
 
-// Which kernel: dtypes (of what was normalized, and of y), slots a thread has of a row, rows it has a turn, threads of a
-// block that its registers leave room for, and how rows lie.
+// Which kernel: dtypes (of what was normalized, and of y), slots a thread has of a row, rows it has a turn, and threads of a
+// block that its registers leave room for.
 template <class XType, class YType, int kSlotsOfThread, int kRowsOfTurn, int kThreadsOfBlock, int kSumsOfColumn,
-          bool kCentredRows, bool kOneWarpARow, bool kShiftedRows>
+          bool kCentredRows>
 struct HeldKind {
   using X = XType;
   using Y = YType;
   static constexpr int kSlots = kSlotsOfThread, kRows = kRowsOfTurn, kBlock = kThreadsOfBlock, kSums = kSumsOfColumn;
-  static constexpr bool kCentred = kCentredRows, kOneWarp = kOneWarpARow, kShifted = kShiftedRows;
+  static constexpr bool kCentred = kCentredRows, kOneWarp = false;
   static constexpr bool kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   // Weights stay in registers, or are read again for each pass where the sums of many columns need these.
   static constexpr bool kKeepsWeights = kSlotsOfThread == 1;
@@ -34,46 +33,25 @@ struct HeldKind {
 // Warps of the blocks that share a row, or of one block.
 constexpr int kMaxStatesOfCluster = 256;
 
-// A slot of a row as it comes from memory. Where rows are shifted, one vector more than its elements fill.
-template <class T, int kSize, bool kShifted>
+// A slot of a row as it comes from memory.
+template <class T, int kSize>
 struct HeldSlot {
   static constexpr int kVectors = kSize / kVector<T>;
-  uint4 raw[kVectors + (kShifted ? 1 : 0)];
+  uint4 raw[kVectors];
 
-  // Elements first .. first + kSize of the row at `row`, which has `n` elements (0: it is not there); the tensor goes on
-  // for `before` elements before the row and `after` from its start on.
-  __device__ __forceinline__ void load(const T* row, int first, int n, int64_t before, int64_t after) {
-    if constexpr (!kShifted) {
+  // Elements first .. first + kSize of the row at `row`, which has `n` elements (0: it is not there).
+  __device__ __forceinline__ void load(const T* row, int first, int n) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        raw[v] = first < n ? load_once(row + first + v * kVector<T>) : make_uint4(0, 0, 0, 0);
-      }
-    } else {
-      const int head = elements_into_vector(row);
-      const int last = first + kSize < n ? first + kSize : n;
-#pragma unroll
-      for (int v = 0; v <= kVectors; ++v) {
-        const int from = first - head + v * kVector<T>;
-        raw[v] = make_uint4(0, 0, 0, 0);
-        if (n == 0 || first >= n || from >= last) continue;
-        if (from >= -before && from + kVector<T> <= after) {
-          raw[v] = *reinterpret_cast<const uint4*>(row + from);
-        } else {
-          raw[v] = load_vector<T, false>(row, from, n, false);
-        }
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      raw[v] = first < n ? load_once(row + first + v * kVector<T>) : make_uint4(0, 0, 0, 0);
     }
   }
 
-  __device__ __forceinline__ void values(int head, float (&out)[kSize]) const {
+  __device__ __forceinline__ void values(float (&out)[kSize]) const {
     float part[kVector<T>];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if constexpr (kShifted) {
-        unpack<T>(shift_elements<T>(raw[v], raw[v + 1], head), part);
-      } else {
-        unpack<T>(raw[v], part);
-      }
+      unpack<T>(raw[v], part);
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) out[v * kVector<T> + i] = part[i];
     }
@@ -85,20 +63,16 @@ struct HeldSlot {
   }
 };
 
-// Writes elements first .. first + kSize of a row of n elements; all lanes of a warp call.
-template <class T, int kSize, bool kShifted>
-__device__ __forceinline__ void store_slot(T* row, int first, int n, int width, const float (&values)[kSize]) {
+// Writes elements first .. first + kSize of a row of n elements.
+template <class T, int kSize>
+__device__ __forceinline__ void store_slot(T* row, int first, int n, const float (&values)[kSize]) {
   constexpr int kVectors = kSize / kVector<T>;
   float part[kVector<T>];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) part[i] = values[v * kVector<T> + i];
-    if constexpr (kShifted && kVectors == 1) {
-      store_shifted(row, elements_into_vector(row), first, n, pack<T>(part), width);
-    } else {
-      store_vector<T, !kShifted>(row, first + v * kVector<T>, n, false, part);
-    }
+    store_vector<T, true>(row, first + v * kVector<T>, n, false, part);
   }
 }
 
@@ -107,24 +81,19 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   using X = typename Kind::X;
   using Y = typename Kind::Y;
   constexpr int kSize = kVector<Y>, kSlots = Kind::kSlots, kRows = Kind::kRows, kSums = Kind::kSums;
-  constexpr bool kOneWarp = Kind::kOneWarp, kShifted = Kind::kShifted, kAdded = Kind::kAdded;
-  constexpr bool kCentred = Kind::kCentred;
+  constexpr bool kAdded = Kind::kAdded, kCentred = Kind::kCentred;
   constexpr int kValues = 2 * kRows;
   extern __shared__ __align__(16) float parts[];
-  __shared__ float states[kOneWarp ? 1 : 2][kOneWarp ? 1 : kMaxStatesOfCluster][kValues];
+  __shared__ float states[2][kMaxStatesOfCluster][kValues];
   __shared__ uint64_t barriers[2];
 
   let_next_start();
   wait_for_earlier();
   const int threads = blockDim.x, n = int(a.n);
-  const int cluster = kOneWarp ? 1 : a.cluster;  // of blocks that share a row, a power of two; then they have one group
-  const int rank = kOneWarp ? 0 : int(blockIdx.x) & (cluster - 1);
-  const int width = min(threads, kWarp);  // lanes side by side in a row
+  const int cluster = a.cluster;  // of blocks that share a row, a power of two; then they have one group
+  const int rank = int(blockIdx.x) & (cluster - 1);
   const int lane = int(threadIdx.x) % kWarp, warps = threads / kWarp;
-  // Rows side by side in a warp: a group takes kRows times as many.
-  const int beside = kOneWarp ? kWarp / threads : 1;
   const int block = int(blockIdx.x) / cluster;  // a cluster counts once
-  const int aside = kOneWarp ? int(threadIdx.y) % beside : 0;
   const int step = threads * kSize;  // between the slots of a thread
 
   int start = rank * kSlots * step + int(threadIdx.x) * kSize;
@@ -136,7 +105,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
   ColumnSums<kSize, kSums> columns[kSlots] = {};
   if constexpr (Kind::kKeepsWeights) {
 #pragma unroll
-    for (int k = 0; k < kSlots; ++k) weights_of_columns<Y, kShifted>(a, start + k * step, kept[k]);
+    for (int k = 0; k < kSlots; ++k) weights_of_columns<Y, false>(a, start + k * step, kept[k]);
   }
   const auto weights = [&](int k, float (&weight)[kSize]) {
     if constexpr (Kind::kKeepsWeights) {
@@ -144,7 +113,7 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
       for (int i = 0; i < kSize; ++i) weight[i] = kept[k][i];
     } else {
       forget(start);
-      weights_of_columns<Y, kShifted>(a, start + k * step, weight);
+      weights_of_columns<Y, false>(a, start + k * step, weight);
     }
   };
 
@@ -155,22 +124,19 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     cluster_wait();
   }
   int turn = 0;  // of meetings: each other one has the other set of states
-  const int rows_of_block = int(blockDim.y) * kRows;  // at a turn; a group has those of a warp's rows side by side
+  const int rows_of_block = int(blockDim.y) * kRows;  // at a turn
   const int64_t first_of_block = int64_t(block) * rows_of_block;
 #pragma unroll 1
-  for (int64_t first_row = first_of_block + int64_t(threadIdx.y) / beside * (kRows * beside) + aside;
-       first_row - aside < a.rows; first_row += int64_t(gridDim.x) / cluster * rows_of_block) {
-    HeldSlot<X, kSize, kShifted> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
-    HeldSlot<Y, kSize, kShifted> grad_y[kRows][kSlots];
+  for (int64_t first_row = first_of_block + int64_t(threadIdx.y) * kRows; first_row < a.rows;
+       first_row += int64_t(gridDim.x) / cluster * rows_of_block) {
+    HeldSlot<X, kSize> x[kRows][kSlots], grad_sum[kAdded ? kRows : 1][kSlots];
+    HeldSlot<Y, kSize> grad_y[kRows][kSlots];
     RowTerms terms[kRows];
     // Everything is counted from the first row on, in 32 bits.
     int64_t base = first_row * a.n;
-    int left = int(min(a.rows - first_row, int64_t(kRows * beside)));
-    const auto is_there = [&](int r) { return r * beside < left; };
-    const auto offset = [&](int r) { return r * beside * n; };
-    const auto head_of = [&](const auto* tensor, int r) {
-      return kShifted ? elements_into_vector(tensor + base + offset(r)) : 0;
-    };
+    int left = int(min(a.rows - first_row, int64_t(kRows)));
+    const auto is_there = [&](int r) { return r < left; };
+    const auto offset = [&](int r) { return r * n; };
     const X* const all_x = static_cast<const X*>(a.x);
     const X* const all_grad_sum = static_cast<const X*>(a.grad_sum);
     const Y* const all_grad_y = static_cast<const Y*>(a.grad_y);
@@ -179,16 +145,15 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
       const bool there = is_there(r);  // a row that is not there is zeros, and adds nothing
       const int64_t at = there ? base + offset(r) : 0;
       const int inside = there ? n : 0;
-      const int64_t after = kShifted ? a.rows * a.n - at : 0;
-      terms[r].mean = there && centred ? a.mean[first_row + r * beside] : 0.f;
-      terms[r].rstd = there ? a.rstd[first_row + r * beside] : 0.f;
+      terms[r].mean = there && centred ? a.mean[first_row + r] : 0.f;
+      terms[r].rstd = there ? a.rstd[first_row + r] : 0.f;
 #pragma unroll
       for (int k = 0; k < kSlots; ++k) {
         const int first = start + k * step;
-        x[r][k].load(all_x + at, first, inside, at, after);
-        grad_y[r][k].load(all_grad_y + at, first, inside, at, after);
+        x[r][k].load(all_x + at, first, inside);
+        grad_y[r][k].load(all_grad_y + at, first, inside);
         if constexpr (kAdded) {
-          if (a.grad_sum) grad_sum[r][k].load(all_grad_sum + at, first, inside, at, after);
+          if (a.grad_sum) grad_sum[r][k].load(all_grad_sum + at, first, inside);
         }
       }
     }
@@ -200,14 +165,8 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float values[kSize], grad[kSize];
-        x[r][k].values(head_of(all_x, r), values);
-        grad_y[r][k].values(head_of(all_grad_y, r), grad);
-        if constexpr (kShifted) {  // beyond the row stand others
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) {
-            if (start + k * step + i >= n) values[i] = terms[r].mean, grad[i] = 0.f;
-          }
-        }
+        x[r][k].values(values);
+        grad_y[r][k].values(grad);
         first_pass<kSize, kSums, kCentred>(values, grad, weight, terms[r].mean, terms[r].rstd, columns[k], sums[2 * r],
                                            sums[2 * r + 1]);
       }
@@ -216,23 +175,19 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
     forget(base);
     forget(left);
     forget(start);
-    if constexpr (kOneWarp) {
-      sum_in_warp(sums, width);
+    const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp, set = turn % 2;
+    if (cluster == 1) {
+      leave_sums(sums, states[set][at + warp], lane);
+      barrier_of(int(threadIdx.y) + 1, threads);
+      take_sums(states[set][at], warps, lane, sums);
     } else {
-      const int at = int(threadIdx.y) * warps, warp = int(threadIdx.x) / kWarp, set = turn % 2;
-      if (cluster == 1) {
-        leave_sums(sums, states[set][at + warp], lane);
-        barrier_of(int(threadIdx.y) + 1, threads);
-        take_sums(states[set][at], warps, lane, sums);
-      } else {
-        const int count = cluster * warps;
-        if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
-        send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
-        barrier_wait(&barriers[set], turn / 2 % 2);
-        take_sums(states[set][0], count, lane, sums);
-      }
-      ++turn;
+      const int count = cluster * warps;
+      if (threadIdx.x == 0) barrier_expect(&barriers[set], count * kValues * int(sizeof(float)));
+      send_sums(sums, states[set][rank * warps + warp], &barriers[set], cluster, lane);
+      barrier_wait(&barriers[set], turn / 2 % 2);
+      take_sums(states[set][0], count, lane, sums);
     }
+    ++turn;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) terms[r].set(a, centred, sums[2 * r], sums[2 * r + 1]);
 #pragma unroll
@@ -245,32 +200,32 @@ __global__ void __launch_bounds__(Kind::kBlock, 1) norm_backward_held(const Norm
         float values[kSize], grad[kSize];
         x[r][k].forget_values();
         grad_y[r][k].forget_values();
-        x[r][k].values(head_of(all_x, r), values);
-        grad_y[r][k].values(head_of(all_grad_y, r), grad);
+        x[r][k].values(values);
+        grad_y[r][k].values(grad);
         second_pass<kSize, kCentred>(values, weight, terms[r], grad);
         if constexpr (kAdded) {
           if (a.grad_sum) {
-            grad_sum[r][k].values(head_of(all_grad_sum, r), values);
+            grad_sum[r][k].values(values);
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[i] += values[i];
           }
           if (a.grad_x) {
-            store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
+            store_slot<X, kSize>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, grad);
           }
           if (a.dropout.seed) {
             float multipliers[kSize];
-            dropout_row<kSize, kShifted>(a.dropout, seed, base + offset(r) + first, multipliers);
+            dropout_multipliers(a.dropout, seed, base + offset(r) + first, multipliers);
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[i] *= multipliers[i];
           }
           if (a.grad_dropped) {
             Y* const row = static_cast<Y*>(a.grad_dropped) + base + offset(r);
-            store_slot<Y, kSize, kShifted>(row, first, inside, width, grad);
+            store_slot<Y, kSize>(row, first, inside, grad);
           }
 #pragma unroll
           for (int i = 0; i < kSize; ++i) columns[k].x_bias[i] += grad[i];
         } else {
-          store_slot<X, kSize, kShifted>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, width, grad);
+          store_slot<X, kSize>(static_cast<X*>(a.grad_x) + base + offset(r), first, inside, grad);
         }
       }
     }

@@ -13,18 +13,17 @@
 
 #include "kept.cuh"
 #include "norm_backward_ring_parts.cuh"
-#include "norm_sums.cuh"
+#include "norm_sums.h"
 
 namespace fuseline {
 
 constexpr int kTileTurns = 4;
 constexpr int kMostTileStages = 4, kLeastTileStages = 3;
-constexpr int kLongestOddRow = 16;  // in threads: eight rows and more are a tile
 
-// How rows lie: as whole vectors; or at any place, of a vector's elements and more, or of fewer. Of the second kind a thread
-// that the row's end leaves fewer elements takes those before them, too: it adds nothing of them to sums, and writes what
-// their own thread writes.
-enum class TileRows { kVectors, kOdd, kShort };
+// How rows lie: as whole vectors, or at any place, of more than a vector's elements. Of the second kind a thread that the row's
+// end leaves fewer elements takes those before them, too: it adds nothing of them to sums, and writes what their own thread
+// writes.
+enum class TileRows { kVectors, kOdd };
 
 template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, TileRows kRowsOfTile>
 struct TileKind {
@@ -57,16 +56,15 @@ __device__ __forceinline__ void send_tile(T* to, const T* tile, int count) {
   if (whole > 0) copy_out(to, tile, whole * int(sizeof(T)));
 }
 
-// A thread's elements of a row from a tile, and to it; `inside`: how many of them are the row's.
+// A thread's elements of a row from a tile, and to it; `inside`: how many of them are the row's, or none.
 template <class T, TileRows kRows, int kSize>
-__device__ __forceinline__ void take_elements(const unsigned char* tile, int at, int inside, float fill,
-                                              float (&values)[kSize]) {
+__device__ __forceinline__ void take_elements(const unsigned char* tile, int at, float (&values)[kSize]) {
   const T* const from = reinterpret_cast<const T*>(tile) + at;
   if constexpr (kRows == TileRows::kVectors) {
-    take_slot<T, kSize, false>(reinterpret_cast<const unsigned char*>(from), 0).values(0, values);
+    take_slot<T, kSize>(reinterpret_cast<const unsigned char*>(from), 0).values(values);
   } else {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = kRows == TileRows::kOdd || i < inside ? to_float(from[i]) : fill;
+    for (int i = 0; i < kSize; ++i) values[i] = to_float(from[i]);
   }
 }
 
@@ -74,12 +72,10 @@ template <class T, TileRows kRows, int kSize>
 __device__ __forceinline__ void put_elements(unsigned char* tile, int at, int inside, const float (&values)[kSize]) {
   T* const to = reinterpret_cast<T*>(tile) + at;
   if constexpr (kRows == TileRows::kVectors) {
-    if (inside > 0) store_slot<T, kSize, false>(to, 0, kSize, kWarp, values);
+    if (inside > 0) store_slot<T, kSize>(to, 0, kSize, values);
   } else {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (kRows == TileRows::kOdd || i < inside) to[i] = from_float<T>(values[i]);
-    }
+    for (int i = 0; i < kSize; ++i) to[i] = from_float<T>(values[i]);
   }
 }
 
@@ -110,7 +106,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   const int thread = int(threadIdx.y) * threads + int(threadIdx.x), lane = thread % kWarp;
   const int warp = of_warp(thread / kWarp), warps = threads * int(blockDim.y) / kWarp;
   const int aside = lane / threads, first = int(threadIdx.x) * kSize;  // column
-  const int others = kRows == TileRows::kShort ? 0 : first - min(first, n - kSize), inside = n - first;
+  const int others = first - min(first, n - kSize), inside = n - first;
   const bool sends = lane == 0;
   const int rows_of_tile = kTileTurns * beside, turn = beside * n, full = kTileTurns * turn;  // the latter in elements
   const int at = aside * n + (kVectors && inside <= 0 ? 0 : first - others);  // beside a row: of this row, too
@@ -226,8 +222,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
 #pragma unroll
       for (int r = 0; r < kTogether; ++r) {
         const int place = (pair + r) * turn + at;
-        take_elements<X, kRows>(parts, place, inside, mean[pair + r], values[r]);
-        take_elements<Y, kRows>(parts + grad_y_at, place, inside, 0.f, grad[r]);
+        take_elements<X, kRows>(parts, place, values[r]);
+        take_elements<Y, kRows>(parts + grad_y_at, place, grad[r]);
         first_pass<kSize, kSums, kCentred>(values[r], grad[r], sums_weight(), mean[pair + r], rstd[pair + r], columns[0],
                                            sums[2 * r], sums[2 * r + 1]);
       }
@@ -242,7 +238,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
         terms.set(a, centred, sums[2 * r], sums[2 * r + 1]);
         second_pass<kSize, kCentred>(values[r], weight, terms, grad[r]);
         if (adds) {
-          take_elements<X, kRows>(parts + grad_sum_at, place, inside, 0.f, values[r]);
+          take_elements<X, kRows>(parts + grad_sum_at, place, values[r]);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[r][i] += values[r][i];
         }
@@ -293,21 +289,24 @@ struct TilePlan {
   size_t shared = 0;
 };
 
-template <class X, class Y, int kSums, bool kCentred>
+template <class X, class Y, int kSums, bool kCentred, TileRows kRows>
 struct TileFamily {
-  template <TileRows kRows>
   using Kind = TileKind<X, Y, kSums, kCentred, kRows>;
   static constexpr int kSize = kVector<Y>;
 
+  static bool takes(int64_t n) {
+    if (kRows == TileRows::kVectors) return n % kSize == 0 && n <= kWarp * kSize;
+    return n % kSize != 0 && n > kSize && n <= kLongestOddTile;
+  }
+
   static TilePlan plan(int64_t rows, int64_t n, const Device& device) {
-    constexpr int kMostWarps = Kind<TileRows::kVectors>::kThreads / kWarp;
+    constexpr int kMostWarps = Kind::kThreads / kWarp;
     TilePlan plan;
-    const int64_t vectors = divide_up(n, kSize);
-    if (!device.clusters || vectors > (n % kSize == 0 ? kWarp : kLongestOddRow)) return plan;
-    plan.threads = power_of_two_from(vectors);
+    if (!device.clusters || !takes(n)) return plan;
+    plan.threads = power_of_two_from(divide_up(n, kSize));
     const int rows_of_tile = kTileTurns * (kWarp / plan.threads);
     const int64_t tiles = divide_up(rows, rows_of_tile);
-    const int stage = Kind<TileRows::kVectors>::stage(rows_of_tile * int(n));
+    const int stage = Kind::stage(rows_of_tile * int(n));
     const int room = device.shared_a_block - 1024;
     plan.blocks = int(std::min<int64_t>(tiles, device.processors));
     plan.warps = int(std::min<int64_t>({kMostWarps, room / stage / kLeastTileStages, divide_up(tiles, plan.blocks)}));
@@ -327,9 +326,7 @@ struct TileFamily {
     }
     a.stages = plan.stages;
     const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
-    const auto kernel = a.n % kSize == 0 ? norm_backward_tiled<Kind<TileRows::kVectors>>
-                        : a.n > kSize    ? norm_backward_tiled<Kind<TileRows::kOdd>>
-                                         : norm_backward_tiled<Kind<TileRows::kShort>>;
+    const auto kernel = norm_backward_tiled<Kind>;
     int count = 0;
     const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
     error = int(found);

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
 
 // The host's half. False for rows that it does not take.
 template <class X, class Y>
-bool run_forward_added(NormForward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
+bool run_forward_added(NormForward a, const Device& device, void* stream, int& error) {
   using Part = AddedPart<X, Y>;
   constexpr int kLeastVectors = 64;  // a warp has more than one slot a thread
   constexpr int64_t kRowsEach = 8;   // of a group: with more, those multiprocessors that are slower hold up the end
@@ -180,21 +180,15 @@ bool run_forward_added(NormForward a, const Device& device, void* stream, int& e
   if (warps > (a.dropout.seed ? kMostBlocks * kWarps : kWarps)) return false;
   if (a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
   a.cluster = 1;
-  const RowOverride& measuring = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
-  const bool together = warps <= kAddedMost / kWarp && !(measuring.given && measuring.choice.cluster > 1);
-  const int most = requested ? std::min(requested->block, kAddedMost) / kWarp : together ? kAddedMost / kWarp : kWarps;
+  const int most = warps <= kAddedMost / kWarp ? kAddedMost / kWarp : kWarps;
   while (warps > a.cluster * most) a.cluster *= 2;
-  if (requested && (a.cluster > requested->cluster || requested->cluster > kMostBlocks)) return false;
-  if (requested) a.cluster = requested->cluster;
   const int each = int(divide_up(warps, a.cluster));
-  const int groups = a.cluster > 1 ? 1 : std::max(1, (requested ? most : kWarps) / each);
+  const int groups = a.cluster > 1 ? 1 : std::max(1, kWarps / each);
   const int64_t stage = int64_t(groups) * each * Part::kBytes;
   const int64_t states = kMeetings * int64_t(groups) * a.cluster * each * int64_t(sizeof(Moments));
   const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
-  int stages = each > kWarps || (requested && requested->held == 1) ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
-  const bool shares = requested && requested->held == 2;
-  if (stages < 3 && !shares) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
-  if (requested) stages = std::min(stages, requested->stages);
+  int stages = each > kWarps ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
+  if (stages < 3) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
   if (stages < 3) return false;
   const size_t bytes = size_t(stages * stage + states);
   const auto kernel = norm_forward_added<X, Y>;

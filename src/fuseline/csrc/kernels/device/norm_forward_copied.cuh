@@ -1,10 +1,8 @@
 // The host's half of the norms' forward of rows that come to shared memory in bulk copies (sm_90): short ones at odd
-// addresses (norm_forward_tiled.cuh), and long ones (norm_forward_fetched.cuh). Others at odd addresses come by elements, few
-// or where the table says so (norm_forward_elements.cuh).
+// addresses (norm_forward_tiled.cuh), and long ones (norm_forward_fetched.cuh).
 #pragma once
 
 #include "choice.h"
-#include "norm_forward_elements.cuh"
 #include "norm_forward_fetched.cuh"
 #include "norm_forward_tiled.cuh"
 
@@ -19,7 +17,6 @@ constexpr int64_t kLongSum = 131072, kLongestSum = 262144;  // elements of 16 bi
 struct FetchedPlan {
   int cluster = 1, warps = 0;  // blocks of a row, and warps of a block; no warps: none holds it
   int part = 0;                // vectors of a warp's part of each tensor
-  int ring = 0;                // pieces of x that a warp has at a time; 0: all
   size_t bytes = 0;
   bool light = false;          // threads have fewer registers
   bool leaves = false;         // x leaves the L2 first
@@ -41,36 +38,13 @@ inline const RowChoice* masked_choice(int64_t n) {
   return nullptr;
 }
 
-// Rows of which a block has all of the residual, and of x a ring of pieces: so several blocks share a multiprocessor.
-struct RingedSum {
-  int64_t longest;  // elements
-  int cluster, warps, pieces;
-};
-
-// Of many rows of fp32, shares of the copy bandwidth of layer and RMS norms, by all of x and so: 131,072 elements 0.848 and
-// 0.920, 0.892 and 0.943 (of 8 warps by 8 blocks 0.914, 0.928, by 16 0.913, 0.934), 262,144 0.737 and 0.847, 0.788 and 0.870
-// (16 warps 0.806, 0.855; one piece 0.803, 0.802), with a mask 0.674 and 0.822, 0.715 and 0.856 (one piece 0.778, three
-// 0.604). Of 16 bits, which do not come here, at 262,144 layer norms 0.866 and 0.893, RMS norms 0.927 and 0.911 (of 16 warps
-// 0.887, 0.926), with a mask 0.879 and 0.872.
-constexpr RingedSum kRinged[] = {{131072, 8, 16, 2}, {262144, 16, 8, 2}};
-
-inline const RingedSum* ringed_sum(const NormForward& a, size_t size, bool masked, const Device& device) {
-  const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (given || size == 2 || a.rows <= device.processors || a.n <= kLongSum / 2) return nullptr;
-  for (const RingedSum& sum : kRinged) {
-    if (a.n <= sum.longest) return masked && a.n <= kLongSum ? nullptr : &sum;
-  }
-  return nullptr;
-}
-
 // For rows of `vectors` vectors of `tensors` tensors, of `most` blocks at most. The table is for a layer norm of x alone: a sum
 // has as many bytes a block. At 65,536 elements of 16 bits twice the blocks read 0.954 against 0.948 in an RMS norm, 0.938
 // against 0.947 in a layer norm. may_leave: x of 16 bits alone, with weights of its dtype. long_sums: of sums of more than
 // kLongSum, not masked, which at 262,144 take 383.2 us of RMS norms in 8 blocks of 16 warps and 405.5 of layer norms in 16 of 8,
 // by the table 413.7 and 423.8; in 16 of 8 RMS norms 388.4, in 16 of 16 477.2 and layer norms 509.2.
 inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t vectors, int tensors, bool centred,
-                                bool may_leave, bool long_sums, const RingedSum* ringed, int most, int most_warps,
-                                const Device& device) {
+                                bool may_leave, bool long_sums, int most, int most_warps, const Device& device) {
   FetchedPlan plan;
   plan.cluster = choice.cluster * tensors;
   plan.warps = std::min(choice.block / kWarp, most_warps);
@@ -91,32 +65,24 @@ inline FetchedPlan plan_fetched(const RowChoice& choice, int64_t rows, int64_t v
   }
   while (plan.warps * 2 <= most_warps && part() > kPartSlots) plan.warps *= 2;
   plan.part = int(part());
-  if (ringed && ringed->warps <= most_warps && ringed->cluster <= most) {
-    plan.cluster = ringed->cluster, plan.warps = ringed->warps, plan.ring = ringed->pieces;
-    plan.part = int(part());
-    if (plan.ring * kPieceSlots >= plan.part) plan.ring = 0;
-  }
-  const size_t branch = plan.ring ? size_t(plan.ring) * kPieceSlots : size_t(plan.part) * (tensors - 1);
-  plan.bytes = size_t(plan.warps) * ((size_t(plan.part) + branch) * 16 + plan.cluster * sizeof(Moments));
+  plan.bytes = size_t(plan.warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
   const size_t room = size_t(device.shared_a_block) - sizeof(FetchedBarriers);
   if (plan.part > kPartSlots || plan.bytes > room) plan.warps = 0;
   return plan;
 }
 
 // The requested layout; no warps: no block holds it.
-inline FetchedPlan plan_requested(const RowChoice& requested, int64_t vectors, int tensors, bool may_be_light, bool may_ring,
-                             int most_warps, const Device& device) {
+inline FetchedPlan plan_requested(const RowChoice& requested, int64_t vectors, int tensors, bool may_be_light, int most_warps,
+                                    const Device& device) {
   FetchedPlan plan;
   plan.cluster = requested.cluster, plan.light = requested.kernel == RowKernel::light;
-  plan.leaves = requested.stages == 2, plan.ring = requested.held;
+  plan.leaves = requested.stages == 2;
   const int warps = requested.block / kWarp;
   if (plan.cluster < 1 || plan.cluster > kMostBlocks || warps < 1 || warps > most_warps) return plan;
   const bool lightens = may_be_light && warps <= kMostLightWarps && warps * plan.cluster <= kWarp;
-  if ((plan.light && !lightens) || (plan.ring && !may_ring)) return plan;
+  if ((plan.light && !lightens) || requested.held > 0) return plan;
   plan.part = int(divide_up(divide_up(vectors, plan.cluster * warps), 8) * 8);
-  if (plan.ring * kPieceSlots >= plan.part) plan.ring = 0;
-  const size_t branch = plan.ring ? size_t(plan.ring) * kPieceSlots : size_t(plan.part) * (tensors - 1);
-  plan.bytes = size_t(warps) * ((size_t(plan.part) + branch) * 16 + plan.cluster * sizeof(Moments));
+  plan.bytes = size_t(warps) * (size_t(plan.part) * tensors * 16 + plan.cluster * sizeof(Moments));
   if (plan.part <= kPartSlots && plan.bytes <= size_t(device.shared_a_block) - sizeof(FetchedBarriers)) plan.warps = warps;
   return plan;
 }
@@ -130,13 +96,11 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   const bool may_be_light = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
   constexpr int kMostWarps = (kMasked ? kMaskedThreads : kMostThreads) / kWarp;
   const bool long_sums = sizeof(T) == 2 && kAdded && !kMasked && a.n > kLongSum && a.n <= kLongestSum;
-  const RingedSum* const ringed = kAdded ? ringed_sum(a, sizeof(T), kMasked, device) : nullptr;
   constexpr int kTensors = kAdded ? 2 : 1;
   const int64_t vectors = a.n / kVector<T>;
   const FetchedPlan plan =
-      requested ? plan_requested(*requested, vectors, kTensors, may_be_light, kAdded && sizeof(T) == 4, kMostWarps, device)
-           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, ringed, most, kMostWarps,
-                          device);
+      requested ? plan_requested(*requested, vectors, kTensors, may_be_light, kMostWarps, device)
+           : plan_fetched(*choice, a.rows, vectors, kTensors, a.centred, may_be_light, long_sums, most, kMostWarps, device);
   if (plan.warps == 0) return false;
   auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
   if constexpr (sizeof(T) == 2 && !kAdded) {
@@ -156,7 +120,7 @@ bool run_fetched(NormForward a, int most, const Device& device, void* stream, in
   error = int(failed);
   if (failed != cudaSuccess || count == 0) return failed != cudaSuccess;
   a.cluster = plan.cluster;
-  error = launch(kernel, FetchedNorm{a, plan.part, plan.leaves, plan.ring}, a.rows * plan.cluster, dim3(plan.warps * kWarp),
+  error = launch(kernel, FetchedNorm{a, plan.part, plan.leaves}, a.rows * plan.cluster, dim3(plan.warps * kWarp),
                  plan.bytes, plan.cluster, stream, true);
   return true;
 }
@@ -173,12 +137,6 @@ bool run_tiled(const NormForward& a, int offsets, const Device& device, void* st
 template <class T, bool kAdded, bool kMasked = false>
 bool run_copied(const NormForward& a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   if (!device.clusters || a.n > (int64_t(1) << 30) || (kAdded && (a.x_bias || a.dropout.seed) != kMasked)) return false;
-  const bool few = a.rows <= kMostFewRows && a.n <= kLongestElements && a.n % kVector<T> != 0 &&
-                   !row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (requested ? requested->kernel == RowKernel::elements : few) {
-    error = run_elements<T, kAdded, kMasked>(a, requested ? requested->held : 0, device, stream);
-    return true;
-  }
   const int offset = offset_in_vector(a.x);
   int offsets = 0;  // all together
   for (const void* tensor : {a.x, static_cast<const void*>(a.y), kAdded ? a.residual : a.x,

@@ -4,9 +4,7 @@
 // Moves: as there; limit: HBM bandwidth. Threads: a row belongs to a block or a cluster, each warp to a part of it. One lane
 // sends for the whole part at once; the warp takes pieces as they arrive, and what it writes takes their place and leaves in
 // bulk copies. Other blocks of the multiprocessor fill the time of the meeting (waiting.cuh). Weights come from the L2, which
-// gives them besides the rows: two rows a block, for half of that, read the same. Rows at any address have the vectors of
-// memory that they stand in, and for each way that a row may begin in a vector weights that do as well
-// (norm_forward_odd.cuh): shifted by each thread, rows of 50,257 elements read 0.62 of the copy bandwidth.
+// gives them besides the rows: two rows a block, for half of that, read the same.
 #pragma once
 
 #include "kept.cuh"
@@ -19,11 +17,6 @@ struct FetchedNorm {
   NormForward norm;
   int part;  // vectors of a warp's part
   bool leaves;  // the L2 before what is written
-  int ring;     // pieces of x that a warp has at a time, where it has not all of them; 0: it has
-  // Of rows at any address: where their parts begin (Part), and weights [3 of them][elements of a vector][vectors].
-  int line;
-  int vectors;
-  const uint4* weights;
 };
 
 struct FetchedBarriers {
@@ -31,45 +24,31 @@ struct FetchedBarriers {
   uint64_t met;
 };
 
-__device__ __forceinline__ uint4 load_written(const uint4* at) {
-  uint4 raw;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w) : "l"(at));
-  return raw;
-}
-
 constexpr int kMaskedThreads = 256;  // of a block that makes masks, too: registers leave room for three of them
 
 // kLight: of weights of rows' dtype and no more warps a row than one has lanes, with registers for more blocks a
-// multiprocessor. kOdd: rows at any address.
-template <class T, bool kAdded, bool kLight = false, bool kMasked = false, bool kOdd = false>
+// multiprocessor.
+template <class T, bool kAdded, bool kLight = false, bool kMasked = false>
 __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMostThreads,
-                                  kLight && !kOdd ? 4 : kLight || kMasked ? 3 : 1) norm_forward_fetched(const FetchedNorm given) {
+                                  kLight ? 4 : kMasked ? 3 : 1) norm_forward_fetched(const FetchedNorm given) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint4 slots[];
   __shared__ FetchedBarriers barriers;
   constexpr int kSize = kVector<T>;
-  constexpr bool kRings = kAdded && sizeof(T) == 4;
   const NormForward& a = given.norm;
   const int n = int(a.n);
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
   const int blocks = a.cluster, rank = int(blockIdx.x) & (blocks - 1);
   const int place = rank * warps + warp, count = blocks * warps;  // among the warps that share the row
   const int64_t row = int64_t(blockIdx.x / unsigned(blocks));
-  Part<T> part(kAdded ? a.residual : a.x, row, a.rows, a.n, place, given.part, kOdd ? given.line : 16);
-  if constexpr (!kOdd) part.head = 0, part.opens = part.ends = false;
-  // Elements of the row among the first `slots` vectors of this warp.
-  const auto inside = [&](int slots) {
-    if constexpr (!kOdd) return slots * kSize;
-    return max(0, min(n, part.element(slots))) - max(0, min(n, part.element(0)));
-  };
+  Part<T> part(kAdded ? a.residual : a.x, row, a.rows, a.n, place, given.part, 16);
+  part.head = 0, part.opens = part.ends = false;
   T* const sum = static_cast<T*>(a.sum) + row * a.n;
   T* const y = static_cast<T*>(a.y) + row * a.n;
   // What is normalized, of this warp, and the branch, whose place y takes.
   uint4* const mine = slots + warp * given.part;
-  const int branch_part = kRings && given.ring ? given.ring * kPieceSlots : given.part;  // vectors of a warp
-  uint4* const branch = kAdded ? slots + warps * given.part + warp * branch_part : mine;
-  uint4* const results = kRings && given.ring ? mine : branch;
-  Moments* const states = reinterpret_cast<Moments*>(slots + warps * (given.part + (kAdded ? branch_part : 0)));
+  uint4* const branch = kAdded ? slots + (warps + warp) * given.part : mine;
+  Moments* const states = reinterpret_cast<Moments*>(slots + (kAdded ? 2 : 1) * warps * given.part);
   uint64_t* const arrived = barriers.arrived[warp];
 
   let_next_start();
@@ -83,19 +62,9 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
     __syncthreads();
   }
   wait_for_earlier();
-  // Where a piece of the branch stands, and one lane's sending for it.
-  const auto place_of = [&](int piece) { return (kRings && given.ring ? piece % given.ring : piece) * kPieceSlots; };
-  const auto fetch_branch = [&](int piece) {
-    const int from = piece * kPieceSlots, bytes = (min(from + kPieceSlots, part.count) - from) * 16;
-    if (bytes <= 0) return;
-    barrier_expect(&arrived[piece], bytes);
-    copy_in(branch + place_of(piece), static_cast<const T*>(a.x) + row * a.n + part.element(from), bytes, &arrived[piece]);
-  };
   if (lane == 0) {
     part.fetch(mine, arrived, given.leaves);
-    if (kRings && given.ring) {
-      for (int piece = 0; piece < given.ring; ++piece) fetch_branch(piece);
-    } else if constexpr (kAdded) {
+    if constexpr (kAdded) {
       Part<T> other = part;
       other.at = static_cast<const T*>(a.x) + row * a.n;
       other.fetch(branch, arrived, given.leaves);
@@ -103,23 +72,19 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   }
   // The weights of a piece, of rows' dtype; those of the first are on their way with the row. To ask for the next ones while
   // these are used reads 0.90 at 65,536 elements instead of 0.945: what a piece sends waits for them, too.
-  const bool keeps = kLight || kOdd || sizeof(T) == 4 || !a.fp32_weights;
+  const bool keeps = kLight || sizeof(T) == 4 || !a.fp32_weights;
   uint4 weight[kPiece], bias[kPiece];
-  // Those of a vector, of a kind (weight, bias, x_bias).
-  const auto weights_of = [&](const void* weights, int kind, int slot) {
-    if constexpr (!kOdd) return __ldg(static_cast<const uint4*>(weights) + part.first + slot);
-    // Written by the kernel ahead, beside which this one may have begun: not by the read-only path.
-    const uint4* const as_row = given.weights + (kind * kSize + part.head % kSize) * given.vectors;
-    return load_written(as_row + part.first + slot - part.head / kSize);
+  const auto weights_of = [&](const void* weights, int slot) {
+    return __ldg(static_cast<const uint4*>(weights) + part.first + slot);
   };
   const auto take_weights = [&](int piece) {
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + lane;
       weight[k] = ones<T>(), bias[k] = make_uint4(0, 0, 0, 0);
-      if (!keeps || slot >= part.count || (kOdd && slot < part.before)) continue;
-      if (a.weight) weight[k] = weights_of(a.weight, 0, slot);
-      if (a.bias) bias[k] = weights_of(a.bias, 1, slot);
+      if (!keeps || slot >= part.count) continue;
+      if (a.weight) weight[k] = weights_of(a.weight, slot);
+      if (a.bias) bias[k] = weights_of(a.bias, slot);
     }
   };
   if constexpr (!kMasked) take_weights(0);
@@ -138,8 +103,8 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
 #pragma unroll
       for (int k = 0; k < kPiece; ++k) {
         x_bias[k] = make_uint4(0, 0, 0, 0);
-        if (!keeps || !a.x_bias || slot + k * kWarp >= part.count || (kOdd && slot + k * kWarp < part.before)) continue;
-        x_bias[k] = weights_of(a.x_bias, 2, slot + k * kWarp);
+        if (!keeps || !a.x_bias || slot + k * kWarp >= part.count) continue;
+        x_bias[k] = weights_of(a.x_bias, slot + k * kWarp);
       }
       if (a.dropout.seed) {
         kept = kept_of_slots<kSize, kPiece>(a.dropout, seed, row * a.n + part.element(slot), kWarp * kSize);
@@ -150,20 +115,12 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       const int slot = piece * kPieceSlots + k * kWarp + lane;
-      if constexpr (kOdd) {
-        raw[k] = part.take(mine, slot, 0u);
-      } else {
-        raw[k] = slot < part.count ? mine[slot] : make_uint4(0, 0, 0, 0);
-      }
+      raw[k] = slot < part.count ? mine[slot] : make_uint4(0, 0, 0, 0);
       if constexpr (kAdded) {
         if (slot >= part.count) continue;
         float values[kSize], added[kSize];
         unpack<T>(raw[k], values);
-        if constexpr (kOdd) {
-          unpack<T>(part.take(branch, slot, 0u), added);
-        } else {
-          unpack<T>(branch[place_of(piece) + k * kWarp + lane], added);
-        }
+        unpack<T>(branch[slot], added);
         if constexpr (kMasked) {
           float bias[kSize];
           unpack<T>(x_bias[k], bias);
@@ -177,19 +134,17 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
           for (int i = 0; i < kSize; ++i) values[i] += added[i];
         }
         mine[slot] = raw[k] = pack<T>(values);
-        if (kOdd && part.is_shared(slot)) store_vector<T, false>(sum, part.element(slot), n, true, values);
       }
     }
     if constexpr (kAdded) {
       part.send(sum, mine, piece);
-      if (kRings && given.ring && lane == 0) fetch_branch(piece + given.ring);
     }
     if (a.centred && piece == 0) {
       float values[kSize], total = 0.f;
       unpack<T>(raw[0], values);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) total += values[i];  // zeros beyond the part
-      const int seen = kOdd ? max(inside(min(part.count, kWarp)), 1) : min(part.count, kWarp) * kSize;
+      const int seen = min(part.count, kWarp) * kSize;
       near = kLight ? sum_over_warp(total) * inverse_of(max(seen, 1)) : sum_over_warp(total) / float(seen);
     }
 #pragma unroll
@@ -198,12 +153,6 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
       if (slot >= part.count) continue;
       float values[kSize];
       unpack<T>(raw[k], values);
-      if (kOdd && part.is_shared(slot)) {
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          if (part.element(slot) + i < 0 || part.element(slot) + i >= n) values[i] = near;
-        }
-      }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const float apart = values[i] - near;
@@ -214,7 +163,7 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   }
   if constexpr (kMasked) take_weights(0);  // whose registers the mask and its bias had
   sums = sum_over_warp(sums);
-  int self = warp, own = inside(part.count), width = n;  // and elements of this warp, and of the row
+  int self = warp, own = part.count * kSize, width = n;  // and elements of this warp, and of the row
   forget(self), forget(own), forget(width);              // found anew, rather than kept
   const float inverse_n = inverse_of(width), inverse = inverse_of(max(own, 1));
   Moments* const state = states + rank * warps + self;
@@ -235,10 +184,6 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
                              : combine_near(states, count, float(n), inverse_n, a.centred);
   const float rstd = rstd_of<T>(all.squares, inverse_n, a.eps);
   const Standard<T> standard(all.mean, rstd);
-  if (kRings && given.ring) {  // y takes the place of the sum, which has left by now
-    if (lane == 0) wait_for_copies_out();
-    __syncwarp();
-  }
   if (rank == 0 && threadIdx.x == 0) keep_statistics(a, row, all.mean, rstd);
 #pragma unroll 1
   for (int piece = 0; piece * kPieceSlots < part.count; ++piece) {
@@ -258,13 +203,9 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
       } else {
         normalize<T, true>(a, part.element(slot), n, all.mean, rstd, values);
       }
-      if constexpr (kOdd) {
-        part.put(y, results, slot, values);
-      } else {
-        results[slot] = pack<T>(values);
-      }
+      branch[slot] = pack<T>(values);
     }
-    part.send(y, results, piece);
+    part.send(y, branch, piece);
   }
   if (lane == 0) wait_for_copies_out();
 #endif

@@ -5,7 +5,6 @@
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"
-#include "norm_forward_turns.cuh"
 
 namespace fuseline {
 
@@ -64,46 +63,6 @@ inline bool plan_few_held(HeldPlan& plan, int64_t rows, int64_t vectors, const D
   return true;
 }
 
-// Numbers of fp16 take registers more than there are.
-template <class T>
-constexpr bool kTakesLong = std::is_same_v<T, __nv_bfloat16>;
-
-// RMS norms of few of the longest rows have four vectors a thread, in clusters of blocks of 256. In us, of 16 bits, 32 x 65,536:
-// 5.96, without the weights on their way 6.37, two vectors in blocks of 512 7.55, in shared memory 7.34 (in clusters of 8 blocks
-// of 8 warps 6.49); 128 x 65,536 17.06, 17.37, 21.08 and 17.22.
-inline bool plan_few_long(HeldPlan& plan, int64_t rows, int64_t vectors, const Device& device) {
-  const bool takes = device.clusters && rows <= device.processors && rows * vectors > int64_t(device.processors) * 1024;
-  constexpr int64_t kLeast = int64_t(kMaxCluster) * kMostThreads, kMost = kLeast / 2 * kMostHeld;
-  if (!takes || vectors <= kLeast || vectors > kMost) return false;
-  plan.held = kMostHeld, plan.early = true;
-  share_blocks(plan, vectors, true, kMostThreads / 2);
-  return true;
-}
-
-// Few rows of which clusters of kMaxCluster hold less than all have kMostBlocks each; no vectors held: others have them. Of two
-// such blocks a multiprocessor more clusters are there at once, for which weights come late. In us of bf16, in shared memory
-// and so: layer norm 4, 16 and 32 x 131,072 5.20, 10.39, 12.48 and, in blocks of 256, 3.91, 6.46, 11.34 (in 512 threads 4.12,
-// 9.36, 14.3, two vectors each 4.35, 8.79, 14.0), 64 rows 19.5 and 19.3; 4 and 8 x 262,144 6.29, 11.62 and 5.89, 9.00 (weights
-// late 7.92, early 10.67), 16 rows 13.4 and 15.3. Residual + RMS norm 4 x 131,072 5.16 and 4.78, 16 rows 10.5 and 10.6; 4 x
-// 262,144 7.54 and 6.88. With a mask 4, 16 and 64 x 131,072 6.36, 15.8, 35.6 and 5.65, 11.1, 33.1; 4 x 262,144 11.2 and 9.2.
-template <class T, bool kAdded, bool kMasked>
-HeldPlan plan_few_longest(int64_t rows, int64_t vectors, const Device& device) {
-  constexpr int64_t kLong = int64_t(kMostThreads) * kMaxCluster * 2, kLonger = 2 * kLong, kLongest = 2 * kLonger;
-  constexpr int64_t kFew = kMasked ? 64 : kAdded ? 8 : 32, kFewLonger = 4, kFewLate = 8;
-  HeldPlan plan;
-  if (!device.clusters || vectors <= kLong || vectors > kLongest) return plan;
-  if (vectors <= kLonger) {
-    if (sizeof(T) == 2 && rows <= kFew) plan.held = kAdded ? 2 : kMostHeld;
-  } else if (rows <= kFewLonger || (sizeof(T) == 2 && !kAdded && rows <= kFewLate)) {
-    plan.held = kMostHeld;
-  }
-  if (plan.held == 0) return plan;
-  plan.early = vectors <= kLonger || rows <= kFewLonger;
-  plan.cluster = kMostBlocks;
-  plan.threads = int(divide_up(divide_up(vectors, int64_t(plan.held) * plan.cluster), kWarp)) * kWarp;
-  return plan;
-}
-
 // Of x alone: as the table says, but few rows. Those that a warp has without idle lanes are its where a multiprocessor has
 // several: 512 x 768 in 2.64 us, in 2.76 with 96 threads a row. The table is for layer norms whose rows are held as fp32: many
 // RMS norms of rows that registers can hold read 0.978 in them at 16,384, 0.975 in shared memory; 512 take 16.0 us, and 15.5
@@ -114,8 +73,6 @@ HeldPlan plan_held(int64_t rows, int64_t vectors, bool centred, bool may_pack, c
   HeldPlan plan;
   const bool warps = rows > 2 * device.processors && vectors > 2 * kWarp && vectors <= 3 * kWarp;
   const bool given = row_overrides[FUSELINE_LAYER_NORM_FORWARD].given;
-  if (kTakesLong<T> && !given && may_pack && !centred && plan_few_long(plan, rows, vectors, device)) return plan;
-  plan = {};
   if (!given && !warps && plan_few_held(plan, rows, vectors, device)) {
     // Rows of four warps each, of which a multiprocessor has three or four, are one block's: 512 x 1,024 RMS norms take
     // 2.62 us in place of 2.77, layer norms 2.73 in place of 2.95; two a block 2.80 and 2.97.
@@ -206,11 +163,10 @@ HeldPlan plan_requested(const RowChoice& requested, int64_t rows, int64_t vector
   }
   plan.threads = int(divide_up(threads, kWarp)) * kWarp;
   if (plan.cluster == 1) plan.beside = plan.rows = std::max(1, std::min(requested.block, kMostThreads) / plan.threads);
-  const bool large = plan.threads > kMostThreads / 2, half = std::is_same_v<T, __half>;
+  const bool half = std::is_same_v<T, __half>;
   bool there = requested.held < 3;
   if (requested.held == kMostHeld) {
-    there = plan.cluster > 1 ? large || (!kAdded && sizeof(T) == 2)
-                             : !kAdded && (!plan.early || (!half && plan.threads * plan.beside <= kMostThreads / 2));
+    there = plan.cluster == 1 && !kAdded && (!plan.early || (!half && plan.threads * plan.beside <= kMostThreads / 2));
   }
   if (plan.packed) {
     there = may_pack && requested.held == kPackedVectors && plan.cluster == 1 && packs(plan.threads, vectors);
@@ -229,15 +185,6 @@ auto held_kernel(const HeldPlan& plan) -> void (*)(NormForward) {
     return norm_forward_held<T, decltype(layout), kAdded, kMasked>;
   };
   if (plan.cluster > 1) {
-    if (plan.held == kMostHeld && plan.threads > kMostThreads / 2) {
-      if constexpr (!kAdded && sizeof(T) == 2) {
-        if (!plan.early) return of(Holding<kMostHeld, 1, false, false, kLong, 2, true>{});
-      }
-      return of(Holding<kMostHeld, 1, false, kEarly, kLong, 1, true>{});
-    }
-    if constexpr (!kAdded && sizeof(T) == 2) {
-      if (plan.held == kMostHeld) return of(Holding<kMostHeld, 1, false, true, kLong / 2, kTakesLong<T> ? 3 : 2, true>{});
-    }
     if (plan.held == 1) return of(Holding<1, 1, false, kEarly, kLong, 2, true>{});
     return of(Holding<2, 1, false, kEarly, kLong, 2, true>{});
   }
@@ -268,8 +215,6 @@ template <class T, bool kAdded, bool kMasked = false>
 bool run_held(NormForward a, const Device& device, void* stream, int& error, const RowChoice* requested) {
   const bool masked = a.x_bias || a.dropout.seed;
   if (kAdded && masked != kMasked) return false;
-  const RowOverride& measured = row_overrides[FUSELINE_LAYER_NORM_FORWARD];
-  if (kMasked && !requested && measured.given && measured.choice.stages > 0) return false;  // norm_forward_added.cuh has them
   bool aligned = a.n % kVector<T> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
@@ -279,22 +224,6 @@ bool run_held(NormForward a, const Device& device, void* stream, int& error, con
   const int64_t vectors = a.n / kVector<T>;
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_FORWARD, sizeof(T), a.n);
   const bool may_pack = sizeof(T) == 2 && !kAdded && !(a.fp32_weights && (a.weight || a.bias));
-  if constexpr (sizeof(T) == 2 && !kAdded) {
-    if (!requested && !measured.given && run_turns<T>(a, device, stream, error)) return true;
-  }
-  const HeldPlan longest =
-      requested || measured.given ? HeldPlan{} : plan_few_longest<T, kAdded, kMasked>(a.rows, vectors, device);
-  if (longest.held > 0) {
-    const auto kernel = held_kernel<T, kAdded, kMasked>(longest);
-    int count = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (resident_clusters(kernel, device, longest.threads, 0, longest.cluster, count) == cudaSuccess && count > 0) {
-      a.cluster = longest.cluster;
-      error = launch(kernel, a, a.rows * longest.cluster, dim3(unsigned(longest.threads)), 0, longest.cluster, stream, true);
-      return true;
-    }
-    cudaGetLastError();  // larger clusters than all devices have
-  }
   const HeldPlan plan = requested     ? plan_requested<T, kAdded, kMasked>(*requested, a.rows, vectors, may_pack, device)
                         : kAdded ? plan_held_sum(a.rows, vectors, kMasked, in_thirds(a, vectors), device)
                                  : plan_held<T>(a.rows, vectors, a.centred, may_pack, choice, device);

@@ -4,7 +4,6 @@
 #include "choice.h"
 #include "norm_forward_long.cuh"
 #include "norm_forward_rows.cuh"
-#include "norm_forward_short.cuh"
 
 namespace fuseline {
 
@@ -15,7 +14,7 @@ constexpr int kMostHeld = (sizeof(Y) == 4 ? 8 : 4) / (kAdded ? 2 : 1);
 template <class X, class Y, bool kAdded>
 constexpr int kLeastHeld = kMostHeld<X, Y, kAdded> < 4 ? 1 : kMostHeld<X, Y, kAdded> / 4;
 
-enum class ForwardWay { rows, short_rows, waiting, streamed };
+enum class ForwardWay { rows, waiting, streamed };
 
 struct ForwardPlan {
   ForwardWay way = ForwardWay::rows;
@@ -64,15 +63,6 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
     }
     return plan;
   }
-  if (!aligned && n <= kShortRow) {
-    plan.way = ForwardWay::short_rows;
-    const int64_t spread = divide_up(divide_up(rows, 4 * device.processors), kWarp) * kWarp;
-    const auto shared = [&](int threads) { return short_bytes<X, Y, kAdded>(threads, int(n)); };
-    plan.threads = int(std::min<int64_t>(kShortRowsOfBlock, spread));
-    while (plan.threads > kWarp && shared(plan.threads) > kShortShared) plan.threads -= kWarp;
-    plan.shared = size_t(shared(plan.threads));
-    return plan;
-  }
   // Few rows: each is spread over more threads, so that all multiprocessors have some.
   const bool few = rows * slots <= int64_t(device.processors) * 2048 * kLeast;
   plan.one_warp = one_warp && !(few && aligned && slots > kWarp * kLeast);
@@ -83,7 +73,7 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
       plan.held = few ? kLeast : std::max(kLeast, std::min(kMost, held));
       while (plan.held * kWarp < slots) plan.held *= 2;
     } else {
-      plan.held = slots <= kWarp ? 1 : kMost;
+      plan.held = kMost;
     }
     plan.threads = power_of_two_from(divide_up(slots, plan.held));
     const int beside = kWarp / plan.threads;  // whole warps
@@ -96,49 +86,48 @@ ForwardPlan plan_forward(int64_t rows, int64_t n, bool aligned, const Device& de
   return plan;
 }
 
-// Rows of one dtype that keep to 16-byte steps are held elsewhere (norm_forward_held.cuh).
 template <class X, class Y, bool kAdded>
 auto forward_kernel(const ForwardPlan& plan, bool aligned) -> void (*)(NormForward) {
   constexpr int kMost = kMostHeld<X, Y, kAdded>, kLeast = kLeastHeld<X, Y, kAdded>;
   constexpr int kHalf = kMost / 2;
   if (plan.way == ForwardWay::waiting) return norm_forward_waiting<X, Y, kAdded>;
-  if (plan.way == ForwardWay::streamed) return norm_forward_streamed<X, Y, kAdded>;
-  if (plan.way == ForwardWay::short_rows) return norm_forward_short<X, Y, kAdded>;
-  if (!aligned && plan.held == 1) return norm_forward_rows<X, Y, kAdded, 1, false, true>;
-  if (!aligned) return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
   if constexpr (!std::is_same_v<X, Y>) {
-    if (!plan.one_warp) {
+    if (aligned && !plan.one_warp) {
       return plan.held == kMost ? norm_forward_rows<X, Y, kAdded, kMost, true, false>
                                 : norm_forward_rows<X, Y, kAdded, kLeast, true, false>;
     }
-    if (plan.held == kMost) return norm_forward_rows<X, Y, kAdded, kMost, true, true>;
-    if (plan.held == kHalf) return norm_forward_rows<X, Y, kAdded, kHalf, true, true>;
-    return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
+    if (aligned && plan.held == kMost) return norm_forward_rows<X, Y, kAdded, kMost, true, true>;
+    if (aligned && plan.held == kHalf) return norm_forward_rows<X, Y, kAdded, kHalf, true, true>;
+    if (aligned) return norm_forward_rows<X, Y, kAdded, kLeast, true, true>;
   }
-  return nullptr;
+  return norm_forward_rows<X, Y, kAdded, kMost, false, false>;
 }
+
+// norm_forward_streamed, in norms/norm_forward_streamed.cu; a.cluster blocks of so many threads share a row.
+template <class X, class Y>
+int streamed_forward(const NormForward& a, int threads, void* stream);
 
 template <class X, class Y, bool kAdded>
 int run_forward(NormForward a, const Device& device, void* stream) {
-  bool aligned = a.n % kVector<Y> == 0;
+  // Rows of one dtype that keep to 16-byte steps are held elsewhere (norm_forward_held.cuh): those left are treated as any other.
+  bool aligned = !std::is_same_v<X, Y> && a.n % kVector<Y> == 0;
   for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
                              static_cast<const void*>(a.sum)}) {
     aligned = aligned && offset_in_vector(tensor) == 0;
   }
   const ForwardPlan plan = plan_forward<X, Y, kAdded>(a.rows, a.n, aligned, device);
   a.cluster = plan.cluster;
+  if (plan.way == ForwardWay::streamed) return streamed_forward<X, Y>(a, plan.threads, stream);
   const auto kernel = forward_kernel<X, Y, kAdded>(plan, aligned);
-  if (!kernel) return FUSELINE_UNSUPPORTED;
   if (plan.way == ForwardWay::waiting) {
     int count = 0;
     const cudaError_t error = resident_clusters(kernel, device, plan.threads, plan.shared, plan.cluster, count);
     if (error != cudaSuccess) return int(error);
     if (count == 0) return FUSELINE_UNSUPPORTED;
   }
-  const int64_t rows = plan.way == ForwardWay::short_rows ? plan.threads : plan.rows;
-  const int64_t grid = divide_up(a.rows, rows) * plan.cluster;
+  const int64_t grid = divide_up(a.rows, plan.rows) * plan.cluster;
   const dim3 block(unsigned(plan.threads), unsigned(plan.rows));
-  const bool early = device.clusters && (plan.way == ForwardWay::rows || plan.way == ForwardWay::short_rows);
+  const bool early = device.clusters && plan.way == ForwardWay::rows;
   return launch(kernel, a, grid, block, plan.shared, plan.cluster, stream, early);
 }
 

@@ -67,7 +67,7 @@ __device__ __forceinline__ Moments meet(const Moments& mine, float n, bool centr
 }
 
 // The rows of a long norm, of which a thread's parts start at multiples of their bytes where the flags say so.
-template <class X, class Y, bool kAdded>
+template <class X, class Y>
 struct LongRow {
   static constexpr int kSize = kVector<X>;
   const X* normalized;  // x, or the residual
@@ -77,14 +77,14 @@ struct LongRow {
   int head;  // elements of the first vector of `normalized` that are before the row
   bool branch_vectors, sum_vectors, y_vectors;
 
-  __device__ __forceinline__ LongRow(const NormForward& a, int64_t row)
-      : normalized(static_cast<const X*>(kAdded ? a.residual : a.x) + row * a.n),
-        branch(kAdded ? static_cast<const Y*>(a.x) + row * a.n : nullptr),
-        sum(kAdded ? static_cast<X*>(a.sum) + row * a.n : nullptr),
+  __device__ __forceinline__ LongRow(const NormForward& a, int64_t row, bool added)
+      : normalized(static_cast<const X*>(added ? a.residual : a.x) + row * a.n),
+        branch(added ? static_cast<const Y*>(a.x) + row * a.n : nullptr),
+        sum(added ? static_cast<X*>(a.sum) + row * a.n : nullptr),
         y(static_cast<Y*>(a.y) + row * a.n),
         head(elements_into_vector(normalized)),
-        branch_vectors(kAdded && Part<Y, kSize>::in_place(branch, head)),
-        sum_vectors(kAdded && Part<X, kSize>::in_place(sum, head)),
+        branch_vectors(added && Part<Y, kSize>::in_place(branch, head)),
+        sum_vectors(added && Part<X, kSize>::in_place(sum, head)),
         y_vectors(Part<Y, kSize>::in_place(y, head)) {}
 };
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
   Group<Moments> group(shared, a.cluster);
   const int n = int(a.n), threads = group.threads, step = threads * kSize;
   const int64_t row = group.first;
-  const LongRow<X, Y, kAdded> of(a, row);
+  const LongRow<X, Y> of(a, row, kAdded);
   int begin, end;
   divide_row(of.normalized, n, group.rank, a.cluster, group.lane, begin, end);
   uint4* const held = slots + group.lane;
@@ -183,14 +183,15 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
   }
 }
 
-template <class X, class Y, bool kAdded>
+template <class X, class Y>
 __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const NormForward a) {
   constexpr int kSize = kVector<X>;
   __shared__ Moments shared[2 * kMaxStates];
   Group<Moments> group(shared, a.cluster);
   const int64_t step = int64_t(group.threads) * kSize;
   const int64_t row = group.first;
-  const LongRow<X, Y, kAdded> of(a, row);
+  const bool added = a.residual;
+  const LongRow<X, Y> of(a, row, added);
   const int64_t vectors = (a.n + of.head + kSize - 1) / kSize;
   const int64_t each = (vectors + group.blocks - 1) / group.blocks;
   const int64_t begin = (each * group.rank + group.lane) * kSize - of.head;
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const N
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) {
       raw[k].values(values[k]);
-      if constexpr (kAdded) {
+      if (added) {
         const int64_t first = from + k * step;
         if (first >= end) continue;
         float residual[kSize];
@@ -225,8 +226,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const N
   const float rstd = rstd_of(a, whole);
   if (group.lane == 0 && group.rank == 0) keep_statistics(a, row, whole.mean, rstd);
   // A thread reads again what it read, or wrote, before.
-  const X* const again = kAdded ? of.sum : of.normalized;
-  const bool again_vectors = !kAdded || of.sum_vectors;
+  const X* const again = added ? of.sum : of.normalized;
+  const bool again_vectors = !added || of.sum_vectors;
   for (int64_t from = begin; from < end; from += step) {
     float values[kSize];
     Part<X, kSize> part;

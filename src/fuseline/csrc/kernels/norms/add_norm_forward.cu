@@ -24,7 +24,7 @@ int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device&
   if (copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
   if (same && add_norm_forward_masked(a, dtype, device, stream, error)) return error;
   if (same && !copied_first && add_norm_forward_copied(a, dtype, device, stream, error)) return error;
-  if (add_norm_forward_ring(a, dtype, y_dtype, device, stream, error)) return error;
+  if (!same && add_norm_forward_ring(a, y_dtype, device, stream, error)) return error;
   return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
     return run_forward<decltype(x), decltype(y), true>(a, device, stream);
   });

@@ -3,7 +3,7 @@
 
 #include "device/norm_backward_apart.cuh"
 
-#include "device/norm_sums.cuh"
+#include "device/norm_sums.h"
 
 namespace fuseline {
 namespace {
@@ -51,13 +51,12 @@ FewPlan plan_few(int64_t rows, int64_t n, bool added, int most, int most_cluster
   return plan;
 }
 
-// Rows that a block of kApartThreads holds, by blocks of rows and of columns. kSize: elements that a thread reads at once.
-template <class X, class Y, int kSize>
+// Rows that a block of kApartThreads holds, by blocks of rows and of columns.
+template <class X, class Y>
 bool run_apart(const NormBackward& a, const Device& device, void* stream, int& error) {
-  constexpr bool kSingle = kSize == 1;
-  constexpr int kSomeSlots = kSingle ? 4 : 16 / kSize, kMostSlots = 2 * kSomeSlots, kLeastAbreast = kSingle ? 16 : 4;
+  constexpr int kSize = kVector<Y>, kSomeSlots = 16 / kSize, kMostSlots = 2 * kSomeSlots, kLeastAbreast = 4;
   const int64_t vectors = a.n / kSize;
-  if (vectors > kMostSlots * kApartThreads || !(kSingle || in_vectors<kVector<Y>>(a))) return false;
+  if (vectors > kMostSlots * kApartThreads || !in_vectors<kSize>(a)) return false;
   // What x_bias's gradient is the sum of, as it is stored: not where the sum has more digits than that.
   const void* const dropped = a.grad_dropped ? a.grad_dropped : std::is_same_v<X, Y> && !a.dropout.seed ? a.grad_x : nullptr;
   if (a.grad_x_bias && (!dropped || (a.fp32_weights && sizeof(Y) < sizeof(float)))) return false;
@@ -74,9 +73,9 @@ bool run_apart(const NormBackward& a, const Device& device, void* stream, int& e
   const int64_t column_blocks = divide_up(vectors, apart.abreast);
   if (a.grad_weight || a.grad_bias) apart.column_blocks = int(column_blocks);
   const int64_t row_blocks = a.wants_rows() ? divide_up(a.rows, kApartThreads / apart.across) : 0;
-  const auto kernel = slots == 1            ? norm_backward_apart<X, Y, kSize, 1>
-                      : slots == kSomeSlots ? norm_backward_apart<X, Y, kSize, kSomeSlots>
-                                            : norm_backward_apart<X, Y, kSize, kMostSlots>;
+  const auto kernel = slots == 1            ? norm_backward_apart<X, Y, 1>
+                      : slots == kSomeSlots ? norm_backward_apart<X, Y, kSomeSlots>
+                                            : norm_backward_apart<X, Y, kMostSlots>;
   error = launch(kernel, apart, apart.column_blocks + row_blocks, dim3(kApartThreads), 0, 1, stream, device.clusters);
   if (error || !a.grad_x_bias) return true;
   // By a second launch, which has no rows, and in which they stand for what a norm's bias adds to.
@@ -124,8 +123,7 @@ bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Devi
   return 0 != with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
-    return int(run_apart<X, Y, kVector<Y>>(a, device, stream, error) || run_few<X, Y>(a, device, stream, error) ||
-               (a.n % kVector<Y> != 0 && run_apart<X, Y, 1>(a, device, stream, error)));
+    return int(run_apart<X, Y>(a, device, stream, error) || run_few<X, Y>(a, device, stream, error));
   });
 }
 

@@ -1,8 +1,5 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
 #include "device/norm.cuh"
-#include "device/norm_odd.h"
-#include "device/norm_teams.h"
-#include "fuseline_long_norms.h"
 
 namespace fuseline {
 namespace {
@@ -17,15 +14,13 @@ bool keeps_to_vectors(const fuseline_norm& norm) {
 }
 
 // The table's layout for many rows of one dtype; null where rules lay them out. `adds`: 1 of a sum, 2 with a mask or a bias.
-// Forward rows at odd addresses have families of their own.
 const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backward, const Device& device) {
   const auto rules = backward ? FUSELINE_LAYER_NORM_BACKWARD : FUSELINE_LAYER_NORM_FORWARD;
   if (norm.dtype != norm.y_dtype || !device.clusters || row_overrides[rules].given) return nullptr;
+  if (!backward && !keeps_to_vectors(norm)) return nullptr;
   const int size = norm.dtype == FUSELINE_FLOAT32 ? 4 : 2;
   const int kind = norm.kind == FUSELINE_LAYER_NORM ? 0 : 1;
-  const bool odd = !backward && !keeps_to_vectors(norm);
-  const auto family = fuseline_family(odd ? FUSELINE_MANY_ODD_NORMS + 2 * adds + kind
-                                          : FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
+  const auto family = fuseline_family(FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
   if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
   const RowChoice* const choice = choice_for(family, size, norm.n);
   return choice && choice->kernel != RowKernel::rules ? choice : nullptr;
@@ -49,12 +44,7 @@ bool forward_as(const RowChoice& requested, const NormForward& a, int adds, int 
                           : add_norm_forward_masked)(a, dtype, device, stream, error, &requested);
     case RowKernel::copied:
     case RowKernel::light:
-    case RowKernel::elements:
       return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &requested);
-    case RowKernel::ring:
-      return adds > 0 && add_norm_forward_ring(a, dtype, dtype, device, stream, error, &requested);
-    case RowKernel::pieces:
-      return norm_forward_pieces(a, dtype, device, stream, error, &requested);
     default:
       return false;
   }
@@ -74,7 +64,7 @@ NormForward arguments_of(const fuseline_norm& norm) {
 // What a forward adds, as above.
 int added_by(const NormForward& a) { return !a.residual ? 0 : a.x_bias || a.dropout.seed ? 2 : 1; }
 
-int forward(const fuseline_norm& norm, void* workspace, void* stream) {
+int forward(const fuseline_norm& norm, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const bool weights = norm.weight || norm.bias || norm.x_bias;
   if (!dtypes_fit(norm, weights)) return FUSELINE_UNSUPPORTED;
@@ -88,22 +78,9 @@ int forward(const fuseline_norm& norm, void* workspace, void* stream) {
   const int adds = added_by(a);
   const RowChoice* const choice = choice_for_many(norm, adds, false, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
-  const bool odd = choice && !keeps_to_vectors(norm);
-  if (odd && norm_forward_odd(a, *choice, workspace, norm.dtype, device, stream, failed)) return failed;
-  if (!measured && norm_forward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice && forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
   if (measured) return FUSELINE_UNSUPPORTED;
-  if (norm.dtype == norm.y_dtype && norm_forward_pieces(a, norm.dtype, device, stream, failed)) return failed;
   return run(a, norm.dtype, norm.y_dtype, device, stream);
-}
-
-size_t forward_workspace_bytes(const fuseline_norm& norm) {
-  Device device;
-  const bool odd = !keeps_to_vectors(norm);
-  if (norm.rows <= 0 || norm.n <= 0 || !(norm.residual || odd) || current_device(device) != cudaSuccess) return 0;
-  const size_t teams = norm.residual ? norm_forward_teams_bytes(norm.rows, norm.n, device) : 0;
-  const bool many = odd && choice_for_many(norm, added_by(arguments_of(norm)), false, device);
-  return std::max(teams, many ? norm_forward_odd_bytes(norm.n, norm.dtype) : 0);
 }
 
 // Whether the backward has more to do than that of a norm alone.
@@ -155,11 +132,8 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   int failed = 0;
   const RowChoice* const choice = choice_of_backward(norm, device);
   const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
-  if (!measured && norm_backward_teams(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (choice) {
-    if (choice->kernel == RowKernel::pieces) {
-      if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) return failed;
-    } else if (choice->kernel == RowKernel::held) {
+    if (choice->kernel == RowKernel::held) {
       failed = run(a, norm.dtype, norm.y_dtype, device, stream, choice);
       if (failed != FUSELINE_UNSUPPORTED) return failed;
     } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
@@ -168,21 +142,19 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
     if (measured) return FUSELINE_UNSUPPORTED;
     failed = 0;
   }
-  if (norm_backward_elements(a, added, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (norm_backward_across(a, workspace, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (norm_backward_pieces(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
   if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, nullptr)) return failed;
-  return run(a, norm.dtype, norm.y_dtype, device, stream, nullptr);
+  failed = run(a, norm.dtype, norm.y_dtype, device, stream, nullptr);
+  if (failed != FUSELINE_UNSUPPORTED || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return failed;
+  failed = 0;
+  if (norm_backward_odd_tiles(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
+  return norm_backward_general(a, norm.dtype, norm.y_dtype, device, stream);
 }
 
-// `sums`: those over rows are wanted, any of them.
+// Of the largest partial sums of any kernel that may take the rows: some go by addresses, which are not known here.
 size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
   Device device;
-  if (norm.rows <= 0 || norm.n <= 0 || current_device(device) != cudaSuccess) return 0;
-  const size_t across_bytes =
-      std::max(norm_backward_across_bytes(norm.rows, norm.n, device), norm_backward_teams_bytes(norm.rows, norm.n, device));
-  if (!sums) return across_bytes;
+  if (norm.rows <= 0 || norm.n <= 0 || !sums || current_device(device) != cudaSuccess) return 0;
   const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
   const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
   const auto blocks_of =
@@ -191,28 +163,22 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
                               : centred ? layer_norm_backward_ring_blocks
                                         : rms_norm_backward_ring_blocks;
   const int64_t few_blocks = norm.rows <= kMostFewRows ? kMostFewClusters : 0;
-  const int64_t longest_blocks = norm_backward_pieces_blocks(norm.rows, norm.n, device);
-  int64_t told_blocks = 0;
+  int64_t requested_blocks = 0;
   if (const RowChoice* const choice = choice_of_backward(norm, device)) {
     const int clusters = std::max(choice->cluster, 1), beside = choice->kernel == RowKernel::held && clusters > 1 ? 2 : 1;
-    told_blocks = std::min(norm.rows, divide_up(beside * device.processors, clusters));
+    requested_blocks = std::min(norm.rows, divide_up(beside * device.processors, clusters));
   }
-  const int64_t blocks = std::max({told_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
-                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks,
-                                   longest_blocks, norm_backward_elements_blocks(norm.rows, norm.n, added, device)});
-  return std::max(size_t(kinds * blocks * columns_of_partials(norm.n)) * sizeof(float), across_bytes);
+  const int64_t blocks = std::max({requested_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
+                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks});
+  const int64_t odd_tiles = norm.n <= kLongestOddTile ? kSumsOfAddedNorm * std::min<int64_t>(norm.rows, device.processors) : 0;
+  const int64_t bytes = std::max(kinds * blocks, odd_tiles) * columns_of_partials(norm.n) * int64_t(sizeof(float));
+  return size_t(std::max(bytes, norm_backward_general_bytes(norm.rows, norm.n, norm.grad_x_bias, device)));
 }
 
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, nullptr, stream); }
-
-size_t fuseline_norm_forward_workspace(const fuseline_norm* norm) { return fuseline::forward_workspace_bytes(*norm); }
-
-int fuseline_norm_forward_with(const fuseline_norm* norm, void* workspace, void* stream) {
-  return fuseline::forward(*norm, workspace, stream);
-}
+int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
 
 size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) {
   return fuseline::workspace_bytes(*norm, norm->grad_weight || norm->grad_bias || norm->grad_x_bias);
@@ -228,7 +194,7 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.eps = eps;
   norm.dtype = norm.y_dtype = dtype, norm.weight_dtype = weight_dtype;
   norm.x = x, norm.weight = weight, norm.bias = bias, norm.y = y, norm.mean = mean, norm.rstd = rstd;
-  return fuseline::forward(norm, nullptr, stream);
+  return fuseline::forward(norm, stream);
 }
 
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
