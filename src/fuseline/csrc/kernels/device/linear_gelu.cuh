@@ -292,7 +292,7 @@ int run_linear_gelu(LinearGelu& a, const void* left, const void* right, int64_t 
   const cudaError_t asked = resident_clusters(kernel, device, kGeluThreads, size_t(kGeluShared), kHeadCluster, resident);
   if (asked != cudaSuccess) return int(asked);
   if (resident == 0) return FUSELINE_UNSUPPORTED;
-  const int error = head_operands<Work>(a, left, right, a.m, a.n, k, dtype, 1);
+  const int error = head_operands<Work>(a, left, right, a.m, a.n, k, dtype, 1, a.n);
   if (error != 0) return error;
   return launch(kernel, a, int64_t(std::min(resident, a.items)) * kHeadCluster, dim3(kGeluThreads), size_t(kGeluShared),
                 kHeadCluster, stream);
