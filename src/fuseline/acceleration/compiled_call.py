@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.forms import KERNELS, LARGEST_DISTANCE, Choice, Form, choose, distance
+from fuseline.acceleration.forms import KERNELS, LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import CallGraph
@@ -20,7 +20,7 @@ from fuseline.timing import ran_out_of_memory
 MOST_GRAPHS = 8
 
 
-class CompiledCall:
+class CompiledCall(InForms):
     """Calls the model as `model(*args, **kwargs)` under `no_grad`.
 
     On a GPU the first call of each set of shapes records a graph and the others replay it, for as many shapes
@@ -91,14 +91,6 @@ class CompiledCall:
             return f"its outputs lie {apart:.1%} from those of the kernels"
 
         return choose([plain, *self._forms()], seconds_of, why_wrong)
-
-    @contextlib.contextmanager
-    def _in_form(self, choice: Choice | None) -> Iterator[None]:
-        kept, self.choice = self.choice, choice
-        try:
-            yield
-        finally:
-            self.choice = kept
 
     def _eagerly(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         with self._in_form(None):

@@ -45,6 +45,20 @@ class Choice:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+class InForms:
+    """What runs a model in the form of its `choice`; plainly where that is None."""
+
+    choice: Choice | None = None
+
+    @contextlib.contextmanager
+    def _in_form(self, choice: Choice | None) -> Iterator[None]:
+        kept, self.choice = self.choice, choice
+        try:
+            yield
+        finally:
+            self.choice = kept
+
+
 def choose(
     forms: Sequence[Form],
     seconds_of: Callable[[Form], float],

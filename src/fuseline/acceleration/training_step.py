@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, choose, distance
+from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.observe import call_model
@@ -43,7 +43,7 @@ class Scheduler(Protocol):
     def step(self) -> object: ...
 
 
-class TrainingStep:
+class TrainingStep(InForms):
     """`step(batch)` takes one optimizer step and returns the mean loss, detached, on the device.
 
     Args:
@@ -209,14 +209,6 @@ class TrainingStep:
     def _eagerly(self, batches: tuple[Any, ...]) -> torch.Tensor:
         with self._in_form(None):
             return self._run(batches)
-
-    @contextlib.contextmanager
-    def _in_form(self, choice: Choice | None) -> Iterator[None]:
-        kept, self.choice = self.choice, choice
-        try:
-            yield
-        finally:
-            self.choice = kept
 
     def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
