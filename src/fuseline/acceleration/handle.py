@@ -239,6 +239,7 @@ class Acceleration:
             return []
         found = repeated_blocks(self.model)
         blocks = CompiledBlocks(found or [self.model])
+        self.on_undo([blocks.close])
 
         @contextlib.contextmanager
         def inside(pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:

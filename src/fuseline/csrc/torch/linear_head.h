@@ -103,7 +103,7 @@ bool multiply_grad_hidden(const Tensor& grad_logits, const Tensor& weight, const
 bool multiply_grad_weight(const Tensor& grad_logits, const Tensor& hidden, const Tensor& out);
 
 // The head as matrices of one dtype, and the rows in chunks of about equal size. A row of logits has room for `width` words,
-// a multiple of 16 bytes, so that each begins where products are fast: of 50,257 bf16 logits they take several times as long.
+// a multiple of 16 bytes, so that each begins where kernels can copy whole vectors, as rows of 50,257 bf16 logits do not.
 // The words beyond the weight's hold anything until the loss, which does not count them, makes them zeros.
 struct Head {
     Tensor hidden, weight, target;
