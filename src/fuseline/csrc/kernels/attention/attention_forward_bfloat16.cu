@@ -4,6 +4,11 @@
 
 namespace fuseline {
 
+// attention_bfloat16_not_sm90.cu
+extern template int launch_forward_tiles<__nv_bfloat16, 64, true>(const Attention& a, void* stream);
+extern template int launch_forward_tiles<__nv_bfloat16, 64, false>(const Attention& a, void* stream);
+extern template int launch_forward_tiles<__nv_bfloat16, 128, true>(const Attention& a, void* stream);
+
 template int launch_forward<__nv_bfloat16, true>(const Attention& a, void* stream);
 template int launch_forward<__nv_bfloat16, false>(const Attention& a, void* stream);
 

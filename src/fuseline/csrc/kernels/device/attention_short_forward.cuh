@@ -101,23 +101,21 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>) short_forward(
 
 // ---- launcher ----
 
-template <class T>
+template <class T, int kS>
 int forward_of(const ShortAttention& a, const Device& device, void* stream) {
-  return with_length(a, [&](auto length) {
-    return with_head_dim(a.head_dim, [&](auto head_dim) {
-      constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
-      const auto launch = [&](void (*kernel)(ShortAttention)) {
-        return launch_problems(kernel, a, 2 * kS, kBytes, kForwardCounts<kS, kD>, device, stream);
-      };
-      if (a.starts_q != nullptr) {
-        if constexpr (kS == kPackedWarps) return launch(short_forward<T, kS, kD, false, true>);
-        return int(FUSELINE_UNSUPPORTED);
-      }
-      if constexpr (kS == kLongest) {
-        if (skips(a)) return launch(short_forward<T, kS, kD, true, false>);
-      }
-      return launch(short_forward<T, kS, kD, false, false>);
-    });
+  return with_head_dim(a.head_dim, [&](auto head_dim) {
+    constexpr int kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
+    const auto launch = [&](void (*kernel)(ShortAttention)) {
+      return launch_problems(kernel, a, 2 * kS, kBytes, kForwardCounts<kS, kD>, device, stream);
+    };
+    if (a.starts_q != nullptr) {
+      if constexpr (kS == kPackedWarps) return launch(short_forward<T, kS, kD, false, true>);
+      return int(FUSELINE_UNSUPPORTED);
+    }
+    if constexpr (kS == kLongest) {
+      if (skips(a)) return launch(short_forward<T, kS, kD, true, false>);
+    }
+    return launch(short_forward<T, kS, kD, false, false>);
   });
 }
 

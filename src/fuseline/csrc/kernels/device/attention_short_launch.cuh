@@ -79,9 +79,9 @@ inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention&
   return launch(kernel, given, std::min(a.problems, count), dim3(threads), shared, 1, stream, device.clusters);
 }
 
-// Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them, the latter two: for problems
-// of up to 64 rows and keys, and for longer ones.
-template <class T>
+// Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them for problems of up to 64 rows
+// and keys, attention_short_*_not_sm90 for longer ones.
+template <class T, int kS>
 int forward_of(const ShortAttention& a, const Device& device, void* stream);
 template <class T, int kS>
 int backward_of(const ShortAttention& a, const Device& device, void* stream);

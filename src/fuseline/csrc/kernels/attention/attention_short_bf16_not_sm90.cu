@@ -1,0 +1,11 @@
+// Attention over sequences of 65 to 128 rows or keys and its gradients, in bf16, by products of warps, where Hopper has products
+// of warpgroups (device/attention_short_forward.cuh, device/attention_short_backward.cuh).
+#include "device/attention_short_backward.cuh"
+#include "device/attention_short_forward.cuh"
+
+namespace fuseline::short_attention {
+
+template int forward_of<__nv_bfloat16, 128>(const ShortAttention& a, const Device& device, void* stream);
+template int backward_of<__nv_bfloat16, 128>(const ShortAttention& a, const Device& device, void* stream);
+
+}  // namespace fuseline::short_attention
