@@ -15,12 +15,11 @@ struct Partials {
   const float* from;
   int64_t count, n;
   void* result;
-  bool fp32_result;
+  int dtype;  // of the result
 };
 
-// result[c] = the sum of from[p * n + c] over p < count, in fp32 or T. A block has a few columns, and its threads share
-// the partial sums of them.
-template <class T>
+// result[c] = the sum of from[p * n + c] over p < count. A block has a few columns, and its threads share the partial sums
+// of them.
 __global__ void __launch_bounds__(kPartialsColumns* kPartialsRows) add_partials(const Partials a) {
   __shared__ float shared[kPartialsColumns][kPartialsRows + 1];
   let_next_start();
@@ -42,15 +41,9 @@ __global__ void __launch_bounds__(kPartialsColumns* kPartialsRows) add_partials(
   for (int p = lane; p < kPartialsRows; p += kWarp) sum += shared[warp][p];
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  if (lane > 0) return;
-  if (a.fp32_result) {
-    static_cast<float*>(a.result)[column] = sum;
-  } else {
-    static_cast<T*>(a.result)[column] = from_float<T>(sum);
-  }
+  if (lane == 0) store_as(a.result, a.dtype, column, sum);
 }
 
-template <class T>
 __global__ void __launch_bounds__(kFewPartialsBlock) add_few_partials(const Partials a) {
   let_next_start();
   wait_for_earlier();
@@ -59,22 +52,17 @@ __global__ void __launch_bounds__(kFewPartialsBlock) add_few_partials(const Part
   float sum = 0.f;
 #pragma unroll 8
   for (int64_t p = 0; p < a.count; ++p) sum += a.from[p * a.n + c];
-  if (a.fp32_result) {
-    static_cast<float*>(a.result)[c] = sum;
-  } else {
-    static_cast<T*>(a.result)[c] = from_float<T>(sum);
-  }
+  store_as(a.result, a.dtype, c, sum);
 }
 
-template <class T>
-int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, bool fp32_result,
-                     const Device& device, void* stream) {
-  const Partials a{partials, count, n, result, fp32_result};
+inline int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, int dtype, const Device& device,
+                            void* stream) {
+  const Partials a{partials, count, n, result, dtype};
   if (count <= kFewPartials && n >= int64_t(kFewPartials) * kFewPartialsBlock) {
-    return launch(add_few_partials<T>, a, divide_up(n, kFewPartialsBlock), dim3(kFewPartialsBlock), 0, 1, stream,
+    return launch(add_few_partials, a, divide_up(n, kFewPartialsBlock), dim3(kFewPartialsBlock), 0, 1, stream,
                   device.clusters);
   }
-  return launch(add_partials<T>, a, divide_up(n, kPartialsColumns), dim3(kPartialsColumns, kPartialsRows), 0, 1, stream,
+  return launch(add_partials, a, divide_up(n, kPartialsColumns), dim3(kPartialsColumns, kPartialsRows), 0, 1, stream,
                 device.clusters);
 }
 
