@@ -73,22 +73,17 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_backward_few(const Fe
 
 // ---- host ----
 
-template <class T, Meet kHow>
-auto few_backward_kernel(int held) -> void (*)(FewBackward) {
-  return held == 1 ? softmax_backward_few<T, 1, kHow> : softmax_backward_few<T, 2, kHow>;
-}
-
 template <class T>
 auto few_backward_kernel(const SoftmaxPlan& plan) -> void (*)(FewBackward) {
   switch (meeting_of(plan.shape)) {
     case Meet::kOne:
-      return few_backward_kernel<T, Meet::kOne>(plan.held);
+      return plan.held == 1 ? softmax_backward_few<T, 1, Meet::kOne> : softmax_backward_few<T, 2, Meet::kOne>;
     case Meet::kFour:
-      return few_backward_kernel<T, Meet::kFour>(plan.held);
+      return softmax_backward_few<T, 1, Meet::kFour>;
     case Meet::kBlock:
-      return few_backward_kernel<T, Meet::kBlock>(plan.held);
+      return softmax_backward_few<T, 1, Meet::kBlock>;
     default:
-      return few_backward_kernel<T, Meet::kCluster>(plan.held);
+      return plan.held == 1 ? softmax_backward_few<T, 1, Meet::kCluster> : softmax_backward_few<T, 2, Meet::kCluster>;
   }
 }
 

@@ -119,27 +119,19 @@ __global__ void __launch_bounds__(kMostThreads, 2) softmax_forward_few(const Few
 
 // ---- host ----
 
-template <class T, Meet kHow>
-auto few_forward_kernel(int held) -> void (*)(FewForward) {
-  if (held == 1) return softmax_forward_few<T, 1, kHow>;
-  if (held == 2) return softmax_forward_few<T, 2, kHow>;
-  if constexpr (kHow == Meet::kCluster) {
-    if (held == 4) return softmax_forward_few<T, 4, kHow>;
-  }
-  return nullptr;
-}
-
 template <class T>
 auto few_forward_kernel(const SoftmaxPlan& plan) -> void (*)(FewForward) {
   switch (meeting_of(plan.shape)) {
     case Meet::kOne:
-      return few_forward_kernel<T, Meet::kOne>(plan.held);
+      return plan.held == 1 ? softmax_forward_few<T, 1, Meet::kOne> : softmax_forward_few<T, 2, Meet::kOne>;
     case Meet::kFour:
-      return few_forward_kernel<T, Meet::kFour>(plan.held);
+      return softmax_forward_few<T, 1, Meet::kFour>;
     case Meet::kBlock:
-      return few_forward_kernel<T, Meet::kBlock>(plan.held);
+      return softmax_forward_few<T, 1, Meet::kBlock>;
     default:
-      return few_forward_kernel<T, Meet::kCluster>(plan.held);
+      return plan.held == 1   ? softmax_forward_few<T, 1, Meet::kCluster>
+             : plan.held == 2 ? softmax_forward_few<T, 2, Meet::kCluster>
+                              : softmax_forward_few<T, 4, Meet::kCluster>;
   }
 }
 

@@ -109,7 +109,7 @@ int launch_split(const LinearArguments& a, const Device& device, void* stream) {
     return launch(kernel, a, int64_t(a.tiles) * kSplit, dim3(kLinearThreads), 0, 1, stream, device.clusters);
   };
   const int64_t steps = divide_up((Weights::kGrouped ? 1 : 2) * a.chunks, kSplit * kLinearWarps);
-  if constexpr (kSplit > 1) {
+  if constexpr (kSplit == 2) {
     if (steps <= 1) return with(gemv_quantized_kernel<T, Weights, kSplit, 1>);
     if (steps <= 2) return with(gemv_quantized_kernel<T, Weights, kSplit, 2>);
   }
