@@ -3,8 +3,8 @@
 
 #include <cstdlib>
 
-#include "device/attention_short_wgmma.h"
-#include "device/attention_short_launch.cuh"
+#include "attention_short_wgmma.h"
+#include "attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
 namespace {

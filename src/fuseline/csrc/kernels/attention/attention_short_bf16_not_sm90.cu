@@ -1,7 +1,7 @@
 // Attention over sequences of 65 to 128 rows or keys and its gradients, in bf16, by products of warps, where Hopper has products
-// of warpgroups (device/attention_short_forward.cuh, device/attention_short_backward.cuh).
-#include "device/attention_short_backward.cuh"
-#include "device/attention_short_forward.cuh"
+// of warpgroups (attention/attention_short_forward.cuh, attention/attention_short_backward.cuh).
+#include "attention_short_backward.cuh"
+#include "attention_short_forward.cuh"
 
 namespace fuseline::short_attention {
 

@@ -1,5 +1,5 @@
-// Attention over sequences of up to 128 rows and keys, in bf16, on Hopper (device/attention_short_forward_wgmma.cuh).
-#include "device/attention_short_forward_wgmma.cuh"
+// Attention over sequences of up to 128 rows and keys, in bf16, on Hopper (attention/attention_short_forward_wgmma.cuh).
+#include "attention_short_forward_wgmma.cuh"
 
 namespace fuseline::short_attention {
 

@@ -6,7 +6,7 @@
 // Threads: as in elementwise.cuh, a row being a token; of a table larger than the L2 keeps, a slice of the columns is
 // gathered for all tokens before the next.
 
-#include "device/embedding.cuh"
+#include "embedding.cuh"
 
 #include <limits>
 

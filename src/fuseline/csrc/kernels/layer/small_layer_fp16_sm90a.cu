@@ -1,6 +1,6 @@
-// The small attention layer in fp16, on Hopper (device/small_layer_wgmma.cuh).
+// The small attention layer in fp16, on Hopper (layer/small_layer_wgmma.cuh).
 
-#include "device/small_layer_wgmma.cuh"
+#include "small_layer_wgmma.cuh"
 
 namespace fuseline {
 

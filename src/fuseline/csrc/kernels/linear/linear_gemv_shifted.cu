@@ -1,9 +1,9 @@
 // One to eight rows of activations times weights of 16 bits whose rows begin at any element: where K is odd, say.
 //
-// Floor and arithmetic are those of linear_gemv.cu, the kernel is its teams' (device/linear_gemv_team.cuh), the rest stands in
-// device/linear_shifted.cuh. 5001 x 9001 takes 33.5 us beside one row and 38.5 beside four, where cuBLAS takes 50.7 and 72.1.
+// Floor and arithmetic are those of linear_gemv.cu, the kernel is its teams' (linear/linear_gemv_team.cuh), the rest stands in
+// linear/linear_shifted.cuh. 5001 x 9001 takes 33.5 us beside one row and 38.5 beside four, where cuBLAS takes 50.7 and 72.1.
 
-#include "device/linear_gemv_team.cuh"
+#include "linear_gemv_team.cuh"
 
 namespace fuseline {
 namespace {

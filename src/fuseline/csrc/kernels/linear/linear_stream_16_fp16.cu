@@ -1,6 +1,6 @@
-// Few rows of activations in fp16 times weights of 16 bits, as torch.nn.Linear keeps them: streams. See device/linear_stream.cuh.
+// Few rows of activations in fp16 times weights of 16 bits, as torch.nn.Linear keeps them: streams. See linear/linear_stream.cuh.
 
-#include "device/linear_stream_launch.cuh"
+#include "linear_stream_launch.cuh"
 
 namespace fuseline {
 

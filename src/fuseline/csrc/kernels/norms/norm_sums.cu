@@ -1,8 +1,8 @@
 // Adds up the partial sums over rows that a norm's backward leaves behind, in fp64 and in a fixed order: the bits are the same
 // each run. The dtype of the results is an argument: this kernel is a small part of any backward, and one for all of them.
-#include "device/norm_sums.h"
+#include "norm_sums.h"
 
-#include "device/norm.cuh"
+#include "norm.cuh"
 #include "device/overlap.cuh"
 
 namespace fuseline {

@@ -13,7 +13,7 @@
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
-#include "device/softmax_backward_few.cuh"
+#include "softmax_backward_few.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {

@@ -12,10 +12,10 @@
 
 #include "device/overlap.cuh"
 #include "device/powers.cuh"
-#include "device/softmax.cuh"
-#include "device/softmax_forward_few.cuh"
-#include "device/softmax_forward_tiled.cuh"
-#include "device/softmax_packed.cuh"
+#include "softmax.cuh"
+#include "softmax_forward_few.cuh"
+#include "softmax_forward_tiled.cuh"
+#include "softmax_packed.cuh"
 
 namespace fuseline {
 namespace {
