@@ -374,16 +374,12 @@ int launch_heads_forward(const fuseline_small_layer& layer, const Device& device
 template <class Math>
 int run_heads_forward(const fuseline_small_layer& layer, const Device& device, void* stream) {
   if (layer.seqlen <= 32) return launch_heads_forward<Math, 32, 4>(layer, device, stream);
-  if constexpr (!std::is_same_v<Math, Exact>) {
+  if constexpr (std::is_same_v<Math, Exact>) {
+    if (layer.seqlen <= 64) return launch_heads_forward<Math, 64, 4>(layer, device, stream);
+  } else {
     if (device.warpgroups) return heads_by_warpgroups<Math>(layer, device, stream);
   }
-  constexpr int kParts = std::is_same_v<Math, Exact> ? 4 : 2;
-  if (layer.seqlen <= 64) return launch_heads_forward<Math, 64, kParts>(layer, device, stream);
-  if constexpr (std::is_same_v<Math, Exact>) {
-    return FUSELINE_UNSUPPORTED;  // as in one launch
-  } else {
-    return launch_heads_forward<Math, 128, 2>(layer, device, stream);
-  }
+  return FUSELINE_UNSUPPORTED;  // one launch takes it, or none does
 }
 
 }  // namespace fuseline

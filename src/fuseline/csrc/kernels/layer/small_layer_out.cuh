@@ -116,13 +116,11 @@ int run_out(const fuseline_small_layer& layer, const Device& device, void* strea
   const auto enough = [&](int64_t rows, int64_t columns) {
     return divide_up(layer.batch * layer.seqlen, rows) * divide_up(layer.out_dim, columns) * 4 >= 3 * device.processors;
   };
-  if constexpr (!std::is_same_v<Math, Exact>) {
-    if (enough(64, 64) && device.warpgroups) return out_by_warpgroups<Math>(layer, device, stream);
-  }
-  if (enough(64, 64)) return launch_out<ChunkProduct<Math, 64, 64, 1, 4, 1>>(layer, device, stream);
   if constexpr (std::is_same_v<Math, Exact>) {  // for which shared memory is read too often with few rows
+    if (enough(64, 64)) return launch_out<ChunkProduct<Math, 64, 64, 1, 4, 1>>(layer, device, stream);
     if (enough(32, 32)) return launch_out<ChunkProduct<Math, 32, 32, 1, 4, 4>>(layer, device, stream);
   } else {
+    if (enough(64, 64) && device.warpgroups) return out_by_warpgroups<Math>(layer, device, stream);
     if (enough(16, 64)) return launch_out<ChunkProduct<Math, 16, 64, 1, 4, 4>>(layer, device, stream);
   }
   return launch_out<ChunkProduct<Math, 32, 16, 2, 2, 8>>(layer, device, stream);
