@@ -1,7 +1,7 @@
 // The host's half of the norms' backward: how the kernel is laid out for a length, and its launches.
 #pragma once
 
-#include "device/choice.h"
+#include "rows/choice.h"
 #include "norm_backward_rows.cuh"
 #include "norm_sums.h"
 

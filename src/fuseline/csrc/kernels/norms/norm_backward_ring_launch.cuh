@@ -1,7 +1,7 @@
 // The host's half of norm_backward_ring.cuh: how many threads of how many blocks share a long row, and the launch.
 #pragma once
 
-#include "device/choice.h"
+#include "rows/choice.h"
 #include "norm_backward_ring.cuh"
 #include "norm_backward_tiled.cuh"
 #include "norm_sums.h"

@@ -1,7 +1,7 @@
 // The host's half of the norms' forward of rows that threads hold in registers: how many vectors each has of which rows.
 #pragma once
 
-#include "device/choice.h"
+#include "rows/choice.h"
 #include "norm_forward_few.cuh"
 #include "norm_forward_held.cuh"
 #include "norm_forward_packed.cuh"

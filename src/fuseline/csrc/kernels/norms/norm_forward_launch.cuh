@@ -1,7 +1,7 @@
 // The host's half of the norms' forward: which kernel takes a row length, and its launch.
 #pragma once
 
-#include "device/choice.h"
+#include "rows/choice.h"
 #include "norm_forward_long.cuh"
 #include "norm_forward_rows.cuh"
 
