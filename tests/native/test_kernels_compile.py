@@ -71,14 +71,11 @@ def architectures_of(stem: str) -> tuple[str, ...]:
     return ARCHITECTURES if os.environ.get("FUSELINE_TEST_FULL") == "1" else ("sm_90",)
 
 
-def is_twin(stem: str) -> bool:
-    return re.sub(r"_(not_sm90|sm90a)$", "", stem).endswith(OLDER)
-
-
 def compiled() -> list[ParameterSet]:
     """Every source, the twins in fp16 for the full check."""
+    twins = {path for path in KERNELS.rglob("*.cu") if path.stem.removesuffix("_sm90a").endswith(OLDER)}
     return [
-        pytest.param(path, id=path.stem, marks=pytest.mark.full if is_twin(path.stem) else ())
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if path in twins else ())
         for path in sorted(KERNELS.rglob("*.cu"))
     ]
 

@@ -4,7 +4,7 @@
 
 namespace fuseline {
 
-// attention_bfloat16_not_sm90.cu
+// attention_not_sm90.cu
 extern template int launch_backward_tiles<__nv_bfloat16, 64, true>(const AttentionBackward& g, void* stream);
 extern template int launch_backward_tiles<__nv_bfloat16, 64, false>(const AttentionBackward& g, void* stream);
 extern template int launch_backward_tiles<__nv_bfloat16, 128, true>(const AttentionBackward& g, void* stream);

@@ -4,7 +4,7 @@
 
 namespace fuseline {
 
-// attention_float16_not_sm90.cu
+// attention_not_sm90.cu
 extern template int launch_backward_tiles<__half, 64, true>(const AttentionBackward& g, void* stream);
 extern template int launch_backward_tiles<__half, 64, false>(const AttentionBackward& g, void* stream);
 extern template int launch_backward_tiles<__half, 128, true>(const AttentionBackward& g, void* stream);

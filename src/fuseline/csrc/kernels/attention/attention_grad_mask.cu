@@ -12,11 +12,11 @@
 
 namespace fuseline {
 
-// attention_grad_mask_*_sm90a.cu: by products of warpgroups, to head dim 128.
+// attention_grad_mask_sm90a.cu: by products of warpgroups, to head dim 128.
 template <class T>
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
 
-// attention_*_not_sm90.cu
+// attention_not_sm90.cu
 extern template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
 extern template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
 extern template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);

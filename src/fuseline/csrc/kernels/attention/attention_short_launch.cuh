@@ -80,7 +80,7 @@ inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention&
 }
 
 // Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them for problems of up to 64 rows
-// and keys, attention_short_*_not_sm90 for longer ones.
+// and keys, attention_short_not_sm90 for longer ones.
 template <class T, int kS>
 int forward_of(const ShortAttention& a, const Device& device, void* stream);
 template <class T, int kS>

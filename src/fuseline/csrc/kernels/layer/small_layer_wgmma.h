@@ -6,7 +6,7 @@
 
 namespace fuseline {
 
-// Of each arithmetic the sources small_layer_*_sm90a.cu have them. Heads: of more than 32 rows; out: in tiles of 64 x 64.
+// small_layer_sm90a.cu has them. Heads: of more than 32 rows; out: in tiles of 64 x 64.
 // FUSELINE_UNSUPPORTED where they do not fit.
 template <class Math>
 int heads_by_warpgroups(const fuseline_small_layer& layer, const Device& device, void* stream);

@@ -1,9 +1,11 @@
-// Attention forward for bfloat16 on Hopper: device/attention_forward_wgmma.cuh.
+// Attention forward on Hopper: device/attention_forward_wgmma.cuh.
 
 #include "device/attention_forward_wgmma.cuh"
 
 namespace fuseline {
 
+template int launch_forward_panels<__half, true>(const Attention& a, const Device& device, void* stream);
+template int launch_forward_panels<__half, false>(const Attention& a, const Device& device, void* stream);
 template int launch_forward_panels<__nv_bfloat16, true>(const Attention& a, const Device& device, void* stream);
 template int launch_forward_panels<__nv_bfloat16, false>(const Attention& a, const Device& device, void* stream);
 
