@@ -21,6 +21,17 @@ std::map<const void*, std::string>& names() {  // filled while libraries are loa
   return known;
 }
 
+void record(const void* kernel, dim3 grid, dim3 block, unsigned cluster, size_t shared) {
+  char layout[128];
+  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", grid.x, block.x, block.y, cluster, shared);
+  launches += names().at(kernel) + layout;
+}
+
+struct {
+  dim3 grid, block;
+  size_t shared;
+} configuration;  // between the brackets of <<<>>>
+
 }  // namespace
 
 extern "C" {
@@ -49,11 +60,23 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* device,
   names()[host] = device;
 }
 
-// Launches by <<<>>>, of which the launchers here have none.
-cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { std::abort(); }
-cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { std::abort(); }
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) { std::abort(); }
-cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
+// Launches by <<<>>>.
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
+  record(kernel, grid, block, 1, shared);
+  return cudaSuccess;
+}
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void*) {
+  configuration = {grid, block, shared};
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void*) {
+  *grid = configuration.grid, *block = configuration.block, *shared = configuration.shared;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
@@ -111,10 +134,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
   }
-  char layout[128];
-  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", config->gridDim.x, config->blockDim.x, config->blockDim.y, cluster,
-                config->dynamicSmemBytes);
-  launches += names().at(kernel) + layout;
+  record(kernel, config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes);
   return cudaSuccess;
 }
 }

@@ -1,0 +1,132 @@
+"""Attention's launchers, linked to a CUDA runtime that only writes launches down, take random problems: on
+Hopper none launches a kernel of the sources named *_not_sm90.cu, of which a library for Hopper has no machine
+code. Needs nvcc, and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fuseline.native.build import Recipe, Unit, build
+from fuseline.native.compilers import Compiler, find_cxx, find_nvcc
+from fuseline.native.recipes import KERNELS, kernels_recipe
+from fuseline.native.short_attention import GradientsRecord
+from fuseline.ops.plans import GPUS, Gpu
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_nvcc().compiler is None, reason=f"needs nvcc: {find_nvcc().reason}"),
+]
+
+PROBLEMS = 4000
+HEAD_DIMS = (8, 16, 32, 40, 64, 80, 96, 128, 160, 256)
+TENSORS = ("q", "k", "v", "out")
+UNSUPPORTED = -1
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> Compiler:
+    found = find_nvcc().compiler
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def library(nvcc: Compiler) -> ctypes.CDLL:
+    cxx = find_cxx().compiler
+    assert cxx is not None
+    units = [
+        unit for unit in kernels_recipe(nvcc, cxx, (9,)).units if unit.source.parent == KERNELS / "attention"
+    ]
+    source = Path(__file__).with_name("launch_recorder.cpp")
+    flags = ("-std=c++17", "-Xcompiler=-fPIC")
+    units.append(Unit(source, nvcc, flags, (), (cxx.version,), source.name))
+    recipe = Recipe("attention_launch_recorder", tuple(units), cxx, ("-shared", "-Wl,-Bsymbolic"))
+    built = ctypes.CDLL(str(build(recipe)))
+    built.recorder_take.restype = ctypes.c_char_p
+    return built
+
+
+@pytest.fixture(scope="module")
+def not_for_hopper(nvcc: Compiler, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The mangled names of kernels that Hopper has no machine code of."""
+    names: set[str] = set()
+    out = tmp_path_factory.mktemp("ptx") / "kernels.ptx"
+    for source in KERNELS.rglob("*_not_sm90.cu"):
+        flags = ["-ptx", "-std=c++17", "-arch=compute_90", f"-I{KERNELS}"]
+        subprocess.run([*nvcc.command, *flags, str(source), "-o", str(out)], check=True)
+        names.update(re.findall(r"\.entry (\w+)\(", out.read_text()))
+    return names
+
+
+def use(library: ctypes.CDLL, index: int, gpu: Gpu) -> None:
+    major = 9 if gpu.warpgroups else 10 if gpu.clusters else 8
+    shared = gpu.shared_per_block, gpu.shared_per_processor
+    numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, 16)
+    library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
+
+
+def drawn(draw: random.Random) -> GradientsRecord:
+    """Dense or packed, with all that may be there: causal or not, masks, dropout, shared heads of keys."""
+    gradients = GradientsRecord()
+    call = gradients.call
+    longest = draw.choice([64, 128, 2048])
+    batch, rows, keys = draw.choice([1, 8, 64]), draw.randint(1, longest), draw.randint(1, longest)
+    packed, call.dtype, call.causal = draw.random() < 0.2, draw.randrange(3), draw.randrange(3)
+    call.heads, call.kv_heads, call.head_dim = 12, draw.choice([12, 4]), draw.choice(HEAD_DIMS)
+    call.batch, many = (1, batch) if packed else (batch, 1)
+    call.seqlen_q, call.seqlen_k = rows * many, keys * many
+    call.window_left = call.window_right = -1
+    call.softmax_scale, call.lse, call.workspace = 0.1, 5 << 40, 6 << 40
+    for place, name in enumerate(TENSORS):
+        length, heads = (call.seqlen_k, call.kv_heads) if name in ("k", "v") else (call.seqlen_q, call.heads)
+        strides = (heads * length * call.head_dim, length * call.head_dim, call.head_dim)
+        setattr(call, name, (place + 1) << 40)
+        setattr(call, f"{name}_strides", strides)
+        gradient = "grad_out" if name == "out" else f"grad_{name}"
+        setattr(gradients, gradient, (place + 11) << 40)
+        setattr(gradients, f"{gradient}_strides", strides)
+    if packed:
+        call.cu_seqlens_q, call.cu_seqlens_k, call.sequences = 7 << 40, 8 << 40, batch
+        call.max_seqlen_q, call.max_seqlen_k = rows, keys
+    elif draw.random() < 0.6:
+        call.mask_kind, call.mask = draw.randrange(1, 4), 9 << 40
+        call.mask_strides = draw.choice([(0, rows * keys, keys, 1), (0, 0, 0, 1), (0, 0, keys, 1)])
+        if call.mask_kind > 1 and draw.random() < 0.5:
+            gradients.grad_mask, gradients.grad_mask_strides = 20 << 40, call.mask_strides
+            gradients.grad_mask_dtype = 0 if call.mask_kind == 3 else call.dtype
+    if draw.random() < 0.3:
+        call.dropout, call.seed = 0.1, 10 << 40
+    gradients.workspace = 21 << 40
+    return gradients
+
+
+def launched(library: ctypes.CDLL, gradients: GradientsRecord) -> set[str]:
+    names: set[str] = set()
+    for form in ("attention", "attention_short"):
+        forward, backward = (getattr(library, f"fuseline_{form}_{way}") for way in ("forward", "backward"))
+        answers = {
+            forward(ctypes.byref(gradients.call), None),
+            backward(ctypes.byref(gradients), None),
+        }
+        assert answers <= {0, UNSUPPORTED}
+        names.update(line.split()[0] for line in library.recorder_take().decode().splitlines())
+    return names
+
+
+def test_hopper_launches_what_it_has_machine_code_of(library: ctypes.CDLL, not_for_hopper: set[str]) -> None:
+    draw = random.Random(0)
+    elsewhere: set[str] = set()
+    for index, gpu in enumerate(GPUS.values()):
+        use(library, index, gpu)
+        for _ in range(PROBLEMS):
+            gradients = drawn(draw)
+            found = launched(library, gradients) & not_for_hopper
+            assert not (gpu.warpgroups and found), f"{gpu.name}: {found}"
+            elsewhere |= found
+    assert len(elsewhere) > len(not_for_hopper) // 2
