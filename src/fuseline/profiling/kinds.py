@@ -66,7 +66,7 @@ OPS: tuple[Rule, ...] = (
         r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|_foreach_copy_|fill_|zero_|constant_pad_nd)$",
         r"^aten::(split_with_sizes_copy|_chunk_cat|_local_scalar_dense|item|repeat|roll|index_copy_?)$",
         r"^aten::(zeros|ones|zeros_like|ones_like|new_zeros|full|full_like|expand_copy|repeat_interleave)$",
-        r"^fuseline::fp8_rows",
+        r"^fuseline::fp8_(rows|transpose)",
     ),
     _rule("other", r"embedding|index_select|gather|scatter|sort|topk|multinomial|arange|unique|cumsum|rand"),
     _rule("other", r"^aten::index(_put_?|_add_?|_fill_?)?$|_index_put_impl_|^fuseline::(take_l|decode)"),
@@ -105,7 +105,7 @@ KERNELS: tuple[Rule, ...] = (
     ),
     _rule(
         "copies and casts",
-        r"^mem(cpy|set)|^Memcpy|^Memset|CatArray|copy_kernel|direct_copy|FillFunctor|fuseline::fp8_rows",
+        r"^mem(cpy|set)|^Memcpy|^Memset|CatArray|copy_kernel|direct_copy|FillFunctor|fuseline::fp8_(rows|transpose)",
         r"batched_transpose|bfloat16tofloat32|float16_copy|unrolled_elementwise_kernel.*(copy|LoadWithCast)",
     ),
     _rule("other", r"embedding|index|gather|scatter|sort|Radix|Onesweep|cub::|thrust::|philox|distribution"),
