@@ -37,7 +37,7 @@ def check_precision(precision: str, device: torch.device, *, train: bool = True)
         )
     if precision == "fp8" and (why := why_no_fp8(device)):
         raise InputError(
-            f"Precision fp8 does not run here: {why}. Take bf16: fp8 is that, but for products of linear layers."
+            f"Precision fp8 does not run here: {why}. Take bf16: fp8 is that but for linear layers' products."
         )
 
 
