@@ -149,7 +149,7 @@ class MLP(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self._is_one_op():
             return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
-        return self.dropout(self.c_proj(self._inner(x_BTC)))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
 
     def found(self, x_BTC: Tensor) -> Found:
         if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
@@ -157,14 +157,8 @@ class MLP(nn.Module):
         if self._is_one_op():
             y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
         else:
-            y_BTC = _product(self.c_proj, self._inner(x_BTC))
+            y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
         return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
-
-    def _inner(self, x_BTC: Tensor) -> Tensor:
-        """GELU adds the bias of an fp8 layer, whose gradient its backward adds up."""
-        if self.fused and is_plain(self.c_fc, Fp8Linear) and is_plain(self.gelu, nn.GELU):
-            return ops.gelu(self.c_fc.product(x_BTC), self.c_fc.bias, self.gelu.approximate)
-        return self.gelu(self.c_fc(x_BTC))
 
     def together(self) -> tuple[nn.Linear, ...]:
         """The layers that are one op in training."""
@@ -172,7 +166,9 @@ class MLP(nn.Module):
 
     def _is_one_op(self) -> bool:
         """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
-        linear = is_plain(self.c_fc, nn.Linear) and is_plain(self.c_proj, nn.Linear)
+        linear = any(
+            is_plain(self.c_fc, kind) and is_plain(self.c_proj, kind) for kind in (nn.Linear, Fp8Linear)
+        )
         return self.fused and self.training and linear and is_plain(self.gelu, nn.GELU)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fuseline.ops.fp8_mlp import fp8_mlp
 from fuseline.ops.fp8_rows import E4M3, quantize_rows
 from fuseline.ops.fp8_training import Fp8Weight, fp8_training_linear, fp8_weight
 
@@ -30,10 +31,10 @@ class Fp8Step:
         finally:
             self._weights = self._last = None
 
-    def weight(self, layer: nn.Linear) -> Fp8Weight | None:
-        """The layer's weight in fp8; None outside of a step, and where torch.compile is at work."""
+    def weight(self, layer: nn.Linear) -> Fp8Weight:
+        """The layer's weight in fp8; made anew outside of a step, and where torch.compile is at work."""
         if self._weights is None or torch.compiler.is_compiling():
-            return None
+            return fp8_weight(layer.weight)
         if id(layer) not in self._weights:
             self._weights[id(layer)] = fp8_weight(layer.weight)
         return self._weights[id(layer)]
@@ -67,11 +68,32 @@ class Fp8Linear(nn.Linear):
         """x [.., in_features] W^T + bias, without the layer's own bias unless it is given."""
         if not self.training:
             return F.linear(x, self.weight, bias)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        cast, x8 = self.step.rows(x, dtype)
+        cast, x8 = self.step.rows(x, _computed_in(x))
         weight8 = self.step.weight(self)
         return fp8_training_linear(cast, self.weight, bias, weight8=weight8, x8=x8, gradient=self.gradient)
+
+
+def fp8_feed_forward(
+    x: torch.Tensor, first: Fp8Linear, second: Fp8Linear, approximate: str, *, with_second_bias: bool = True
+) -> torch.Tensor:
+    """second(gelu(first(x))) of layers in training mode, as one op (`fuseline.ops.fp8_mlp`)."""
+    cast, x8 = first.step.rows(x, _computed_in(x))
+    return fp8_mlp(
+        cast,
+        first.weight,
+        first.bias,
+        second.weight,
+        second.bias if with_second_bias else None,
+        approximate,
+        weights8=(first.step.weight(first), second.step.weight(second)),
+        x8=x8,
+        gradient=first.gradient,
+    )
+
+
+def _computed_in(x: torch.Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def put_on(layer: nn.Linear, step: Fp8Step, gradient: torch.dtype = E4M3) -> Fp8Linear:

@@ -7,20 +7,13 @@
 // Threads: a block has a row. Its threads hold kHeld steps of kStep elements each, so that rows to 16,384 elements are
 // read once; what is behind those is read from the L2 again.
 
-#include <cuda_fp8.h>
-
-#include "device/launch.cuh"
+#include "device/fp8.cuh"
 #include "fuseline_fp8.h"
 
 namespace fuseline {
 namespace {
 
-constexpr int kStep = 16;  // elements: a 16-byte vector of the result
-constexpr int kHeld = 2;
-constexpr float kLeastScale = 1e-37f;  // a row of zeros divides by no zero, and gradients are far below activations
-
-template <__nv_fp8_interpretation_t kFormat>
-constexpr float kMost = kFormat == __NV_E4M3 ? 448.f : 57344.f;
+constexpr int kStep = kFp8Step, kHeld = 2;
 
 struct Fp8Rows {
   const void* x;
@@ -59,37 +52,18 @@ struct Step {
       }
     }
   }
-  // Magnitudes are in order as the bits of floats are, NaN above all of them: a row that has one gets it as its scale.
   __device__ __forceinline__ void most_of(uint32_t& most) const {
-    for_each([&](int, float value) { most = max(most, __float_as_uint(fabsf(value))); });
+    for_each([&](int, float value) { most = max(most, magnitude(value)); });
   }
   template <__nv_fp8_interpretation_t kFormat>
   __device__ __forceinline__ void store(uint8_t* y, int at, float inverse) const {
     float values[kStep];
-    for_each([&](int i, float value) { values[i] = value * inverse; });
-    uint32_t words[kStep / 4];
-#pragma unroll
-    for (int i = 0; i < kStep / 4; ++i) {
-      const auto pair = [&](int first) {
-        const float2 two = make_float2(values[first], values[first + 1]);
-        return uint32_t(__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, kFormat));
-      };
-      words[i] = pair(4 * i) | pair(4 * i + 2) << 16;
-    }
-    *reinterpret_cast<uint4*>(y + int64_t(at) * kStep) = make_uint4(words[0], words[1], words[2], words[3]);
+    for_each([&](int i, float value) { values[i] = value; });
+    store_fp8<kFormat>(y + int64_t(at) * kStep, values, inverse);
   }
 };
 
 // ---- kernels ----
-
-__device__ __forceinline__ uint32_t most_of_block(uint32_t mine) {
-  __shared__ uint32_t most_of_warps[kMostThreads / kWarp];
-  mine = __reduce_max_sync(kAllLanes, mine);
-  if (threadIdx.x % kWarp == 0) most_of_warps[threadIdx.x / kWarp] = mine;
-  __syncthreads();
-  const int lane = threadIdx.x % kWarp;
-  return __reduce_max_sync(kAllLanes, lane < int(blockDim.x) / kWarp ? most_of_warps[lane] : 0);
-}
 
 template <class T, __nv_fp8_interpretation_t kFormat, bool kByColumns>
 __global__ void __launch_bounds__(kMostThreads) fp8_rows(const Fp8Rows a) {
@@ -117,8 +91,7 @@ __global__ void __launch_bounds__(kMostThreads) fp8_rows(const Fp8Rows a) {
     step.most_of(most);
   }
 
-  float scale = __fdiv_rn(__uint_as_float(most_of_block(most)), kMost<kFormat>);
-  scale = scale < kLeastScale ? kLeastScale : scale;
+  const float scale = fp8_scale<kFormat>(most_of_block(most, 0));
   const float inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) a.scales[row] = scale;
 #pragma unroll
