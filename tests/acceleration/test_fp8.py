@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,41 @@ def test_where_there_is_no_fp8_the_error_says_what_to_take(monkeypatch: pytest.M
     )
     with pytest.raises(InputError, match="training steps"):
         check_precision("fp8", torch.device("cuda"), train=False)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.gate = nn.Linear(32, 48) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.feed_forward = _FeedForward(gated)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.feed_forward(x)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_accelerate_put_in_goes_on_over_layers_in_fp8(gated: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_Block(gated) for _ in range(3))), torch.randn(40, 32)
+    fast = accelerate(model, x, time_sites=False)
+    layers = Fp8Layers(model, clock=Told())
+    layers.prepare(lambda: model(x), contextlib.nullcontext)
+    assert all(layer.in_fp8 and layer.together == (3 if gated else 2) for layer in layers.layers)
+    before = {run.path: run.taken for run in fast.report().sites}
+    y = model(x)
+    assert {run.path: run.taken for run in fast.report().sites} == {p: n + 1 for p, n in before.items()}
+    fast.undo()
+    torch.testing.assert_close(model(x), y, rtol=2e-2, atol=2e-2)
+    layers.close()
+    assert not torch.equal(model(x), y)
