@@ -1,29 +1,55 @@
-"""Rows as e4m3: against their definition in float64, and the kernel against the composition bit for bit."""
+"""Rows in fp8: against their definition in float64, and the kernels against the composition bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fuseline.ops.fp8_linear import E4M3_MAX, SMALLEST, fp8_linear, quantize_rows
+from fuseline.ops.fp8_linear import fp8_linear
+from fuseline.ops.fp8_rows import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    SMALLEST,
+    quantize_rows,
+    scaled_product,
+    transposed,
+    why_no_fp8,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-STEP = 2.0**-3  # of e4m3: three bits behind the first
-LEAST = 2.0**-9  # the smallest number that is not zero
+STEP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # three bits behind the first, or two
+LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the smallest number that is not zero
 
 
+@pytest.mark.parametrize("format", LARGEST)
+@pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_scaled_to_the_largest_and_rounded_once(dtype: torch.dtype) -> None:
+def test_rows_are_scaled_to_the_largest_and_rounded_once(
+    dtype: torch.dtype, by_columns: bool, format: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x = (torch.randn(7, 80) * torch.logspace(-3, 3, 7)[:, None]).to(dtype)
-    rows, scales = quantize_rows(x)
-    assert rows.dtype is torch.float8_e4m3fn
+    columns = torch.rand(80) + 0.1 if by_columns else None
+    rows, scales = quantize_rows(x, columns, format)
+    assert rows.dtype is format
     assert rows.shape == x.shape
     assert scales.shape == (7, 1)
-    torch.testing.assert_close(scales.double(), x.double().abs().amax(1, keepdim=True) / E4M3_MAX)
-    wanted = x.double() / scales.double()
+    exact = x.double() if columns is None else x.double() * columns.double()
+    torch.testing.assert_close(scales.double(), exact.abs().amax(1, keepdim=True) / LARGEST[format])
+    wanted = exact / scales.double()
     error = (rows.double() - wanted).abs()
-    assert (error <= (wanted.abs() * STEP / 2 * 1.001).clamp(min=LEAST / 2)).all()
+    assert (error <= (wanted.abs() * STEP[format] / 2 * 1.001).clamp(min=LEAST[format] / 2)).all()
+
+
+def test_small_rows_keep_their_digits() -> None:
+    """Gradients of a mean over many tokens are far below activations."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 64)
+    rows, scales = quantize_rows(x)
+    small, small_scales = quantize_rows(x * 2.0**-90)
+    assert torch.equal(rows.float(), small.float())
+    assert torch.equal(scales * 2.0**-90, small_scales)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
@@ -40,6 +66,56 @@ def test_the_layer_is_near_the_wide_one() -> None:
     wanted = torch.nn.functional.linear(x, weight, bias)
     assert y.shape == wanted.shape
     assert (y - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_bytes_are_transposed() -> None:
+    x = torch.randn(48, 80).to(E4M3)
+    turned = transposed(x)
+    assert turned.is_contiguous()
+    assert torch.equal(turned.float(), x.float().t())
+
+
+@pytest.mark.parametrize("format", LARGEST)
+def test_a_product_of_rows_is_that_of_their_numbers(format: torch.dtype) -> None:
+    torch.manual_seed(0)
+    (rows, scales), (others, other_scales) = (
+        quantize_rows(torch.randn(40, 64), format=format),
+        quantize_rows(torch.randn(32, 64)),
+    )
+    bias = torch.randn(32)
+    y = scaled_product(rows, scales, others, other_scales[:, 0], torch.float32, bias)
+    wanted = (rows.double() * scales) @ (others.double() * other_scales).t() + bias
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_processor_has_no_products_in_fp8() -> None:
+    assert why_no_fp8(torch.device("cpu")) == "cpu has no products in fp8"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", LARGEST)
+@pytest.mark.parametrize("shape", [(65, 96), (300, 768), (140, 1040), (3, 20000)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_multiplies_columns_and_has_both_formats(
+    dtype: torch.dtype, shape: tuple[int, int], format: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x, columns = torch.randn(shape).to(dtype), torch.rand(shape[1]) + 0.1
+    for factors in (None, columns):
+        rows, scales = quantize_rows(x.cuda(), None if factors is None else factors.cuda(), format)
+        wanted_rows, wanted_scales = quantize_rows(x, factors, format)
+        assert rows.dtype is format
+        assert torch.equal(scales.cpu(), wanted_scales)
+        assert torch.equal(rows.cpu().view(torch.uint8), wanted_rows.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 16), (64, 64), (80, 48), (768, 2304), (2064, 1040)])
+def test_the_kernel_transposes_bytes(shape: tuple[int, int]) -> None:
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
+    turned = transposed(x.cuda())
+    assert turned.is_contiguous()
+    assert torch.equal(turned.cpu(), x.t())
 
 
 @pytest.mark.gpu
