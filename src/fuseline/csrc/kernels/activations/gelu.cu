@@ -13,7 +13,7 @@
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
 #include "gelu_few.cuh"
-#include "partials.cuh"
+#include "partials.h"
 
 #include <initializer_list>
 

@@ -15,8 +15,8 @@
 
 #include "device/activation.cuh"
 #include "device/fp8.cuh"
-#include "device/partials.cuh"
 #include "fuseline_fp8.h"
+#include "partials.h"
 
 namespace fuseline {
 namespace {
@@ -160,7 +160,7 @@ int run(GeluFp8 a, void* grad_bias, int approximate, int dtype, int format, void
                                                 : gelu_fp8<Activation, T, kBackward ? __NV_E5M2 : __NV_E4M3, kBackward>;
     const int code = launch(kernel, a, blocks, dim3(unsigned(threads_of(a.n))), 0, 1, stream, device.clusters);
     if (code || !a.partials) return code;
-    return run_add_partials<float>(a.partials, blocks, a.n, grad_bias, true, device, stream);
+    return run_add_partials(a.partials, blocks, a.n, grad_bias, FUSELINE_FLOAT32, device, stream);
   };
   const auto by_type = [&](auto type) {
     using T = decltype(type);

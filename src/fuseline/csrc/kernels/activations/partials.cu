@@ -1,10 +1,12 @@
 // Adding up the partial sums that blocks leave behind: in a fixed order, so that the bits are the same each run.
-#pragma once
+// The dtype of the results is an argument: these kernels are a small part of any backward.
+#include "partials.h"
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
 
 namespace fuseline {
+namespace {
 
 constexpr int kPartialsColumns = 8;  // a sector of each row
 constexpr int kPartialsRows = 128;
@@ -55,8 +57,10 @@ __global__ void __launch_bounds__(kFewPartialsBlock) add_few_partials(const Part
   store_as(a.result, a.dtype, c, sum);
 }
 
-inline int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, int dtype, const Device& device,
-                            void* stream) {
+}  // namespace
+
+int run_add_partials(const float* partials, int64_t count, int64_t n, void* result, int dtype, const Device& device,
+                     void* stream) {
   const Partials a{partials, count, n, result, dtype};
   if (count <= kFewPartials && n >= int64_t(kFewPartials) * kFewPartialsBlock) {
     return launch(add_few_partials, a, divide_up(n, kFewPartialsBlock), dim3(kFewPartialsBlock), 0, 1, stream,
