@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fuseline.errors import InputError
-from fuseline.ops.fp8_linear import fp8_linear, quantize_rows
+from fuseline.ops.fp8_linear import fp8_linear
+from fuseline.ops.fp8_rows import quantize_rows
 from fuseline.quant import (
     Format,
     Quantized,

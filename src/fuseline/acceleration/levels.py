@@ -27,7 +27,8 @@ def check_levels(levels: Sequence[str], *, train: bool) -> None:
     if formats and train:
         raise InputError(
             f"Level {formats[0]!r} quantizes weights, which then are not trained. Give train=False, and put "
-            "the model into evaluation mode."
+            "the model into evaluation mode. (Training in fp8 is a precision of the step: "
+            "training_step(optimizer, precision='fp8').)"
         )
 
 

@@ -1,4 +1,7 @@
-"""The numeric formats a step may compute in: fp32, TF32, bf16, fp16."""
+"""The numeric formats a step may compute in: fp32, TF32, bf16, fp16, fp8.
+
+fp8 is bf16 but for products of linear layers (`acceleration.fp8`).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections.abc import Iterator
 import torch
 
 from fuseline.errors import InputError, unknown_name
+from fuseline.ops.fp8_rows import why_no_fp8
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
@@ -19,12 +23,22 @@ def compute_dtype(precision: str) -> torch.dtype:
     return _AUTOCAST.get(precision, torch.float32)
 
 
-def check_precision(precision: str, device: torch.device) -> None:
-    """`InputError` if there is no such precision, or none of it on `device`."""
+def check_precision(precision: str, device: torch.device, *, train: bool = True) -> None:
+    """`InputError` if there is no such precision, or none of it on `device`; without `train` if it is one of
+    training steps only."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     if precision == "tf32" and device.type != "cuda":
         raise InputError(f"tf32 is a tensor-core format of CUDA GPUs; on {device.type} take fp32 or bf16.")
+    if precision == "fp8" and not train:
+        raise InputError(
+            "Precision fp8 is that of training steps. Take bf16, or quantize the weights: "
+            "fuseline.quantize(model, 'fp8')."
+        )
+    if precision == "fp8" and (why := why_no_fp8(device)):
+        raise InputError(
+            f"Precision fp8 does not run here: {why}. Take bf16: fp8 is that but for linear layers' products."
+        )
 
 
 @contextlib.contextmanager
@@ -48,7 +62,7 @@ def matmul_format(precision: str) -> Iterator[None]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context a forward pass runs in: autocast for bf16 and fp16, none for fp32 and TF32."""
+    """The context a forward pass runs in: autocast for bf16, fp16 and fp8, none for fp32 and TF32."""
     if precision in _AUTOCAST:
         return torch.autocast(device.type, dtype=_AUTOCAST[precision])
     return contextlib.nullcontext()

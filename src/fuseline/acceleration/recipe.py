@@ -58,15 +58,19 @@ def each_computed(result: torch.Tensor | tuple[torch.Tensor, ...]) -> Iterator[t
 MOVED = "a weight was taken from where it stood, by a parametrization or pruning"
 
 
+def owner_of(module: nn.Module, path: str) -> nn.Module:
+    """The module whose parameter or buffer has that path; `KeyError` where there is none."""
+    owner = module
+    for parent in path.split(".")[:-1]:
+        child = owner._modules[parent]
+        assert child is not None
+        owner = child
+    return owner
+
+
 def tensor_at(module: nn.Module, path: str) -> torch.Tensor:
     """The parameter or buffer of that path, past every `__getattr__`; `KeyError` where none stands there."""
-    owner, name = module, path
-    if "." in path:
-        *parents, name = path.split(".")
-        for parent in parents:
-            child = owner._modules[parent]
-            assert child is not None
-            owner = child
+    owner, name = owner_of(module, path), path.rpartition(".")[2]
     tensor: torch.Tensor | None = owner._parameters.get(name)
     if tensor is None:
         tensor = owner._buffers[name]

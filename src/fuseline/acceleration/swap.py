@@ -18,6 +18,7 @@ from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
 from fuseline.acceleration.recipe import MOVED, Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
 from fuseline.acceleration.waiting import plain, waits
+from fuseline.nn.fp8_linear import Fp8Linear
 
 Key = tuple[Any, ...]
 NOT_PROVED = "it was not proved for these dtypes, dimensions, devices or this mode"
@@ -123,7 +124,7 @@ class Inside:
             return "hooks on all modules are set"
         for path, kind, seen in self.children:
             child = child_at(module, path)
-            if type(child) is not kind:
+            if type(child) is not kind and not (kind is nn.Linear and type(child) is Fp8Linear):
                 return f"{path} was replaced"
             assert child is not None
             reason = why_not_passed(child, path)

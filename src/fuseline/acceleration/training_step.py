@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
+from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.observe import call_model
+from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
@@ -53,7 +55,8 @@ class TrainingStep(InForms):
             fastest is kept, any other computes by the first.
         optimizer: over the model's parameters.
         precision: "bf16" and "fp16" (with a gradient scaler, for a fused optimizer) run float32 weights under
-            autocast; "tf32" and "fp32" do not. Weights that are 16 bits wide already need none.
+            autocast; "tf32" and "fp32" do not. Weights that are 16 bits wide already need none. "fp8" is bf16
+            in which linear layers of the model's blocks compute in fp8 where that is faster.
         accumulation: micro-batches a step: `step(first, second, ..)`; losses and gradients are averaged.
         grad_clip: largest norm of all gradients together; 0 leaves them as they are.
         scheduler: its `step()` is called after each optimizer step.
@@ -62,6 +65,7 @@ class TrainingStep(InForms):
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
         choice: the form that is taken, and milliseconds of the others; None before the first step.
+        fp8: what became of each linear layer of a step in fp8 (`fp8.summary()`); None for other precisions.
     """
 
     def __init__(
@@ -75,10 +79,12 @@ class TrainingStep(InForms):
         grad_clip: float = 1.0,
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
+        fp8: Fp8Layers | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.device = next(model.parameters()).device
-        check_precision(precision, self.device)
+        if fp8 is None:
+            check_precision(precision, self.device)
         if accumulation < 1:
             raise InputError(f"accumulation={accumulation}: a step needs at least one micro-batch.")
         if grad_clip < 0:
@@ -91,6 +97,9 @@ class TrainingStep(InForms):
         self._scaler = make_scaler(self.precision, self.device, optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reason = _why_eager(model, optimizer, self.device)
+        if precision == "fp8" and fp8 is None:
+            fp8 = Fp8Layers(model, clock=Clock(recorded=not self.reason))
+        self.fp8 = fp8
         self._graph: StepGraph | None = None
         self._rates: LearningRates | None = None
         self._masks = MasksLeftOut()
@@ -117,14 +126,27 @@ class TrainingStep(InForms):
         if not self._forms:
             with matmul_format(self.precision), autocast(self.precision, self.device):
                 self._forms = self._prepare(batches[0])
+            if self.fp8 is not None:
+                self._decide_fp8(self.fp8, batches[0])
         with matmul_format(self.precision):
             loss = self._take(batches)
         if self.scheduler is not None:
             self.scheduler.step()
         return loss
 
+    def _decide_fp8(self, fp8: Fp8Layers, batch: Any) -> None:
+        def forward() -> object:
+            with self._forms[0].inside():
+                return self._loss_of(call_model(fp8.model, batch), batch)
+
+        with matmul_format(self.precision):
+            fp8.prepare(forward, lambda: autocast(self.precision, self.device))
+
     def close(self) -> None:
-        """Let go of recorded graphs. The model and the optimizer stay usable; further steps are eager."""
+        """Let go of recorded graphs and of fp8. The model and the optimizer stay usable; further steps are
+        eager."""
+        if self.fp8 is not None:
+            self.fp8.close()
         if self._graph is not None:
             self._graph.close()
             self._graph, self.reason = None, "it was closed"
@@ -136,7 +158,6 @@ class TrainingStep(InForms):
             self._give_up(why)
             return self._eagerly(batches)
         self._rates.refresh()
-        self._graph.refresh()
         settings = self._rates.others()
         self._settings.setdefault(settings)
         also = settings, self._full
@@ -212,18 +233,21 @@ class TrainingStep(InForms):
 
     def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for index, batch in enumerate(batches):
-            with self._gradients_averaged(is_last=index == self.accumulation - 1):
-                with autocast(self.precision, self.device), self._inside(index):
-                    output = call_model(self.model, batch)
-                    loss = self._loss_of(output, batch)
-                    if self.accumulation > 1:
-                        loss = loss / self.accumulation
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            losses.append(loss.detach())
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+            losses = [self._backward(index, batch) for index, batch in enumerate(batches)]
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _backward(self, index: int, batch: Any) -> torch.Tensor:
+        """Adds a micro-batch's gradients to those before it; returns its loss."""
+        with self._gradients_averaged(is_last=index == self.accumulation - 1):
+            with autocast(self.precision, self.device), self._inside(index):
+                output = call_model(self.model, batch)
+                loss = self._loss_of(output, batch)
+                if self.accumulation > 1:
+                    loss = loss / self.accumulation
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        return loss.detach()
 
     @contextlib.contextmanager
     def _inside(self, index: int = 0) -> Iterator[None]:
@@ -272,8 +296,8 @@ class TrainingStep(InForms):
         return contextlib.nullcontext()
 
 
-_HALVES = ("bf16", "fp16")
-_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float16}
+_HALVES = ("bf16", "fp16", "fp8")
+_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "tf32": torch.float16}
 """What rounds like the products of a precision, whatever the weights are."""
 
 

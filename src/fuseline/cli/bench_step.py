@@ -1,4 +1,4 @@
-"""Whole training steps of a GPT: ours and compiled nanoGPT's in turn, in one process.
+"""Whole training steps of a GPT or a Llama: ours and compiled nanoGPT's in turn, in one process.
 
 The last column is the time of the best nanoGPT over ours."""
 
@@ -26,10 +26,11 @@ DEFAULT_OUT = Path("fuseline-step")
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     presets: tuple[str, ...] = ()
-    """Models: gpt2 and shakespeare on a GPU, tiny on a processor; any preset of `fuseline train gpt`."""
+    """Models: gpt2 and shakespeare on a GPU, tiny on a processor; any preset of our GPTs, and
+    llama-1b and the other Llamas (without nanoGPT)."""
     peers: tuple[str, ...] = ()
-    """fuseline, fuseline-eager, fuseline-inductor, nanogpt-eager, nanogpt-inductor, nanogpt-reduce-overhead,
-    nanogpt-max-autotune. All if none is named."""
+    """fuseline, fuseline-eager, fuseline-inductor, fuseline-fp8 (beside bf16), nanogpt-eager,
+    nanogpt-inductor, nanogpt-reduce-overhead, nanogpt-max-autotune. All if none is named."""
     nanogpt: Path | None = None
     """A copy of nanoGPT's model.py, which this package does not have."""
     batch_size: int | None = None
@@ -99,7 +100,7 @@ def _print_plan(bench: StepBench) -> None:
     for case in bench.cases:
         print(f"{case}, on {bench.device}:")
         for peer in bench.peers:
-            reason = why_not(peer, bench.device, bench.nanogpt)
+            reason = why_not(peer, case, bench.device, bench.nanogpt)
             print(f"  {peer:<24} {f'skipped: {reason}' if reason else ''}".rstrip())
 
 
@@ -125,5 +126,6 @@ def _table(records: Sequence[Record]) -> Table:
             "loss err": value("loss_error", "{:.1e}"),
             "grad err": value("grad_error", "{:.1e}"),
             "best nanoGPT / this": paired,
+            "bf16 / fp8": value("paired_over_bf16", "{:.3f}"),
         },
     )

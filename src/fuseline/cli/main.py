@@ -52,7 +52,7 @@ VERBS = {
     ),
     "bench step": (
         "fuseline.cli.bench_step",
-        "whole training steps of a GPT: ours against compiled nanoGPT",
+        "whole training steps of a GPT or a Llama: ours against compiled nanoGPT",
     ),
     "bench acceleration": (
         "fuseline.cli.bench_acceleration",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, matmul_format
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
@@ -132,7 +133,7 @@ def ready(asked: Asked) -> Ready:
 
 
 def _check(asked: Asked) -> None:
-    check_precision(asked.precision, asked.device)
+    check_precision(asked.precision, asked.device, train=asked.task == "train")
     find_execution(asked.execution, asked.device)
     if asked.task == "decode" and asked.execution not in ("eager", "graph"):
         raise InputError(f"--execution {asked.execution}: decoding runs eager, or as a graph on a GPU.")
@@ -210,17 +211,18 @@ def _trained(asked: Asked, case: dict[str, Scalar], work: user_code.Work) -> Rea
     captured = find_execution(asked.execution, asked.device).whole_step
     optimizer = make_optimizer(model, lr=LEARNING_RATE, fused=True, capturable=captured)
 
-    def made(execution: str) -> TrainStep:
+    def made(execution: str, fp8: Fp8Layers | None = None) -> TrainStep:
         return TrainStep(
             model,
             optimizer,
             loss=lambda module, tensors: work.loss(module, tensors),
             precision=asked.precision,
             execution=execution,
+            fp8=fp8,
         )
 
     step = made(asked.execution)
-    twin = made(TWINS[asked.execution]) if asked.execution in TWINS else None
+    twin = made(TWINS[asked.execution], step.fp8) if asked.execution in TWINS else None
     return Ready(
         lambda: step(work.tensors),
         case,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -42,6 +43,10 @@ class TrainProgress:
         if self._console.is_terminal:
             self._bar.start()
             self._task = self._bar.add_task("train", total=plan.steps, completed=plan.start, figures="")
+
+    def decided(self, lines: Sequence[str]) -> None:
+        for line in ("linear layers, forward and backward:", *lines):
+            self._console.print(line, highlight=False, markup=False)
 
     def paced(self, pace: Pace) -> None:
         figures = _figures(pace)

@@ -32,6 +32,7 @@ from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
+from fuseline.nn.fp8_linear import Fp8Linear
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -83,9 +84,13 @@ def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
 
 def _leaves_to_norm(projection: nn.Module, dropout: nn.Module) -> bool:
     """Whether a branch may leave its last bias and dropout to the next norm: nothing else listens to them."""
-    return is_plain(projection, nn.Linear) and (
-        is_plain(dropout, nn.Dropout) or is_plain(dropout, nn.Identity)
-    )
+    linear = is_plain(projection, nn.Linear) or is_plain(projection, Fp8Linear)
+    return linear and (is_plain(dropout, nn.Dropout) or is_plain(dropout, nn.Identity))
+
+
+def _product(linear: nn.Linear, x: Tensor) -> Tensor:
+    """x W^T, without the bias."""
+    return linear.product(x) if isinstance(linear, Fp8Linear) else ops.linear(x, linear.weight)
 
 
 def _dropout_p(dropout: nn.Module) -> float:
@@ -115,7 +120,7 @@ class Attention(nn.Module):
 
     def found(self, x_BTC: Tensor) -> Found:
         if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
-            y_BTC = ops.linear(self._gathered(x_BTC), self.c_proj.weight)
+            y_BTC = _product(self.c_proj, self._gathered(x_BTC))
             return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
         return Found(self(x_BTC))
 
@@ -152,12 +157,18 @@ class MLP(nn.Module):
         if self._is_one_op():
             y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
         else:
-            y_BTC = F.linear(self.gelu(self.c_fc(x_BTC)), self.c_proj.weight)
+            y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
         return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
+
+    def together(self) -> tuple[nn.Linear, ...]:
+        """The layers that are one op in training."""
+        return (self.c_fc, self.c_proj) if self._is_one_op() else ()
 
     def _is_one_op(self) -> bool:
         """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
-        linear = is_plain(self.c_fc, nn.Linear) and is_plain(self.c_proj, nn.Linear)
+        linear = any(
+            is_plain(self.c_fc, kind) and is_plain(self.c_proj, kind) for kind in (nn.Linear, Fp8Linear)
+        )
         return self.fused and self.training and linear and is_plain(self.gelu, nn.GELU)
 
 

@@ -122,6 +122,7 @@ class LlamaConfig:
 PRESETS: dict[str, LlamaConfig] = {
     "llama-tiny": LlamaConfig(256, 512, 2, 4, 2, 64, 176),
     "llama-160m": LlamaConfig(2048, 32000, 12, 12, 12, 768, 3072),
+    "llama-1b": LlamaConfig(2048, 32000, 16, 32, 8, 2048, 8192, rope_base=500000.0),
     "llama2-7b": LlamaConfig(4096, 32000, 32, 32, 32, 4096, 11008),
     "llama2-13b": LlamaConfig(4096, 32000, 40, 40, 40, 5120, 13824),
     "llama3-8b": LlamaConfig(8192, 128256, 32, 32, 8, 4096, 14336, rope_base=500000.0),

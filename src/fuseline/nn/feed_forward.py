@@ -7,6 +7,7 @@ from typing import TypeGuard, TypeVar
 import torch
 from torch import nn
 
+from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
 from fuseline.ops import mlp
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -34,8 +35,10 @@ def feed_forward(
     *,
     with_second_bias: bool = True,
 ) -> torch.Tensor:
-    """second(gelu(first(x))) with `fuseline.ops.mlp`; both layers must be plain (see `is_plain`). Without the
-    second bias where a later op adds it."""
+    """second(gelu(first(x))) as one op; both layers must be plain (see `is_plain`), both `nn.Linear` or both
+    in fp8. Without the second bias where a later op adds it."""
+    if isinstance(first, Fp8Linear) and isinstance(second, Fp8Linear):
+        return fp8_feed_forward(x, first, second, approximate, with_second_bias=with_second_bias)
     second_bias = second.bias if with_second_bias else None
     return mlp(*autocast_to(x, first.weight, first.bias, second.weight, second_bias), approximate)
 

@@ -15,7 +15,7 @@ import torch
 
 from fuseline.errors import InputError, unknown_name
 from fuseline.nn.quant_linear import FORMATS, QuantLinear
-from fuseline.ops.fp8_linear import E4M3_MAX
+from fuseline.ops.fp8_rows import E4M3_MAX
 from fuseline.ops.quant_codes import CODES
 from fuseline.ops.quant_layout import pack_groups, pack_int4, pack_int8
 from fuseline.ops.quant_packing import code_values, encode_scales, pack_codes

@@ -59,7 +59,11 @@ class TrainConfig:
 
     optimizer_state: str = described("fp32", "how AdamW keeps its moments: fp32, bf16 or 8bit")
     arena: bool = described(False, "all weights, and all of AdamW's moments, in one stretch of memory each")
-    precision: str = described("auto", "fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32")
+    precision: str = described(
+        "auto",
+        "fp32, tf32, bf16, fp16, or fp8 (bf16, linear layers in fp8 where faster); auto: bf16 on a GPU that "
+        "has it, else fp32",
+    )
     execution: str = described(
         "auto",
         "eager, inductor, cudagraphs, reduce-overhead, max-autotune, max-autotune-no-cudagraphs, graph, "

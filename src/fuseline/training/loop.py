@@ -142,6 +142,8 @@ class Loop:
         micro_batches = [next(run.batches) for _ in range(run.step.accumulation)]
         self._losses.append(run.step(*micro_batches))
         self._rates.append(rate)
+        if run.taken == self._begun_at and run.step.fp8 is not None:
+            self.reporter.decided(run.step.fp8.summary())
         run.taken += 1
         run.stepped()
         self._is_saved = False

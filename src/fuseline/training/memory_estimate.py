@@ -26,7 +26,7 @@ class _Kept:
 
 
 _FULL, _HALF = _Kept(channel=64, score=10, entry=16), _Kept(channel=36, score=6, entry=12)
-_KEPT = {"fp32": _FULL, "tf32": _FULL, "bf16": _HALF, "fp16": _HALF}
+_KEPT = {"fp32": _FULL, "tf32": _FULL, "bf16": _HALF, "fp16": _HALF, "fp8": _HALF}
 _FORMS_SCORES = ("naive", "naive_fused", "math")
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import why_not_recordable
+from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recording import Batch, StepGraph
 from fuseline.errors import InputError
@@ -28,19 +30,24 @@ class TrainStep:
         module: called as `module(*batch)`, it returns the scalar loss, unless `loss(module, batch)` is given.
             A `DistributedDataParallel` module averages gradients at the last micro-batch only.
         optimizer: for `graph` and `inductor-graph` a capturable one (see `make_optimizer`).
-        precision: `fp32`, `tf32`, `bf16` or `fp16` (autocast, with a gradient scaler for fp16).
+        precision: `fp32`, `tf32`, `bf16` or `fp16` (autocast, with a gradient scaler for fp16), or `fp8`:
+            bf16 in which linear layers of the model's blocks compute in fp8 where that is faster, as the
+            first call decides.
         execution: `eager`; `torch.compile` by `cudagraphs`, `inductor`, `reduce-overhead`, `max-autotune`,
             `max-autotune-no-cudagraphs`; `graph`, the whole eager step as one CUDA graph; `inductor-graph`,
             the same over a compiled forward and backward.
         accumulation: micro-batches a step; their losses and gradients are averaged.
         grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+        fp8: the layers that may compute in fp8, where they are another step's too, or are not chosen by the
+            clock of this device.
 
     Raises:
         InputError: an unknown precision or execution, or one that this device or optimizer cannot do.
 
     `compile_seconds` is how long the first call took where there was something to compile or to record, 0.0
     where there was not. That call waits for the device; no later one does. Inputs of new shapes are compiled
-    or recorded anew.
+    or recorded anew. `fp8.layers` says of each linear layer what became of it; `fp8` is None for other
+    precisions.
     """
 
     def __init__(
@@ -53,9 +60,11 @@ class TrainStep:
         execution: str = "eager",
         accumulation: int = 1,
         grad_clip: float = 1.0,
+        fp8: Fp8Layers | None = None,
     ) -> None:
         self.device = next(module.parameters()).device
-        check_precision(precision, self.device)
+        if fp8 is None:
+            check_precision(precision, self.device)
         how = find_execution(execution, self.device)
         if accumulation < 1:
             raise InputError(f"accumulation={accumulation}: a step needs at least one micro-batch.")
@@ -67,12 +76,16 @@ class TrainStep:
         self.precision, self.execution = precision, execution
         self.accumulation, self.grad_clip = accumulation, grad_clip
         self.scaler = make_scaler(precision, self.device, optimizer)
+        if precision == "fp8" and fp8 is None:
+            fp8 = Fp8Layers(module, clock=Clock(recorded=how.whole_step))
+        self.fp8 = fp8
         self.compile_seconds = 0.0
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._trees = how.trees
         self._is_built = how.backend is not None or how.whole_step
         self._is_first = True
         self._compiled_inside: nn.Module | None = None
+        self._loss = loss
         self._forward = self._prepare_forward(module, loss, how)
         self._graph = StepGraph(self._run, module, optimizer, self.scaler) if how.whole_step else None
 
@@ -83,12 +96,15 @@ class TrainStep:
                 f"This step accumulates over {self.accumulation} micro-batches and was given "
                 f"{len(micro_batches)}."
             )
-        if not (self._is_built and self._is_first):
+        if not self._is_first:
             return self._take(micro_batches)
         begin = time.perf_counter()
+        if self.fp8 is not None and not self.fp8.layers:
+            self._decide_fp8(self.fp8, micro_batches[0])
         loss = self._take(micro_batches)
-        synchronize(self.device)
-        self.compile_seconds = time.perf_counter() - begin
+        if self._is_built:
+            synchronize(self.device)
+            self.compile_seconds = time.perf_counter() - begin
         self._is_first = False
         return loss
 
@@ -103,8 +119,17 @@ class TrainStep:
         if self._compiled_inside is not None:
             self._compiled_inside._compiled_call_impl = None
         self._graph, self._forward, self._compiled_inside = None, _closed, None
+        if self.fp8 is not None:
+            self.fp8.close()
         if self._is_built:
             gc.collect()  # compiled code and what it was compiled from refer to each other
+
+    def _decide_fp8(self, fp8: Fp8Layers, batch: Batch) -> None:
+        with matmul_format(self.precision), torch.compiler.set_stance("force_eager"):
+            fp8.prepare(
+                lambda: _loss_of(fp8.model, self._loss, batch),
+                lambda: autocast(self.precision, self.device),
+            )
 
     def _take(self, micro_batches: tuple[Batch, ...]) -> torch.Tensor:
         with matmul_format(self.precision):
@@ -116,6 +141,13 @@ class TrainStep:
 
     def _run(self, micro_batches: tuple[Batch, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+            losses = self._gradients(micro_batches)
+        self._update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _gradients(self, micro_batches: tuple[Batch, ...]) -> list[torch.Tensor]:
+        """Adds up the gradients of all micro-batches; returns their losses."""
         losses = []
         for index, batch in enumerate(micro_batches):
             with self._gradients_averaged(is_last=index == self.accumulation - 1):
@@ -126,8 +158,7 @@ class TrainStep:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             # A compiled graph overwrites its outputs at its next run: keep a copy.
             losses.append(loss.detach().clone() if self._trees else loss.detach())
-        self._update()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return losses
 
     def _update(self) -> None:
         if self.scaler is not None:
@@ -155,12 +186,16 @@ class TrainStep:
             self._compiled_inside.compile(backend=how.backend, mode=how.mode, dynamic=False)
 
         def forward(*batch: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = module(*batch) if loss is None else loss(module, batch)
-            return result
+            return _loss_of(module, loss, batch)
 
         if how.backend is None or self._compiled_inside is not None:
             return forward
         return compile_forward(forward, how.backend, how.mode)
+
+
+def _loss_of(module: nn.Module, loss: Loss | None, batch: Batch) -> torch.Tensor:
+    result: torch.Tensor = module(*batch) if loss is None else loss(module, batch)
+    return result
 
 
 def _check_capturable(module: nn.Module, optimizer: torch.optim.Optimizer, execution: str) -> None:

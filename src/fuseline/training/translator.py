@@ -32,7 +32,7 @@ class Translator:
 
         Raises `InputError` if there is none, or its tokenizer is missing.
         """
-        check_precision(precision, torch.device(device))
+        check_precision(precision, torch.device(device), train=False)
         if path.is_dir():
             found = next((path / name for name in (BEST, LATEST) if (path / name).is_file()), None)
             if found is None:

@@ -48,7 +48,7 @@ def test_every_preset_has_its_usual_shape():
     assert all(SHAPES[name][1] <= config.block_size for name, config in PRESETS.items())
 
 
-@pytest.mark.parametrize("name", ["tf32", "cudagraphs", "graph", "reduce-overhead", "inductor-graph"])
+@pytest.mark.parametrize("name", ["tf32", "fp8", "cudagraphs", "graph", "reduce-overhead", "inductor-graph"])
 def test_what_only_gpus_have_is_refused_on_a_cpu_and_runs_on_an_h100(name, cpu, gpu, base):
     rung = find_rung(name)
     spec = base.with_(rung.change)
@@ -56,7 +56,7 @@ def test_what_only_gpus_have_is_refused_on_a_cpu_and_runs_on_an_h100(name, cpu, 
     assert rung.unavailable(gpu, spec) is None
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_the_head_and_its_loss_are_climbed_in_every_precision(precision, gpu, base):
     rung = find_rung("linear-loss")
     assert rung.unavailable(gpu, replace(base, precision=precision).with_(rung.change)) is None
@@ -72,6 +72,7 @@ def test_bf16_on_a_cpu_depends_on_the_instructions_it_has(cpu, base):
 def test_an_old_gpu_has_neither_tf32_nor_bf16(gpu, base):
     old = replace(gpu, capability=(7, 0), bf16=None)
     assert "8.0" in find_rung("tf32").unavailable(old, base)
+    assert "8.9" in find_rung("fp8").unavailable(replace(gpu, capability=(8, 0)), base)
     assert "8.0" in find_rung("bf16").unavailable(old, base)
 
 

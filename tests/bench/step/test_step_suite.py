@@ -52,6 +52,23 @@ def test_records_of_a_step(tmp_path: Path) -> None:
     assert len((tmp_path / "step.jsonl").read_text().splitlines()) == len(records)
 
 
+def test_a_llama_is_timed_without_nanogpt_and_fp8_only_beside_bf16(tmp_path: Path) -> None:
+    cases = find_cases(["llama-tiny"], batch_size=2, seqlen=16, precision="fp32")
+    peers = ("fuseline-eager", "fuseline-fp8", "nanogpt-eager")
+    bench = StepBench(torch.device("cpu"), cases, peers, 2, 1)
+    records = run(bench, tmp_path / "step.jsonl", lambda case, peer, phase: None)
+    reasons = {r.peer: r.case["reason"] for r in records if r.metric == "skipped"}
+    assert reasons == {
+        "fuseline-fp8": "fp8 stands beside bf16, and this step is in fp32",
+        "nanogpt-eager": "nanoGPT is no Llama",
+    }
+    found = {r.metric: r.value for r in records if r.peer == "fuseline-eager"}
+    assert found["loss_error"] < 1e-6
+    assert found["grad_error"] < 1e-5
+    with pytest.raises(InputError, match="fuseline-fp8"):
+        find_cases(["tiny"], precision="fp8")
+
+
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tiny takes 1 to"):
         find_cases(["tiny"], seqlen=10**6)

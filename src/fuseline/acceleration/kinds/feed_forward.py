@@ -35,9 +35,10 @@ from fuseline.acceleration.reading import (
     stripped,
     value_of,
 )
-from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at, tensor_at
+from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at, owner_of, tensor_at
 from fuseline.acceleration.trace import Trace
 from fuseline.nn.feed_forward import autocast_to
+from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
 from fuseline.ops import geglu, gelu, mlp, swiglu
 
 SPLITS = frozenset({"chunk", "split", "slice", "getitem", "split_with_sizes", "narrow"})
@@ -58,6 +59,9 @@ class Layer:
     def run(self, module: nn.Module, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         weight = tensor_at(module, self.weight)
         bias = optional_tensor_at(module, self.bias) if biased else None
+        owner = owner_of(module, self.weight)
+        if isinstance(owner, Fp8Linear):
+            return owner.product(x, bias)
         if not self.transposed:
             return F.linear(x, weight, bias)
         if bias is None:
@@ -136,7 +140,11 @@ class PlainRecipe:
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         x = tensors[self.x]
-        if not self.whole:
+        first, second = (owner_of(module, layer.weight) for layer in (self.first, self.second))
+        if self.whole and isinstance(first, Fp8Linear) and isinstance(second, Fp8Linear):
+            y = fp8_feed_forward(x, first, second, self.approximate)
+            return F.dropout(y, self.dropouts.outer, module.training) if self.dropouts.outer else y
+        if not self.whole or isinstance(first, Fp8Linear) or isinstance(second, Fp8Linear):
             inner = _gelu_of(module, x, self.first, self.approximate, self.bias_in_gelu)
             return _finished(module, inner, self.second, self.dropouts)
         weight_1, weight_2 = tensor_at(module, self.first.weight), tensor_at(module, self.second.weight)

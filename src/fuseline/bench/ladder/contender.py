@@ -63,7 +63,7 @@ class Contender:
 
     @property
     def note(self) -> str:
-        """What a reader of its figures should know."""
+        """What a reader of its figures should know, once it is warm."""
         return ""
 
     def warm_up(self, batches: Iterator[Batch]) -> None:
@@ -143,3 +143,13 @@ class GPTContender(Contender):
         )
         step = TrainStep(model, optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0)
         super().__init__(spec, device, model, optimizer, step)
+        self._fp8 = step.fp8
+
+    @property
+    def note(self) -> str:
+        """Of a step in fp8, which layers are."""
+        return "" if self._fp8 is None else "; ".join(self._fp8.summary())
+
+    def close(self) -> None:
+        self._fp8 = None
+        super().close()

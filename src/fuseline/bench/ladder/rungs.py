@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fuseline.acceleration.precision import compute_dtype
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.ops import attention_backends
@@ -72,12 +73,21 @@ def _fp16(machine: Machine, spec: RunSpec) -> str | None:
     return f"would not pay: {machine.label} has no fast fp16 matrix products in torch"
 
 
+def _fp8(machine: Machine, spec: RunSpec) -> str | None:
+    if machine.capability is None:
+        return "fp8 is a format of CUDA tensor cores"
+    return None if machine.capability >= (8, 9) else f"{machine.label} has no fp8 (compute 8.9 and later do)"
+
+
 def _attention(machine: Machine, spec: RunSpec) -> str | None:
     if spec.attention == "naive_fused" and machine.native_missing:
         return machine.native_missing
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision, torch.float32)
     return attention_backends.supports(
-        spec.attention, torch.device(machine.device), dtype, spec.config.head_dim, spec.dropout
+        spec.attention,
+        torch.device(machine.device),
+        compute_dtype(spec.precision),
+        spec.config.head_dim,
+        spec.dropout,
     )
 
 
@@ -89,7 +99,7 @@ def _padded(machine: Machine, spec: RunSpec) -> str | None:
 
 
 def _narrow_loss(machine: Machine, spec: RunSpec) -> str | None:
-    if spec.loss == "float32" or spec.precision in ("bf16", "fp16"):
+    if spec.loss == "float32" or compute_dtype(spec.precision).itemsize == 2:
         return None
     return f"nothing to narrow: the logits are fp32 ({spec.precision})"
 
@@ -122,6 +132,14 @@ RUNGS: tuple[Rung, ...] = (
         {"precision": "fp16", "optimizer": "fused"},
         _fp16,
         needs={"optimizer": "fused"},
+    ),
+    Rung(
+        "fp8",
+        "precision",
+        "tensor cores",
+        "bf16, and the blocks' linear layers in fp8 where that is faster: e4m3, a scale for each row",
+        {"precision": "fp8"},
+        _fp8,
     ),
     Rung(
         "naive",

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fuseline.bench.linear.problems import GROUP_SIZE, Problem
 from fuseline.bench.peers.peer import package_version
 from fuseline.nn import QuantLinear
-from fuseline.ops.fp8_linear import E4M3_MAX, runs_in_fp8
+from fuseline.ops.fp8_rows import E4M3_MAX, runs_in_fp8
 
 TUNING: dict[str, str | int | bool | Callable[..., Any]] = {
     "coordinate_descent_tuning": True,

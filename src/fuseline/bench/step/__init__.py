@@ -1,4 +1,4 @@
-"""Whole training steps of a GPT: ours, and nanoGPT's own model as its users run it.
+"""Whole training steps of a GPT or a Llama: ours, and nanoGPT's own model as its users run it.
 
 case.py        a step to time, as data
 contenders.py  who takes it: our forms, and nanoGPT's from the user's copy of its model.py

@@ -6,16 +6,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fuseline.errors import InputError, unknown_name
+from fuseline.models import llama_config
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
+from fuseline.models.llama_config import LlamaConfig
 
 # By preset: its own batch sizes.
-_BATCHES = {"tiny": (8,), "shakespeare": (64,), "gpt2": (16, 64), "gpt2-medium": (16,), "gpt2-xl": (4,)}
+_BATCHES = {
+    "tiny": (8,),
+    "shakespeare": (64,),
+    "gpt2": (16, 64),
+    "gpt2-medium": (16,),
+    "gpt2-xl": (4,),
+    "llama-tiny": (8,),
+    "llama-1b": (4,),
+}
 _VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step of `batch` sequences of `seqlen` tokens of one of our GPT presets."""
+    """A step of `batch` sequences of `seqlen` tokens of one of our presets of GPT or Llama."""
 
     preset: str
     batch: int
@@ -25,8 +35,14 @@ class StepCase:
     bias: bool = True
 
     @property
-    def config(self) -> GPTConfig:
-        """Ours, its vocabulary padded to a multiple of 64, which changes no number."""
+    def config(self) -> GPTConfig | LlamaConfig:
+        """Ours; a GPT's vocabulary is padded to a multiple of 64, which changes no number."""
+        if self.preset in llama_config.PRESETS:
+            return llama_config.preset(self.preset, block_size=self.seqlen)
+        return self.gpt
+
+    @property
+    def gpt(self) -> GPTConfig:
         return replace(
             preset(self.preset), dropout=self.dropout, bias=self.bias, vocab_multiple=_VOCAB_MULTIPLE
         )
@@ -34,7 +50,7 @@ class StepCase:
     @property
     def nanogpt_vocab_size(self) -> int:
         """nanoGPT pads GPT-2's vocabulary to 50,304, and a character model's not at all."""
-        config = self.config
+        config = self.gpt
         return config.padded_vocab_size if config.vocab_size > 1000 else config.vocab_size
 
     def as_record(self) -> dict[str, str | int | float | bool]:
@@ -67,17 +83,21 @@ def find_cases(
     """The cases of these presets; sizes that are not given are the preset's own."""
     if precision == "fp16":
         raise InputError("bench step has no fp16: nanoGPT's step would need a gradient scaler. Take bf16.")
+    if precision == "fp8":
+        raise InputError("The peer fuseline-fp8 computes in fp8, beside others in bf16: take bf16.")
     cases = []
     for name in presets:
-        if name not in PRESETS:
-            raise unknown_name("preset", name, PRESETS)
-        own = preset(name)
+        if name not in PRESETS and name not in llama_config.PRESETS:
+            raise unknown_name("preset", name, [*PRESETS, *llama_config.PRESETS])
+        own = preset(name) if name in PRESETS else llama_config.preset(name)
         length = own.block_size if seqlen is None else seqlen
         if not 1 <= length <= own.block_size:
             raise InputError(f"--seqlen {length}: {name} takes 1 to {own.block_size} tokens.")
         if batch_size is not None and batch_size < 1:
             raise InputError(f"--batch-size {batch_size}: a step takes one sequence or more.")
         batches = _BATCHES.get(name, (16,)) if batch_size is None else (batch_size,)
-        p = own.dropout if dropout is None else dropout
-        cases += [StepCase(name, batch, length, precision, p, bias) for batch in batches]
+        p, biased = 0.0, False  # a Llama has neither dropout nor biases
+        if isinstance(own, GPTConfig):
+            p, biased = own.dropout if dropout is None else dropout, bias
+        cases += [StepCase(name, batch, length, precision, p, biased) for batch in batches]
     return tuple(cases)

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, matmul_format
 from fuseline.bench.step.case import StepCase
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT
+from fuseline.models.llama import Llama
+from fuseline.models.llama_config import LlamaConfig
+from fuseline.ops.fp8_rows import why_no_fp8
 from fuseline.training.execution import EXECUTIONS
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.step import TrainStep
@@ -35,6 +39,8 @@ class Form:
 
     execution: str
     change: dict[str, Any]
+    precision: str | None = None
+    """The case's own if None."""
 
 
 _OURS = {"norm": "fuseline", "loss": "fuseline-linear", "attention": "pick"}
@@ -43,9 +49,10 @@ FORMS: dict[str, Form] = {
     "fuseline": Form("graph", _OURS),
     "fuseline-eager": Form("eager", _OURS),
     "fuseline-inductor": Form("inductor-graph", _TORCHS),
+    "fuseline-fp8": Form("graph", _OURS, "fp8"),
 }
 """`fuseline`: our kernels, the whole step one CUDA graph; `fuseline-inductor`: torch's kernels and our loss,
-compiled, in one graph."""
+compiled, in one graph; `fuseline-fp8`: as `fuseline`, linear layers in fp8 where that is faster."""
 NANOGPT_MODES: dict[str, str | None] = {
     "nanogpt-eager": None,
     "nanogpt-inductor": "default",
@@ -65,16 +72,23 @@ class Contender:
     step: Callable[[Tensor, Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     close: Callable[[], None]
+    fp8: Fp8Layers | None = None
 
 
-def why_not(name: str, device: torch.device, nanogpt: Path | None) -> str | None:
-    """Why a peer cannot run here; None if it can."""
+def why_not(name: str, case: StepCase, device: torch.device, nanogpt: Path | None) -> str | None:
+    """Why a peer cannot run this case here; None if it can."""
     if name in NANOGPT_MODES:
+        if isinstance(case.config, LlamaConfig):
+            return "nanoGPT is no Llama"
         if nanogpt is None:
             return "name a copy of nanoGPT's model.py by --nanogpt"
         if NANOGPT_MODES[name] in ("reduce-overhead", "max-autotune") and device.type != "cuda":
             return "it records CUDA graphs, and there is no GPU"
         return None
+    if FORMS[name].precision == "fp8" and case.precision != "bf16":
+        return f"fp8 stands beside bf16, and this step is in {case.precision}"
+    if FORMS[name].precision == "fp8" and (why := why_no_fp8(device)):
+        return why
     if EXECUTIONS[FORMS[name].execution].needs_cuda and device.type != "cuda":
         return "it records CUDA graphs, and there is no GPU"
     return None
@@ -92,24 +106,31 @@ def make(
 
 def _ours(name: str, case: StepCase, device: torch.device, grad_clip: float) -> Contender:
     form = FORMS[name]
+    precision = form.precision or case.precision
     with device:
-        model = GPT(replace(case.config, **form.change))
+        model = build(case, form.change)
     capturable = EXECUTIONS[form.execution].whole_step
     optimizer = make_optimizer(model, lr=LEARNING_RATE, capturable=capturable)
-    step = TrainStep(
-        model, optimizer, precision=case.precision, execution=form.execution, grad_clip=grad_clip
-    )
+    step = TrainStep(model, optimizer, precision=precision, execution=form.execution, grad_clip=grad_clip)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        with autocast(case.precision, device):
+        with autocast(precision, device):
             result: Tensor = step.forward(tokens, targets)
             return result
 
-    return Contender(name, model, lambda *batch: step(batch), loss, step.close)
+    return Contender(name, model, lambda *batch: step(batch), loss, step.close, step.fp8)
+
+
+def build(case: StepCase, change: dict[str, Any]) -> GPT | Llama:
+    """The model of a case, with a GPT's `change`; of it a Llama has who computes its norms and more."""
+    config = case.config
+    if isinstance(config, LlamaConfig):
+        return Llama(replace(config, kernels=change["norm"]))
+    return GPT(replace(config, **change))
 
 
 def _nanogpt(name: str, case: StepCase, device: torch.device, file: Path, grad_clip: float) -> Contender:
-    source, config = _load(file), case.config
+    source, config = _load(file), case.gpt
     with contextlib.redirect_stdout(io.StringIO()):  # it counts its parameters aloud
         model = source.GPT(
             source.GPTConfig(

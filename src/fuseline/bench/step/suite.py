@@ -6,7 +6,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.step.case import StepCase
-from fuseline.bench.step.contenders import NANOGPT_MODES, PEERS, Contender, make, why_not
+from fuseline.bench.step.contenders import NANOGPT_MODES, PEERS, Contender, build, make, why_not
 from fuseline.errors import InputError
-from fuseline.models.gpt import GPT
 from fuseline.records import Record, append, describe
 from fuseline.timing import paired_ratio, peak_memory_gib, reset_peak_memory, summarize, synchronize
 from fuseline.timing.flops import CONVENTIONS, flops_per_token, mfu
@@ -24,6 +23,7 @@ from fuseline.timing.steps import time_steps
 
 SUITE = "step"
 WARM_UP = 4
+PLAIN = {"attention": "math", "norm": "torch", "loss": "float32", "dropout": 0.0}
 ERROR_SEQUENCES = 2  # of a batch, on which loss and gradients are compared with float32's
 
 Observer = Callable[[StepCase, str, str], None]
@@ -80,7 +80,7 @@ def _run_case(bench: StepBench, case: StepCase, observe: Observer) -> list[Recor
     batch = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     records, outcomes = [], []
     for name in bench.peers:
-        reason = why_not(name, bench.device, bench.nanogpt)
+        reason = why_not(name, case, bench.device, bench.nanogpt)
         if reason is not None:
             observe(case, name, "skip")
             told = {**described, "reason": reason}
@@ -127,9 +127,8 @@ def _compare_with_float32(case: StepCase, outcomes: Sequence[Outcome], batch: tu
     """Loss and gradient of each on the same few sequences and the same weights, without dropout, against
     plain PyTorch in float32."""
     few = tuple(part[:ERROR_SEQUENCES] for part in batch)
-    plain = replace(case.config, attention="math", norm="torch", loss="float32", dropout=0.0)
     with few[0].device:
-        reference = GPT(plain)
+        reference = build(case, PLAIN)
     weights = reference.state_dict()
     wanted_loss = reference(*few)
     wanted_loss.backward()
@@ -189,9 +188,16 @@ def _records_of(
         records.append(record("peak_memory_gib", outcome.peak_gib))
     if outcome.errors is not None:
         records += [record("loss_error", outcome.errors[0]), record("grad_error", outcome.errors[1])]
+    if (fp8 := outcome.contender.fp8) is not None:
+        in_fp8 = sum(layer.in_fp8 for layer in fp8.layers)
+        records.append(record("layers_in_fp8", in_fp8, n=len(fp8.layers)))
+        in_bf16 = next((o for o in outcomes if o.contender.name == "fuseline"), None)
+        if in_bf16 is not None:
+            ratio = paired_ratio(in_bf16.times_ms, outcome.times_ms)
+            records.append(record("paired_over_bf16", ratio.value, low=ratio.low, high=ratio.high, n=ratio.n))
     config = case.config
     with torch.device("meta"):
-        parameters = GPT(config).num_parameters()
+        parameters = build(case, PLAIN).num_parameters()
     for metric in CONVENTIONS:
         flops = flops_per_token(parameters, config.num_layers, config.embed_dim, case.seqlen, metric)
         share = mfu(flops * tokens, str(environment.device))

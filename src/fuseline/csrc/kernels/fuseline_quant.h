@@ -87,13 +87,6 @@ FUSELINE_API uint64_t fuseline_capture_id(void* stream);
 /* The weights as [n, k] rows of `dtype` (fp32, fp16, bf16), from the same fields of a call; y is where they go. */
 FUSELINE_API int fuseline_dequantize(const fuseline_linear* call, void* stream);
 
-/* y = x / scale as e4m3, scale = max(max |x| / 448, 1e-12) of each row: what a scaled matrix product takes.
- *
- * x: rows of `dtype`, n a multiple of 16, rows `stride` elements apart and at multiples of 16 bytes; y: [rows, n] bytes,
- * likewise; scales: [rows]. */
-FUSELINE_API int fuseline_fp8_rows(const void* x, void* y, float* scales, int64_t rows, int64_t n, int64_t stride,
-                                   int dtype, void* stream);
-
 #ifdef __cplusplus
 }
 #endif

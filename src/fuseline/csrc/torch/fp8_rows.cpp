@@ -1,11 +1,13 @@
-// Rows as e4m3, each with its own scale, in one pass over them on a GPU (fuseline/ops/fp8_linear.py has the rest).
+// Rows as 8-bit floating point, each with its own scale, and bytes transposed, in one pass each on a GPU
+// (fuseline/ops/fp8_rows.py has the rest).
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 
-#include "fuseline_quant.h"
+#include "fuseline_fp8.h"
 #include "fuseline_torch.h"
 
 namespace fuseline::fp8_rows_op {
@@ -14,11 +16,12 @@ namespace {
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "fp8_rows";
-constexpr int64_t kStep = 16;  // elements that the kernel takes at a time
+constexpr const char* kTranspose = "fp8_transpose";
+constexpr int64_t kStep = 16;  // elements that the kernels take at a time
 
-Two fp8_rows_meta(const Tensor& x) {
+Two fp8_rows_meta(const Tensor& x, const std::optional<Tensor>&, bool e5m2) {
     TORCH_CHECK_VALUE(x.dim() == 2, kName, ": x has ", x.dim(), " dimensions; it is [rows, K].");
-    return {at::empty_symint(x.sym_sizes(), x.options().dtype(at::kFloat8_e4m3fn)),
+    return {at::empty_symint(x.sym_sizes(), x.options().dtype(e5m2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn)),
             at::empty_symint({x.sym_size(0), 1}, x.options().dtype(at::kFloat))};
 }
 
@@ -29,26 +32,59 @@ Tensor at_vectors(const Tensor& x) {
     return stands ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-Two fp8_rows_cuda(const Tensor& x) {
-    auto [y, scales] = fp8_rows_meta(x);
+Two fp8_rows_cuda(const Tensor& x, const std::optional<Tensor>& columns, bool e5m2) {
+    auto [y, scales] = fp8_rows_meta(x, columns, e5m2);
     TORCH_CHECK_VALUE(x.size(1) > 0 && x.size(1) % kStep == 0, kName, ": x has ", x.size(1),
                       " columns; they are a multiple of ", kStep, ".");
+    TORCH_CHECK_VALUE(!columns.has_value() || (columns->scalar_type() == at::kFloat && columns->device() == x.device() &&
+                                               columns->numel() == x.size(1)),
+                      kName, ": columns is not float32 of ", x.size(1), " elements on ", x.device(), ".");
     if (x.size(0) == 0) return {y, scales};
     const c10::DeviceGuard guard(x.device());
     const Tensor rows = at_vectors(x);
-    static const auto launch = FUSELINE_KERNEL(fuseline_fp8_rows);
-    check_launch(launch(rows.const_data_ptr(), y.data_ptr(), scales.data_ptr<float>(), rows.size(0), rows.size(1),
-                        rows.size(0) > 1 ? rows.stride(0) : rows.size(1), kernel_dtype(x, kName), current_stream(x)),
+    const auto factors = contiguous(columns);
+    static const auto launch = FUSELINE_KERNEL(fuseline_to_fp8);
+    check_launch(launch(rows.const_data_ptr(), static_cast<const float*>(data_or_null(factors)), y.data_ptr(),
+                        scales.data_ptr<float>(), rows.size(0), rows.size(1),
+                        rows.size(0) > 1 ? rows.stride(0) : rows.size(1), kernel_dtype(x, kName),
+                        e5m2 ? FUSELINE_E5M2 : FUSELINE_E4M3, current_stream(x)),
                  kName);
     return {y, scales};
 }
 
+Tensor fp8_transpose_meta(const Tensor& x) {
+    TORCH_CHECK_VALUE(x.dim() == 2, kTranspose, ": x has ", x.dim(), " dimensions; it is [rows, N].");
+    return at::empty_symint({x.sym_size(1), x.sym_size(0)}, x.options());
+}
+
+Tensor fp8_transpose_cuda(const Tensor& x) {
+    TORCH_CHECK_TYPE(x.element_size() == 1, kTranspose, ": x is ", x.scalar_type(), "; its elements are bytes.");
+    Tensor y = fp8_transpose_meta(x);
+    TORCH_CHECK_VALUE(x.size(0) % kStep == 0 && x.size(1) % kStep == 0, kTranspose, ": x has shape ", x.sizes(),
+                      "; both sizes are multiples of ", kStep, ".");
+    const c10::DeviceGuard guard(x.device());
+    const Tensor dense = x.contiguous();
+    const Tensor rows = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+    static const auto launch = FUSELINE_KERNEL(fuseline_fp8_transpose);
+    check_launch(launch(rows.const_data_ptr(), y.data_ptr(), rows.size(0), rows.size(1), current_stream(x)), kTranspose);
+    return y;
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fuseline, m) { m.def("fp8_rows(Tensor x) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag}); }
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("fp8_rows(Tensor x, Tensor? columns=None, bool e5m2=False) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
+    m.def("fp8_transpose(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
 
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("fp8_rows", fp8_rows_cuda); }
+TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
+    m.impl("fp8_rows", fp8_rows_cuda);
+    m.impl("fp8_transpose", fp8_transpose_cuda);
+}
 
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("fp8_rows", fp8_rows_meta); }
+TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
+    m.impl("fp8_rows", fp8_rows_meta);
+    m.impl("fp8_transpose", fp8_transpose_meta);
+}
 
 }  // namespace fuseline::fp8_rows_op

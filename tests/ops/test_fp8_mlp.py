@@ -1,0 +1,129 @@
+"""An MLP that trains in fp8: against float64, and the kernels against the composition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fuseline.errors import InputError
+from fuseline.ops.fp8_mlp import WIDEST, fp8_mlp, gelu_rows, gelu_rows_backward
+from fuseline.ops.fp8_rows import E4M3, E5M2, quantize_rows
+from fuseline.ops.fp8_training import fp8_training_linear, fp8_weight
+
+FORMS = ("tanh", "none")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _drawn(device: str, dtype: torch.dtype, inner: int = 208) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(257, 64) * torch.logspace(-1, 1, 257)[:, None]
+    weight_1, weight_2 = torch.randn(inner, 64) / 8, torch.randn(96, inner) / inner**0.5
+    bias_1, bias_2 = torch.randn(inner) / 2, torch.randn(96)
+    parameters = [t.to(device) for t in (weight_1, bias_1, weight_2, bias_2)]
+    return [x.to(device, dtype), *parameters]
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+def _mlp(*tensors: torch.Tensor, approximate: str = "tanh", gradient: torch.dtype = E4M3) -> torch.Tensor:
+    weights8 = fp8_weight(tensors[1]), fp8_weight(tensors[3])
+    return fp8_mlp(*tensors, approximate, weights8=weights8, gradient=gradient)
+
+
+@pytest.mark.parametrize("gradient", [E4M3, E5M2])
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_and_gradients_are_near_float64(device: str, approximate: str, gradient: torch.dtype) -> None:
+    leaves = [t.requires_grad_() for t in _drawn(device, torch.bfloat16)]
+    y = _mlp(*leaves, approximate=approximate, gradient=gradient)
+    grad = torch.randn_like(y) * 1e-6
+    y.backward(grad)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = F.linear(F.gelu(F.linear(*exact[:3]), approximate=approximate), *exact[3:])
+    wanted.backward(grad.double())
+    assert [t.grad.dtype for t in leaves] == [t.dtype for t in leaves]
+    assert _error(y, wanted) < 0.06
+    bound = 0.12 if gradient is E5M2 else 0.08  # two products, one after the other
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert _error(ours.grad, theirs.grad) < bound
+    assert _error(leaves[4].grad, exact[4].grad) < 0.01
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_it_is_the_layers_one_after_the_other(biases: bool) -> None:
+    """To the bit but for the bias, which GELU adds before z is rounded."""
+    x, weight_1, bias_1, weight_2, bias_2 = _drawn("cpu", torch.float32)
+    if not biases:
+        bias_1 = bias_2 = None
+    x.requires_grad_(), weight_1.requires_grad_()
+    found = _mlp(x, weight_1, bias_1, weight_2, bias_2)
+    inner = F.gelu(fp8_training_linear(x, weight_1, bias_1), approximate="tanh")
+    wanted = fp8_training_linear(inner, weight_2, bias_2)
+    assert _error(found, wanted) < 2e-3
+    ours = torch.autograd.grad(found.sum(), (x, weight_1))
+    for one, other in zip(ours, torch.autograd.grad(wanted.sum(), (x, weight_1)), strict=True):
+        assert _error(one, other) < 5e-3
+
+
+def test_a_gradient_nobody_wants_is_not_computed() -> None:
+    tensors = _drawn("cpu", torch.bfloat16)
+    tensors[4].requires_grad_()
+    _mlp(*tensors).sum().backward()
+    torch.testing.assert_close(tensors[4].grad, torch.full((96,), 257.0), rtol=2**-8, atol=0)
+
+
+def test_shapes_that_do_not_fit_are_told() -> None:
+    x, *rest = _drawn("cpu", torch.bfloat16)
+    with pytest.raises(InputError, match=r"\[257, 48\]"):
+        _mlp(x[:, :48], *rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 16), (300, 3072), (2100, 208), (700, 6400), (65, WIDEST)])
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_are_the_ops_and_their_rows(
+    dtype: torch.dtype, approximate: str, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    bias, columns = torch.randn(shape[1], device="cuda"), torch.rand(shape[1], device="cuda") + 0.1
+    for added in (bias, None):
+        exact = x.double() if added is None else x.double() + added
+        y, (rows, scales) = gelu_rows(x, added, approximate)
+        assert _error(y, F.gelu(exact, approximate=approximate)) < torch.finfo(dtype).eps
+        wanted_rows, wanted_scales = quantize_rows(y)
+        assert torch.equal(scales, wanted_scales)
+        assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
+        slope = torch.ops.aten.gelu_backward.default(grad.double(), exact, approximate=approximate)
+        for format in (E4M3, E5M2):
+            grad_x, (rows, scales), grad_bias = gelu_rows_backward(
+                grad, x, added, columns, approximate, format=format, bias_wanted=True
+            )
+            assert _error(grad_x, slope) < torch.finfo(dtype).eps
+            wanted_rows, wanted_scales = quantize_rows(grad_x, columns, format)
+            assert torch.equal(scales, wanted_scales)
+            assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
+            torch.testing.assert_close(
+                grad_bias, grad_x.double().sum(0).float(), rtol=1e-4, atol=1e-4 * shape[0] ** 0.5
+            )
+    assert gelu_rows_backward(grad, x, None, columns, approximate)[2] is None
+
+
+@pytest.mark.gpu
+def test_the_kernels_hand_on_what_is_no_number_and_take_no_rows() -> None:
+    x = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16)
+    x[3, 5], x[4, 6] = torch.nan, torch.inf
+    _, (rows, scales) = gelu_rows(x, None, "tanh")
+    product = rows.float() * scales
+    assert product[3].isnan().all()
+    assert product[4].isnan().all()
+    assert product[5:].isfinite().all()
+    none = x[:0]
+    columns = torch.ones(64, device="cuda")
+    assert gelu_rows(none, None, "tanh")[0].shape == (0, 64)
+    sums = gelu_rows_backward(none, none, None, columns, "tanh", bias_wanted=True)[2]
+    assert not sums.any()
