@@ -10,6 +10,9 @@ int launch_backward(const AttentionBackward& g, void* stream);
 // The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
 template <class T, bool kPlain>
 int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
+// The same in one pass, for what `takes_single_pass` says; FUSELINE_UNSUPPORTED if the bulk copies do not take the tensors.
+template <class T>
+int launch_backward_single(const AttentionBackward& g, float* partial, int* turns, void* stream);
 // grad_q and grad_mask of some tiles of rows, of 64.
 template <class T>
 int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
@@ -17,26 +20,33 @@ int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention
 
 namespace {
 
-constexpr int kDeltaThreads = 256, kLanesARow = 8;
+constexpr int kDeltaThreads = 256, kLanesARow = 8, kDeltaRows = kDeltaThreads / kLanesARow, kStatisticRows = 64;
+static_assert(kStatisticRows % kDeltaRows == 0);
 
 struct Delta {
   Attention a;
   const void* grad_out;
   const float* grad_lse;
-  float* delta;
+  float *delta, *lse_log2;
+  int64_t statistic_rows;
+  int* turns;  // of the single pass, which has none done yet; null without it
   int64_t grad_out_strides[3];
 };
 
-// delta = dot(out, grad_out) - grad_lse, 8 lanes a row.
+// delta = dot(out, grad_out) - grad_lse, 8 lanes a row; and lse_log2, which the kernels that follow copy as it is. A block's
+// rows are of one head.
 template <class T>
-__global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_constant__ Delta g, int64_t rows) {
+__global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_constant__ Delta g) {
   const fuseline_attention& c = g.a.call;
   constexpr int kWide = 16 / int(sizeof(T));
-  const int64_t index = (int64_t(blockIdx.x) * kDeltaThreads + threadIdx.x) / kLanesARow;
-  const int64_t at = min(index, rows - 1);
-  const int64_t row = at % c.seqlen_q, head = at / c.seqlen_q % c.heads, batch = at / c.seqlen_q / c.heads;
+  const unsigned blocks = unsigned(g.statistic_rows / kDeltaRows), index = blockIdx.x / blocks;  // of a head, and its number
+  const unsigned heads = unsigned(c.heads), head = index % heads, batch = index / heads;
+  const int64_t row = int64_t(blockIdx.x % blocks) * kDeltaRows + threadIdx.x / kLanesARow;
+  const bool there = row < c.seqlen_q;
+  const int64_t read = there ? row : 0, of_lse = int64_t(index) * c.seqlen_q + read;
+  const float lse = c.lse[of_lse], grad_lse = g.grad_lse != nullptr ? g.grad_lse[of_lse] : 0.f;
   const auto start = [&](const void* x, const int64_t(&strides)[3]) {
-    return static_cast<const T*>(x) + batch * strides[0] + head * strides[1] + row * strides[2];
+    return static_cast<const T*>(x) + batch * strides[0] + head * strides[1] + read * strides[2];
   };
   const T* const out = start(c.out, c.out_strides);
   const T* const grad_out = start(g.grad_out, g.grad_out_strides);
@@ -50,8 +60,11 @@ __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_co
   }
 #pragma unroll
   for (int lane = 1; lane < kLanesARow; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-  if (index < rows && threadIdx.x % kLanesARow == 0) {
-    g.delta[index] = g.grad_lse != nullptr ? sum - g.grad_lse[index] : sum;
+  if (threadIdx.x % kLanesARow == 0) {
+    const int64_t at = index * g.statistic_rows + row;
+    g.delta[at] = there ? sum - grad_lse : 0.f;
+    g.lse_log2[at] = there && lse != -kInfinity ? lse * kLog2E : kInfinity;  // no power of a score relative to it is infinite
+    if (g.turns != nullptr && row % kStatisticRows == 0) g.turns[at / kStatisticRows] = 0;
   }
 }
 
@@ -64,7 +77,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   float sum = 0.f;
   for (int64_t i = threadIdx.x; i < c.batch * c.seqlen_q; i += kDeltaThreads) {
     const int64_t at = (i / c.seqlen_q * c.heads + head) * c.seqlen_q + i % c.seqlen_q;
-    sum -= expf(sink - c.lse[at]) * g.delta[at];
+    sum -= expf(sink - c.lse[at]) * g.delta[at / c.seqlen_q * g.statistic_rows + i % c.seqlen_q];
   }
   __shared__ float sums[kDeltaThreads];
   sums[threadIdx.x] = sum;
@@ -77,8 +90,10 @@ __global__ void __launch_bounds__(kDeltaThreads)
   if (threadIdx.x == 0) grad_sinks[head] = sink == -kInfinity ? 0.f : sums[0];
 }
 
+int64_t statistic_rows(const fuseline_attention& c) { return divide_up(c.seqlen_q, kStatisticRows) * kStatisticRows; }
+
 int64_t statistics_bytes(const fuseline_attention& c) {
-  return divide_up(c.batch * c.heads * c.seqlen_q * int64_t(sizeof(float)), 16) * 16;
+  return c.batch * c.heads * statistic_rows(c) * int64_t(sizeof(float));
 }
 
 template <int kCount>
@@ -87,15 +102,37 @@ void copy_strides(int64_t (&to)[kCount], const int64_t (&from)[kCount]) {
 }
 
 int launch_delta(const Delta& g, void* stream) {
-  const int64_t rows = g.a.call.batch * g.a.call.heads * g.a.call.seqlen_q;
-  const int64_t blocks = divide_up(rows * kLanesARow, kDeltaThreads);
+  const int64_t blocks = g.a.call.batch * g.a.call.heads * (g.statistic_rows / kDeltaRows);
   if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   const auto on = static_cast<cudaStream_t>(stream);
   return with_dtype(g.a.call.dtype, [&](auto zero) {
-    attention_delta<decltype(zero)><<<unsigned(blocks), kDeltaThreads, 0, on>>>(g, rows);
+    attention_delta<decltype(zero)><<<unsigned(blocks), kDeltaThreads, 0, on>>>(g);
     return int(cudaGetLastError());
   });
 }
+
+// Self-attention of plain scores with all of its gradients, heads of up to 64, on Hopper.
+bool takes_single_pass(const fuseline_attention_gradients& gradients) {
+  const fuseline_attention& c = gradients.call;
+  const bool shape = c.dtype != FUSELINE_FLOAT32 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
+                     c.cu_seqlens_q == nullptr && c.batch > 0 && c.kv_heads > 0 && c.seqlen_q > 0;
+  const bool all = gradients.grad_q != nullptr && gradients.grad_k != nullptr && gradients.grad_v != nullptr;
+  if (!shape || !all) return false;
+  const Attention a = attention_of(c);
+  const bool windows = a.left < kUnlimited || (c.causal == FUSELINE_CAUSAL_NONE && a.right < kUnlimited);
+  Device device;
+  return !windows && plain_scores(a) && current_device(device) == cudaSuccess && device.warpgroups;
+}
+
+// What lies in the workspace behind delta and lse_log2 for the single pass: sums for grad_q, and whose turn it is.
+struct SinglePassScratch {
+  int64_t partial_bytes, turns_bytes;
+  explicit SinglePassScratch(const fuseline_attention& c) {
+    const int64_t rows = c.batch * c.heads * statistic_rows(c);
+    partial_bytes = rows * 64 * int64_t(sizeof(float));
+    turns_bytes = rows / kStatisticRows * int64_t(sizeof(int));
+  }
+};
 
 template <class T>
 int launch_sums_of(const AttentionBackward& g, void* stream) {
@@ -143,7 +180,11 @@ int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradient
 using namespace fuseline;
 
 size_t fuseline_attention_backward_workspace(const fuseline_attention_gradients* gradients) {
-  return size_t(statistics_bytes(gradients->call)) + grad_mask_workspace(*gradients);
+  const fuseline_attention& c = gradients->call;
+  const size_t statistics = size_t(2 * statistics_bytes(c));
+  if (!takes_single_pass(*gradients)) return statistics + grad_mask_workspace(*gradients);
+  const SinglePassScratch scratch(c);
+  return statistics + size_t(scratch.partial_bytes + scratch.turns_bytes);
 }
 
 int fuseline_attention_backward(const fuseline_attention_gradients* gradients, void* stream) {
@@ -165,19 +206,30 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
   copy_strides(g.grad_q_strides, gradients->grad_q_strides);
   copy_strides(g.grad_k_strides, gradients->grad_k_strides);
   copy_strides(g.grad_v_strides, gradients->grad_v_strides);
-  float* const delta = static_cast<float*>(gradients->workspace);
-  g.delta = delta;
+  char* const workspace = static_cast<char*>(gradients->workspace);
+  float* const delta = reinterpret_cast<float*>(workspace);
+  float* const lse_log2 = reinterpret_cast<float*>(workspace + statistics_bytes(c));
+  g.delta = delta, g.lse_log2 = lse_log2, g.statistic_rows = statistic_rows(c);
 
   Delta of{};
-  of.a = g.a, of.grad_out = g.grad_out, of.grad_lse = gradients->grad_lse, of.delta = delta;
+  of.a = g.a, of.grad_out = g.grad_out, of.grad_lse = gradients->grad_lse, of.delta = delta, of.lse_log2 = lse_log2;
+  of.statistic_rows = g.statistic_rows;
   copy_strides(of.grad_out_strides, g.grad_out_strides);
+  char* const scratch = workspace + 2 * statistics_bytes(c);
+  const bool single = takes_single_pass(*gradients);
+  float* const partial = reinterpret_cast<float*>(scratch);
+  if (single) of.turns = reinterpret_cast<int*>(scratch + SinglePassScratch(c).partial_bytes);
   int code = c.seqlen_q > 0 ? launch_delta(of, stream) : 0;
   if (code == 0 && gradients->grad_sinks != nullptr) {
     attention_grad_sinks<<<unsigned(c.heads), kDeltaThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         of, gradients->grad_sinks);
     code = int(cudaGetLastError());
   }
-  char* const scratch = static_cast<char*>(gradients->workspace) + statistics_bytes(c);
+  if (code == 0 && single) {
+    const int done = c.dtype == FUSELINE_FLOAT16 ? launch_backward_single<__half>(g, partial, of.turns, stream)
+                                                 : launch_backward_single<__nv_bfloat16>(g, partial, of.turns, stream);
+    if (done != FUSELINE_UNSUPPORTED) return done;
+  }
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   if (const int64_t tiles = left_tiles(*gradients, device); tiles > 0) {

@@ -14,6 +14,7 @@
 #include "attention_dropout.cuh"
 #include "attention_launch.cuh"
 #include "attention_mask.cuh"
+#include "ring.cuh"
 
 namespace fuseline {
 
@@ -32,12 +33,8 @@ struct BackwardTiles {
   static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
 };
 
-// lse times log2(e) such that no power of two of a score relative to it is infinite: a row that sees nothing has -inf.
-__device__ __forceinline__ float statistic_of_row(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
-
 // The warp's products become p, without what dropout drops, and dots of grad_out and v become dx (dy if not kSlopes).
-// lse(m, n, e) and delta(m, n, e) are those of an element's row, lse as above;
-// `whole`: bounds hide nothing.
+// lse(m, n, e) and delta(m, n, e) are lse_log2 and delta of an element's row; `whole`: bounds hide nothing.
 template <class T, bool kPlain, bool kTurned, bool kSlopes, int kM, int kN, class Lse, class Delta>
 __device__ __forceinline__ void differentiate(const Attention& a, const Place& place, bool whole,
                                               float (&scores)[kM][kN][4], float (&dots)[kM][kN][4], Lse&& lse,
@@ -126,10 +123,10 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
         g.grad_out_strides[2], sequence.rows - row, head_dim);
     if (int(threadIdx.x) < Of::kStep) {
       const bool there = row + int(threadIdx.x) < sequence.rows;
-      const int64_t at = sequence.statistic(c, head, row) + threadIdx.x;
+      const int64_t at = there ? sequence.statistic(g, head, row) + threadIdx.x : 0;
       float* const to = statistics + stage * 2 * Of::kStep + threadIdx.x;
-      to[0] = there ? statistic_of_row(c.lse[at]) : kInfinity;
-      to[Of::kStep] = there ? g.delta[at] : 0.f;
+      copy_async<4>(to, g.lse_log2 + at, there);
+      copy_async<4>(to + Of::kStep, g.delta + at, there);
     }
     if constexpr (!kPlain) {
       copy_mask<T, Of::kStep, Of::kHeld, Of::kThreads>(mask_tiles + stage * a.mask_tile.bytes, a, sequence, head, row, first);
@@ -274,8 +271,8 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
     for (int half = 0; half < 2; ++half) {
       const int row = warp_first + 16 * m + 8 * half + lane / 4;
       const bool there = row < sequence.rows;
-      const int64_t at = sequence.statistic(c, task.head, there ? row : first);
-      lse[m][half] = there ? statistic_of_row(c.lse[at]) : kInfinity;
+      const int64_t at = sequence.statistic(g, task.head, there ? row : first);
+      lse[m][half] = there ? g.lse_log2[at] : kInfinity;
       delta[m][half] = there ? g.delta[at] : 0.f;
     }
   float sums[kM][kD / 8][4];

@@ -14,7 +14,7 @@ template <class T, int kD, bool kPlain>
 struct BackwardPanels {
   static constexpr int kThreads = 128, kHeld = 64;
   // Blocks that a multiprocessor has registers for, of keys and of rows.
-  static constexpr int kKeysBlocks = kD == 64 && !kPlain ? 3 : 2, kRowsBlocks = kD == 64 ? 3 : 2;
+  static constexpr int kKeysBlocks = kD == 64 ? 3 : 2, kRowsBlocks = kD == 64 ? 3 : 2;
   static constexpr int kStep = kD == 64 || kPlain ? 64 : 32;
   using Held = Panels<kD, kHeld>;
   using Step = Panels<kD, kStep>;
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kKeysBlock
         g.grad_out_strides[2], sequence.rows - row, head_dim);
     if (int(threadIdx.x) < Of::kStep) {
       const bool there = row + int(threadIdx.x) < sequence.rows;
-      const int64_t at = sequence.statistic(c, head, row) + threadIdx.x;
+      const int64_t at = there ? sequence.statistic(g, head, row) + threadIdx.x : 0;
       float* const to = statistics + stage * 2 * Of::kStep + threadIdx.x;
-      to[0] = there ? statistic_of_row(c.lse[at]) : kInfinity;
-      to[Of::kStep] = there ? g.delta[at] : 0.f;
+      copy_async<4>(to, g.lse_log2 + at, there);
+      copy_async<4>(to + Of::kStep, g.delta + at, there);
     }
     if constexpr (!kPlain) {
       copy_mask<T, Of::kStep, Of::kHeld, Of::kThreads>(mask_tiles + stage * a.mask_tile.bytes, a, sequence, head, row, first);
@@ -94,11 +94,8 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kKeysBlock
       wait_copies<0>();
       show_to_products();
       __syncthreads();
-      if (row + Of::kStep < rows_to) {
-        copy_step(head, row + Of::kStep, stage ^ 1);
-      } else if (head < last_head) {
-        copy_step(head + 1, rows_from, stage ^ 1);
-      }
+      const bool ends = row + Of::kStep >= rows_to;
+      if (!ends || head < last_head) copy_step(head + int(ends), ends ? rows_from : row + Of::kStep, stage ^ 1);
       const Step q_tile{steps + stage * 2 * Step::kBytes}, grad_tile{q_tile.base + Step::kBytes};
       const Lane at;
       const float* const step_statistics = statistics + stage * 2 * Of::kStep + 2 * (at.lane % 4);
@@ -212,8 +209,8 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlock
   for (int half = 0; half < 2; ++half) {
     const int row = first + Lane().warp * 16 + 8 * half + Lane().lane / 4;
     const bool there = row < sequence.rows;
-    const int64_t at = sequence.statistic(c, task.head, there ? row : first);
-    lse[half] = there ? statistic_of_row(c.lse[at]) : kInfinity;
+    const int64_t at = sequence.statistic(g, task.head, there ? row : first);
+    lse[half] = there ? g.lse_log2[at] : kInfinity;
     delta[half] = there ? g.delta[at] : 0.f;
   }
   float sums[1][kD / 8][4];

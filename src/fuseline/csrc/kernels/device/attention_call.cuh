@@ -32,7 +32,9 @@ struct AttentionBackward {
   const void* grad_out;
   void *grad_q, *grad_k, *grad_v;
   int64_t grad_out_strides[3], grad_q_strides[3], grad_k_strides[3], grad_v_strides[3];
-  const float* delta;  // like lse
+  // [batch, heads, statistic_rows]; lse_log2 is lse times log2(e), and inf where the row sees nothing or is none.
+  const float *delta, *lse_log2;
+  int64_t statistic_rows;  // seqlen_q and what fills its last 64
 };
 
 constexpr int kUnlimited = 1 << 30;
@@ -98,9 +100,13 @@ struct Sequence {
   __device__ __forceinline__ int64_t key_offset(const int64_t (&strides)[3], int head, int key) const {
     return batch * strides[0] + head * strides[1] + int64_t(first_key + key) * strides[2];
   }
-  // Of lse and delta.
+  // Of lse.
   __device__ __forceinline__ int64_t statistic(const fuseline_attention& c, int head, int row) const {
     return (batch * c.heads + head) * c.seqlen_q + first_row + row;
+  }
+  // Of delta and lse_log2.
+  __device__ __forceinline__ int64_t statistic(const AttentionBackward& g, int head, int row) const {
+    return (batch * g.a.call.heads + head) * g.statistic_rows + first_row + row;
   }
   // Of the dropout mask, at the sequence's first key.
   __device__ __forceinline__ int64_t random(const fuseline_attention& c, int head, int row) const {

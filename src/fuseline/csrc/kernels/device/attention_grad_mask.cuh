@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kBlocks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = row + warp_row + 16 * m + 8 * half + lane / 4;
-        const int64_t statistic = sequence.statistic(c, head, at < sequence.rows ? at : row);
-        lse[m][half] = at < sequence.rows ? statistic_of_row(c.lse[statistic]) : kInfinity;
+        const int64_t statistic = sequence.statistic(of.g, head, at < sequence.rows ? at : row);
+        lse[m][half] = at < sequence.rows ? of.g.lse_log2[statistic] : kInfinity;
         delta[m][half] = at < sequence.rows ? of.g.delta[statistic] : 0.f;
       }
     wait_copies<0>();

@@ -24,6 +24,18 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
 #endif
 }
 
+// The same of a tensor of four dimensions.
+__device__ __forceinline__ void copy_box_of_four(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int k, int row,
+                                                 int outer, int outermost) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(row), "r"(outer), "r"(outermost)
+      : "memory");
+#endif
+}
+
 // The same box for all blocks of the cluster whose bits are set in `blocks`, each of which has `to` and the barrier. In
 // sources for sm_90a only: machine code for sm_90 has it, but slow.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int k, int row, int outer,
