@@ -4,7 +4,7 @@
 
 For every kernel, element size and row length it times the layouts that hold such a row, and prints the
 fastest with their shares of the copy bandwidth. A layout that is far behind after a few runs has no more; the
-best are timed again, in turns. With --write the table (csrc/kernels/device/tuning.h) is written anew; the
+best are timed again, in turns. With --write the table (csrc/kernels/rows/table_h100.h) is written anew; the
 next build takes it up. Families that are not measured keep their lines. Times are kept as JSON lines (--out),
 from which --times chooses again, without a GPU. They are written as they come: a run that was stopped goes on
 with --resume, and --times takes what it left, telling what is missing.

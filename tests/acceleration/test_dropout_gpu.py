@@ -54,6 +54,6 @@ def test_a_recorded_step_draws_masks_anew(norm_first: bool, keep_all: Make) -> N
     losses = [float(step(x)) for _ in range(24)]
     assert step.execution == "recorded", step.reason
     assert len(set(losses)) > 20
-    eager = [float((model(x).float() * weights).square().mean()) for _ in range(24)]
+    eager = [(model(x).float() * weights).square().mean().item() for _ in range(24)]
     spread = torch.tensor(eager).std()
     assert abs(torch.tensor(losses).mean() - torch.tensor(eager).mean()) < 3 * spread

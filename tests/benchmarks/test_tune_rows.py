@@ -36,7 +36,7 @@ class Stand:
 def tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("tune_rows")
-    monkeypatch.setattr(module, "TABLE", Path(shutil.copy(TABLE, tmp_path / "tuning.h")))
+    monkeypatch.setattr(module, "TABLE", Path(shutil.copy(TABLE, tmp_path / TABLE.name)))
     monkeypatch.setattr(module.native, "load", lambda: None)
     monkeypatch.setattr(module, "open_kernels", lambda: None)
     monkeypatch.setattr(module, "copy_bandwidth_gbs", lambda device: 1000.0)

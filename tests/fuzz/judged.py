@@ -7,6 +7,9 @@ import math
 
 import torch
 
+VANISHED = 1e-30
+"""An exponential that is 0 in the reference may not quite be 0 by another formula (GELU's gradient at -13)."""
+
 
 @functools.cache
 def products_leak(dtype: torch.dtype) -> bool:
@@ -69,7 +72,7 @@ def judge(
         (torch.linalg.vector_norm, size * ulp * math.sqrt(exact.numel())),
         (lambda x: x.abs().max(), size * 4 * ulp),
     ):
-        bound = (40 if few else 3) * measure(plain - exact) + 2 * ulp * measure(exact) + floor
+        bound = (40 if few else 3) * measure(plain - exact) + 2 * ulp * measure(exact) + floor + VANISHED
         error = measure(ours - exact)
         if not error <= bound and bool(bound.isfinite()):
             return f"error {float(error):.3e}, at most {float(bound):.3e}"

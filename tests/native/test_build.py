@@ -98,6 +98,14 @@ def test_kernels_are_compiled_for_the_machines_named() -> None:
     assert gencode(Path("small_sm90a.cu"), (8,)) == ("-gencode=arch=compute_90a,code=sm_90a",)
 
 
+def test_hopper_has_no_machine_code_of_kernels_that_it_does_not_run() -> None:
+    source = Path("small_not_sm90.cu")
+    a100, later = "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=compute_90"
+    assert gencode(source, (8,)) == (a100,)
+    assert gencode(source, (9,)) == gencode(source, (10,)) == (later,)
+    assert gencode(source) == gencode(source, (8, 9)) == (a100, later)
+
+
 @pytest.mark.parametrize("majors, cores", [((), 2), ((9,), 1), ((8, 9), 2)])
 def test_as_many_sources_at_once_as_cores_allow(majors: tuple[int, ...], cores: int) -> None:
     nvcc, cxx = Compiler(("nvcc",), "release 13.0", ""), Compiler(("g++",), "g++ 12", "")

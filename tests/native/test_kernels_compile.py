@@ -62,6 +62,8 @@ def spills(report: str) -> list[str]:
 def architectures_of(stem: str) -> tuple[str, ...]:
     if stem.endswith("_sm90a"):
         return ("sm_90a",)
+    if stem.endswith("_not_sm90"):
+        return ("sm_80",)
     if stem.endswith(("_bf16", "_bfloat16")):
         return ("sm_90",)
     if stem.endswith(OLDER):

@@ -47,9 +47,8 @@ class CompiledCall(InForms):
         self.reason = self._never or why_not_plain(call, "the arguments") or ""
         if self.reason:
             return self._eagerly(call)
-        form = _form(call), self.model.training
-        self.reason = self._refused.get(form, "")
-        self._graph.refresh()
+        if self._refused:
+            self.reason = self._refused.get(self._form(call), "")
         if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call, self._full)):
             return self._eagerly(call)
         try:
@@ -57,7 +56,7 @@ class CompiledCall(InForms):
                 self.choice = self._choose(call)
             return self._graph(call, self._full)
         except NotRecordableError as error:
-            self.reason = self._refused[form] = first_line(error)
+            self.reason = self._refused[self._form(call)] = first_line(error)
             return self._eagerly(call)
         except RuntimeError as error:
             if ran_out_of_memory(error) or self._graph.has(call, self._full):
@@ -104,15 +103,16 @@ class CompiledCall(InForms):
         with torch.no_grad(), self.choice.form.inside(), self._masks.inside(self._full):
             return self.model(*args, **kwargs)
 
+    def _form(self, call: Any) -> Hashable:
+        """The call without its tensors: its structure, the plain values, like `use_cache=False`, and the
+        model's mode."""
+        leaves, spec = pytree.tree_flatten(call)
+        plain = tuple(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+        return str(spec), plain, self.model.training
+
     def _moved(self, leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def tensors_in(outputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-
-
-def _form(call: Any) -> Hashable:
-    """The call without its tensors: its structure and the plain values, like `use_cache=False`."""
-    leaves, spec = pytree.tree_flatten(call)
-    return str(spec), tuple(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)

@@ -311,10 +311,10 @@ def results(result: Any, wanted: Sequence[torch.Tensor]) -> Results:
     if differentiable and wanted:
         incoming = []
         for number, output in enumerate(differentiable):
-            generator = torch.Generator().manual_seed(SEED + number)
-            drawn = torch.randn(output.shape, generator=generator)
+            generator = torch.Generator(output.device).manual_seed(SEED + number)
+            drawn = torch.randn(output.shape, generator=generator, device=output.device)
             # Rounded to 16 bits for all, so that original, recipe and float64 are given the same.
-            incoming.append(drawn.bfloat16().to(device=output.device, dtype=output.dtype))
+            incoming.append(drawn.bfloat16().to(output.dtype))
         gradients = list(torch.autograd.grad(differentiable, wanted, incoming, allow_unused=True))
     detached = [output.detach() for output in outputs]
     return Results(detached, gradients, [leaf for leaf in leaves if not is_tensor(leaf)])

@@ -71,34 +71,29 @@ def _numpy_random() -> Any:
     return None if numpy is None else numpy.random
 
 
-def modes(module: nn.Module) -> Hashable:
-    """Which modules are in training mode and which parameters take gradients: a graph holds one choice."""
-    return tuple(
-        (one.training, *(p is not None and p.requires_grad for p in one._parameters.values()))
-        for one in _modules(module)
-    )
-
-
-def addresses(module: nn.Module) -> Hashable:
-    """Where the parameters and buffers lie; another address is memory that a graph does not know of."""
-    return tuple(
-        tensor.data_ptr()
-        for one in _modules(module)
-        for tensor in (*one._parameters.values(), *one._buffers.values())
-        if tensor is not None
-    )
-
-
-def _modules(module: nn.Module) -> list[nn.Module]:
-    """All modules, each once. Every step asks, and `nn.Module.modules` takes several times as long."""
-    seen = {module: None}
+def standing(module: nn.Module) -> tuple[Hashable, Hashable]:
+    """Where the parameters and buffers lie, and the modes: which modules are training and which parameters
+    take gradients. A graph does not know of memory at another address, and holds one choice of modes. In one
+    pass over all modules, because every step asks."""
+    places: list[int] = []
+    modes: list[bool] = []
+    seen = {module}
     waiting = [module]
     while waiting:
-        for child in waiting.pop()._modules.values():
+        one = waiting.pop().__dict__
+        modes.append(one["training"])
+        for parameter in one["_parameters"].values():
+            if parameter is not None:
+                places.append(parameter.data_ptr())
+                modes.append(parameter.requires_grad)
+        for buffer in one["_buffers"].values():
+            if buffer is not None:
+                places.append(buffer.data_ptr())
+        for child in one["_modules"].values():
             if child is not None and child not in seen:
-                seen[child] = None
+                seen.add(child)
                 waiting.append(child)
-    return list(seen)
+    return tuple(places), tuple(modes)
 
 
 def why_not_plain(values: Any, what: str) -> str | None:

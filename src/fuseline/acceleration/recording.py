@@ -22,9 +22,8 @@ from torch.utils import _pytree as pytree
 from fuseline.acceleration.recordable import (
     HostRandom,
     NotRecordableError,
-    addresses,
     autocast_now,
-    modes,
+    standing,
     why_not_plain,
     without_cached_weights,
 )
@@ -60,12 +59,13 @@ class StepGraph:
         """Replay the step for batches of these shapes; record it first where it is the first of them, and
         where `also`, all else that the recording depends on, was another one. Where weights or optimizer
         state lie elsewhere since (a loaded state does), record it anew."""
-        self.refresh()
-        key = self._key(micro_batches, also)
+        places, modes = self._standing()
+        self._drop_unless(places)
+        key = self._key(micro_batches, also, modes)
         if key not in self._recorded:
             with without_cached_weights(self._device):
                 self._recorded[key] = self._record(micro_batches)
-            self._places = self._find_places()
+            self._places, _ = self._standing()  # an optimizer's state may have come into being
         graph, static, loss = self._recorded[key]
         fill(static, micro_batches)
         graph.replay()
@@ -86,33 +86,35 @@ class StepGraph:
         with without_cached_weights(self._device), _warming_up(self._device, self._changing):
             return look()
 
-    def refresh(self) -> None:
-        """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
-        if self._recorded and self._find_places() != self._places:
-            self._recorded.clear()
-
     def has(self, micro_batches: tuple[Batch, ...], also: Hashable = None) -> bool:
         """Whether such a step is recorded."""
-        return self._key(micro_batches, also) in self._recorded
+        places, modes = self._standing()
+        self._drop_unless(places)
+        return self._key(micro_batches, also, modes) in self._recorded
 
     def __len__(self) -> int:
         """How many graphs are kept."""
         return len(self._recorded)
 
-    def _key(self, micro_batches: tuple[Batch, ...], also: Hashable) -> Hashable:
-        return signature(micro_batches), also, autocast_now(self._device), modes(self._module)
+    def _key(self, micro_batches: tuple[Batch, ...], also: Hashable, modes: Hashable) -> Hashable:
+        return signature(micro_batches), also, autocast_now(self._device), modes
 
-    def _find_places(self) -> Hashable:
-        return (
-            addresses(self._module),
-            tuple(tensor.data_ptr() for tensor in self._kept_by_optimizer()),
-            tuple(
-                value.data_ptr()
-                for group in self._optimizer.param_groups
-                for value in group.values()
-                if isinstance(value, torch.Tensor)
-            ),
+    def _drop_unless(self, places: Hashable) -> None:
+        """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
+        if self._recorded and places != self._places:
+            self._recorded.clear()
+
+    def _standing(self) -> tuple[Hashable, Hashable]:
+        """Where all tensors lie that a graph reads and writes, and the module's modes."""
+        places, modes = standing(self._module)
+        kept = tuple(tensor.data_ptr() for tensor in self._kept_by_optimizer())
+        rates = tuple(
+            value.data_ptr()
+            for group in self._optimizer.param_groups
+            for value in group.values()
+            if isinstance(value, torch.Tensor)
         )
+        return (places, kept, rates), modes
 
     def close(self) -> None:
         """Let go of the graphs and the memory they hold."""
@@ -163,12 +165,11 @@ class CallGraph:
     def __call__(self, call: Any, also: Hashable = None) -> Any:
         """What `run` gives for the call; its tensors are the caller's to keep. `also` is all else that a
         recording depends on."""
-        self.refresh()
         key = self._key(call, also)
         if key not in self._recorded:
             with without_cached_weights(self._device):
                 self._recorded[key] = self._record(call)
-            self._places = addresses(self._module)
+            self._places, _ = standing(self._module)
         graph, static, outputs = self._recorded[key]
         fill(static, call)
         graph.replay()
@@ -179,11 +180,6 @@ class CallGraph:
         with without_cached_weights(self._device), _put_back(self._device, self._module.buffers):
             graph, _, _ = self._record(call)
             return seconds_of_replays(graph, self._device)
-
-    def refresh(self) -> None:
-        """Drop the graphs if a tensor they read is no longer the module's."""
-        if self._recorded and addresses(self._module) != self._places:
-            self._recorded.clear()
 
     def has(self, call: Any, also: Hashable = None) -> bool:
         """Whether such a call is recorded."""
@@ -198,7 +194,12 @@ class CallGraph:
         self._recorded.clear()
 
     def _key(self, call: Any, also: Hashable) -> Hashable:
-        return signature(call), also, autocast_now(self._device), modes(self._module)
+        """What a recording of this call depends on. Drops the graphs if a tensor they read is no longer the
+        module's."""
+        places, modes = standing(self._module)
+        if self._recorded and places != self._places:
+            self._recorded.clear()
+        return signature(call), also, autocast_now(self._device), modes
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)

@@ -158,7 +158,6 @@ class TrainingStep(InForms):
             self._give_up(why)
             return self._eagerly(batches)
         self._rates.refresh()
-        self._graph.refresh()
         settings = self._rates.others()
         self._settings.setdefault(settings)
         also = settings, self._full

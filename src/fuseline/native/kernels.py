@@ -36,7 +36,7 @@ FAMILIES = (
     "layer_norm_backward",
     *(f"many_{norm}_{direction}" for norm in NORMS for direction in ("forward", "backward")),
 )
-"""Kernels with a table of layouts (csrc/kernels/device/tuning.h), in the order of the header's numbers."""
+"""Kernels with a table of layouts (csrc/kernels/rows/table_h100.h), in the order of the header's numbers."""
 MASK_NONE, MASK_BOOL, MASK_ADD, MASK_ADD_FP32 = range(4)
 
 _POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double

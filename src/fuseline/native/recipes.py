@@ -36,8 +36,10 @@ GENCODE_OF_MAJOR = {
     10: "-gencode=arch=compute_90,code=compute_90",
 }
 GENCODE = tuple(GENCODE_OF_MAJOR.values())
-# Sources named *_sm90a.cu use instructions that only the H100 has.
+# Sources named *_sm90a.cu use instructions that only Hopper has; those named *_not_sm90.cu hold kernels in
+# whose place Hopper runs these.
 HOPPER_GENCODE = ("-gencode=arch=compute_90a,code=sm_90a",)
+NOT_HOPPER_GENCODE_OF_MAJOR = {**GENCODE_OF_MAJOR, 9: GENCODE_OF_MAJOR[10]}
 NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
 NVCC_CORES = 2  # of one source, where there are several machines to compile it for
 
@@ -79,8 +81,9 @@ def gencode(source: Path, majors: Collection[int] = ()) -> tuple[str, ...]:
     """The machines that a `.cu` is compiled for."""
     if source.stem.endswith("_sm90a"):
         return HOPPER_GENCODE
-    newest = max(GENCODE_OF_MAJOR)
-    return tuple(sorted({GENCODE_OF_MAJOR[min(major, newest)] for major in majors})) or GENCODE
+    of_major = NOT_HOPPER_GENCODE_OF_MAJOR if source.stem.endswith("_not_sm90") else GENCODE_OF_MAJOR
+    wanted = {min(major, max(of_major)) for major in majors or of_major}
+    return tuple(dict.fromkeys(of_major[major] for major in sorted(wanted)))
 
 
 def majors_here() -> tuple[int, ...]:

@@ -231,7 +231,8 @@ def test_ours_are_recorded_on_a_gpu(tmp_path: Path) -> None:
     changes = [str(r.case["names"]) for r in records if r.metric == "kernels"]
     assert len(changes) == 3
     assert all(told.startswith("recorded, ") for told in changes)
-    assert all(r.value > 0 for r in records if r.metric == "peak_memory_gib")
+    peaks = {(r.case["model"], r.peer): r.value for r in records if r.metric == "peak_memory_gib"}
+    assert min(peaks.values()) > 0, peaks
     assert max(r.value for r in records if r.metric == "grad_error") < 0.05
 
 

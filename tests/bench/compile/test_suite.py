@@ -109,6 +109,7 @@ def test_inductor_is_timed_beside_eager_and_agrees_with_it(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inductor's own imports
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # from inductor's autotuning
 @pytest.mark.parametrize("model", MODELS)
 def test_on_a_gpu_all_backends_take_turns_and_agree(model: str, tmp_path: Path, text: Path) -> None:
     small = bench(

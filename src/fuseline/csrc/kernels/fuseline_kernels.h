@@ -43,7 +43,7 @@ typedef enum {
   FUSELINE_MASK_ADD_FP32 = 3 /* added to the scaled score; fp32 */
 } fuseline_mask_kind;
 
-/* The kernels whose layout by row length is a table (device/tuning.h). */
+/* The kernels whose layout by row length is a table (rows/table_h100.h). */
 typedef enum {
   FUSELINE_SOFTMAX_FORWARD = 0,
   FUSELINE_SOFTMAX_BACKWARD = 1,
@@ -58,7 +58,7 @@ typedef enum {
 /* For measuring: the layout that the kernels of a family take in calls of this thread, in place of the table's.
  * held: 16-byte vectors of a row that a thread holds (0: the table's layout again); block: threads of a block at
  * most; cluster: blocks that share a row; stages: 0, or rows ahead of the one computed, in blocks that stay;
- * kernel: a RowKernel of device/choice.h, for families that have several, or 0. A call for which the layout
+ * kernel: a RowKernel of rows/choice.h, for families that have several, or 0. A call for which the layout
  * does not work then answers FUSELINE_UNSUPPORTED. */
 FUSELINE_API int fuseline_plan_override(int family, int held, int block, int cluster, int stages, int kernel);
 

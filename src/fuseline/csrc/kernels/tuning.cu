@@ -1,6 +1,6 @@
 // The door for whoever measures layouts: sets one for the calls of this thread, in place of the table's.
 
-#include "device/choice.h"
+#include "rows/choice.h"
 
 int fuseline_plan_override(int family, int held, int block, int cluster, int stages, int kernel) {
   using fuseline::RowKernel;

@@ -90,9 +90,10 @@ Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Te
     const Options o = FUSELINE_OPTIONS;
     check(hidden, weight, target, bias, o);
     const WithoutAutocast off;
-    const Head head(hidden, weight, target, bias, class_weight, o);
-    const Tensor fused = loss_without_logits(head, o);
+    const Head given(hidden, weight, target, bias, class_weight, o);
+    const Tensor fused = loss_without_logits(given, o);
     if (fused.defined()) return o.none() ? fused.view(target.sizes()) : fused;
+    const Head head = given.padded();
     const Options of_width = head.of_width(o);
     if (head.rows > 0 && head.chunks == 1) {
         const Tensor loss = chunk_loss(head.logits(head.hidden), head.target, class_weight, of_width, o.reduction);
@@ -129,7 +130,7 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     check(hidden, weight, target, bias, o);
     TORCH_CHECK_VALUE(!o.none(), kName, "_forward: a loss for each row has no gradient before its own is known.");
     const WithoutAutocast off;
-    const Head head(hidden, weight, target, bias, class_weight, o);
+    const Head head = Head(hidden, weight, target, bias, class_weight, o).padded();
     const auto options = hidden.options().dtype(accumulator_type(hidden.scalar_type()));
     const auto type = saved_type(hidden, weight);
     Gradients gradients(head, wanted, type);
@@ -179,7 +180,7 @@ Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& h
                                          std::array<bool, 3> wanted) {
     const Options o = FUSELINE_OPTIONS;
     const WithoutAutocast off;
-    const Head head(hidden, weight, target, bias, class_weight, o);
+    const Head head = Head(hidden, weight, target, bias, class_weight, o).padded();
     Gradients gradients(head, wanted, saved_type(hidden, weight));
     const int64_t counted = o.columns(weight.t());
     // What is ignored has no gradient, whatever is given for it.

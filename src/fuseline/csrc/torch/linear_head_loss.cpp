@@ -23,9 +23,9 @@ struct Plain {
     static std::optional<Plain> of(const Head& head, const Options& o) {
         const bool plain = !head.bias.has_value() && o.label_smoothing == 0 && !o.soft_cap.has_value();
         if (!head.hidden.is_cuda() || !plain || head.rows == 0) return {};
-        const int64_t words = head.weight.size(0), counted = o.columns(head.weight.t());
+        const int64_t counted = head.counted(o);
         const auto target_type = head.target.scalar_type();
-        if (counted < 1 || counted > words || !(target_type == at::kLong || target_type == at::kInt)) return {};
+        if (counted < 1 || counted > head.words || !(target_type == at::kLong || target_type == at::kInt)) return {};
         if (head.target.device() != head.hidden.device()) return {};
         if (head.class_weight.has_value()) {
             const Tensor& given = *head.class_weight;

@@ -17,14 +17,13 @@ namespace {
 constexpr int kChunk = 8, kChunks = 4, kThreads = 256;
 constexpr int64_t kBlockElements = int64_t(kChunk) * kChunks * kThreads;
 
-enum class Pass { dropout, relu_dropout, relu_dropout_backward };
-
 struct DropoutTask {
   const void* x;  // in the backward grad_y
   const void* y;  // in the backward what the forward returned, else null
   void* out;
   int64_t count;
   Dropout dropout;
+  bool relu;     // before the dropout
   bool vectors;  // all tensors stand at multiples of 16 bytes
 };
 
@@ -67,9 +66,9 @@ __device__ __forceinline__ void store_chunk(void* to, int64_t first, int64_t cou
   }
 }
 
-template <Pass pass, class T>
+// kBackward: of dropout(relu(x)).
+template <bool kBackward, class T>
 __global__ void __launch_bounds__(kThreads) dropout_elements(const DropoutTask a) {
-  constexpr bool kBackward = pass == Pass::relu_dropout_backward;
   let_next_start();
   const int64_t start = int64_t(blockIdx.x) * kBlockElements + int64_t(threadIdx.x) * kChunk;
   constexpr int64_t kStep = int64_t(kThreads) * kChunk;
@@ -100,14 +99,14 @@ __global__ void __launch_bounds__(kThreads) dropout_elements(const DropoutTask a
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       // NaN passes through ReLU, as it does in torch.
-      const float value = pass == Pass::relu_dropout && values[i] <= 0.f ? 0.f : values[i];
+      const float value = !kBackward && a.relu && values[i] <= 0.f ? 0.f : values[i];
       values[i] = value * factors[i];
     }
     store_chunk<T>(a.out, first, a.count, a.vectors, values);
   }
 }
 
-template <Pass pass>
+template <bool kBackward>
 int run(DropoutTask a, int dtype, void* stream) {
   Device device;
   const cudaError_t error = current_device(device);
@@ -116,7 +115,7 @@ int run(DropoutTask a, int dtype, void* stream) {
   for (const void* tensor : {a.x, a.y, static_cast<const void*>(a.out)}) a.vectors &= offset_in_vector(tensor) == 0;
   const int64_t grid = (a.count + kBlockElements - 1) / kBlockElements;
   return with_dtype(dtype, [&](auto type) {
-    return launch(dropout_elements<pass, decltype(type)>, a, grid, dim3(kThreads), 0, 1, stream, device.clusters);
+    return launch(dropout_elements<kBackward, decltype(type)>, a, grid, dim3(kThreads), 0, 1, stream, device.clusters);
   });
 }
 
@@ -131,9 +130,9 @@ int fuseline_dropout(const void* x, void* y, int64_t count, double p, const int6
   if (count < 0) return FUSELINE_BAD_SIZE;
   if (!known_dtype(dtype) || !is_probability(p) || !seed) return FUSELINE_UNSUPPORTED;
   if (count == 0) return 0;
-  DropoutTask a{x, nullptr, y, count, dropout_of(seed, p)};
+  DropoutTask a{x, nullptr, y, count, dropout_of(seed, p), relu != 0};
   a.dropout.seed = seed;  // where p is 0, too: the kernel reads it
-  return relu ? run<Pass::relu_dropout>(a, dtype, stream) : run<Pass::dropout>(a, dtype, stream);
+  return run<false>(a, dtype, stream);
 }
 
 int fuseline_relu_dropout_backward(const void* grad_y, const void* y, void* grad_x, int64_t count, double p, int dtype,
@@ -143,5 +142,5 @@ int fuseline_relu_dropout_backward(const void* grad_y, const void* y, void* grad
   if (!known_dtype(dtype) || !is_probability(p)) return FUSELINE_UNSUPPORTED;
   if (count == 0) return 0;
   const DropoutTask a{grad_y, y, grad_x, count, dropout_of(nullptr, p)};
-  return run<Pass::relu_dropout_backward>(a, dtype, stream);
+  return run<true>(a, dtype, stream);
 }

@@ -8,12 +8,12 @@
 // time, so many that together they do: the bias then repeats along such a long row. With the bias's gradient a block
 // has some neighbouring positions of about 64 rows, its threads every so-manieth of them, four at a turn, and goes, which
 // takes 2 to 5% less time than blocks that stay. The sums meet in shared memory at the end, and a second
-// kernel adds up what the blocks found, in a fixed order. Few rows: device/gelu_few.cuh.
+// kernel adds up what the blocks found, in a fixed order. Few rows: activations/gelu_few.cuh.
 
 #include "device/activation.cuh"
 #include "device/elementwise.cuh"
-#include "device/gelu_few.cuh"
-#include "device/partials.cuh"
+#include "gelu_few.cuh"
+#include "partials.cuh"
 
 #include <initializer_list>
 
@@ -49,13 +49,15 @@ struct BiasGradients {
   int64_t turns;      // of a block, each kBiasRows rows of a thread
   bool fp32_bias;
   bool bias_vectors;
+  bool whole;         // the tensors begin at multiples of 8 bytes; else elements are read and written one by one
   bool fold;          // a row is one block's: add its repetitions up at once
 };
 
 // ---- kernels ----
 
-template <class Activation, class T, int kWide>
+template <class Activation, class T>
 __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients(const BiasGradients a) {
+  constexpr int kWide = kHalfVector<T>;
   __shared__ float shared[kBiasThreads * kWide];  // [blockDim.y][kWide][blockDim.x]
   let_next_start();
   const int across = int(blockDim.x), down = int(blockDim.y), width = across * kWide;
@@ -79,8 +81,28 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
       sums[i] += result[i];
     }
   };
+  // What there is of the access at `from`, element by element.
+  const auto take_apart = [&](int64_t from) {
+    float grad[kWide], value[kWide], result[kWide];
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      const bool there = from + i < a.elements;
+      grad[i] = there ? to_float(grad_out[from + i]) : 0.f;
+      value[i] = there ? to_float(x[from + i]) : 0.f;
+    }
+    gradient(grad, value, result);
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      if (a.grad_x && from + i < a.elements) grad_x[from + i] = from_float<T>(result[i]);
+    }
+  };
+  if (!a.whole) {
+    load_repeated<T, kWide>(a.bias, a.fp32_bias, a.bias_vectors, mine ? first : 0, a.n, bias);
 #pragma unroll 1
-  for (int64_t turn = 0; turn < a.turns; ++turn, at += kBiasRows * step) {
+    for (int64_t row = 0; mine && row < a.turns * kBiasRows && at < a.elements; ++row, at += step) take_apart(at);
+  }
+#pragma unroll 1
+  for (int64_t turn = 0; a.whole && turn < a.turns; ++turn, at += kBiasRows * step) {
     Raw<T, kWide> raw[kBiasRows][2];
 #pragma unroll
     for (int u = 0; u < kBiasRows; ++u) {
@@ -100,23 +122,9 @@ __global__ void __launch_bounds__(kBiasThreads, kBiasBlocks) gelu_bias_gradients
     }
   }
   // The end of the last row, if it does not fill an access.
-  if constexpr (kWide > 1) {
-    const int64_t end = (a.rows - 1) * a.row_elements + first;
-    if (mine && group == 0 && threadIdx.y == 0 && end < a.elements && end + kWide > a.elements) {
-      float grad[kWide], value[kWide], result[kWide];
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) {
-        const bool there = end + i < a.elements;
-        grad[i] = there ? to_float(grad_out[end + i]) : 0.f;
-        value[i] = there ? to_float(x[end + i]) : 0.f;
-      }
-      gradient(grad, value, result);
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) {
-        if (a.grad_x && end + i < a.elements) grad_x[end + i] = from_float<T>(result[i]);
-      }
-    }
-  }
+  const int64_t end = (a.rows - 1) * a.row_elements + first;
+  const bool ends = mine && group == 0 && threadIdx.y == 0 && end < a.elements && end + kWide > a.elements;
+  if (a.whole && ends) take_apart(end);
 
 #pragma unroll
   for (int i = 0; i < kWide; ++i) shared[threadIdx.y * width + i * across + threadIdx.x] = sums[i];
@@ -153,9 +161,9 @@ int aligned_to(std::initializer_list<const void*> tensors) {
 template <class F, class T>
 int run_flat(Streams<F::kIn, F::kOut> a, int64_t n, const GeluPlan& plan, const Device& device, void* stream) {
   a.bias_n = n;
-  a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, n, plan.wide);
-  return plan.wide > 1 ? launch_elementwise<F, T, kHalfVector<T>>(a, plan.walk, plan.shape, device, stream)
-                       : launch_elementwise<F, T, 1>(a, plan.walk, plan.shape, device, stream);
+  a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, n, kHalfVector<T>);
+  a.whole = plan.wide > 1;
+  return launch_elementwise<F, T>(a, plan.walk, plan.shape, device, stream);
 }
 
 template <class T, class Run>
@@ -165,9 +173,9 @@ int with_activation(int approximate, Run&& run) {
 }
 
 template <class Activation, class T>
-int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const GeluPlan& plan, const Device& device,
-                       void* stream) {
-  a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, plan.wide);
+int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, int bias_dtype, const GeluPlan& plan,
+                       const Device& device, void* stream) {
+  a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, kHalfVector<T>);
   if (plan.kernel == GeluKernel::bias_gradients_few) {
     const FewBiasGradients of_few{a.grad_out, a.x,        a.bias,      a.grad_x,    grad_bias,
                                   rows,       a.n,        plan.across, a.fp32_bias, a.bias_vectors};
@@ -175,11 +183,10 @@ int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, const Gel
   }
   const BiasPlan& bias = plan.bias;
   a.elements = rows * a.n, a.row_elements = bias.row_elements, a.rows = bias.rows, a.fold = bias.fold;
-  a.blocks = bias.blocks, a.turns = bias.turns;
-  const auto kernel = plan.wide > 1 ? gelu_bias_gradients<Activation, T, kHalfVector<T>> : gelu_bias_gradients<Activation, T, 1>;
-  const int error = launch(kernel, a, plan.shape, device, stream);
+  a.blocks = bias.blocks, a.turns = bias.turns, a.whole = plan.wide > 1;
+  const int error = launch(gelu_bias_gradients<Activation, T>, a, plan.shape, device, stream);
   if (error) return error;
-  return run_add_partials<T>(a.partials, bias.partial_rows(a.n), a.n, grad_bias, a.fp32_bias, device, stream);
+  return run_add_partials(a.partials, bias.partial_rows(a.n), a.n, grad_bias, bias_dtype, device, stream);
 }
 
 bool known_gelu(int approximate) { return approximate == FUSELINE_GELU_TANH || approximate == FUSELINE_GELU_ERF; }
@@ -211,15 +218,13 @@ size_t fuseline_gelu_backward_workspace(int64_t rows, int64_t n, int dtype) {
   using namespace fuseline;
   Device device;
   if (rows <= 0 || n <= 0 || current_device(device) != cudaSuccess) return 0;
-  int64_t most = 0;
+  int64_t partial_rows = 0;
   with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    for (const int wide : {1, kHalfVector<T>}) {
-      most = std::max(most, plan_bias(sizeof(T), rows, n, wide, device).partial_rows(n));
-    }
+    partial_rows = plan_bias(sizeof(T), rows, n, kHalfVector<T>, device).partial_rows(n);
     return 0;
   });
-  return size_t(most * n) * sizeof(float);
+  return size_t(partial_rows * n) * sizeof(float);
 }
 
 int fuseline_gelu_backward(const void* grad_out, const void* x, const void* bias, void* grad_x, void* grad_bias,
@@ -251,7 +256,7 @@ int fuseline_gelu_backward(const void* grad_out, const void* x, const void* bias
       BiasGradients a{};
       a.grad_out = grad_out, a.x = x, a.bias = bias, a.grad_x = grad_x, a.partials = static_cast<float*>(workspace);
       a.n = n, a.fp32_bias = fp32_bias;
-      return run_bias_gradients<Activation, T>(a, rows, grad_bias, plan, device, stream);
+      return run_bias_gradients<Activation, T>(a, rows, grad_bias, bias_dtype, plan, device, stream);
     });
   });
 }

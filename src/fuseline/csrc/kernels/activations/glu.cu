@@ -46,14 +46,18 @@ struct Tensors {
   void* out[kOut];      // null where not wanted
   int64_t out_gap[kOut];
   int64_t elements;
-  Divisor n;  // of a row
+  Divisor n;     // of a row
+  bool vectors;  // rows begin at multiples of 8 bytes, and end there but for the last without gaps
 };
 
 // ---- kernels ----
 
-// kVectors: rows begin at multiples of 8 bytes, and end there but for the last without gaps.
-template <class F, class T, bool kVectors>
-__global__ void __launch_bounds__(kElementwiseBlock) glu(const Tensors<F::kIn, F::kOut> a) {
+// Of a multiprocessor: all of its threads, but where SiLU and its derivative are rounded once, in fp32.
+template <class F>
+constexpr int kBlocks = std::is_same_v<F, Backward<Silu<float>>> ? 6 : 8;
+
+template <class F, class T>
+__global__ void __launch_bounds__(kElementwiseBlock, kBlocks<F>) glu(const Tensors<F::kIn, F::kOut> a) {
   constexpr int kWide = kHalfVector<T>;
   let_next_start();
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWide, left = a.elements - at;
@@ -72,9 +76,9 @@ __global__ void __launch_bounds__(kElementwiseBlock) glu(const Tensors<F::kIn, F
   known_by_now(known);
   wait_for_earlier();
 
-  const float no_bias[kWide] = {};
-  float of[F::kIn][kWide] = {}, result[F::kOut][kWide];
-  if (kVectors && left >= kWide) {
+  if (a.vectors && left >= kWide) {
+    const float no_bias[kWide] = {};
+    float of[F::kIn][kWide], result[F::kOut][kWide];
     Raw<T, kWide> raw[F::kIn];
 #pragma unroll
     for (int s = 0; s < F::kIn; ++s) raw[s] = load_wide<T, kWide>(in[s]);
@@ -87,21 +91,17 @@ __global__ void __launch_bounds__(kElementwiseBlock) glu(const Tensors<F::kIn, F
     }
     return;
   }
-  int64_t rows_on[kWide];
+#pragma unroll 1
+  for (int i = 0; i < int(min(left, int64_t(kWide))); ++i) {
+    const int64_t element = at + i, behind = a.n.divide(uint32_t(element));  // so many rows
+    const float no_bias[1] = {};
+    float of[F::kIn][1], result[F::kOut][1];
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) {
-    rows_on[i] = a.n.divide(uint32_t(at) + i) - row;
-    if (i >= left) continue;
-#pragma unroll
-    for (int s = 0; s < F::kIn; ++s) of[s][i] = to_float(in[s][i + rows_on[i] * a.in_gap[s]]);
-  }
-  apply_each<F>(of, no_bias, result);
-#pragma unroll
-  for (int i = 0; i < kWide; ++i) {
-    if (i >= left) continue;
+    for (int s = 0; s < F::kIn; ++s) of[s][0] = to_float(static_cast<const T*>(a.in[s])[element + behind * a.in_gap[s]]);
+    apply_each<F>(of, no_bias, result);
 #pragma unroll
     for (int s = 0; s < F::kOut; ++s) {
-      if (a.out[s]) out[s][i + rows_on[i] * a.out_gap[s]] = from_float<T>(result[s][i]);
+      if (a.out[s]) static_cast<T*>(a.out[s])[element + behind * a.out_gap[s]] = from_float<T>(result[s][0]);
     }
   }
 }
@@ -118,13 +118,13 @@ int run(Tensors<F::kIn, F::kOut> a, int64_t rows, int64_t n, const Device& devic
   for (int s = 0; s < F::kIn; ++s) look(a.in[s], a.in_gap[s]);
   for (int s = 0; s < F::kOut; ++s) look(a.out[s], a.out_gap[s]);
   const GluPlan plan = plan_glu(problem, device);
-  const auto kernel = plan.wide > 1 ? glu<F, T, true> : glu<F, T, false>;
+  a.vectors = plan.wide > 1;
   a.n = problem.gaps && plan.rows_at_once > 1 ? Divisor(uint32_t(n)) : Divisor::by_more_than_all();
   for (int64_t first = 0; first < rows; first += plan.rows_at_once) {
     const int64_t these = std::min(rows - first, plan.rows_at_once);
     a.elements = these * n;
     const LaunchShape shape = first == 0 ? plan.shape : shape_of_glu(sizeof(T), a.elements, device);
-    const int error = launch(kernel, a, shape, device, stream);
+    const int error = launch(glu<F, T>, a, shape, device, stream);
     if (error) return error;
     for (int s = 0; s < F::kIn; ++s) a.in[s] = static_cast<const T*>(a.in[s]) + these * (n + a.in_gap[s]);
     for (int s = 0; s < F::kOut; ++s) {

@@ -1,9 +1,16 @@
-// Attention backward for bfloat16, plain calls: device/attention_backward.cuh.
+// Attention backward for bfloat16: device/attention_backward.cuh.
 
 #include "device/attention_backward.cuh"
 
 namespace fuseline {
 
+// attention_not_sm90.cu
+extern template int launch_backward_tiles<__nv_bfloat16, 64, true>(const AttentionBackward& g, void* stream);
+extern template int launch_backward_tiles<__nv_bfloat16, 64, false>(const AttentionBackward& g, void* stream);
+extern template int launch_backward_tiles<__nv_bfloat16, 128, true>(const AttentionBackward& g, void* stream);
+extern template int launch_backward_tiles<__nv_bfloat16, 128, false>(const AttentionBackward& g, void* stream);
+
 template int launch_backward<__nv_bfloat16, true>(const AttentionBackward& g, void* stream);
+template int launch_backward<__nv_bfloat16, false>(const AttentionBackward& g, void* stream);
 
 }  // namespace fuseline

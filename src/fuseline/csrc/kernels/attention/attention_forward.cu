@@ -1,7 +1,7 @@
 // The C API of attention forward: which kernel takes a call.
 
 #include "device/attention_launch.cuh"
-#include "device/attention_split.h"
+#include "attention_split.h"
 
 namespace fuseline {
 

@@ -12,9 +12,15 @@
 
 namespace fuseline {
 
-// attention_grad_mask_*_sm90a.cu: by products of warpgroups, to head dim 128.
+// attention_grad_mask_sm90a.cu: by products of warpgroups, to head dim 128.
 template <class T>
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
+
+// attention_not_sm90.cu
+extern template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
+extern template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
+extern template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
+extern template int launch_grad_mask_tiles<__nv_bfloat16, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
 
 namespace {
 
@@ -28,9 +34,10 @@ __global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, i
   store_as(to, dtype, at, sum);
 }
 
-// Everything but pointers. `tile`: rows and keys of a block.
-AttentionGradMask lay_out(const fuseline_attention_gradients& gradients, int tile) {
+// Everything but pointers.
+AttentionGradMask lay_out(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
+  const int tile = c.dtype == FUSELINE_FLOAT32 && c.head_dim > 128 ? 32 : 64;  // rows and keys of a block
   const bool packed = c.cu_seqlens_q != nullptr;
   AttentionGradMask of{};
   for (int i = 0; i < 4; ++i) of.strides[i] = gradients.grad_mask_strides[i];
@@ -139,33 +146,17 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
   }
 }
 
-struct Layout {
-  AttentionGradMask of;
-  bool wide;
-};
-
 template <class T>
-int launch_grad_mask_of(const AttentionGradMask& of, bool wide, int64_t blocks, void* stream) {
-  Device device;
-  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+int launch_grad_mask_of(const AttentionGradMask& of, int64_t blocks, void* stream) {
   const int64_t head_dim = of.g.a.call.head_dim;
-  const bool panels = device.warpgroups && head_dim <= 128;
-  return panels ? launch_grad_mask_panels<T>(of, blocks, stream) : launch_grad_mask_tiles<T>(of, wide, blocks, stream);
-}
-
-// Tiles of 128 x 128 where products are of warps, and they fit the device, and the mask.
-Layout lay_out(const fuseline_attention_gradients& gradients) {
-  const fuseline_attention& c = gradients.call;
-  const bool packed = c.cu_seqlens_q != nullptr, exact = c.dtype == FUSELINE_FLOAT32;
-  Device device;
-  const bool known = current_device(device) == cudaSuccess;
-  const int64_t shorter = std::min(packed ? c.max_seqlen_q : c.seqlen_q, packed ? c.max_seqlen_k : c.seqlen_k);
-  if (!exact && !(known && device.warpgroups) && c.head_dim <= 64 && shorter > 64) {
-    Layout wide{lay_out(gradients, 128), true};
-    wide.of.g.a.call = c;
-    if (known && grad_mask_shared<GradMaskTiles<__half, 64, true>>(wide.of) <= device.shared_a_block) return wide;
+  if constexpr (!std::is_same_v<T, float>) {
+    Device device;
+    if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+    if (device.warpgroups && head_dim <= 128) return launch_grad_mask_panels<T>(of, blocks, stream);
   }
-  return {lay_out(gradients, exact && c.head_dim > 128 ? 32 : 64), false};
+  return with_head_dim<false>(head_dim, [&](auto dim) {
+    return launch_grad_mask_tiles<T, decltype(dim)::value>(of, blocks, stream);
+  });
 }
 
 }  // namespace
@@ -212,15 +203,14 @@ size_t grad_mask_workspace(const fuseline_attention_gradients& gradients) {
   if (current_device(device) == cudaSuccess) {
     if (const int64_t tiles = left_tiles(gradients, device); tiles > 0) return size_t(tiles * left_bytes(gradients.call));
   }
-  const AttentionGradMask of = lay_out(gradients).of;
+  const AttentionGradMask of = lay_out(gradients);
   return of.pieces > 1 ? size_t(of.pieces) * of.size * sizeof(float) : 0;
 }
 
 int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradients& gradients, void* workspace,
                      void* stream) {
   const fuseline_attention& c = gradients.call;
-  const Layout layout = lay_out(gradients);
-  AttentionGradMask of = layout.of;
+  AttentionGradMask of = lay_out(gradients);
   of.g = g;
   of.to = of.pieces > 1 ? workspace : gradients.grad_mask;
   of.to_dtype = of.pieces > 1 ? int(FUSELINE_FLOAT32) : gradients.grad_mask_dtype;
@@ -232,10 +222,7 @@ int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradie
     const cudaError_t error = cudaMemsetAsync(of.to, 0, of.pieces * of.size * element, on);
     if (error != cudaSuccess) return int(error);
   }
-  int code = 0;
-  if (c.dtype == FUSELINE_FLOAT16) code = launch_grad_mask_of<__half>(of, layout.wide, blocks, stream);
-  else if (c.dtype == FUSELINE_BFLOAT16) code = launch_grad_mask_of<__nv_bfloat16>(of, layout.wide, blocks, stream);
-  else code = launch_grad_mask_tiles<float>(of, layout.wide, blocks, stream);
+  const int code = with_dtype(c.dtype, [&](auto type) { return launch_grad_mask_of<decltype(type)>(of, blocks, stream); });
   if (code != 0 || of.pieces == 1) return code;
   sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(
       static_cast<const float*>(of.to), of.pieces, of.size, gradients.grad_mask, gradients.grad_mask_dtype);

@@ -3,8 +3,8 @@
 
 #include <cstdlib>
 
-#include "device/attention_short_wgmma.h"
-#include "device/attention_short_launch.cuh"
+#include "attention_short_wgmma.h"
+#include "attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
 namespace {
@@ -126,8 +126,11 @@ int forward(const fuseline_attention& call, void* stream) {
                                                     : forward_by_warpgroups<__nv_bfloat16>(a, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;
   }
-  return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half>(a, device, stream)
-                                        : forward_of<__nv_bfloat16>(a, device, stream);
+  return with_length(a, [&](auto length) {
+    constexpr int kS = decltype(length)::value;
+    return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half, kS>(a, device, stream)
+                                          : forward_of<__nv_bfloat16, kS>(a, device, stream);
+  });
 }
 
 int backward(const fuseline_attention_gradients& gradients, void* stream) {

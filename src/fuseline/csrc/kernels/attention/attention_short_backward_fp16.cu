@@ -1,5 +1,5 @@
-// The gradients of attention over short sequences of up to 64 rows and keys, in fp16 (device/attention_short_backward.cuh).
-#include "device/attention_short_backward.cuh"
+// The gradients of attention over short sequences of up to 64 rows and keys, in fp16 (attention/attention_short_backward.cuh).
+#include "attention_short_backward.cuh"
 
 namespace fuseline::short_attention {
 

@@ -1,6 +1,6 @@
 // The gradients of attention over sequences of up to 128 rows and keys, in fp16, on Hopper
-// (device/attention_short_backward_wgmma.cuh).
-#include "device/attention_short_backward_wgmma.cuh"
+// (attention/attention_short_backward_wgmma.cuh).
+#include "attention_short_backward_wgmma.cuh"
 
 namespace fuseline::short_attention {
 

@@ -1,8 +1,10 @@
-// Attention over short sequences, in bf16 (device/attention_short_forward.cuh).
-#include "device/attention_short_forward.cuh"
+// Attention over sequences of up to 64 rows and keys, in bf16 (attention/attention_short_forward.cuh).
+#include "attention_short_forward.cuh"
 
 namespace fuseline::short_attention {
 
-template int forward_of<__nv_bfloat16>(const ShortAttention& a, const Device& device, void* stream);
+template int forward_of<__nv_bfloat16, 16>(const ShortAttention& a, const Device& device, void* stream);
+template int forward_of<__nv_bfloat16, 32>(const ShortAttention& a, const Device& device, void* stream);
+template int forward_of<__nv_bfloat16, 64>(const ShortAttention& a, const Device& device, void* stream);
 
 }  // namespace fuseline::short_attention

@@ -2,7 +2,7 @@
 //
 // Moves: each of these read once, the sums written once. Limit: HBM bandwidth. A thread has one vector of a sum.
 
-#include "device/attention_short_launch.cuh"
+#include "attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
 namespace {

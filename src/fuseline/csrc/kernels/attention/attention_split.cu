@@ -1,8 +1,8 @@
-// Attention of few query rows over many keys: how its work is cut. The kernels stand in device/attention_split.cuh.
+// Attention of few query rows over many keys: how its work is cut. The kernels stand in attention/attention_split.cuh.
 
-#include "device/attention_split.cuh"
+#include "attention_split.cuh"
 
-#include "device/attention_split.h"
+#include "attention_split.h"
 
 namespace fuseline {
 namespace {

@@ -1,7 +1,7 @@
 // Attention of one new token a row over a cache, with what comes before it: norm and rotary turn of its queries and key,
 // and the write of key and value. See fuseline_decode.h.
 
-#include "device/decode_attention.cuh"
+#include "decode_attention.cuh"
 
 namespace fuseline {
 namespace {

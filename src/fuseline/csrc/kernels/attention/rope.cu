@@ -42,6 +42,7 @@ struct Rope {
   Divisor units, inner, middle;        // units are accesses in a head
   float sign;                          // -1 turns back
   bool angles_first;                   // they hang on nothing that an earlier kernel writes
+  bool interleaved;                    // a pair's elements are neighbours
 };
 struct RopeElements : Rope {
   uint64_t turns[kMostPairs];  // of a pair for one position, times 2^64
@@ -87,7 +88,7 @@ __device__ __forceinline__ float2 cos_sin(uint64_t phase) {
 
 // Angles of a unit: a pair's elements are in one vector if interleaved, each in a vector of its own otherwise.
 template <int kWide, bool kInterleaved>
-constexpr int kAngles = kInterleaved && kWide > 1 ? kWide / 2 : kWide;
+constexpr int kAngles = kInterleaved ? kWide / 2 : kWide;
 
 // The angles of pairs `pair`, + 1, ..
 template <int kCount, class Given>
@@ -132,9 +133,11 @@ __device__ __forceinline__ Raw<T, kWide> load_shared(const T* at) {
   }
 }
 
+// kInterleaved: of vectors, a pair's elements are neighbours.
 template <class T, int kWide, bool kInterleaved>
 __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_constant__ Arguments<kWide> a) {
-  constexpr bool kInside = kInterleaved && kWide > 1;  // partners are in the same vector
+  constexpr bool kInside = kInterleaved;  // partners are in the same vector
+  const bool interleaved = kWide > 1 ? kInterleaved : a.interleaved;
   let_next_start();
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t group = a.units.divide(thread);
@@ -147,8 +150,8 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
   int64_t to = batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2] + at;
   const int64_t x_step = a.head_step * a.x_strides[1], y_step = a.head_step * a.y_strides[1];
   // The second element of a pair turns by the same angle, and takes the other's part with the other sign.
-  const bool second = kInterleaved ? at % 2 == 1 : at >= a.pairs;
-  const uint32_t pair = kInterleaved ? at / 2 : second ? at - a.pairs : at;
+  const bool second = interleaved ? at % 2 == 1 : at >= a.pairs;
+  const uint32_t pair = interleaved ? at / 2 : second ? at - a.pairs : at;
   float cosine[kAngles<kWide, kInterleaved>], sine[kAngles<kWide, kInterleaved>];
   make_ready(from), make_ready(to);
   if (a.angles_first && at < 2 * a.pairs) {
@@ -175,7 +178,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
 
   Raw<T, kWide> partner[kHeads];
   if constexpr (!kInside) {
-    const int64_t apart = kInterleaved ? 1 : int64_t(a.pairs);
+    const int64_t apart = interleaved ? 1 : int64_t(a.pairs);
 #pragma unroll
     for (int u = 0; u < kHeads; ++u) {
       if (head + u * a.head_step >= a.heads) continue;
@@ -285,7 +288,9 @@ int run_wide(const Rope& given, double base, int64_t B, int64_t T_, int64_t D, b
   if (error != cudaSuccess) return int(error);
   a.angles_first = !a.cos && !a.positions && threads <= device.processors * kAtOnce;
   const int block = block_for(threads, device);
-  void (*const kernel)(Arguments<kWide>) = interleaved ? rope<T, kWide, true> : rope<T, kWide, false>;
+  a.interleaved = interleaved;
+  auto kernel = rope<T, kWide, false>;
+  if constexpr (kWide > 1) kernel = interleaved ? rope<T, kWide, true> : kernel;
   return launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
 }
 

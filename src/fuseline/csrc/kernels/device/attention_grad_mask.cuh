@@ -1,28 +1,28 @@
 // The gradient of an additive mask: dy (attention_backward.cuh), summed over the dimensions that the mask is broadcast over.
 //
-// A block has a tile of 64 rows and 64 keys of one head of the gradient, or 128 x 128, and goes through all scores that were
-// added to it, in one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them.
-// Where that leaves too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations
-// a head. Limit: with small tiles bringing q, grad_out, k and v from L2 (45 KB a million operations), else tensor cores.
+// A block has a tile of 64 rows and 64 keys of one head of the gradient and goes through all scores that were added to it, in
+// one order: batches, heads, tiles of rows, tiles of keys, as far as the mask has one entry for all of them. Where that leaves
+// too few blocks the way is cut into pieces, whose sums a second kernel adds up. 4 * T * S * D operations a head. Limit:
+// bringing q, grad_out, k and v from L2 (45 KB a million operations).
 #pragma once
 
 #include "attention_backward.cuh"
 
 namespace fuseline {
 
-template <class T, int kD, bool kWide>
+template <class T, int kD>
 struct GradMaskTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kRows = kWide ? 128 : kExact && kD == 256 ? 32 : 64;  // and keys
+  static constexpr int kRows = kExact && kD == 256 ? 32 : 64;  // and keys
   static constexpr int kM = 1, kRowWarps = kRows / (16 * kM), kKeyWarps = 1;
   static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
-  static constexpr int kWarpKeys = kRows / kKeyWarps, kKeysAtOnce = kWide ? 64 : kWarpKeys;
+  static constexpr int kWarpKeys = kRows / kKeyWarps, kKeysAtOnce = kWarpKeys;
   static constexpr int kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
   static constexpr int kTile = kRows * kPitch<T, kD> * int(sizeof(T));
   static constexpr int kStages = kD == 64 && !kExact ? 2 : 1;  // two, where there is room for as many blocks
   static constexpr int kShared = kStages * 4 * kTile;
-  static constexpr int kBlocks = kWide ? 1 : 2;  // of a multiprocessor
-  static constexpr int kPartsAhead = 1;          // whose products are under way at a time
+  static constexpr int kBlocks = 2;           // of a multiprocessor
+  static constexpr int kPartsAhead = 1;       // whose products are under way at a time
   using Order = KeyColumns<kKeysAtOnce / 8>;
 
   template <class Slots>
@@ -53,17 +53,6 @@ struct AttentionGradMask {
   int pieces;
   bool mask_stays;  // one tile of the mask is that of the whole way
 };
-
-// An element of the gradient in its dtype.
-__device__ __forceinline__ void store_as(void* to, int dtype, int64_t at, float value) {
-  if (dtype == FUSELINE_FLOAT32) {
-    static_cast<float*>(to)[at] = value;
-  } else if (dtype == FUSELINE_BFLOAT16) {
-    static_cast<__nv_bfloat16*>(to)[at] = from_float<__nv_bfloat16>(value);
-  } else {
-    static_cast<__half*>(to)[at] = from_float<__half>(value);
-  }
-}
 
 // A block's way through the tiles of scores that its tile of the gradient is the sum of; those that see nothing are left out.
 struct GradMaskWay {
@@ -259,15 +248,10 @@ int launch_grad_mask_kernel(AttentionGradMask of, int64_t blocks, void* stream) 
   return launch_attention(attention_grad_mask<T, Of>, of, grid, Of::kThreads, grad_mask_shared<Of>(of), stream);
 }
 
-template <class T>
-int launch_grad_mask_tiles(const AttentionGradMask& of, bool wide, int64_t blocks, void* stream) {
-  return with_head_dim<false>(of.g.a.call.head_dim, [&](auto dim) {
-    constexpr int kD = decltype(dim)::value;
-    if constexpr (kD == 64 && !std::is_same_v<T, float>) {
-      if (wide) return launch_grad_mask_kernel<T, GradMaskTiles<T, kD, true>>(of, blocks, stream);
-    }
-    return launch_grad_mask_kernel<T, GradMaskTiles<T, kD, false>>(of, blocks, stream);
-  });
+// By products of warps, for heads of up to kD.
+template <class T, int kD>
+int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* stream) {
+  return launch_grad_mask_kernel<T, GradMaskTiles<T, kD>>(of, blocks, stream);
 }
 
 }  // namespace fuseline

@@ -1,7 +1,7 @@
-// The walk of the elementwise kernels: tensors as rows of accesses of kWide elements (8 or 16 bytes, or one element where
+// The walk of the elementwise kernels: tensors as rows of accesses of some elements (8 or 16 bytes, or one element where
 // addresses or sizes do not keep to such steps), and how threads are laid over them.
 //
-// A thread has one position of a row, so that what depends on the column alone (a bias) is loaded once, and kRows rows
+// A thread has one position of a row, so that what depends on the column alone (a bias) is loaded once, and some rows
 // with all their loads in flight before the first use. Threads with neighbouring positions are neighbours; a block
 // that is through makes room for the next: those on the chip are then neighbours in memory too, and it serves them 8%
 // faster than blocks that stay.
@@ -148,16 +148,14 @@ struct Streams {
   int64_t bias_n;          // its elements, which repeat along a row
   bool fp32_bias;
   bool bias_vectors;
+  bool whole;              // the tensors begin at multiples of 8 bytes; else elements are read and written one by one
   Walk walk;
 };
 
-template <class F, int kWide>
-constexpr int kRowsOf = rows_of_thread(kWide, F::kRows);
-
-// F::apply(in, bias, out) of every element of tensors without gaps. F has kIn, kOut and kRows.
-template <class F, class T, int kWide>
+// F::apply(in, bias, out) of every element of tensors without gaps, in accesses of 8 bytes. F has kIn, kOut and kRows.
+template <class F, class T>
 __global__ void __launch_bounds__(kElementwiseBlock) elementwise(const Streams<F::kIn, F::kOut> a) {
-  constexpr int kRows = kRowsOf<F, kWide>;
+  constexpr int kRows = F::kRows, kWide = kHalfVector<T>;
   let_next_start();
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   const uint32_t group = a.walk.positions.divide(thread);
@@ -173,6 +171,23 @@ __global__ void __launch_bounds__(kElementwiseBlock) elementwise(const Streams<F
   known_by_now(known);
   wait_for_earlier();
 
+  const auto apply_one = [&](int64_t element) {
+    float of[F::kIn][1], result[F::kOut][1], one[1];
+#pragma unroll
+    for (int s = 0; s < F::kIn; ++s) of[s][0] = to_float(static_cast<const T*>(a.in[s])[element]);
+    load_repeated<T, 1>(a.bias, a.fp32_bias, false, a.bias ? element % a.bias_n : 0, a.bias_n, one);
+    apply_each<F>(of, one, result);
+#pragma unroll
+    for (int s = 0; s < F::kOut; ++s) static_cast<T*>(a.out[s])[element] = from_float<T>(result[s][0]);
+  };
+  if (!a.whole) {
+#pragma unroll 1
+    for (int i = 0; i < kRows * kWide; ++i) {
+      const int64_t element = at + i / kWide * a.walk.step + i % kWide;
+      if (element < a.walk.elements) apply_one(element);
+    }
+    return;
+  }
   Raw<T, kWide> raw[kRows][F::kIn];
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
@@ -195,23 +210,14 @@ __global__ void __launch_bounds__(kElementwiseBlock) elementwise(const Streams<F
 
   // The last few elements, if they do not fill an access.
   const int64_t rest = a.walk.elements % kWide;
-  if (kWide > 1 && thread < rest) {
-    const int64_t behind = a.walk.elements - rest + thread;
-    float of[F::kIn][1], result[F::kOut][1], one[1];
-#pragma unroll
-    for (int s = 0; s < F::kIn; ++s) of[s][0] = to_float(static_cast<const T*>(a.in[s])[behind]);
-    load_repeated<T, 1>(a.bias, a.fp32_bias, false, a.bias ? behind % a.bias_n : 0, a.bias_n, one);
-    apply_each<F>(of, one, result);
-#pragma unroll
-    for (int s = 0; s < F::kOut; ++s) static_cast<T*>(a.out[s])[behind] = from_float<T>(result[s][0]);
-  }
+  if (thread < rest) apply_one(a.walk.elements - rest + thread);
 }
 
-template <class F, class T, int kWide>
+template <class F, class T>
 int launch_elementwise(Streams<F::kIn, F::kOut>& a, const WalkPlan& walk, const LaunchShape& shape, const Device& device,
                        void* stream) {
   a.walk = Walk(walk);
-  return launch(elementwise<F, T, kWide>, a, shape, device, stream);
+  return launch(elementwise<F, T>, a, shape, device, stream);
 }
 
 }  // namespace fuseline

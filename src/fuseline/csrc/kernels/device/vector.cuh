@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../fuseline_kernels.h"
+
 namespace fuseline {
 
 // Elements in one 16-byte access.
@@ -30,6 +32,17 @@ __device__ __forceinline__ T from_float(float value) {
   if constexpr (std::is_same_v<T, float>) return value;
   if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);
+}
+
+// Writes one element of a fuseline_dtype.
+__device__ __forceinline__ void store_as(void* to, int dtype, int64_t at, float value) {
+  if (dtype == FUSELINE_FLOAT32) {
+    static_cast<float*>(to)[at] = value;
+  } else if (dtype == FUSELINE_BFLOAT16) {
+    static_cast<__nv_bfloat16*>(to)[at] = from_float<__nv_bfloat16>(value);
+  } else {
+    static_cast<__half*>(to)[at] = from_float<__half>(value);
+  }
 }
 
 // Two elements of 16 bits in one word, the lower half first.

@@ -6,7 +6,7 @@
 // Threads: as in elementwise.cuh, a row being a token; of a table larger than the L2 keeps, a slice of the columns is
 // gathered for all tokens before the next.
 
-#include "device/embedding.cuh"
+#include "embedding.cuh"
 
 #include <limits>
 
@@ -28,9 +28,9 @@ struct EmbeddingForward {
 };
 
 // Rows of a thread, all on their way before the first is used. Measured on an H100 in bf16: 512 rows of 1,024 2.5 us by two
-// and 2.8 by four, of 16,384 13.1 and 15.9; one is up to 1% better where a row is long, and 3% worse elsewhere.
-constexpr int kManyRows = 4, kFewRows = 2, kLongRows = 1;
-constexpr int64_t kFewItems = 1024, kLongRow = 128 << 10;  // items, and bytes of a row
+// and 2.8 by four, of 16,384 13.1 and 15.9; one is up to 1% better where a row has 128 KB, and 3% worse elsewhere.
+constexpr int kManyRows = 4, kFewRows = 2;
+constexpr int64_t kFewItems = 1024;
 
 constexpr int64_t kResident = 16 << 20;  // bytes that stay in the L2 beside what passes through: measured on an H100
 
@@ -59,6 +59,7 @@ constexpr int kBlocksOfMany = 5, kBlocksOfFew = 6;
 constexpr int kBlocksOfMany = 6, kBlocksOfFew = 8;
 #endif
 
+// kPositions: there is a table of them; of single elements there is one kernel for both cases.
 template <class T, int kWide, bool kPositions, int kRows>
 __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == kManyRows ? kBlocksOfMany : kBlocksOfFew)
     embedding_forward(const EmbeddingForward a) {
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
   const int64_t first = (int64_t(blockIdx.y) * a.slice.value + thread - group * a.slice.value) * kWide;
   if (first >= a.n) return;
   const int64_t item = int64_t(group) * a.row_factor;
+  const bool positioned = kPositions && (kWide > 1 || a.position_table);
   const uint64_t seed = seed_of(a.dropout);
   int64_t tokens[kRows], positions[kRows];
 #pragma unroll
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
     const int64_t at = item + u * a.row_step;
     if (at >= a.items) continue;
     tokens[u] = __ldg(a.tokens + at);
-    if constexpr (kPositions) {
+    if (positioned) {
       const uint32_t within = uint32_t(at) - a.period.divide(uint32_t(at)) * a.period.value;
       positions[u] = a.positions ? __ldg(a.positions + within) : within;
     }
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
   for (int u = 0; u < kRows; ++u) {
     if (item + u * a.row_step >= a.items) continue;
     raw[u] = gather<T, kWide>(a.table, tokens[u], a.rows, a.n, first);
-    if constexpr (kPositions) {
+    if (positioned) {
       raw_position[u] = gather<T, kWide>(a.position_table, positions[u], a.position_rows, a.n, first);
     }
   }
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
     if (at >= a.items) continue;
     float sum[kWide], multiplier[kWide];
     widen<T, kWide>(raw[u], sum);
-    if constexpr (kPositions) {
+    if (positioned) {
       float position[kWide];
       widen<T, kWide>(raw_position[u], position);
 #pragma unroll
@@ -160,16 +162,13 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
         a.slice = Divisor(uint32_t(slice));
         const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)),
                         unsigned(divide_up(accesses, slice)));
-        const auto kernel =
-            position_table ? embedding_forward<T, kWide, true, kRows> : embedding_forward<T, kWide, false, kRows>;
+        auto kernel = embedding_forward<T, kWide, true, kRows>;
+        if constexpr (kWide > 1) kernel = position_table ? kernel : embedding_forward<T, kWide, false, kRows>;
         if (device.clusters) return launch_overlapping(kernel, a, grid, kElementwiseBlock, 0, 1, stream);
         kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
         return int(cudaGetLastError());
       };
       if constexpr (kWide > 1) {
-        if (items <= kFewItems && n * int64_t(sizeof(T)) >= kLongRow) {
-          return run(std::integral_constant<int, kLongRows>{});
-        }
         if (items <= kFewItems) return run(std::integral_constant<int, kFewRows>{});
       }
       return run(std::integral_constant<int, kManyRows>{});

@@ -8,9 +8,9 @@
 // bits each run, however often an id comes. Without ids the positions repeat, and a thread adds up the rows of one
 // position.
 
-#include "device/embedding.cuh"
-#include "device/embedding_bins.cuh"
-#include "device/embedding_sums.cuh"
+#include "embedding.cuh"
+#include "embedding_bins.cuh"
+#include "embedding_sums.cuh"
 
 namespace fuseline {
 namespace {

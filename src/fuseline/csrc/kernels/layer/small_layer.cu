@@ -1,6 +1,6 @@
 // The C API of the small attention layer: what fits, and which arithmetic it gets.
 
-#include "device/small_layer.cuh"
+#include "small_layer.cuh"
 
 namespace fuseline {
 namespace {

@@ -1,7 +1,7 @@
 // The small attention layer in bf16.
 
-#include "device/small_layer_backward.cuh"
-#include "device/small_layer_route.cuh"
+#include "small_layer_backward.cuh"
+#include "small_layer_route.cuh"
 
 namespace fuseline {
 

@@ -1,7 +1,7 @@
 // The small attention layer in fp32 with its products in TF32.
 
-#include "device/small_layer_backward.cuh"
-#include "device/small_layer_route.cuh"
+#include "small_layer_backward.cuh"
+#include "small_layer_route.cuh"
 
 namespace fuseline {
 

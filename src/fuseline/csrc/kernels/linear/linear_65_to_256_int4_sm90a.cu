@@ -1,6 +1,6 @@
-// Some hundred rows of activations times few weights of 4 bits on Hopper. See device/linear_65_to_256.cuh.
+// Some hundred rows of activations times few weights of 4 bits on Hopper. See linear/linear_65_to_256.cuh.
 
-#include "device/linear_65_to_256_launch.cuh"
+#include "linear_65_to_256_launch.cuh"
 
 namespace fuseline {
 

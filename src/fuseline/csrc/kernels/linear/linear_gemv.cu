@@ -1,5 +1,5 @@
 // One to four rows of activations times weights of 16 bits, as torch.nn.Linear keeps them; what may stand around the
-// layer is that of device/linear_stream.cuh.
+// layer is that of linear/linear_stream.cuh.
 //
 // Floor: 2 n k bytes over the copy bandwidth. A multiprocessor has to have 18 KB under way to reach it; 64 to 96 KB are.
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
@@ -10,7 +10,7 @@
 // x is in shared memory, normed there by every block anew. The first vectors are on their way before the launch before this
 // has ended.
 
-#include "device/linear_gemv_team.cuh"
+#include "linear_gemv_team.cuh"
 
 namespace fuseline {
 namespace {

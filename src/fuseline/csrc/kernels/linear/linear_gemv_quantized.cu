@@ -6,10 +6,10 @@
 // A block has 1 / kSplit of a tile's rows and all of their columns: a warp takes kSplit pieces at a time, 512 bytes together,
 // of 32 columns in int8 and 64 in int4, and has asked for all of its weights when it waits for the launch ahead. No two warps
 // of a block want the same of x, so that it comes from the L2 to the lanes that multiply it. Nothing is left to balance: 376
-// blocks of 3000 x 3000 in int8 take 4.1 us, where the streams (device/linear_stream.cuh), of 188 tiles two at most to a
+// blocks of 3000 x 3000 in int8 take 4.1 us, where the streams (linear/linear_stream.cuh), of 188 tiles two at most to a
 // multiprocessor, take 6.4.
 
-#include "device/linear_call.cuh"
+#include "linear_call.cuh"
 
 namespace fuseline {
 namespace {
@@ -109,7 +109,7 @@ int launch_split(const LinearArguments& a, const Device& device, void* stream) {
     return launch(kernel, a, int64_t(a.tiles) * kSplit, dim3(kLinearThreads), 0, 1, stream, device.clusters);
   };
   const int64_t steps = divide_up((Weights::kGrouped ? 1 : 2) * a.chunks, kSplit * kLinearWarps);
-  if constexpr (kSplit > 1) {
+  if constexpr (kSplit == 2) {
     if (steps <= 1) return with(gemv_quantized_kernel<T, Weights, kSplit, 1>);
     if (steps <= 2) return with(gemv_quantized_kernel<T, Weights, kSplit, 2>);
   }

@@ -1,6 +1,6 @@
-// 5 to 32 rows of activations times quantized weights: slices. See device/linear_slices.cuh.
+// 5 to 32 rows of activations times quantized weights: slices. See linear/linear_slices.cuh.
 
-#include "device/linear_slices.cuh"
+#include "linear_slices.cuh"
 
 namespace fuseline {
 namespace {

@@ -1,6 +1,6 @@
-// Many rows of activations times weights of 4 bits on Hopper. See device/linear_tiles.cuh.
+// Many rows of activations times weights of 4 bits on Hopper. See linear/linear_tiles.cuh.
 
-#include "device/linear_tiles_launch.cuh"
+#include "linear_tiles_launch.cuh"
 
 namespace fuseline {
 

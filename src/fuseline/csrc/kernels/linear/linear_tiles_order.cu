@@ -1,6 +1,6 @@
 // Puts activations in the order of linear_tiles.cuh: each of their bytes read and written once, in the L2.
 
-#include "device/linear_tiles_order.cuh"
+#include "linear_tiles_order.cuh"
 
 namespace fuseline {
 namespace {

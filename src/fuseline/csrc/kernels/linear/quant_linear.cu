@@ -3,8 +3,8 @@
 // Dequantizing reads each byte of W once and writes n k elements; 16 bytes of W a thread, whose eight columns of a row go
 // out as one access, or two in fp32.
 
-#include "device/linear_stream_launch.cuh"
-#include "device/linear_tiles_launch.cuh"
+#include "linear_stream_launch.cuh"
+#include "linear_tiles_launch.cuh"
 
 namespace fuseline {
 

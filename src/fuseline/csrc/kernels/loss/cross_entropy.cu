@@ -12,8 +12,8 @@
 // arrive, and once the row has met they are read again for the gradient. The losses alone of many rows are taken in
 // passing. What fits no cluster is read twice.
 
-#include "device/cross_entropy_packed.cuh"
-#include "device/cross_entropy_short.cuh"
+#include "cross_entropy_packed.cuh"
+#include "cross_entropy_short.cuh"
 #include "device/powers.cuh"
 
 namespace fuseline {

@@ -7,7 +7,7 @@
 // Threads: kHeld 16-byte vectors of one row each, side by side with those of their neighbours. Sums are in double, by a
 // block over neighbouring rows and then by one block over the blocks: the same bits each run.
 
-#include "device/cross_entropy.cuh"
+#include "cross_entropy.cuh"
 #include "device/overlap.cuh"
 
 namespace fuseline {

@@ -1,8 +1,8 @@
-// What a linear head's loss and its gradients' products need, of logits that are never in memory. See device/head_powers.cuh.
+// What a linear head's loss and its gradients' products need, of logits that are never in memory. See loss/head_powers.cuh.
 
 #include "fuseline_linear_head.h"
 
-#include "device/head_powers.cuh"
+#include "head_powers.cuh"
 
 namespace fuseline {
 namespace {

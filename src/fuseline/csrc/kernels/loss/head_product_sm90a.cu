@@ -1,8 +1,8 @@
-// The products of a linear head: its logits, and the gradients of what they are made of. See device/head_product.cuh.
+// The products of a linear head: its logits, and the gradients of what they are made of. See loss/head_product.cuh.
 
 #include "fuseline_linear_head.h"
 
-#include "device/head_product.cuh"
+#include "head_product.cuh"
 
 namespace fuseline {
 namespace {

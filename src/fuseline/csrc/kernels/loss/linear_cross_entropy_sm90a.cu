@@ -1,8 +1,8 @@
-// The loss of each row of a linear head, whose logits are never in memory. See device/head_loss.cuh.
+// The loss of each row of a linear head, whose logits are never in memory. See loss/head_loss.cuh.
 
 #include "fuseline_linear_head.h"
 
-#include "device/head_loss.cuh"
+#include "head_loss.cuh"
 
 namespace fuseline {
 namespace {

@@ -1,6 +1,6 @@
-// The backward of a norm of residual + dropout(x + x_bias): the kernels of device/norm_backward_rows.cuh with sums for
+// The backward of a norm of residual + dropout(x + x_bias): the kernels of norms/norm_backward_rows.cuh with sums for
 // weight, bias and x_bias.
-#include "device/norm_backward_launch.cuh"
+#include "norm_backward_launch.cuh"
 
 namespace fuseline {
 

@@ -1,6 +1,6 @@
-// The backward of a norm of residual + dropout(x + x_bias) for long rows: device/norm_backward_ring.cuh with sums for
+// The backward of a norm of residual + dropout(x + x_bias) for long rows: norms/norm_backward_ring.cuh with sums for
 // weight, bias and x_bias.
-#include "device/norm_backward_ring_launch.cuh"
+#include "norm_backward_ring_launch.cuh"
 
 namespace fuseline {
 

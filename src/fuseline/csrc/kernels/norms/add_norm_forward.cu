@@ -1,7 +1,7 @@
 // The forward of a norm of residual + dropout(x + x_bias): registers (add_norm_forward_held.cu, and with a mask or a bias of x
 // add_norm_forward_masked.cu), bulk copies (add_norm_forward_copied.cu), else the kernel of add_norm_forward_ring.cu, and for
-// rows that none takes those of device/norm_forward_rows.cuh and norm_forward_long.cuh with a sum.
-#include "device/norm_forward_launch.cuh"
+// rows that none takes those of norms/norm_forward_rows.cuh and norm_forward_long.cuh with a sum.
+#include "norm_forward_launch.cuh"
 
 namespace fuseline {
 namespace {

@@ -1,6 +1,6 @@
 // The forward of norms of residual + dropout(x + x_bias), whose rows come to shared memory in bulk copies (sm_90), for tensors of
 // one dtype: long rows, and short rows at odd addresses.
-#include "device/norm_forward_copied.cuh"
+#include "norm_forward_copied.cuh"
 
 namespace fuseline {
 

@@ -1,6 +1,6 @@
 // The forward of norms of residual + dropout(x + x_bias), whose rows keep to 16-byte steps and fit the registers of a block or
 // a cluster, for tensors of one dtype.
-#include "device/norm_forward_held_launch.cuh"
+#include "norm_forward_held_launch.cuh"
 
 namespace fuseline {
 

@@ -1,6 +1,6 @@
 // The forward of a norm of residual + dropout(x + x_bias), the residual in fp32 and x in 16 bits, for rows that come and leave in
 // bulk copies (sm_90).
-#include "device/norm_forward_added.cuh"
+#include "norm_forward_added.cuh"
 
 namespace fuseline {
 

@@ -1,5 +1,5 @@
-// The layer norm's backward: the kernels of device/norm_backward_rows.cuh with sums for weight and bias.
-#include "device/norm_backward_launch.cuh"
+// The layer norm's backward: the kernels of norms/norm_backward_rows.cuh with sums for weight and bias.
+#include "norm_backward_launch.cuh"
 
 namespace fuseline {
 

@@ -1,5 +1,5 @@
-// The layer norm's backward for long rows: device/norm_backward_ring.cuh with sums for weight and bias.
-#include "device/norm_backward_ring_launch.cuh"
+// The layer norm's backward for long rows: norms/norm_backward_ring.cuh with sums for weight and bias.
+#include "norm_backward_ring_launch.cuh"
 
 namespace fuseline {
 

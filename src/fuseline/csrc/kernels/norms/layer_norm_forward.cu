@@ -1,7 +1,7 @@
 // The forward of the layer norm and of the RMS norm over x alone: registers (norm_forward_held.cu) and bulk copies
-// (norm_forward_copied.cu) take what they can; the kernels of device/norm_forward_rows.cuh and norm_forward_long.cuh the
+// (norm_forward_copied.cu) take what they can; the kernels of norms/norm_forward_rows.cuh and norm_forward_long.cuh the
 // rest: y of fewer bits than x, odd addresses, and rows that no cluster holds.
-#include "device/norm_forward_launch.cuh"
+#include "norm_forward_launch.cuh"
 
 namespace fuseline {
 

@@ -1,9 +1,9 @@
-// The backward of all norms for few rows: device/norm_backward_apart.cuh and device/norm_backward_few.cuh.
-#include "device/norm_backward_few.cuh"
+// The backward of all norms for few rows: norms/norm_backward_apart.cuh and norms/norm_backward_few.cuh.
+#include "norm_backward_few.cuh"
 
-#include "device/norm_backward_apart.cuh"
+#include "norm_backward_apart.cuh"
 
-#include "device/norm_sums.h"
+#include "norm_sums.h"
 
 namespace fuseline {
 namespace {

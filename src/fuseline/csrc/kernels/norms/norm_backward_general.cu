@@ -1,7 +1,7 @@
-// The backward of all norms for rows that no other kernel takes: device/norm_backward_general.cuh.
-#include "device/norm_backward_general.cuh"
+// The backward of all norms for rows that no other kernel takes: norms/norm_backward_general.cuh.
+#include "norm_backward_general.cuh"
 
-#include "device/norm_sums.h"
+#include "norm_sums.h"
 
 namespace fuseline {
 namespace {

@@ -1,6 +1,6 @@
-// The backward of all norms for many short rows at odd addresses: device/norm_backward_tiled.cuh, with all the sums that any
+// The backward of all norms for many short rows at odd addresses: norms/norm_backward_tiled.cuh, with all the sums that any
 // norm has.
-#include "device/norm_backward_tiled.cuh"
+#include "norm_backward_tiled.cuh"
 
 namespace fuseline {
 

@@ -1,5 +1,5 @@
 // The forward of norms whose rows keep to 16-byte steps and fit the registers of a block, or a cluster, for x of y's dtype.
-#include "device/norm_forward_held_launch.cuh"
+#include "norm_forward_held_launch.cuh"
 
 namespace fuseline {
 

@@ -1,6 +1,6 @@
 // The forward of norms, of x or of residual + dropout(x + x_bias), for rows that no cluster's shared memory holds: the last kernel
-// of device/norm_forward_long.cuh.
-#include "device/norm_forward_launch.cuh"
+// of norms/norm_forward_long.cuh.
+#include "norm_forward_launch.cuh"
 
 namespace fuseline {
 

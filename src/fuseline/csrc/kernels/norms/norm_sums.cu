@@ -1,8 +1,8 @@
 // Adds up the partial sums over rows that a norm's backward leaves behind, in fp64 and in a fixed order: the bits are the same
 // each run. The dtype of the results is an argument: this kernel is a small part of any backward, and one for all of them.
-#include "device/norm_sums.h"
+#include "norm_sums.h"
 
-#include "device/norm.cuh"
+#include "norm.cuh"
 #include "device/overlap.cuh"
 
 namespace fuseline {
@@ -15,16 +15,6 @@ struct NormSums {
   int count;  // partial sums of a column
   int dtype;  // of results
 };
-
-__device__ __forceinline__ void store_result(void* result, int dtype, int64_t at, float sum) {
-  if (dtype == FUSELINE_FLOAT32) {
-    static_cast<float*>(result)[at] = sum;
-  } else if (dtype == FUSELINE_FLOAT16) {
-    static_cast<__half*>(result)[at] = from_float<__half>(sum);
-  } else {
-    static_cast<__nv_bfloat16*>(result)[at] = from_float<__nv_bfloat16>(sum);
-  }
-}
 
 // blockIdx.y: 0 for weight, 1 for bias, 2 for the bias before the dropout. A lane has kWide columns, and the warps of a block
 // share the partial sums of them.
@@ -60,7 +50,7 @@ __global__ void __launch_bounds__(1024) norm_add_partials(const NormSums given) 
   double sum = 0.0;
 #pragma unroll 4
   for (int part = 0; part < int(blockDim.y); ++part) sum += shared[part][column];
-  store_result(result, given.dtype, from + column, float(sum));
+  store_as(result, given.dtype, from + column, float(sum));
 }
 
 }  // namespace

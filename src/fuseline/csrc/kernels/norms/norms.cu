@@ -1,5 +1,5 @@
 // The C functions of the norms: they check what can be checked and pick the family's kernels.
-#include "device/norm.cuh"
+#include "norm.cuh"
 
 namespace fuseline {
 namespace {

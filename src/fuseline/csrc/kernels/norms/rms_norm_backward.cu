@@ -1,5 +1,5 @@
-// The RMS norm's backward: the kernels of device/norm_backward_rows.cuh with a sum for weight.
-#include "device/norm_backward_launch.cuh"
+// The RMS norm's backward: the kernels of norms/norm_backward_rows.cuh with a sum for weight.
+#include "norm_backward_launch.cuh"
 
 namespace fuseline {
 

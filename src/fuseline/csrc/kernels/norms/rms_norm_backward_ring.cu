@@ -1,5 +1,5 @@
-// The RMS norm's backward for long rows: device/norm_backward_ring.cuh with sums for the weight.
-#include "device/norm_backward_ring_launch.cuh"
+// The RMS norm's backward for long rows: norms/norm_backward_ring.cuh with sums for the weight.
+#include "norm_backward_ring_launch.cuh"
 
 namespace fuseline {
 

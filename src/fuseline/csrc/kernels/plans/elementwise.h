@@ -17,9 +17,6 @@ struct WalkPlan {
   int64_t row_step = 1;      // and its rows stand this far apart
 };
 
-// Rows of a thread: `of_vectors` where accesses have several elements, more of single elements.
-constexpr int rows_of_thread(int wide, int of_vectors) { return wide > 1 ? of_vectors : 8; }
-
 // `wide`: elements of an access. Where there are too few rows to fill the device with `rows_a_thread`, a thread gets one.
 inline WalkPlan plan_walk(int64_t elements, int64_t row_elements, int wide, int rows_a_thread, const Device& device) {
   WalkPlan walk;

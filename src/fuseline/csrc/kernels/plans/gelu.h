@@ -142,7 +142,7 @@ struct GeluPlan {
   GeluKernel kernel = GeluKernel::elementwise;
   const char* reason = "";
   LaunchShape shape;
-  int wide = 1;               // elements of an access
+  int wide = 1;               // elements of an access; threads lie over the tensors as if each had 8 or 16 bytes
   size_t workspace = 0;       // bytes
   WalkPlan walk;              // of `elementwise`
   gelu_plans::BiasPlan bias;  // of `bias_gradients`
@@ -157,9 +157,8 @@ inline GeluPlan plan_gelu(const GeluProblem& p, const Device& device) {
   if (!p.bias_gradient) {
     plan.reason = p.aligned_to >= 8 ? "each element is computed alone, in accesses of 8 bytes"
                                     : "each element is computed alone; a tensor does not begin at 8 bytes";
-    const int64_t flat = int64_t(kElementwiseBlock) * plan.wide;
-    const int64_t row = p.bias ? p.n * joined(p.element_size, p.n, plan.wide) : flat;
-    plan.walk = plan_walk(p.rows * p.n, row, plan.wide, rows_of_thread(plan.wide, kGeluRows), device);
+    const int64_t row = p.bias ? p.n * joined(p.element_size, p.n, half) : int64_t(kElementwiseBlock) * half;
+    plan.walk = plan_walk(p.rows * p.n, row, half, kGeluRows, device);
     plan.shape = shape_of(plan.walk, device);
     return plan;
   }
@@ -173,7 +172,7 @@ inline GeluPlan plan_gelu(const GeluProblem& p, const Device& device) {
   }
   plan.kernel = GeluKernel::bias_gradients;
   plan.reason = "blocks sum the bias's gradient over their rows, and a second kernel adds the blocks' sums";
-  plan.bias = plan_bias(p.element_size, p.rows, p.n, plan.wide, device);
+  plan.bias = plan_bias(p.element_size, p.rows, p.n, half, device);
   plan.workspace = size_t(plan.bias.partial_rows(p.n) * p.n) * sizeof(float);
   plan.shape = {plan.bias.blocks * plan.bias.groups, int(plan.bias.across), int(kBiasThreads / plan.bias.across), 1, 0};
   return plan;

@@ -1,7 +1,7 @@
 // How the threads of kernels that hold rows in registers are laid out.
 #pragma once
 
-#include "../device/choice.h"
+#include "rows/choice.h"
 #include "device.h"
 
 namespace fuseline {

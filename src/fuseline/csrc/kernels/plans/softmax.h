@@ -77,7 +77,8 @@ struct FewRows {
 // four vectors in a warp 1.41, three 1.34), backward 1.13 and 1.52; 4 x 16,384 backward 1.46 and 2.46 (blocks of 256 threads
 // 1.47, of 512 1.54), 128 x 16,384 forward 4.99 and 6.50. takes_four: four vectors a thread of the longest rows too, 128 x
 // 65,536 forward in 13.62, waiting in shared memory 16.07 (in ten other layouts there 15.87 and more), by blocks of 512 threads
-// 14.82, by those of two vectors 15.99; of 512 rows 51.2 any way.
+// 14.82, by those of two vectors 15.99; of 512 rows 51.2 any way. Rows of a block alone
+// have one vector a thread.
 inline FewRows plan_few_rows(int64_t rows, int64_t vectors, bool takes_four, const Device& device) {
   FewRows plan;
   const int64_t at_once = int64_t(device.processors) * 1024, most = int64_t(device.clusters ? kMaxCluster : 1) * kMostThreads;
@@ -95,7 +96,8 @@ inline FewRows plan_few_rows(int64_t rows, int64_t vectors, bool takes_four, con
     const int64_t spread = divide_up(divide_up(rows, device.processors), a_warp) * a_warp;
     plan.beside = int(std::min<int64_t>(kShortRowBlock / plan.threads, spread));
   }
-  plan.held = plan.threads > kMostThreads ? 0 : held;
+  const bool too_long = plan.threads > kMostThreads || (held > 1 && plan.threads > kWarp && plan.cluster == 1);
+  plan.held = too_long ? 0 : held;
   return plan;
 }
 

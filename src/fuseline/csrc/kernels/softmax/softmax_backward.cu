@@ -13,7 +13,7 @@
 
 #include "device/launch.cuh"
 #include "device/overlap.cuh"
-#include "device/softmax_backward_few.cuh"
+#include "softmax_backward_few.cuh"
 #include "device/tiled.cuh"
 
 namespace fuseline {
@@ -257,17 +257,17 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 
 // ---- launcher ----
 
+// As in softmax_forward.cu, but that few rows' kernel takes all blocks of one vector a thread, whatever the dtype.
 template <class T>
 auto row_kernel(const SoftmaxPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
   constexpr int kMost = kMostHeld;
   if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
   if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
-  if (!plan.one_warp && plan.held == kMost) return softmax_backward_rows<T, kMost, true, false>;
-  if (!plan.one_warp && plan.held == 2) return softmax_backward_rows<T, 2, true, false>;
-  if (!plan.one_warp) return softmax_backward_rows<T, 1, true, false>;
-  if (plan.held == kMost) return softmax_backward_rows<T, kMost, true, true>;
-  if (plan.held == kMost / 2) return softmax_backward_rows<T, kMost / 2, true, true>;
-  return softmax_backward_rows<T, kMost / 4, true, true>;
+  if (!plan.one_warp && plan.held > 2) return softmax_backward_rows<T, kMost, true, false>;
+  if (!plan.one_warp) return softmax_backward_rows<T, 2, true, false>;
+  if (plan.held > 2) return softmax_backward_rows<T, kMost, true, true>;
+  if (plan.held == 2) return softmax_backward_rows<T, 2, true, true>;
+  return softmax_backward_rows<T, 1, true, true>;
 }
 
 // `fits` is false where the device does not hold the plan's blocks; then nothing ran.

@@ -12,10 +12,10 @@
 
 #include "device/overlap.cuh"
 #include "device/powers.cuh"
-#include "device/softmax.cuh"
-#include "device/softmax_forward_few.cuh"
-#include "device/softmax_forward_tiled.cuh"
-#include "device/softmax_packed.cuh"
+#include "softmax.cuh"
+#include "softmax_forward_few.cuh"
+#include "softmax_forward_tiled.cuh"
+#include "softmax_packed.cuh"
 
 namespace fuseline {
 namespace {
@@ -193,17 +193,18 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 
 // ---- launcher ----
 
+// A kernel for at least as many vectors a thread as the plan has. Of 16 bits, blocks of one vector a thread are the few rows'
+// kernel's, but for rows that it does not take.
 template <class T>
 auto row_kernel(const SoftmaxPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
-  constexpr int kMost = kMostHeld<T>;
+  constexpr int kMost = kMostHeld<T>, kLeastOfBlock = sizeof(T) == 4 ? 1 : 2;
   if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
   if (!plain) return softmax_forward_rows<T, kMost, false, false>;
-  if (!plan.one_warp && plan.held == kMost) return softmax_forward_rows<T, kMost, true, false>;
+  if (!plan.one_warp && plan.held > 2) return softmax_forward_rows<T, kMost, true, false>;
   if (!plan.one_warp && plan.held == 2) return softmax_forward_rows<T, 2, true, false>;
-  if (!plan.one_warp) return softmax_forward_rows<T, 1, true, false>;
-  if (plan.held == kMost) return softmax_forward_rows<T, kMost, true, true>;
-  if (plan.held == kMost / 2) return softmax_forward_rows<T, kMost / 2, true, true>;
-  if (plan.held == kMost / 4) return softmax_forward_rows<T, kMost / 4, true, true>;
+  if (!plan.one_warp) return softmax_forward_rows<T, kLeastOfBlock, true, false>;
+  if (plan.held > 2) return softmax_forward_rows<T, kMost, true, true>;
+  if (plan.held == 2) return softmax_forward_rows<T, 2, true, true>;
   return softmax_forward_rows<T, 1, true, true>;
 }
 

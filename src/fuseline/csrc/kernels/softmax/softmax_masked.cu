@@ -8,7 +8,7 @@
 // thread holds few where rows are few, so that all of the chip has some.
 
 #include "device/overlap.cuh"
-#include "device/softmax.cuh"
+#include "softmax.cuh"
 
 namespace fuseline {
 namespace {

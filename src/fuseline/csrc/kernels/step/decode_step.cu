@@ -1,6 +1,6 @@
-// A whole decoding step for one row in one launch: the C API, and what it refuses. The kernel is device/step_kernel.cuh.
+// A whole decoding step for one row in one launch: the C API, and what it refuses. The kernel is step/step_kernel.cuh.
 
-#include "device/step_plan.cuh"
+#include "step_plan.cuh"
 #include "device/vector.cuh"
 
 namespace fuseline {

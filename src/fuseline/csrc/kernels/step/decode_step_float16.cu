@@ -1,6 +1,6 @@
-// A whole decoding step of fp16 weights. See device/step_kernel.cuh.
+// A whole decoding step of fp16 weights. See step/step_kernel.cuh.
 
-#include "device/step_kernel.cuh"
+#include "step_kernel.cuh"
 
 namespace fuseline {
 

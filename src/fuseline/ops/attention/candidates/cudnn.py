@@ -13,7 +13,7 @@ import torch
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_cuda, refuse_extras
-from fuseline.ops.attention.candidates.arguments import aligned, bias, unseeing, with_gradient_like
+from fuseline.ops.attention.candidates.arguments import aligned, bias, in_pieces, unseeing, with_gradient_like
 from fuseline.ops.attention.candidates.cudnn_traced import attend_traced
 from fuseline.ops.attention.problem import Problem
 
@@ -57,7 +57,7 @@ def _run(call: Call) -> Attended:
     added = bias(call, with_limits=not is_causal, lowest=torch.finfo(call.q.dtype).min)
     if added is not None:
         T, S = call.q.shape[2], call.k.shape[2]
-        added = added.expand(*added.shape[:2], T, S)
+        added = in_pieces(added, S).expand(*added.shape[:2], T, S)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         aligned(call.q),
         aligned(call.k),

@@ -1,9 +1,0 @@
-// Attention backward for float16, with all that may happen to scores: device/attention_backward.cuh.
-
-#include "device/attention_backward.cuh"
-
-namespace fuseline {
-
-template int launch_backward<__half, false>(const AttentionBackward& g, void* stream);
-
-}  // namespace fuseline

@@ -1,9 +1,0 @@
-// The gradient of an additive mask for float16 on Hopper: device/attention_grad_mask_wgmma.cuh.
-
-#include "device/attention_grad_mask_wgmma.cuh"
-
-namespace fuseline {
-
-template int launch_grad_mask_panels<__half>(const AttentionGradMask& of, int64_t blocks, void* stream);
-
-}  // namespace fuseline

@@ -1,8 +1,0 @@
-// Attention over sequences of up to 128 rows and keys, in bf16, on Hopper (device/attention_short_forward_wgmma.cuh).
-#include "device/attention_short_forward_wgmma.cuh"
-
-namespace fuseline::short_attention {
-
-template int forward_by_warpgroups<__nv_bfloat16>(const ShortAttention& a, const Device& device, void* stream);
-
-}  // namespace fuseline::short_attention

@@ -1,9 +1,0 @@
-// Few rows of activations in bf16 times weights of 16 bits, as torch.nn.Linear keeps them: streams. See device/linear_stream.cuh.
-
-#include "device/linear_stream_launch.cuh"
-
-namespace fuseline {
-
-FUSELINE_STREAM_KERNELS(__nv_bfloat16, Weights16)
-
-}  // namespace fuseline

@@ -1,0 +1,206 @@
+// The norms' forward of a sum that is made on the way and returned, for rows that come to shared memory in bulk copies and
+// leave it so (sm_90): the same results as in norm_forward_rows.cuh, sum = residual + dropout(x + x_bias) and its norm.
+//
+// Moves: x and residual read once, y and sum written once. Does: about 15 operations an element, and 15 more for a mask.
+// Limit: HBM bandwidth. Threads: a row belongs to some warps of a block, which has several such groups, or to the blocks of
+// a cluster. Each warp has neighbouring columns, the same ones row after row, and a ring of its own: rows ahead are on their
+// way while a mask is computed, the sum takes the place of the residual, y that of x, and both leave in bulk copies.
+#pragma once
+
+#include "norm_row.cuh"
+#include "device/waiting.cuh"
+
+namespace fuseline {
+
+constexpr int kAddedHeld = 4;       // slots of a row that a thread has
+constexpr int kAddedThreads = 256;  // of a block; two of them share a multiprocessor,
+constexpr int kAddedMost = 512;     // but for rows that take more
+constexpr int kAddedStages = 4;     // rows in a warp's ring, at most
+
+struct AddedNorm {
+  NormForward norm;
+  int stages;
+};
+
+struct AddedStates {
+  Moments* first;
+  int count;
+  __device__ __forceinline__ Moments* operator[](int meeting) const { return first + meeting * count; }
+};
+
+struct AddedRoom {
+  AddedStates states;
+  uint64_t (*barriers)[kAddedMost / kWarp];
+};
+
+template <class X, class Y>
+struct AddedPart {
+  static constexpr int kSize = kVector<Y>, kColumns = kAddedHeld * kWarp * kSize;  // of a warp
+  static constexpr int kX = kColumns * int(sizeof(X)), kBytes = kX + kColumns * int(sizeof(Y));
+};
+
+// Sends what all lanes of a warp have put, as one group of copies.
+__device__ __forceinline__ void send_part(void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  show_to_copies();
+  __syncwarp();
+  if (threadIdx.x % kWarp > 0) return;
+  if (bytes > 0) {
+    copy_out(to, from, bytes);
+  } else {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+#endif
+}
+
+template <class X, class Y>
+__global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedNorm given) {
+#if __CUDA_ARCH__ >= 900
+  using Part = AddedPart<X, Y>;
+  constexpr int kSize = Part::kSize, kHeld = kAddedHeld, kXVectors = kSize / kVector<X>;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ uint64_t arrived[kAddedStages][kAddedMost / kWarp], met[kMeetings][kAddedMost / kWarp];
+  const NormForward& a = given.norm;
+  const int n = int(a.n), stages = given.stages;
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, warps = int(blockDim.x) / kWarp;
+  const int place = int(threadIdx.y) * warps + warp;
+  const int cluster = a.cluster, rank = int(blockIdx.x) & (cluster - 1);  // of blocks that share a row
+  const int from = (rank * warps + warp) * Part::kColumns, start = from + lane * kSize;
+  const int elements = max(min(n - from, Part::kColumns), 0);  // of this warp
+  const bool alone = cluster * warps == 1;                     // a row has one warp
+  const int64_t apart = int64_t(int(gridDim.x) / cluster) * blockDim.y;
+  int64_t row = int64_t(int(blockIdx.x) / cluster) * blockDim.y + threadIdx.y;
+
+  const int stage_bytes = int(blockDim.y) * warps * Part::kBytes;
+  unsigned char* const mine = ring + place * Part::kBytes;
+  const auto fetch = [&](int64_t of, int stage) {
+    if (of >= a.rows) return;
+    unsigned char* const to = mine + stage * stage_bytes;
+    uint64_t* const barrier = &arrived[stage][place];
+    barrier_expect(barrier, elements * int(sizeof(X) + sizeof(Y)));
+    if (elements == 0) return;
+    copy_in(to, static_cast<const X*>(a.residual) + of * a.n + from, elements * int(sizeof(X)), barrier);
+    copy_in(to + Part::kX, static_cast<const Y*>(a.x) + of * a.n + from, elements * int(sizeof(Y)), barrier);
+  };
+  let_next_start();
+  if (lane < stages) barrier_init(&arrived[lane][place], 1);
+  publish_barriers();
+  __syncwarp();
+  wait_for_earlier();
+  if (lane == 0) {
+    for (int stage = 0; stage < stages; ++stage) fetch(row + stage * apart, stage);
+  }
+  AddedRoom room{{reinterpret_cast<Moments*>(ring + stages * stage_bytes), int(blockDim.y) * cluster * warps}, met};
+  Meeting<AddedRoom, Moments> meeting{room, cluster, rank};
+  if (!alone) meeting.open();
+
+  const float inverse_n = 1.f / float(n), inverse = alone ? inverse_n : 1.f / float(max(elements, 1));
+  const uint64_t seed = a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int turn = 0; row < a.rows; ++turn, row += apart) {
+    unsigned char* const parts = mine + stage * stage_bytes;
+    uint4* const sums = reinterpret_cast<uint4*>(parts);
+    uint4* const branch = reinterpret_cast<uint4*>(parts + Part::kX);
+    int64_t base = row * a.n;
+    forget(base);  // kept, rather than multiplied anew for each slot
+    float values[kHeld][kSize];
+    barrier_wait(&arrived[stage][place], parity);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int column = start + k * kWarp * kSize, slot = k * kWarp + lane;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[k][i] = 0.f;
+      if (column >= n) continue;
+      float residual[kSize], part[kVector<X>];
+#pragma unroll
+      for (int v = 0; v < kXVectors; ++v) {
+        unpack<X>(sums[slot * kXVectors + v], part);
+#pragma unroll
+        for (int i = 0; i < kVector<X>; ++i) residual[v * kVector<X> + i] = part[i];
+      }
+      unpack<Y>(branch[slot], values[k]);
+      add_residual<Y, true>(a, seed, base, column, n, residual, values[k]);
+#pragma unroll
+      for (int v = 0; v < kXVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector<X>; ++i) part[i] = values[k][v * kVector<X> + i];
+        const uint4 rounded = pack<X>(part);
+        sums[slot * kXVectors + v] = rounded;
+        unpack<X>(rounded, part);
+#pragma unroll
+        for (int i = 0; i < kVector<X>; ++i) values[k][v * kVector<X> + i] = part[i];
+      }
+    }
+    send_part(static_cast<X*>(a.sum) + base + from, sums, elements * int(sizeof(X)));
+    Moments whole = moments_of<X>(
+        values, float(elements), inverse, a.centred, [&](int k) { return start + k * kWarp * kSize < n; },
+        [](int, int) { return false; }, [](auto value) { return sum_over_warp(value); });
+    if (!alone) {
+      meeting.publish(turn, whole);
+      whole = combine(meeting.await(turn), meeting.count(), float(n), a.centred);
+    }
+    const float rstd = rstd_of<X>(whole.squares, inverse_n, a.eps);
+    if (from == 0 && lane == 0) keep_statistics(a, row, whole.mean, rstd);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int column = start + k * kWarp * kSize;
+      if (column >= n) continue;
+      normalize<Y, true>(a, column, n, whole.mean, rstd, values[k]);
+      branch[k * kWarp + lane] = pack<Y>(values[k]);
+    }
+    send_part(static_cast<Y*>(a.y) + base + from, branch, elements * int(sizeof(Y)));
+    if (lane == 0 && turn > 0) {  // the row before has left once all but what this one sent is read
+      asm volatile("cp.async.bulk.wait_group.read 2;" ::: "memory");
+      fetch(row + (stages - 1) * apart, stage == 0 ? stages - 1 : stage - 1);
+    }
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  if (lane == 0) wait_for_copies_out();
+#endif
+}
+
+// The host's half. False for rows that it does not take.
+template <class X, class Y>
+bool run_forward_added(NormForward a, const Device& device, void* stream, int& error) {
+  using Part = AddedPart<X, Y>;
+  constexpr int kLeastVectors = 64;  // a warp has more than one slot a thread
+  constexpr int64_t kRowsEach = 8;   // of a group: with more, those multiprocessors that are slower hold up the end
+  constexpr int kWarps = kAddedThreads / kWarp;
+  if (!device.clusters || a.n % Part::kSize != 0 || a.n < kLeastVectors * Part::kSize || a.n > (int64_t(1) << 30)) {
+    return false;
+  }
+  for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
+                             static_cast<const void*>(a.sum)}) {
+    if (offset_in_vector(tensor) != 0) return false;
+  }
+  // A cluster for each longer row reads 0.87 of the copy bandwidth at 16,384, blocks that end with their rows 0.90, and
+  // with a mask 0.69.
+  const int64_t warps = divide_up(a.n, Part::kColumns);
+  if (warps > (a.dropout.seed ? kMostBlocks * kWarps : kWarps)) return false;
+  if (a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
+  a.cluster = 1;
+  const int most = warps <= kAddedMost / kWarp ? kAddedMost / kWarp : kWarps;
+  while (warps > a.cluster * most) a.cluster *= 2;
+  const int each = int(divide_up(warps, a.cluster));
+  const int groups = a.cluster > 1 ? 1 : std::max(1, kWarps / each);
+  const int64_t stage = int64_t(groups) * each * Part::kBytes;
+  const int64_t states = kMeetings * int64_t(groups) * a.cluster * each * int64_t(sizeof(Moments));
+  const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
+  int stages = each > kWarps ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
+  if (stages < 3) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
+  if (stages < 3) return false;
+  const size_t bytes = size_t(stages * stage + states);
+  const auto kernel = norm_forward_added<X, Y>;
+  int count = 0;
+  if (a.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const cudaError_t failed = resident_clusters(kernel, device, each * groups * kWarp, bytes, a.cluster, count);
+  if (failed != cudaSuccess || count == 0) return cudaGetLastError(), false;
+  const int64_t turns = divide_up(a.rows, groups);
+  const int64_t blocks = std::max(divide_up(turns, kRowsEach), std::min<int64_t>(count, turns));
+  error = launch(kernel, AddedNorm{a, stages}, blocks * a.cluster, dim3(each * kWarp, groups), bytes, a.cluster, stream,
+                 true);
+  return true;
+}
+
+}  // namespace fuseline
