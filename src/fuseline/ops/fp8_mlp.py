@@ -7,7 +7,8 @@ leaves in 16 bits, for the gradient of weight_1, and in fp8 rows, for that of x.
 both at once, and adds up the gradient of bias_1: float16 or bfloat16, an inner width that is a multiple of
 16 and 8,192 at most. The fp8 rows are made of what was rounded to 16 bits, as in layers one after the other.
 
-Errors are those of two such layers. Not twice differentiable.
+Errors are those of two such layers; that of the first also goes through the derivative of GELU. Not twice
+differentiable.
 """
 
 from __future__ import annotations

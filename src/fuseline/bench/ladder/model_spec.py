@@ -101,6 +101,7 @@ def _recorded(machine: Machine, spec: ModelSpec) -> str | None:
 MODEL_RUNGS: tuple[Rung, ...] = (
     _narrower("tf32"),
     _narrower("bf16"),
+    _of("fp8"),
     _of("fused-adamw"),
     Rung(
         "own-modules",

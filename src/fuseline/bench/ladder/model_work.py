@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseline.acceleration import Acceleration, accelerate
+from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, matmul_format
 from fuseline.acceleration.training_step import TrainingStep
 from fuseline.bench.ladder.contender import BETAS, Batch, BatchSource, Contender, Step
@@ -93,14 +94,14 @@ class ModelWorkload:
         if spec.execution == RECORDED:
             assert fast is not None
             whole = fast.training_step(optimizer, spec.precision, grad_clip=0.0)
-            step = _RecordedStep(whole, self._work, seconds)
+            step, fp8 = _RecordedStep(whole, self._work, seconds), whole.fp8
         else:
             own = TrainStep(
                 subject, optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0
             )
-            step = own if fast is None else _AcceleratedStep(own, seconds)
+            step, fp8 = own if fast is None else _AcceleratedStep(own, seconds), own.fp8
         reset_peak_memory(self._device)  # what the proofs took is no part of a step
-        return _ModelContender(spec, self._device, subject, optimizer, step, fast)
+        return _ModelContender(spec, self._device, subject, optimizer, step, fast, fp8)
 
     def batches(self, spec: ModelSpec) -> BatchSource:
         return _Repeated(self._tensors)
@@ -192,22 +193,25 @@ class _ModelContender(Contender):
         optimizer: torch.optim.Optimizer,
         step: Step,
         fast: Acceleration | None,
+        fp8: Fp8Layers | None,
     ) -> None:
         super().__init__(spec, device, subject, optimizer, step)
-        self._fast = fast
+        self._fast, self._fp8 = fast, fp8
 
     @property
     def note(self) -> str:
-        """What is in the model now: a recorded step looks at its modules once more."""
-        if self._fast is None:
-            return ""
-        kinds = Counter(site.kind for site in self._fast.kept)
-        kept = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        return f"accelerate put in {kept or 'nothing'}"
+        """What is in the model now (a recorded step looks at its modules once more), and which layers are in
+        fp8."""
+        notes = [] if self._fp8 is None else self._fp8.summary()
+        if self._fast is not None:
+            kinds = Counter(site.kind for site in self._fast.kept)
+            kept = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+            notes = [f"accelerate put in {kept or 'nothing'}", *notes]
+        return "; ".join(notes)
 
     def close(self) -> None:
+        self._fast = self._fp8 = None
         super().close()
-        self._fast = None
 
 
 class _Repeated:
