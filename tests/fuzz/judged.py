@@ -8,7 +8,7 @@ import math
 import torch
 
 VANISHED = 1e-30
-"""An exponential that is 0 in the reference may not quite be 0 by another formula (GELU's gradient at -13)."""
+"""An exponential that is 0 in the reference may be a little more elsewhere (GELU's gradient at -13)."""
 
 
 @functools.cache
