@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,26 @@ def test_rows_in_tiles_on_the_cpu() -> None:
 @pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
 def test_long(dtype: torch.dtype, causal: int) -> None:
     check(Spec(B=1, H=2, H_kv=1, T=2000, S=2000, D=64, dtype=dtype, causal=causal, scale=0.125), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [NONE, TOP_LEFT, BOTTOM_RIGHT])
+@pytest.mark.parametrize("T", [129, 192, 300, 515, 1000, 1023, 1024])
+def test_self_attention(T: int, causal: int, dtype: torch.dtype) -> None:
+    """On Hopper the backward takes one pass over the scores here: tiles of 64 rows and of 128 keys, full or
+    not, views of one tensor, heads that share keys."""
+    check(Spec(H=4, H_kv=2, T=T, S=T, D=64, dtype=dtype, causal=causal, scale=0.125, layout="qkv"), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
+@pytest.mark.parametrize("change", [{"D": 40}, {"D": 56, "sinks": True}, {"wanted": ("q", "k")}, {"S": 301}])
+def test_near_self_attention(change: dict[str, Any], causal: int) -> None:
+    """Heads that do not fill their columns and sinks in one pass, gradients that are not wanted and more keys
+    than rows in two."""
+    spec = Spec(H=4, H_kv=2, T=300, S=300, D=64, dtype=torch.bfloat16, causal=causal, scale=0.125)
+    check(replace(spec, **change), "cuda")
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 
 from fuseline import native
 
-from .native_calls import BOTTOM_RIGHT, DEVICES, TOP_LEFT, Spec, draw, run_native, written_out
+from .native_calls import BOTTOM_RIGHT, DEVICES, NONE, TOP_LEFT, Spec, draw, run_native, written_out
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -24,6 +24,20 @@ def test_same_bits_every_time(device: str) -> None:
     for one, other in zip(first, again, strict=True):
         for name in one:
             assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
+def test_blocks_that_add_in_turn_give_the_same_bits(causal: int) -> None:
+    """More blocks than run at once add to the gradient of q in the order of their keys."""
+    assert native.load()
+    spec = Spec(B=8, H=12, H_kv=12, T=1024, S=1024, D=64, dtype=torch.bfloat16, causal=causal, scale=0.125)
+    inputs = draw(spec, "cuda")
+    first = run_native(inputs)[1]
+    for _ in range(3):
+        again = run_native(inputs)[1]
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -98,13 +98,16 @@ inline int make_tensor_map(CUtensorMap& map, const BoxedTensor& tensor) {
 }
 
 // A tensor [batch, heads, rows, head_dim] of 16-bit elements, `strides` in elements (any where a dimension is 1 long), fetched
-// in boxes of `box_rows` rows and 64 columns of a head. 0, or an error's code.
+// in boxes of `box_rows` rows and 64 columns of a head. 0, or an error's code: FUSELINE_UNSUPPORTED for expanded tensors.
 inline int make_heads_map(CUtensorMap& map, const void* data, const int64_t (&strides)[3], int64_t batch, int64_t heads,
                           int64_t rows, int64_t head_dim, int box_rows, int dtype) {
   const int64_t counts[3] = {rows, heads, batch};
   const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
   cuuint64_t bytes[3];
-  for (int i = 0; i < 3; ++i) bytes[i] = cuuint64_t(2 * (counts[i] == 1 ? head_dim : strides[2 - i]));
+  for (int i = 0; i < 3; ++i) {
+    if (counts[i] > 1 && strides[2 - i] == 0) return FUSELINE_UNSUPPORTED;  // expanded
+    bytes[i] = cuuint64_t(2 * (counts[i] == 1 ? head_dim : strides[2 - i]));
+  }
   const cuuint32_t box[4] = {64, cuuint32_t(box_rows), 1, 1};
   return encode_tensor_map<4>(map, tensor_map_type(dtype), data, sizes, bytes, box);
 }
