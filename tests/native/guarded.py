@@ -6,6 +6,7 @@ PyTorch at the same dtype, plus one unit in the last place (`assert_as_good`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -56,15 +57,21 @@ def randn(rows: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, n, device=DEVICE).to(dtype)
 
 
-def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
-    """At most twice eager's error and one ulp, over all elements and for the worst one."""
+def assert_as_good(
+    out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str, *, added: int = 1
+) -> None:
+    """At most twice eager's error and one ulp, over all elements and for the worst one. `added`: how many
+    numbers of about 1 make an element. Of a few elements eager may by chance have hit each one."""
+    chance = torch.finfo(torch.float32).eps / 2 * math.sqrt(added) if added > 1 else 0.0
     assert guards_hold(out), f"{what}: wrote outside its output"
     assert not out.isnan().any(), f"{what}: {int(out.isnan().sum())} elements NaN or never written"
     ulp = torch.finfo(out.dtype).eps
     norm, most = exact.norm(), exact.abs().max()
     error, eager_error = ((value.double() - exact).norm() for value in (out, eager))
-    assert error <= 2 * eager_error + ulp * norm, (
+    assert error <= 2 * eager_error + ulp * norm + chance * math.sqrt(exact.numel()), (
         f"{what}: error {error / norm:.2e}, eager {eager_error / norm:.2e}"
     )
     worst, eager_worst = ((value.double() - exact).abs().max() for value in (out, eager))
-    assert worst <= 2 * eager_worst + ulp * most, f"{what}: worst {worst:.2e}, eager {eager_worst:.2e}"
+    assert worst <= 2 * eager_worst + ulp * most + chance, (
+        f"{what}: worst {worst:.2e}, eager {eager_worst:.2e}"
+    )
