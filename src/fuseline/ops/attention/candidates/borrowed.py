@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fuseline.ops.attention.candidate import Candidate, refuse_extras
+from fuseline.ops.attention.candidate import HALF, Candidate, refuse_cuda, refuse_extras
 from fuseline.ops.attention.candidates import cudnn, flash, fuseline
 from fuseline.ops.attention.problem import Problem
 
@@ -20,7 +20,9 @@ def _refuses(problem: Problem, forward: Candidate) -> str | None:
     if not problem.wants_grad:
         return f"without a gradient it is {forward.name}"
     # Whose limits are added as a mask, or where rows see nothing, the two need not agree.
-    reason = refuse_extras(problem, "mask", "window", "packing", "dropout", "soft_cap", "sinks")
+    reason = refuse_cuda(problem, HALF, None) or refuse_extras(
+        problem, "mask", "window", "packing", "dropout", "soft_cap", "sinks"
+    )
     if reason is None and problem.causal != "none" and not problem.is_square:
         reason = "with causality it takes as many keys as queries"
     return (
