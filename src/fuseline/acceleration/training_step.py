@@ -21,6 +21,7 @@ from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms,
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
+from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
@@ -287,7 +288,8 @@ class TrainingStep(InForms):
             return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
         # A batch of transformers is a mapping of its own kind.
-        return pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        batch = pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        return batch if self._loss is not None else without_cache(self.model, batch)
 
     def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Processes exchange gradients once a step, at its last micro-batch."""
