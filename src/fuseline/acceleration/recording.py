@@ -205,7 +205,11 @@ class CallGraph:
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
-        with _warming_up(self._device, self._module.buffers), torch.no_grad(), products.measured(self._device):
+        with (
+            _warming_up(self._device, self._module.buffers),
+            torch.no_grad(),
+            products.measured(self._device),
+        ):
             run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), _own_workspaces(), capturing(graph, self._device), torch.no_grad():

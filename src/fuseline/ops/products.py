@@ -4,9 +4,9 @@
         step(batch)              # what this computes is measured when it ends
     products.choices(device)     # problem -> (algorithm, microseconds, those of torch's own)
 
-`fuseline.ops.linear` and `fuseline.ops.mlp` take the choices, forward and backward; recorded steps measure what
-they compute before they are recorded. Torch's own product is among the candidates; an algorithm takes its place
-only where it computes the same product, and faster by more than the clock's noise.
+`fuseline.ops.linear` and `fuseline.ops.mlp` take the choices, forward and backward; recorded steps measure
+what they compute before they are recorded. Torch's own product is among the candidates; an algorithm takes
+its place only where it computes the same product, and faster by more than the clock's noise.
 """
 
 from __future__ import annotations
@@ -94,9 +94,12 @@ def choices(device: torch.device) -> Mapping[Product, Choice]:
 
 @contextlib.contextmanager
 def measured(device: torch.device, *, seconds: float = SECONDS) -> Iterator[None]:
-    """Measures, behind the block, the products computed in it that were not measured before, for so many seconds
-    at most; it says so on stderr. It does nothing on a CPU, where the native library is not loaded, while a CUDA
-    graph is captured, and under `torch.use_deterministic_algorithms`, where torch's own products are taken."""
+    """Measures, behind the block, the products computed in it that were not measured before, for so many
+    seconds at most; it says so on stderr.
+
+    It does nothing on a CPU, where the native library is not loaded, while a CUDA graph is captured, and
+    under `torch.use_deterministic_algorithms`, where torch's own products are taken.
+    """
     if device.type != "cuda" or not native.ready("cuda") or torch.are_deterministic_algorithms_enabled():
         yield
         return
