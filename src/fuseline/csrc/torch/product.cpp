@@ -7,6 +7,7 @@
 
 #include "product.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -268,7 +269,10 @@ Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool t
                const std::optional<Tensor>& bias) {
     using namespace product_op;
     const auto problem = problem_of(left, turned_left, right, turned_right, bias);
-    if (!problem.has_value()) return by_torch(left, turned_left, right, turned_right, bias);
+    // Choices are of this machine and this day: where bits are to repeat in another process, none is taken.
+    if (!problem.has_value() || at::globalContext().deterministicAlgorithms()) {
+        return by_torch(left, turned_left, right, turned_right, bias);
+    }
     Products& all = products();
     int64_t algorithm = -1;
     {
