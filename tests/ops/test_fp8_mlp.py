@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fuseline.errors import InputError
-from fuseline.ops.fp8_mlp import WIDEST, fp8_mlp, gelu_rows, gelu_rows_backward
+from fuseline.ops.fp8_mlp import WIDEST, fp8_mlp, activation_rows, activation_rows_backward
 from fuseline.ops.fp8_rows import E4M3, E5M2, quantize_rows
 from fuseline.ops.fp8_training import fp8_training_linear, fp8_weight
 
@@ -123,14 +123,14 @@ def test_the_kernels_are_the_ops_and_their_rows(
     bias, columns = torch.randn(shape[1], device="cuda"), torch.rand(shape[1], device="cuda") + 0.1
     for added in (bias, None):
         exact = x.double() if added is None else x.double() + added
-        y, (rows, scales) = gelu_rows(x, added, approximate)
+        y, (rows, scales) = activation_rows(x, added, approximate)
         assert _error(y, F.gelu(exact, approximate=approximate)) < torch.finfo(dtype).eps
         wanted_rows, wanted_scales = quantize_rows(y)
         assert torch.equal(scales, wanted_scales)
         assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
         slope = torch.ops.aten.gelu_backward.default(grad.double(), exact, approximate=approximate)
         for format in (E4M3, E5M2):
-            grad_x, (rows, scales), grad_bias = gelu_rows_backward(
+            grad_x, (rows, scales), grad_bias = activation_rows_backward(
                 grad, x, added, columns, approximate, format=format, bias_wanted=True
             )
             assert _error(grad_x, slope) < torch.finfo(dtype).eps
@@ -140,20 +140,20 @@ def test_the_kernels_are_the_ops_and_their_rows(
             torch.testing.assert_close(
                 grad_bias, grad_x.double().sum(0).float(), rtol=1e-4, atol=1e-4 * shape[0] ** 0.5
             )
-    assert gelu_rows_backward(grad, x, None, columns, approximate)[2] is None
+    assert activation_rows_backward(grad, x, None, columns, approximate)[2] is None
 
 
 @pytest.mark.gpu
 def test_the_kernels_hand_on_what_is_no_number_and_take_no_rows() -> None:
     x = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16)
     x[3, 5], x[4, 6] = torch.nan, torch.inf
-    _, (rows, scales) = gelu_rows(x, None, "tanh")
+    _, (rows, scales) = activation_rows(x, None, "tanh")
     product = rows.float() * scales
     assert product[3].isnan().all()
     assert product[4].isnan().all()
     assert product[5:].isfinite().all()
     none = x[:0]
     columns = torch.ones(64, device="cuda")
-    assert gelu_rows(none, None, "tanh")[0].shape == (0, 64)
-    sums = gelu_rows_backward(none, none, None, columns, "tanh", bias_wanted=True)[2]
+    assert activation_rows(none, None, "tanh")[0].shape == (0, 64)
+    sums = activation_rows_backward(none, none, None, columns, "tanh", bias_wanted=True)[2]
     assert not sums.any()
