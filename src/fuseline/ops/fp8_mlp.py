@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from fuseline import native
 from fuseline.errors import InputError
 from fuseline.ops.fp8_rows import E4M3, E5M2, ROW_STEP, quantize_rows, scaled_product
-from fuseline.ops.fp8_training import Fp8Weight
+from fuseline.ops.fp8_training import Fp8Weight, weight_gradient
 from fuseline.ops.gelu import gelu
 from fuseline.ops.swiglu import swiglu
 
@@ -163,9 +163,9 @@ class _Mlp(torch.autograd.Function):
             if of_x:
                 grads[0] = scaled_product(*rows, columns_1, ones_1, grad_y.dtype)
             if of_weight_1:
-                grads[1] = grad_z.t() @ x
+                grads[1] = weight_gradient(grad_z, x, ctx.dtypes[0])
         if of_weight_2:
-            grads[3] = grad_y.t() @ inner
+            grads[3] = weight_gradient(grad_y, inner, ctx.dtypes[2])
         if of_bias_2:
             grads[4] = grad_y.sum(0)
         of_parameters = [
