@@ -24,7 +24,7 @@ OPS = (
     ("cross_entropy", "fwbw", "cross-entropy and its gradient", 4096),
 )
 LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
-PEERS = ("eager", "inductor", "liger", "quack")
+PEERS = ("eager", "inductor", "max-autotune", "liger", "quack", "apex", "transformer-engine")
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 NEAR = 0.97
 

@@ -155,7 +155,7 @@ def fused_kernels(records: Sequence[Record]) -> list[str]:
 
     def place(r: Record) -> tuple[object, ...] | None:
         case = r.case
-        if case.get("section") != "seed":
+        if case.get("section") != "seed" or "mask" in case:
             return None
         return case["op"], case["direction"], case["captured"], case["rows"], case["n"]
 
