@@ -116,11 +116,8 @@ def _seed(records: Sequence[Record]) -> Table | None:
         if record.case.get("section") == "seed" and record.metric != "skipped":
             op, masked = str(record.case["op"]), record.case.get("mask")
             direction = f"{record.case['direction']}{', in a graph' if record.case['captured'] else ''}"
-            place = (
-                f"{op}, {masked}" if masked else op,
-                direction,
-                *(str(record.case[k]) for k in ("rows", "n")),
-            )
+            shape = (str(record.case[key]) for key in ("rows", "n"))
+            place = (f"{op}, {masked}" if masked else op, direction, *shape)
             rows.setdefault(place, {}).setdefault(record.peer, {})[record.metric] = record
     if not rows:
         return None

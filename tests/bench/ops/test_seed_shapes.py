@@ -48,9 +48,8 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     printed = capsys.readouterr().out
     assert "softmax, scaled, causal" in printed
     assert "apex skipped, all: not installed" in printed
-    found = {
-        (r.peer, r.case.get("op"), r.case.get("direction"), r.metric) for r in read(tmp_path / "ops.jsonl")
-    }
+    records = read(tmp_path / "ops.jsonl")
+    found = {(r.peer, r.case.get("op"), r.case.get("direction"), r.metric) for r in records}
     for op in ("softmax", "layer_norm"):
         for direction in ("fw", "bw"):
             assert ("eager", op, direction, "paired_speedup") in found

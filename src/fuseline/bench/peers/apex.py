@@ -1,5 +1,5 @@
-"""Apex (NVIDIA): CUDA kernels for norms, attention's softmax and the loss. It has no wheel: it is built from its
-repository for the torch that is installed, with `APEX_ALL_CONTRIB_EXT=1`.
+"""Apex (NVIDIA): CUDA kernels for norms, attention's softmax and the loss. It has no wheel: it is built from
+its repository for the torch that is installed, with `APEX_ALL_CONTRIB_EXT=1`.
 
 Its softmax takes 16 bits, and up to 16,384 keys; scale, and either a mask that hides or the causal limit.
 """

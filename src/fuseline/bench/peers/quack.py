@@ -188,11 +188,10 @@ class _OnePassCrossEntropy(torch.autograd.Function):
         factors = weight
         if reduction == "mean":
             kept = target != ignore_index
-            ones = (
-                logits.new_ones(logits.shape[-1], dtype=torch.float32) if weight is None else weight.float()
-            )
-            total = kept.sum() if weight is None else (ones[target.clamp(min=0)] * kept).sum()
-            factors = ones / total
+            ones = logits.new_ones(logits.shape[-1], dtype=torch.float32)
+            of_classes = ones if weight is None else weight.float()
+            total = kept.sum() if weight is None else (of_classes[target.clamp(min=0)] * kept).sum()
+            factors = of_classes / total
         found = cross_entropy_fwd(
             logits, target, weight=factors, ignore_index=ignore_index, return_dx=ctx.needs_input_grad[0]
         )

@@ -1,4 +1,4 @@
-"""Transformer Engine (NVIDIA): norms and the loss. `pip install transformer_engine[pytorch]`, which builds its
+"""Transformer Engine (NVIDIA): norms and the loss. `pip install transformer_engine[pytorch]` builds its
 binding for the torch that is installed."""
 
 from __future__ import annotations

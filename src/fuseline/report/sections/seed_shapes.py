@@ -1,4 +1,4 @@
-"""Softmax and LayerNorm at the homework's shapes, over the op-by-op composition."""
+"""Softmax and LayerNorm at the homework's shapes, over the op-by-op composition; the tutorial's LSTM cell."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def blocks(records: Sequence[Record]) -> list[Block]:
         drawn = table(_title(captured), _columns(captured), _rows(group, captured), told, _reading(captured))
         made += [drawn] if drawn is not None else []
     return made
+
+
+def lstm_cell(records: Sequence[Record]) -> Block | None:
+    """The tutorial's LSTM cell: a row a direction, a column a way."""
+    ways = list(dict.fromkeys(r.peer for r in records))
+    rows = []
+    for direction, group in grouped(records, lambda r: str(r.case["direction"])).items():
+        found = {(r.peer, r.metric): r for r in group}
+        cells = (
+            cell(found.get((way, metric)))
+            for way in ways
+            for metric in (("time_us",) if way == "python" else ("time_us", "paired_speedup"))
+        )
+        rows.append(Row((Cell(DIRECTIONS[direction]), *cells)))
+    columns = [Column("LSTM cell", numeric=False)]
+    for way in ways:
+        columns.append(Column(f"{LSTM_WAYS.get(way, way)}, µs"))
+        columns += [] if way == "python" else [Column("Python over it")]
+    told = source(records, samples="n (runs)")
+    return table("An LSTM cell in Python, in C++ and with a kernel", columns, rows, told)
+
+
+LSTM_WAYS = {"python": "Python", "aten": "C++ over ATen", "fuseline": "with a kernel"}
 
 
 def _title(captured: bool) -> str:
