@@ -83,6 +83,7 @@ def _case(config: TrainConfig) -> dict[str, Scalar]:
         "dtype": config.precision,
         "backend": config.attention,
         "norm": config.norm,
+        "loss": config.loss,
         "execution": config.execution,
         "deterministic": config.deterministic,
         "seed": config.seed,
