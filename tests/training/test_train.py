@@ -84,9 +84,7 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(small: Make, course: M
 
 
 @pytest.mark.parametrize("loss", ["logits", "fuseline", "fuseline-linear"])
-def test_the_loss_may_be_computed_otherwise(
-    loss: str, small: Make, course: Make, tmp_path: Path
-) -> None:
+def test_the_loss_may_be_computed_otherwise(loss: str, small: Make, course: Make, tmp_path: Path) -> None:
     """The same training; and the name reaches the model and its checkpoint."""
     train(small(steps=6), folder=tmp_path / "torch")
     train(small(steps=6, loss=loss), folder=tmp_path / "other")

@@ -50,6 +50,7 @@ UNITS = {
     "speedup": "ratio",
     "paired_speedup": "ratio",
     "peak_memory_gib": "GiB",
+    "reserved_memory_gib": "GiB",
     "max_batch": "sequences",
     "compile_s": "s",
     "accelerate_s": "s",
