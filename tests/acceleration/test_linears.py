@@ -84,7 +84,7 @@ def alike(mine: list[Any], theirs: list[Any]) -> None:
 def joined(model: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Tensor], Any]) -> int:
     """How many layers of a run took x from the layer before."""
     count = 0
-    own = shared_input.Passed.is_of
+    own = shared_input.Given.is_of
 
     def counting(self: Any, *args: Any) -> bool:
         nonlocal count
@@ -92,7 +92,7 @@ def joined(model: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Tensor],
         return taken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_input.Passed, "is_of", counting)
+        patch.setattr(shared_input.Given, "is_of", counting)
         run(model, x)
     return count
 
@@ -246,7 +246,7 @@ def test_an_input_written_to_between_two_layers_raises_as_without(both: Any) -> 
 def test_nothing_is_held_behind_a_forward(both: Any) -> None:
     model, _, x = both
     model(x)
-    assert shared_input._last.passed is None
+    assert shared_input._kept.given == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -278,3 +278,160 @@ def test_a_module_around_may_take_the_layers(keep_all: Any) -> None:
     before = [layer["forward"].taken for layer in layers]
     torch.testing.assert_close(model[0](x), wanted)
     assert [layer["forward"].taken for layer in layers] == before
+
+
+class Residual(nn.Module):
+    """A block that normalizes before its branches, or after the sums."""
+
+    def __init__(self, post: bool) -> None:
+        super().__init__()
+        self.post = post
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)
+        self.q, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.q(x).tanh() * self.v(x))
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x).tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.post:
+            x = self.before(self.mix(x) + x)
+            return self.after(x + self.feed(x))
+        x = x + self.mix(self.before(x))
+        return x + self.feed(self.after(x))
+
+
+class Residuals(nn.Module):
+    def __init__(self, post: bool) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second, self.last = Residual(post), Residual(post), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(self.enter(x))))
+
+
+def within(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """As `training_step` runs a forward."""
+
+    def wrapped(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with shared_input.across_modules():
+            return run(model, x)
+
+    return wrapped
+
+
+def plainly(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def seen_sums(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Retained gradients and hooks of the sums, one of which another reads as well."""
+    entered = model.enter(x)
+    hidden = model.first(entered)
+    hidden.register_hook(lambda gradient: gradient * 1.5)
+    hidden.retain_grad()
+    y = model.second(hidden)
+    y.retain_grad()
+    SEEN.append((hidden, y))
+    return model.last(y) + 0.3 * hidden
+
+
+SEEN: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def checkpointed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = model.enter(x)
+    for block in (model.first, model.second):
+        x = checkpoint(block, x, use_reentrant=False)
+    return model.last(x)
+
+
+def hooks_on_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for part in (model.second, model.second.after, model.first.q, model.first.narrow):
+        part.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
+    return model(x)
+
+
+def a_branch_that_is_not_used(model: Any, x: torch.Tensor) -> torch.Tensor:
+    block, hidden = model.first, model.enter(x)
+    block.v(hidden), block.q(hidden)
+    total = hidden + block.narrow(block.wide(hidden).tanh())
+    block.after(total)
+    return total
+
+
+def written_sums(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(model.enter(x))
+    return model.second(hidden.mul_(2.0))
+
+
+def written_results(model: Any, x: torch.Tensor) -> torch.Tensor:
+    block, hidden = model.first, model.enter(x)
+    mixed = block.q(hidden).relu_() * 2 + block.v(hidden).mul_(3.0)
+    return model.second(hidden + block.out(mixed).add_(1.0))
+
+
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize(
+    "run", [plainly, written_results, seen_sums, checkpointed, hooks_on_blocks, a_branch_that_is_not_used, written_sums]
+)
+def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., torch.Tensor]) -> None:
+    model, x = Residuals(post), torch.randn(3, 5, WIDTH, requires_grad=True)
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    assert {site.kind for site in fast.kept} >= {"linear", "residual_norm"}
+    SEEN.clear()
+    outcome: list[Any] = []
+    for one, how in ((model, within(run)), (plain, run)):
+        try:
+            outcome.append(gradients(one, x, how))
+        except RuntimeError as error:
+            outcome.append([str(error).split(":")[0]])
+    if isinstance(outcome[1][0], str):
+        assert outcome[0] == outcome[1]
+    else:
+        alike(*outcome)
+    assert shared_input._kept.given == ()
+    if SEEN:
+        (mine, theirs), both = SEEN, range(2)
+        alike([mine[i].grad for i in both], [theirs[i].grad for i in both])
+    assert fast.undo() is model
+
+
+@pytest.mark.parametrize("post", [False, True])
+def test_how_many_readers_are_joined(keep_all: Any, post: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All additions of two gradients of one tensor go, but for that of the first sum before a norm, whose summand
+    no norm and no linear layer has read."""
+    model, x = Residuals(post), torch.randn(3, 5, WIDTH, requires_grad=True)
+    keep_all(model, x)
+    taken, count = shared_input.taken, 0
+
+    def counting(given: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal count
+        result = taken(given, *args, **options)
+        count += result is not given
+        return result
+
+    for module in ("shared_input", "sum_norm"):
+        monkeypatch.setattr(f"fuseline.acceleration.{module}.taken", counting)
+    within(plainly)(model, x)
+    # Two layers of one input a block, and its two sums.
+    assert count == 2 * 3 - (0 if post else 1)
+
+
+def test_a_step_takes_them(keep_all: Any) -> None:
+    model, x = Residuals(False), torch.randn(3, 5, WIDTH)
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    step = fast.training_step(
+        optimizers[0], "fp32", grad_clip=0.0, loss=lambda output, _: (output * SOURCES).sum()
+    )
+    step(x)
+    (plain(x) * SOURCES).sum().backward()
+    optimizers[1].step()
+    alike(list(model.parameters()), list(plain.parameters()))
