@@ -15,7 +15,7 @@ class Site:
         path: its name in the model; `also` are other names of the same module. A residual_norm stands at the
             norm, also where the sum is another module's; rotary at the module that turns queries and keys;
             ReLU with the dropout after it, an activation, at the module whose result they are given.
-        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation",
+        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation", "linear",
             "residual_norm", "embedding", "rotary", "attention" or "head_loss".
         status: "kept" (Fuseline's op runs there), "refused" (the reason says why), "not faster" (right, but
             it does not pay on this device), "found" (nothing was done: a dry run, or the module around it was
@@ -25,7 +25,7 @@ class Site:
         error, original_error: relative errors against float64 as norms, of the op's output and of the
             original's, the worst of all that was tried.
         time_us, original_time_us: of one call, with its backward where the model trains; None where nothing
-            was timed.
+            was timed. Linear layers that read one tensor are timed together.
     """
 
     path: str

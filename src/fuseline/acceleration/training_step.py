@@ -27,6 +27,7 @@ from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
+from fuseline.acceleration.shared_input import across_modules
 from fuseline.errors import InputError, first_line
 from fuseline.timing import ran_out_of_memory
 
@@ -255,10 +256,10 @@ class TrainingStep(InForms):
         """The context of the form that is kept, with the micro-batch's masks; the plain one of an eager
         step."""
         if self.choice is None:
-            with self._forms[0].inside():
+            with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with self.choice.form.inside(), self._masks.inside(self._full[index]):
+            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
                 yield
 
     def _update(self) -> None:

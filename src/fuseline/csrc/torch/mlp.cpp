@@ -7,7 +7,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,6 +15,7 @@
 #include <array>
 #include <tuple>
 
+#include "column_sums.h"
 #include "fuseline_linear_gelu.h"
 #include "fuseline_torch.h"
 #include "product.h"
@@ -158,7 +158,7 @@ Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Ten
     }
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_backward);
     check_launch(launch(&call, current_stream(grad_out)), "mlp_backward");
-    return {grad_z, bias_wanted ? sums.sum(at::IntArrayRef{0}).to(grad_z.scalar_type()) : Tensor()};
+    return {grad_z, bias_wanted ? column_sums(sums, grad_z.scalar_type()) : Tensor()};
 }
 
 // ---- kernels, for any device ----
@@ -216,7 +216,7 @@ Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor&
         if (wanted[1]) grad_weight_1 = product(grad_z, true, rows_of(x.value()), false);
     }
     if (wanted[3]) grad_weight_2 = product(grad, true, inner.value(), false);
-    if (wanted[4]) grad_bias_2 = grad.sum(at::IntArrayRef{0});
+    if (wanted[4]) grad_bias_2 = column_sums(grad, grad.scalar_type());
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
 
