@@ -1,5 +1,5 @@
-"""Half a minute of the fuzz of ops (test_files_and_kills.py has the other half), and that it would find what is
-wrong."""
+"""Half a minute of the fuzz of ops, and that it would find what is wrong. The other half minute is that of
+test_files_and_kills.py."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class Options(Recorded, Seeded):
     """Row lengths drawn from --seed besides, at which no kernel was tuned; their figures stand apart. 0 for
     none; 5 on a GPU and 2 on a processor, if no --lengths are named."""
     peers: tuple[str, ...] = ()
-    """Who to measure: fuseline, eager, inductor, liger, quack. All if none is named; absent ones are said."""
+    """Who to measure: fuseline, eager, inductor, liger, quack. All if none is named; a note lists those that
+    are not installed."""
     elements: int | None = None
     """Elements of a matrix, in place of the default: small ones are also timed inside a CUDA graph."""
     few_rows: bool = False
