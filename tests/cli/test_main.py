@@ -31,7 +31,7 @@ def test_version(capsys):
         (["bench", "complie"], "Did you mean 'compile'"),
         (["bench"], "needs a second word: acceleration, step, ops"),
         (["train", "--help"], "gpt"),
-        (["quux"], "Known: ladder"),
+        (["quux"], "Known: accelerate"),
     ],
 )
 def test_a_wrong_verb_gets_one_line_and_exit_code_2(capsys, arguments, said):
