@@ -14,8 +14,10 @@ constexpr int64_t kLeastWidth = 768, kMostWidth = 1024;
 constexpr int64_t kLeastTurns = 8;
 constexpr double kFull = 0.85;  // of the time of the blocks that run at once
 
-template <class T, template <class, class> class Work>
-int run_gelu(const fuseline_linear_gelu& call, void* stream) {
+template <template <class, class> class Work>
+int run_taken(const fuseline_linear_gelu& call, void* stream) {
+  using T = __nv_bfloat16;
+  if (!fuseline_linear_gelu_takes(call.rows, call.inner, call.width, call.dtype)) return FUSELINE_UNSUPPORTED;
   LinearGelu a{};
   a.bias = call.bias, a.kept = call.kept, a.out = call.out, a.sums = call.sums;
   a.m = int(call.rows), a.n = int(call.inner);
@@ -25,12 +27,6 @@ int run_gelu(const fuseline_linear_gelu& call, void* stream) {
   return call.approximate == FUSELINE_GELU_TANH ? run(GeluTanh<T>{}) : run(GeluErf<T>{});
 }
 
-template <template <class, class> class Work>
-int run_taken(const fuseline_linear_gelu& call, void* stream) {
-  if (!fuseline_linear_gelu_takes(call.rows, call.inner, call.width, call.dtype)) return FUSELINE_UNSUPPORTED;
-  return call.dtype == FUSELINE_FLOAT16 ? run_gelu<__half, Work>(call, stream) : run_gelu<__nv_bfloat16, Work>(call, stream);
-}
-
 }  // namespace
 }  // namespace fuseline
 
@@ -38,7 +34,7 @@ using namespace fuseline;
 
 int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int dtype) {
   constexpr int64_t kMost = 0x3fffffff;
-  if (dtype != FUSELINE_FLOAT16 && dtype != FUSELINE_BFLOAT16) return false;
+  if (dtype != FUSELINE_BFLOAT16) return false;
   if (rows < 1 || rows > kMost || inner > kMost || width > kMost || inner % 8 != 0 || width % 8 != 0) return false;
   if (width < kLeastWidth || width > kMostWidth) return false;
   Device device;
