@@ -14,7 +14,9 @@ constexpr int64_t kLeastWidth = 768, kMostWidth = 1024;
 constexpr int64_t kLeastTurns = 8;
 constexpr double kFull = 0.85;  // of the time of the blocks that run at once
 
-template <class T, class Work>
+using T = __nv_bfloat16;
+
+template <class Work>
 int run(const fuseline_linear_gelu& call, void* stream) {
   LinearGelu a{};
   a.bias = call.bias, a.slope = call.slope, a.out = call.out, a.sums = call.sums;
@@ -22,14 +24,7 @@ int run(const fuseline_linear_gelu& call, void* stream) {
   return run_linear_gelu<T, Work>(a, call.left, call.right, call.width, call.dtype, stream);
 }
 
-template <class T>
-int run_forward(const fuseline_linear_gelu& call, void* stream) {
-  return call.approximate == FUSELINE_GELU_TANH ? run<T, LinearGeluForward<T, GeluTanh<T>>>(call, stream)
-                                                : run<T, LinearGeluForward<T, GeluErf<T>>>(call, stream);
-}
-
 // The backward takes more shared memory than the forward. A part of a device may have no room for its clusters.
-template <class T>
 bool has_room(const Device& device) {
   int clusters = 0;
   return resident_linear_gelu<T, LinearGeluBackward<T>>(device, clusters) == cudaSuccess && clusters > 0;
@@ -46,14 +41,13 @@ using namespace fuseline;
 
 int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int64_t out, int dtype) {
   constexpr int64_t kMost = 0x3fffffff;
-  if (dtype != FUSELINE_FLOAT16 && dtype != FUSELINE_BFLOAT16) return false;
+  if (dtype != FUSELINE_BFLOAT16) return false;
   if (rows < 1 || rows > kMost || inner > kMost || inner % 8 != 0) return false;
   for (const int64_t multiplied : {width, out}) {
     if (multiplied < kLeastWidth || multiplied > kMostWidth || multiplied % 8 != 0) return false;
   }
   Device device;
-  if (current_device(device) != cudaSuccess || !device.warpgroups) return false;
-  if (!(dtype == FUSELINE_FLOAT16 ? has_room<__half>(device) : has_room<__nv_bfloat16>(device))) return false;
+  if (current_device(device) != cudaSuccess || !device.warpgroups || !has_room(device)) return false;
   const int64_t at_once = device.processors / kHeadCluster, tall = kHeadCluster * kHeadRows;
   const int64_t turns = divide_up(divide_up(rows, tall) * divide_up(inner, kHeadWide), at_once);
   return turns >= kLeastTurns && double(rows) * double(inner) >= kFull * double(turns * at_once * tall * kHeadWide);
@@ -61,11 +55,10 @@ int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int64
 
 int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream) {
   if (!taken(*call)) return FUSELINE_UNSUPPORTED;
-  return call->dtype == FUSELINE_FLOAT16 ? run_forward<__half>(*call, stream) : run_forward<__nv_bfloat16>(*call, stream);
+  return call->approximate == FUSELINE_GELU_TANH ? run<LinearGeluForward<T, GeluTanh<T>>>(*call, stream)
+                                                 : run<LinearGeluForward<T, GeluErf<T>>>(*call, stream);
 }
 
 int fuseline_linear_gelu_backward(const fuseline_linear_gelu* call, void* stream) {
-  if (!taken(*call)) return FUSELINE_UNSUPPORTED;
-  return call->dtype == FUSELINE_FLOAT16 ? run<__half, LinearGeluBackward<__half>>(*call, stream)
-                                         : run<__nv_bfloat16, LinearGeluBackward<__nv_bfloat16>>(*call, stream);
+  return taken(*call) ? run<LinearGeluBackward<T>>(*call, stream) : FUSELINE_UNSUPPORTED;
 }
