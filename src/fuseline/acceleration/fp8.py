@@ -1,10 +1,9 @@
-"""Training in fp8: which linear layers of a model's blocks compute in it, decided by the clock.
+"""Training in fp8: measured times decide which linear layers of a model's blocks compute in it.
 
-Every layer with a shape of its own is timed forward and backward in bf16 and in fp8, as the step will run it
-(recorded or not), its weight's conversion included; fp8 stays where it is faster. What was decided for a
-shape on a GPU is kept on disk for as long as the kernels stay the same, so that a resumed run computes as it
-began. The head, the embedding and
-everything outside of the repeated blocks stay in 16 bits.
+For every shape, a layer is timed forward and backward in bf16 and in fp8, as the step will run it (recorded
+or not), with the conversion of its weight included. fp8 is kept where it is faster. The decision for a shape
+on a GPU is kept on disk for as long as the kernels stay the same, so that a resumed run computes as before.
+The head, the embedding and everything outside of the repeated blocks stay in 16 bits.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ UNITS = {
     "paired_over_bf16": "ratio",
     "layers_in_fp8": "layers",
     "peak_memory_gib": "GiB",
+    "reserved_memory_gib": "GiB",
     "max_batch": "sequences",
     "compile_s": "s",
     "accelerate_s": "s",

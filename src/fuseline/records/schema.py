@@ -89,6 +89,7 @@ _AMOUNTS = (
     "overflow_magnitude",
     "price_per_hour",
     "size_kib",
+    "training_s",
 )
 _FLAGS = (
     "allclose_sdpa",
