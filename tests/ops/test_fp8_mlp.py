@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fuseline.errors import InputError
-from fuseline.ops.fp8_mlp import WIDEST, fp8_mlp, activation_rows, activation_rows_backward
+from fuseline.ops.fp8_mlp import WIDEST, activation_rows, activation_rows_backward, fp8_mlp
 from fuseline.ops.fp8_rows import E4M3, E5M2, quantize_rows
 from fuseline.ops.fp8_training import fp8_training_linear, fp8_weight, weight_gradient
 from fuseline.ops.swiglu import swiglu

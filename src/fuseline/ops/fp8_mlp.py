@@ -1,4 +1,4 @@
-"""A transformer's MLP that trains in fp8: two linear layers of `fuseline.ops.fp8_training` with an activation between.
+"""A transformer's MLP that trains in fp8: two layers of `fuseline.ops.fp8_training`, an activation between.
 
     y = gelu(x @ weight_1^T + bias_1) @ weight_2^T + bias_2
     y = swiglu(x @ weight_1^T) @ weight_2^T       weight_1 [2 F, C], the gate's rows first
@@ -33,9 +33,7 @@ WIDEST = 8192
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
-def activation_rows(
-    x: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> tuple[torch.Tensor, Rows]:
+def activation_rows(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> tuple[torch.Tensor, Rows]:
     """The activation of x [M, N] (+ bias [N], float32) in x's dtype, and its rows in e4m3 with their scales:
     GELU, "tanh" or "none" (the error function), [M, N], or "swiglu", [M, N / 2]."""
     if _has_kernel(x, activation):
@@ -117,9 +115,7 @@ def fp8_mlp(
     if activation == "swiglu" and bias_1 is not None:
         raise InputError("fp8_mlp: swiglu takes no bias_1. Compute the layers one after the other.")
     rows = x.reshape(-1, x.shape[-1])
-    y: torch.Tensor = _Mlp.apply(
-        rows, weight_1, bias_1, weight_2, bias_2, activation, weights8, x8, gradient
-    )
+    y: torch.Tensor = _Mlp.apply(rows, weight_1, bias_1, weight_2, bias_2, activation, weights8, x8, gradient)
     return y.view(*x.shape[:-1], len(weight_2))
 
 

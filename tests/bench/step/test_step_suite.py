@@ -77,9 +77,8 @@ def test_a_step_in_fp8_says_which_layers_are(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("fuseline.acceleration.precision.why_no_fp8", lambda device: None)
     monkeypatch.setitem(FORMS, "fuseline-fp8", replace(FORMS["fuseline-fp8"], execution="eager"))
     cases = find_cases(["tiny"], batch_size=2, seqlen=16, precision="bf16")
-    records = run(
-        StepBench(torch.device("cpu"), cases, ("fuseline-fp8",), 1, 1), tmp_path / "out.jsonl", lambda *of: None
-    )
+    bench = StepBench(torch.device("cpu"), cases, ("fuseline-fp8",), 1, 1)
+    records = run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)
     (found,) = [r for r in records if r.metric == "layers_in_fp8"]
     layers = found.case["layers"].split("; ")
     assert sum(int(line.split()[0]) for line in layers) == found.n

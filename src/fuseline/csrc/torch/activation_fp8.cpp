@@ -71,7 +71,8 @@ Four backward_meta(const Tensor& grad_out, const Tensor& x, const OptionalTensor
     TORCH_CHECK_VALUE(grad_out.dim() == 2 && grad_out.sym_size(0) == x.sym_size(0) && grad_out.sym_size(1) == n &&
                           grad_out.scalar_type() == x.scalar_type(),
                       kBackward, ": grad_out is ", grad_out.scalar_type(), " of shape ", grad_out.sym_sizes(), ", x ",
-                      x.scalar_type(), " of ", x.sym_sizes(), "; they have the same dtype, and grad_out the shape of the result.");
+                      x.scalar_type(), " of ", x.sym_sizes(),
+                      "; they have the same dtype, and grad_out the shape of the result.");
     auto [grad_x, rows, scales] = empty_rows(x, x.sym_size(1), e5m2);
     return {grad_x, rows, scales, bias_wanted ? at::empty_symint({x.sym_size(1)}, scales.options()) : Tensor()};
 }

@@ -119,7 +119,7 @@ int64_t fuseline_activation_fp8_partials(int64_t rows, int64_t n) {
   using namespace fuseline;
   Device device;
   if (rows <= 0 || n <= 0 || n > kWidestFp8Activation || current_device(device) != cudaSuccess) return 0;
-  return fp8_rows_at_once<GeluGradient<GeluErf<float>>>(rows, n / kFp8Vector, device);
+  return fp8_rows_at_once<GeluGradient<GeluErf<__half>>>(rows, n / kFp8Vector, device);
 }
 
 int fuseline_activation_fp8_backward(const void* grad_out, const void* x, const float* bias, const float* columns,

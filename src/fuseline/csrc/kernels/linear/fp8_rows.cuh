@@ -15,6 +15,7 @@
 // take 36.
 #pragma once
 
+#include "device/elementwise.cuh"
 #include "device/fp8.cuh"
 #include "fuseline_fp8.h"
 
@@ -45,12 +46,14 @@ struct AsTheyAre {
 // 8 elements as they are in memory.
 template <class T>
 struct Raw8 {
-  static constexpr int kLoads = kFp8Vector / kVector<T>;
+  static constexpr int kSize = kVector<T>, kLoads = kFp8Vector / kSize;
+  using Part = float (&)[kSize];
+  using ConstPart = const float (&)[kSize];
   uint4 words[kLoads];
 
   __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) words[i] = load_once(from + i * kVector<T>);
+    for (int i = 0; i < kLoads; ++i) words[i] = load_once(from + i * kSize);
   }
   __device__ __forceinline__ void store(T* to) const {
 #pragma unroll
@@ -58,37 +61,21 @@ struct Raw8 {
   }
   __device__ __forceinline__ void unpacked(float (&values)[kFp8Vector]) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      float some[kVector<T>];
-      unpack<T>(words[i], some);
-#pragma unroll
-      for (int j = 0; j < kVector<T>; ++j) values[i * kVector<T> + j] = some[j];
-    }
+    for (int i = 0; i < kLoads; ++i) unpack<T>(words[i], reinterpret_cast<Part>(values[i * kSize]));
   }
   __device__ __forceinline__ void rounded(const float (&values)[kFp8Vector]) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      float some[kVector<T>];
-#pragma unroll
-      for (int j = 0; j < kVector<T>; ++j) some[j] = values[i * kVector<T> + j];
-      words[i] = pack<T>(some);
-    }
+    for (int i = 0; i < kLoads; ++i) words[i] = pack<T>(reinterpret_cast<ConstPart>(values[i * kSize]));
   }
 };
 
-__device__ __forceinline__ void load_eight(const float* from, float (&values)[kFp8Vector]) {
-  const float4 low = __ldg(reinterpret_cast<const float4*>(from)), high = __ldg(reinterpret_cast<const float4*>(from) + 1);
-  values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
-  values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-}
-
 // As numbers, times their columns' factors.
 template <class T>
-__device__ __forceinline__ void weighted(const Raw8<T>& raw, const float* columns, int column, float (&values)[kFp8Vector]) {
+__device__ __forceinline__ void weighted(const Raw8<T>& raw, const float* columns, int at, float (&values)[kFp8Vector]) {
   raw.unpacked(values);
   if (!columns) return;
   float factors[kFp8Vector];
-  load_eight(columns + column, factors);
+  load_reused<float>(columns + at, factors);
 #pragma unroll
   for (int i = 0; i < kFp8Vector; ++i) values[i] *= factors[i];
 }
@@ -133,16 +120,8 @@ __global__ void __launch_bounds__(kMostThreads, Source::kBlocks) fp8_rows(const 
         float in[kIn][kFp8Vector], bias[kFp8Vector] = {}, out[kOut][kFp8Vector];
 #pragma unroll
         for (int s = 0; s < kIn; ++s) raw[i][s].unpacked(in[s]);
-        if (a.bias) load_eight(a.bias + at, bias);
-#pragma unroll
-        for (int j = 0; j < kFp8Vector; ++j) {
-          float of_one[kIn], result[kOut];
-#pragma unroll
-          for (int s = 0; s < kIn; ++s) of_one[s] = in[s][j];
-          Source::apply(of_one, bias[j], result);
-#pragma unroll
-          for (int o = 0; o < kOut; ++o) out[o][j] = result[o];
-        }
+        if (a.bias) load_reused<float>(a.bias + at, bias);
+        apply_each<Source>(in, bias, out);
 #pragma unroll
         for (int o = 0; o < kOut; ++o) {
           held[i][o].rounded(out[o]);
@@ -166,13 +145,14 @@ __global__ void __launch_bounds__(kMostThreads, Source::kBlocks) fp8_rows(const 
     }
     if constexpr (Source::kSummed) fetch(row + step);
     const auto of_rest = [&](auto&& each) {  // what is behind those held is read from the L2 again
-      if constexpr (Source::kMade) return;
-      for (int at = column + kHeld * threads * kFp8Vector; mine && at < n; at += threads * kFp8Vector) {
-        Raw8<T> one;
-        float values[kFp8Vector];
-        one.load(static_cast<const T*>(a.in[0]) + row * a.stride[0] + at);
-        weighted(one, a.columns, at, values);
-        each(at, values);
+      if constexpr (!Source::kMade) {
+        for (int at = column + kHeld * threads * kFp8Vector; mine && at < n; at += threads * kFp8Vector) {
+          Raw8<T> one;
+          float values[kFp8Vector];
+          one.load(static_cast<const T*>(a.in[0]) + row * a.stride[0] + at);
+          weighted(one, a.columns, at, values);
+          each(at, values);
+        }
       }
     };
     of_rest([&](int, const float(&values)[kFp8Vector]) {
