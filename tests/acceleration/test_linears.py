@@ -39,7 +39,7 @@ class Transposed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Three layers over one x, in another order than they are defined in, one of them narrow and without bias."""
+    """Three layers over one x, in another order than they are defined in, one narrow, without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ def test_undo_and_copies(both: Any, keep_all: Any) -> None:
     alike(gradients(twin, x, lambda m, g: m(g)), gradients(plain, x, lambda m, g: m(g)))
     fresh = Stack()
     fast, before = keep_all(fresh, x), copy.deepcopy(fresh.state_dict())
-    assert fast.undo() is fresh and all("forward" not in m.__dict__ for m in fresh.modules())
+    assert fast.undo() is fresh
+    assert all("forward" not in m.__dict__ for m in fresh.modules())
     assert all(torch.equal(before[name], value) for name, value in fresh.state_dict().items())
 
 
@@ -264,7 +265,8 @@ def test_autocast_and_other_dtypes(keep_all: Any, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         fast = keep_all(model, x)
         mine, theirs = (gradients(one, x, lambda m, g: m(g).to(x.dtype)) for one in (model, plain))
-    assert len(fast.kept) == 8 and fast.report().declined == 0
+    assert len(fast.kept) == 8
+    assert fast.report().declined == 0
     for one, other in zip(mine, theirs, strict=True):
         apart = torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)
         assert apart < (2e-2 if dtype is torch.bfloat16 else 1e-12)
@@ -434,8 +436,8 @@ def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., 
 
 @pytest.mark.parametrize("post", [False, True])
 def test_how_many_readers_are_joined(keep_all: Any, post: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All additions of two gradients of one tensor go, but for that of the first sum before a norm, whose summand
-    no norm and no linear layer has read."""
+    """All additions of two gradients of one tensor go, but for that of the first sum before a norm: no norm
+    that knows its sum and no linear layer has read that summand."""
     model, x = Residuals(post), torch.randn(3, 5, WIDTH, requires_grad=True)
     keep_all(model, x)
     taken, count = shared_input.taken, 0

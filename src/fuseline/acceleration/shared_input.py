@@ -1,11 +1,11 @@
 """Readers of one tensor, whose gradients of it are added up in their own kernels.
 
 Queries, keys and values are three products of one x. For autograd each gives a gradient of x, and it adds
-them up in passes of their own. Here each layer but the last gives x back: beside its result it returns x as an
-output of its own node, and the next layer that reads x reads that. So the gradients go from the last layer to
-the first, and each adds its product to what it is given, in the memory of that: for autograd this is an ordinary
-chain of functions. Hooks on x, its retained gradient, `torch.autograd.grad` of it, and other readers see the
-whole sum.
+them up in passes of their own. Here each layer but the last gives x back: beside its result it returns x as
+an output of its own node, and the next layer that reads x reads that. So the gradients go from the last layer
+to the first, and each adds its product to what it is given, in the memory of that: for autograd this is an
+ordinary chain of functions. Hooks on x, its retained gradient, `torch.autograd.grad` of it, and other readers
+see the whole sum.
 
 Within `across_modules` also a norm gives back the residual sum that it reads, and the next residual sum reads
 that.
