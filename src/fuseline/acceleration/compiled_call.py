@@ -23,9 +23,9 @@ MOST_GRAPHS = 8
 class CompiledCall(InForms):
     """Calls the model as `model(*args, **kwargs)` under `no_grad`.
 
-    On a GPU the first call of each set of shapes records a graph and the others replay it, for as many shapes
-    as are kept; anything else runs eagerly. `reason` says why the last call was not recorded or replayed,
-    where something other than the number of shapes kept it from that.
+    On a GPU the first call with each set of shapes records a graph, and later calls replay it. A limited
+    number of graphs is kept; calls with further shapes run eagerly. If the last call was neither recorded
+    nor replayed for another reason, `reason` says why.
     """
 
     def __init__(self, model: nn.Module, forms: Callable[[], Sequence[Form]] = tuple) -> None:
@@ -66,7 +66,7 @@ class CompiledCall(InForms):
             return self._eagerly(call)
 
     def close(self) -> None:
-        """Let go of recorded graphs."""
+        """Free the recorded graphs."""
         self._graph.close()
 
     def _choose(self, call: Any) -> Choice:

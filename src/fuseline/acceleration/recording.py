@@ -27,6 +27,7 @@ from fuseline.acceleration.recordable import (
     why_not_plain,
     without_cached_weights,
 )
+from fuseline.ops import products
 from fuseline.timing import time_steps
 
 Result = TypeVar("Result")
@@ -139,7 +140,8 @@ class StepGraph:
         with _warming_up(self._device, self._changing), warnings.catch_warnings():
             # Meant so: the side stream is waited for, whichever stream gradients are added up on.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            run_repeatedly(functools.partial(self._run, static))
+            with products.measured(self._device):
+                run_repeatedly(functools.partial(self._run, static))
 
     def _changing(self) -> Iterable[torch.Tensor]:
         yield from self._module.parameters()
@@ -203,7 +205,11 @@ class CallGraph:
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
-        with _warming_up(self._device, self._module.buffers), torch.no_grad():
+        with (
+            _warming_up(self._device, self._module.buffers),
+            torch.no_grad(),
+            products.measured(self._device),
+        ):
             run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), _own_workspaces(), capturing(graph, self._device), torch.no_grad():

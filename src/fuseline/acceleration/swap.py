@@ -1,4 +1,4 @@
-"""What stands in a forward's place: the recipe where it was proved to hold, else the module's own code."""
+"""What replaces a forward: it runs the proved recipe if the proof still holds, else the module's own code."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Plan:
 class Swapped(Layer):
     """Called in the place of a module's forward.
 
-    It looks before each call whether what the proof stood on is still there: the shape of the call, dtypes,
-    device, mode, autocast; the module's own numbers, its children, their hooks and the kind of their weights.
+    Before each call it checks what the proof relied on: the form of the call, dtypes, device, mode, autocast;
+    the module's own numbers, its children, their hooks and the kind of their weights.
     """
 
     rank: ClassVar[int] = 1

@@ -1,14 +1,14 @@
-"""A linear layer, whose products go to the algorithm that was measured to be the fastest.
+"""A linear layer whose matrix products use the algorithm that was measured to be the fastest.
 
     y = x @ weight^T + bias
 
+In training a layer computes three products: y, the gradient of x and the gradient of weight. On a GPU, in 16
+bits, cuBLASLt proposes several algorithms for each. torch takes the first proposal, which is not always the
+fastest. `fuseline.ops.products` measures the proposals and keeps the choice. Until then, and everywhere else,
+this op is torch's own product.
+
 The gradient of the bias is added up in one pass, in fp32. The weight may be a view that exchanges rows and
 columns of a contiguous [C, D]; its gradient lies in memory like it.
-
-On a GPU, in 16 bits, cuBLASLt proposes several algorithms for each of the three products that a layer is in
-training (y, the gradient of x, the gradient of weight). Its first proposal is what torch takes, and is not
-always the fastest. `fuseline.ops.products` measures them and keeps the choice; until then, and everywhere
-else, this is torch's own product.
 
 Not twice differentiable.
 """
