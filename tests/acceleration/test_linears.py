@@ -28,7 +28,10 @@ class Transposed(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.randn(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) / 4),
+            nn.Parameter(torch.randn(outputs)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
@@ -36,7 +39,7 @@ class Transposed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Three layers over one x, in another order than they are defined in, one of them narrow and without bias."""
+    """Three layers over one x, in another order than they are defined in, one narrow, without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +69,9 @@ def both(keep_all: Any) -> tuple[Any, Any, torch.Tensor]:
     return model, plain, x
 
 
-def gradients(model: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> list[Any]:
+def gradients(
+    model: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> list[Any]:
     model.zero_grad(set_to_none=True)
     given = x.detach().clone().requires_grad_(x.requires_grad)
     result = run(model, given)
@@ -100,7 +105,9 @@ def joined(model: nn.Module, x: torch.Tensor, run: Callable[[Any, torch.Tensor],
 def test_layers_of_one_input_are_found_together(keep_all: Any) -> None:
     fast = keep_all(Stack(), torch.randn(3, 5, WIDTH))
     kept = {site.path: site.kind for site in fast.kept}
-    assert kept == {f"{part}.{layer}": "linear" for part in ("first", "second") for layer in ("q", "k", "v", "out")}
+    assert kept == {
+        f"{part}.{layer}": "linear" for part in ("first", "second") for layer in ("q", "k", "v", "out")
+    }
     leaves = {
         name: next(iter(module.__dict__["forward"].plans.values())).recipe.leaves
         for name, module in fast.model.first.named_children()
@@ -120,7 +127,8 @@ def test_undo_and_copies(both: Any, keep_all: Any) -> None:
     alike(gradients(twin, x, lambda m, g: m(g)), gradients(plain, x, lambda m, g: m(g)))
     fresh = Stack()
     fast, before = keep_all(fresh, x), copy.deepcopy(fresh.state_dict())
-    assert fast.undo() is fresh and all("forward" not in m.__dict__ for m in fresh.modules())
+    assert fast.undo() is fresh
+    assert all("forward" not in m.__dict__ for m in fresh.modules())
     assert all(torch.equal(before[name], value) for name, value in fresh.state_dict().items())
 
 
@@ -257,7 +265,8 @@ def test_autocast_and_other_dtypes(keep_all: Any, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         fast = keep_all(model, x)
         mine, theirs = (gradients(one, x, lambda m, g: m(g).to(x.dtype)) for one in (model, plain))
-    assert len(fast.kept) == 8 and fast.report().declined == 0
+    assert len(fast.kept) == 8
+    assert fast.report().declined == 0
     for one, other in zip(mine, theirs, strict=True):
         apart = torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)
         assert apart < (2e-2 if dtype is torch.bfloat16 else 1e-12)
@@ -343,6 +352,17 @@ def seen_sums(model: Any, x: torch.Tensor) -> torch.Tensor:
 SEEN: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
+def kept_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A sum's gradient is its summands', too: who keeps it must not find another's added to it."""
+    block, hidden = model.first, model.enter(x)
+    total = hidden + block.narrow(block.wide(hidden).tanh())
+    total.register_hook(CAUGHT.append)
+    return block.after(total)
+
+
+CAUGHT: list[torch.Tensor] = []
+
+
 def checkpointed(model: Any, x: torch.Tensor) -> torch.Tensor:
     x = model.enter(x)
     for block in (model.first, model.second):
@@ -377,7 +397,17 @@ def written_results(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize(
-    "run", [plainly, written_results, seen_sums, checkpointed, hooks_on_blocks, a_branch_that_is_not_used, written_sums]
+    "run",
+    [
+        plainly,
+        written_results,
+        kept_gradients,
+        seen_sums,
+        checkpointed,
+        hooks_on_blocks,
+        a_branch_that_is_not_used,
+        written_sums,
+    ],
 )
 def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., torch.Tensor]) -> None:
     model, x = Residuals(post), torch.randn(3, 5, WIDTH, requires_grad=True)
@@ -385,6 +415,7 @@ def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., 
     fast = keep_all(model, x)
     assert {site.kind for site in fast.kept} >= {"linear", "residual_norm"}
     SEEN.clear()
+    CAUGHT.clear()
     outcome: list[Any] = []
     for one, how in ((model, within(run)), (plain, run)):
         try:
@@ -396,6 +427,7 @@ def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., 
     else:
         alike(*outcome)
     assert shared_input._kept.given == ()
+    alike(CAUGHT[: len(CAUGHT) // 2], CAUGHT[len(CAUGHT) // 2 :])
     if SEEN:
         (mine, theirs), both = SEEN, range(2)
         alike([mine[i].grad for i in both], [theirs[i].grad for i in both])
@@ -404,8 +436,8 @@ def test_sums_that_are_given_back(keep_all: Any, post: bool, run: Callable[..., 
 
 @pytest.mark.parametrize("post", [False, True])
 def test_how_many_readers_are_joined(keep_all: Any, post: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All additions of two gradients of one tensor go, but for that of the first sum before a norm, whose summand
-    no norm and no linear layer has read."""
+    """All additions of two gradients of one tensor go, but for that of the first sum before a norm: no norm
+    that knows its sum and no linear layer has read that summand."""
     model, x = Residuals(post), torch.randn(3, 5, WIDTH, requires_grad=True)
     keep_all(model, x)
     taken, count = shared_input.taken, 0

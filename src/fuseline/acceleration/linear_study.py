@@ -1,7 +1,7 @@
 """Linear layers: those that read one tensor proved as one computation, and timed forward and backward.
 
-What they gain is the backward's: a bias' gradient is added up in one pass, the gradients of what several layers
-read in their products, and each product takes the algorithm that was measured to be the fastest.
+What they gain is the backward's: a bias' gradient is added up in one pass, the gradients of what several
+layers read in their products, and each product takes the algorithm that was measured to be the fastest.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class ReadTogetherRecipe:
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         layers = module.get_submodule("layers").children()
-        return tuple(
-            recipe.run(layer, tensors) for recipe, layer in zip(self.recipes, layers, strict=True)
-        )
+        return tuple(recipe.run(layer, tensors) for recipe, layer in zip(self.recipes, layers, strict=True))
 
 
 @dataclass

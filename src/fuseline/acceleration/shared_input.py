@@ -1,12 +1,14 @@
 """Readers of one tensor, whose gradients of it are added up in their own kernels.
 
-Queries, keys and values are three products of one x. For autograd each gives a gradient of x, and it adds them
-up in passes of their own. Here each layer but the last gives x back: beside its result it returns x as an output of
-its own node, and the next layer that reads x reads that. So the gradients go from the last layer to the first, and
-each adds its product to what it is given, in the memory of that: for autograd this is an ordinary chain of
-functions. Hooks on x, its retained gradient, `torch.autograd.grad` of it, and other readers see the whole sum.
+Queries, keys and values are three products of one x. For autograd each gives a gradient of x, and it adds
+them up in passes of their own. Here each layer but the last gives x back: beside its result it returns x as
+an output of its own node, and the next layer that reads x reads that. So the gradients go from the last layer
+to the first, and each adds its product to what it is given, in the memory of that: for autograd this is an
+ordinary chain of functions. Hooks on x, its retained gradient, `torch.autograd.grad` of it, and other readers
+see the whole sum.
 
-Within `across_modules` also a norm gives back the residual sum that it reads, and the next residual sum reads that.
+Within `across_modules` also a norm gives back the residual sum that it reads, and the next residual sum reads
+that.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ _kept = _Kept()
 
 @contextlib.contextmanager
 def across_modules() -> Iterator[None]:
-    """Within, for a forward whose gradient is taken: x is kept until its next reader comes, whatever runs between."""
+    """Within, for a forward whose gradient is taken, x is kept until its next reader comes, whatever runs
+    between."""
     was, _kept.across = _kept.across, True
     try:
         yield
@@ -102,9 +105,7 @@ def forget() -> None:
     _kept.given = ()
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, leaves: bool
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, leaves: bool) -> torch.Tensor:
     """x @ weight^T + bias. `leaves`: x is given back to the layer that is called next in this thread."""
     if is_dynamo_compiling():
         return F.linear(x, weight, bias)

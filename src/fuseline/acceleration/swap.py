@@ -62,7 +62,7 @@ class Swapped(Layer):
 
     @property
     def may_be_passed(self) -> bool:
-        """Whether a recipe of the module around may take the weights past it, as past the class's own forward."""
+        """Whether a recipe of the module around may take the weights past it, as past the class's own."""
         return self.inner is None and all(plan.recipe.op == PASSED for plan in self.plans.values())
 
     def merge(self, other: Self) -> None:

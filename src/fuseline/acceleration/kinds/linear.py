@@ -17,8 +17,8 @@ from fuseline.acceleration.trace import Trace
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """A linear layer of tensor number 0. `leaves`: another layer reads the same tensor next, and their gradients of
-    it are added up in its products."""
+    """A linear layer of tensor number 0. `leaves`: another layer reads the same tensor next, and their
+    gradients of it are added up in its products."""
 
     op: ClassVar[str] = "linear"
     layer: Layer
