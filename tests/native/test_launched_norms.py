@@ -151,9 +151,9 @@ def test_every_norm_has_kernels_that_the_gpu_can_launch(library: ctypes.CDLL, ba
         of_plan = [launch for launch in launches if re.search(rf"\d{kernel}I", launch)]
         assert of_plan, f"{launches} is not {kernel}: {described(norm)}"
         assert [*map(int, of_plan[0].split()[1:])] == layout, f"{kernel}: {described(norm)}"
-        # More where the GPU may refuse clusters: then another plan's.
         assert workspace <= scratch, described(norm)
-        assert workspace == scratch or layout[3] > 1, described(norm)
+        # More only where the GPU may hold fewer clusters than that: then it is another plan's.
+        assert workspace == scratch or kernel == "norm_backward_few" or layout[3] > 8, described(norm)
         for launch in launches:
             name, *numbers = launch.split()
             blocks, across, down, cluster, shared = map(int, numbers)

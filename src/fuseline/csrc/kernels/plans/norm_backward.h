@@ -486,7 +486,7 @@ inline size_t norm_backward_workspace(const NormBackwardProblem& p, const Device
   const NormBackwardPlan plan = plan_norm_backward(p, device, grants);
   size_t bytes = plan.workspace;
   if (plan.shape.cluster > kMaxCluster) bytes = std::max(bytes, norm_backward_workspace(p, device, {false, grants.few_clusters}));
-  if (plan.kernel == NormBackwardKernel::few) {
+  if (plan.kernel == NormBackwardKernel::few && plan.blocks > 1) {
     bytes = std::max(bytes, norm_backward_workspace(p, device, {grants.large_clusters, 0}));
   }
   return bytes;
