@@ -34,8 +34,8 @@ SMALL: dict[str, str] = {
         "--budget 30s --max-batch none"
     ),
     "bench ops --seed-shapes": "bench ops --seed-shapes --quick --peers eager",
-    "train translate": "train translate --steps 2",
-    "train translate --no-fused": "train translate --no-fused --steps 2",
+    "train translate": "train translate --preset tiny --steps 2 --bleu False",
+    "train translate --no-fused": "train translate --preset tiny --no-fused --steps 2 --bleu False",
     "train gpt --arena True": f"{TRAIN} --arena True",
     "train gpt --out fast --resume --minutes 6": "train gpt --out RUN --resume --steps 3",
     "report naive fast --out page": "report RUN --out PAGE",
@@ -106,7 +106,7 @@ def places(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, str]:
     """What is put into a command: a text, a run of a tiny GPT, records."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} sheep sleep, {n + 1} sheep leap. " for n in range(400)))
-    found = {"TEXT": str(text), "PAGE": str(tmp_path / "page"), "RECORDS": str(tmp_path), "RUN": ""}
+    found = {"TEXT": str(text), "PAGE": str(tmp_path / "page"), "RECORDS": str(tmp_path / "run"), "RUN": ""}
     small = SMALL[request.node.callspec.params["line"]]
     if "RUN" in small or "RECORDS" in small:
         config = train_preset("tiny", data=str(text), tokenizer="char", steps=2, eval_batches=1, batch_size=2)

@@ -246,7 +246,7 @@ class CompiledTransformers(_Transformers):
 
     def __init__(self, model: LanguageModel, batch: int, capacity: int, backend: str = "inductor") -> None:
         super().__init__(model, batch, capacity)
-        mode = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+        mode: dict[str, Any] = {"mode": "reduce-overhead"} if backend == "inductor" else {}
         self._plain = self._model.forward
         self._compiled: Callable[..., Any] = torch.compile(
             self._plain, dynamic=False, backend=backend, **mode
