@@ -133,6 +133,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "behind": where_others_lead,
     "plans-softmax": lambda of: plans.softmax(),
     "plans-cross-entropy": lambda of: plans.cross_entropy(),
+    "plans-norms": lambda of: plans.norms(),
 }
 
 

@@ -48,7 +48,7 @@ class Options(Recorded, Seeded):
     none; 5 on a GPU and 2 on a processor, if no --lengths are named."""
     peers: tuple[str, ...] = ()
     """Who to measure: fuseline, eager, inductor, max-autotune, liger, quack, apex, transformer-engine. All if
-    none is named; absent ones are said."""
+    none is named; a note lists those that are not installed."""
     elements: int | None = None
     """Elements of a matrix, in place of the default: small ones are also timed inside a CUDA graph."""
     few_rows: bool = False

@@ -48,6 +48,7 @@ _OF_SUITE: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
 def families() -> tuple[str, ...]:
     """The folders of csrc/kernels that hold kernels; none where Fuseline came without its sources."""
     return tuple(sorted({source.parent.name for source in KERNELS.glob("*/*.cu")}))

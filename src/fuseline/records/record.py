@@ -49,6 +49,8 @@ UNITS = {
     "mfu_causal": "ratio",
     "speedup": "ratio",
     "paired_speedup": "ratio",
+    "paired_over_bf16": "ratio",
+    "layers_in_fp8": "layers",
     "peak_memory_gib": "GiB",
     "reserved_memory_gib": "GiB",
     "max_batch": "sequences",

@@ -157,6 +157,7 @@ _ABOVE_ZERO = (
     "samples_per_s",
     "speedup",
     "paired_speedup",
+    "paired_over_bf16",
     "epoch_s",
     "ttft_ms",
     "training_s",
