@@ -128,7 +128,6 @@ def test_it_runs_small(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
     words = [places.get(word, word) for word in shlex.split(SMALL[line])]
     if words[0] not in ("doctor", "report"):
         words += ["--device", "cpu"]
