@@ -114,7 +114,7 @@ int grant(void (*kernel)(Arguments), const LaunchShape& shape, const NormCall& c
 int launch_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_add_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_masked_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
-int launch_norm_copied(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_fetched(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_added(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_rows(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_streamed(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
@@ -123,7 +123,6 @@ int launch_norm_backward_few(const NormBackward& a, const NormBackwardPlan& plan
 int launch_layer_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_rms_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_add_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
-int launch_norm_backward_odd_tiles(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_norm_backward_general(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 
 }  // namespace fuseline

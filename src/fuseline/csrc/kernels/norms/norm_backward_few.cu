@@ -46,7 +46,10 @@ int launch_norm_backward_few(const NormBackward& a, const NormBackwardPlan& plan
   return with_dtypes(call.dtype, call.y_dtype, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
-    return plan.kernel == NormBackwardKernel::apart ? launch_apart<X, Y>(a, plan, call) : launch_few<X, Y>(a, plan, call);
+    if constexpr (!std::is_same_v<Y, __half>) {
+      return plan.kernel == NormBackwardKernel::apart ? launch_apart<X, Y>(a, plan, call) : launch_few<X, Y>(a, plan, call);
+    }
+    return int(FUSELINE_UNSUPPORTED);
   });
 }
 

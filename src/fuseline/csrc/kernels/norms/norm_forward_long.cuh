@@ -101,11 +101,7 @@ __device__ __forceinline__ void fetch_part(void* to, const T* row, int first, in
   }
 }
 
-// Bytes of shared memory for each part of a row.
-template <class X, class Y, bool kAdded>
-constexpr int kWaitingBytes = 16 + (kAdded ? Part<Y, kVector<X>>::kBytes : 0);
-
-template <class X, class Y, bool kAdded>
+template <class X, class Y>
 __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const NormForward a) {
   constexpr int kSize = kVector<X>;
   extern __shared__ uint4 slots[];
@@ -113,7 +109,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
   Group<Moments> group(shared, a.cluster);
   const int n = int(a.n), threads = group.threads, step = threads * kSize;
   const int64_t row = group.first;
-  const LongRow<X, Y> of(a, row, kAdded);
+  const bool added = a.residual;
+  const LongRow<X, Y> of(a, row, added);
   int begin, end;
   divide_row(of.normalized, n, group.rank, a.cluster, group.lane, begin, end);
   uint4* const held = slots + group.lane;
@@ -130,20 +127,20 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
         const int from = first + k * step, place = (piece * kPiece + k) * threads;
         if (from >= end) break;
         fetch_part<X, kSize>(held + place, of.normalized, from, n, true);
-        if constexpr (kAdded) {
+        if (added) {
           fetch_part<Y, kSize>(branches + place * Branch::kBytes, of.branch, from, n, of.branch_vectors);
         }
       }
     }
     commit_copies();
   }
-  [[maybe_unused]] const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  const uint64_t seed = added && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   Moments mine{0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int first = begin, place = 0; first < end; first += kPiece * step, place += kPiece * threads) {
     uint4 raw[kPiece];
     wait_for_piece(held + place, threads, first, end, step, raw);
-    if constexpr (kAdded) {  // the sum takes the residual's place
+    if (added) {  // the sum takes the residual's place
 #pragma unroll 1
       for (int k = 0; k < kPiece && first + k * step < end; ++k) {
         const int from = first + k * step, at = place + k * threads;
