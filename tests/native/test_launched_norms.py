@@ -66,6 +66,7 @@ def library() -> ctypes.CDLL:
     built = ctypes.CDLL(str(build(recipe)))
     built.recorder_take.restype = ctypes.c_char_p
     built.fuseline_norm_backward_workspace.restype = ctypes.c_size_t
+    built.fuseline_layer_norm_backward_workspace.restype = ctypes.c_size_t
     return built
 
 
@@ -164,6 +165,23 @@ def test_every_norm_has_kernels_that_the_gpu_can_launch(library: ctypes.CDLL, ba
             assert cluster == 1 or gpu.clusters, f"{launch}: {described(norm)}"
             assert shared <= gpu.shared_per_block, f"{launch}: {described(norm)}"
             assert partial_sums(name, blocks // cluster, norm.n) <= scratch, f"{launch}: {described(norm)}"
+
+
+def test_scratch_of_the_plain_layer_norm_is_enough_for_any_addresses(library: ctypes.CDLL) -> None:
+    draw = random.Random(2)
+    for _ in range(PROBLEMS):
+        index, gpu = draw.choice(list(enumerate(GPUS.values())))
+        use(library, 2 * index, gpu, 16)
+        norm = drawn(draw, backward=True)
+        norm.kind, norm.y_dtype = 0, norm.dtype
+        norm.grad_sum = norm.grad_dropped = norm.grad_x_bias = norm.seed = None
+        norm.mean, norm.grad_bias = 1 << 40, 1 << 41
+        norm.weight_dtype = draw.choice([0, norm.dtype])
+        if draw.random() < 0.2:
+            norm.grad_x = norm.grad_y
+        sizes = ctypes.c_int64(norm.rows), ctypes.c_int64(norm.n)
+        enough = library.fuseline_layer_norm_backward_workspace(*sizes, norm.dtype)
+        assert library.fuseline_norm_backward_workspace(ctypes.byref(norm)) <= enough, described(norm)
 
 
 def partial_sums(kernel: str, blocks: int, n: int) -> int:
