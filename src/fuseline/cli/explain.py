@@ -1,7 +1,7 @@
-"""Which kernel takes a problem of an op, how it is laid out, and why. No GPU is needed.
+"""Say which kernel computes an op for a shape, how its threads are laid out, and why. Needs no GPU.
 
 For example: fuseline explain softmax --shape 64 1024 --gpu h200.
-Attention's choice among libraries is explained by fuseline.picker.explain."""
+For attention, fuseline.picker.explain says in Python which library's kernel is chosen."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Options:
     """The op: softmax, cross_entropy, gelu, swiglu, geglu, layer_norm, rms_norm, or a norm behind add_ or
     dropout_add_, such as add_rms_norm."""
     shape: tuple[int, ...]
-    """Sizes of the input; the op runs over the last."""
+    """Sizes of the input. The op runs over the last dimension."""
     dtype: str = "bf16"
-    """fp32, fp16 or bf16; torch's names serve, too."""
+    """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
     """The GPU: a100, l40s, h100, h200 or b200. Default: the one in this machine."""
     address: int = 0
-    """Of the tensors, modulo 128 bytes: 0 for whole tensors."""
+    """The tensors' address modulo 128 bytes; 0 for tensors as torch allocates them."""
     causal: bool = False
-    """Of softmax: row t sees the first t + 1 elements (of square scores)."""
+    """softmax: row t sees the first t + 1 elements (of square scores)."""
     masked: bool = False
-    """Of softmax: with a mask, dense and aligned."""
+    """softmax: there is a mask, dense and aligned."""
     scale: float = 1.0
-    """Of softmax: the factor on the input."""
+    """softmax: the factor on the input."""
     weight: bool = False
-    """Of cross_entropy: with class weights."""
+    """cross_entropy: there are class weights."""
     label_smoothing: float = 0.0
-    """Of cross_entropy."""
+    """cross_entropy: the label smoothing."""
     soft_cap: float = 0.0
-    """Of cross_entropy: the bound of the logits."""
+    """cross_entropy: the bound of the logits; 0 for none."""
     bias: bool = False
-    """Of gelu: with a bias, and its gradient."""
+    """gelu: there is a bias, and its gradient is computed."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
     direction: str | None = None

@@ -1,10 +1,11 @@
-"""Which kernel takes a problem, and why: the answer of the functions that the launchers obey themselves.
+"""Which kernel computes a problem, and why. The answer comes from the functions that the launchers use.
 
     print(fuseline.ops.explain("softmax", (64, 1024), torch.bfloat16, gpu="h200"))
 
-For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and the device. A
-launcher launches what it says, and `explain` asks the same function, compiled into `libfuseline_torch.so`, so
-that no GPU is needed and any GPU can be asked for. Attention has a picker instead: `fuseline.picker.explain`.
+For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and device. The
+launcher launches what that function says. `explain` asks the same function, which is also compiled into
+`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Attention has a picker instead:
+`fuseline.picker.explain`.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def explain(
     address: int = 0,
     **options: float | str,
 ) -> Explanation:
-    """Which kernels take `op` over the last dimension of a contiguous tensor, and why.
+    """Which kernels compute `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
         op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", or one
