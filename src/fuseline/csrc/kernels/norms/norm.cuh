@@ -110,6 +110,10 @@ int grant(void (*kernel)(Arguments), const LaunchShape& shape, const NormCall& c
   return kPlanAnew;
 }
 
+// Adds up what a backward has left behind, `count` partial sums each, to the first `kinds` of grad_weight, grad_bias and
+// grad_x_bias, those that are wanted.
+int add_partials(const NormBackward& a, int kinds, int count, const NormCall& call);
+
 // The launchers, one or more for each kernel of a plan; norms.cu picks by the plan alone.
 int launch_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_add_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);

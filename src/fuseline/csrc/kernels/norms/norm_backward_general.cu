@@ -10,7 +10,6 @@
 // again. Sums over rows: a warp has neighbouring columns, and the warps of a block, and some blocks (`shares`), have rows of
 // their own.
 #include "norm_gradient.cuh"
-#include "norm_sums.h"
 #include "device/overlap.cuh"
 
 namespace fuseline {
@@ -203,7 +202,7 @@ int launch_norm_backward_general(const NormBackward& norm, const NormBackwardPla
   const auto sums = [&] {
     const LaunchShape shape{int64_t(plan.column_blocks) * plan.shares, kWarp, kGeneralWarps, 1, 0};
     const int error = launch(norm_backward_general_sums, given, shape, call.device, call.stream);
-    return error || plan.kinds == 0 ? error : add_partials(a, call.y_dtype, plan.kinds, plan.blocks, call.device.clusters, call.stream);
+    return error || plan.kinds == 0 ? error : add_partials(a, plan.kinds, plan.blocks, call);
   };
   int error = 0;
   if (given.terms) {  // the sums need them, and come before anything is written: a result may stand where an input does

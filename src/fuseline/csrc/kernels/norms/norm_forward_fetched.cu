@@ -6,7 +6,7 @@
 // bulk copies. Other blocks of the multiprocessor fill the time of the meeting (waiting.cuh). Weights come from the L2, which
 // gives them besides the rows: two rows a block, for half of that, read the same.
 #include "kept.cuh"
-#include "norm_states.cuh"
+#include "norm_row.cuh"
 #include "device/waiting.cuh"
 
 namespace fuseline {

@@ -79,13 +79,13 @@ inline bool make_ring(Ring& ring, const NormBackwardProblem& p, int slots, int m
   int64_t stage, beside;  // bytes of a row of all groups, and of what a block has besides rows
   const auto measure = [&] {
     stage = int64_t(groups) * (threads / kWarp) * of_warp;
-    beside = int64_t(threads) * slots * size * weight_bytes + int64_t(kMeetings) * cluster * groups * (threads / kWarp) * 8 + kStatic;
+    const int64_t states = int64_t(kMeetings) * cluster * groups * (threads / kWarp) * 8;
+    beside = int64_t(threads) * slots * size * weight_bytes + states + kStatic;
   };
   measure();
   if (is_mixed(p) && !measuring) {  // rows of fp32 fill shared memory before there is a thread for each vector of them
-    for (const int wanted = threads == kWarp ? 2 : kBehind; groups > 1 && device.shared_a_block - beside < wanted * stage; measure()) {
-      --groups;
-    }
+    const int wanted = threads == kWarp ? 2 : kBehind;
+    for (; groups > 1 && device.shared_a_block - beside < wanted * stage; measure()) --groups;
   }
   int stages = int(std::min<int64_t>({(device.shared_a_block - beside) / stage, most_stages, kMostRingStages}));
   if (added && !measuring && (p.n * p.y_size <= kLongestFew || (p.drops && cluster <= kMaxCluster))) {
@@ -113,7 +113,8 @@ inline Ring ring_by_rules(const NormBackwardProblem& p, const Device& device) {
   if (bytes <= kLongestHeld && p.rows < kFewNormRows * device.processors && !p.fp16) return ring;
   const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
   // A warp that holds a whole row waits for no other.
-  const bool one_warp = is_mixed(p) && vectors <= 3 * kWarp && fits(vectors <= 2 * kWarp ? 2 : 3, kMostThreads, 1, kMostRingStages);
+  const bool one_warp =
+      is_mixed(p) && vectors <= 3 * kWarp && fits(vectors <= 2 * kWarp ? 2 : 3, kMostThreads, 1, kMostRingStages);
   // With three rows in the ring meetings are one row behind; else a smaller cluster, with fewer slots.
   const bool found_already = one_warp || (by_table && ring.stages >= kBehind);
   for (int least = kBehind; !found_already && least > 1; --least) {

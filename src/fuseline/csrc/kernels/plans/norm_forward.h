@@ -28,8 +28,10 @@ struct Fetching {
 // 0.934), at 16,384 0.979 (0.967 by half of them; 0.945), 32,768 0.960 (0.936 by twice the blocks, 0.935 the warps; 0.930),
 // 65,536 0.948 (0.912 by twice the warps; 0.898), 131,072 0.923 (0.911 by half the blocks of twice the warps), 262,144 0.864
 // (0.587 by half the warps).
-constexpr RowChoice kMaskedForward2[] = {{15360, Rules{8, 128, 1, 1}},  {16384, Rules{8, 256, 1, 1}},  {32768, Rules{8, 128, 2, 1}},
-                                         {65536, Rules{16, 128, 4, 1}}, {131072, Rules{16, 128, 8, 1}}, {262144, Rules{16, 256, 8, 1}}};
+constexpr RowChoice kMaskedForward2[] = {
+    {15360, Rules{8, 128, 1, 1}},  {16384, Rules{8, 256, 1, 1}},   {32768, Rules{8, 128, 2, 1}},
+    {65536, Rules{16, 128, 4, 1}}, {131072, Rules{16, 128, 8, 1}}, {262144, Rules{16, 256, 8, 1}},
+};
 
 inline const RowChoice* masked_choice(int64_t n) {
   if (row_overrides[FUSELINE_LAYER_NORM_FORWARD].given) return &row_overrides[FUSELINE_LAYER_NORM_FORWARD].choice;
