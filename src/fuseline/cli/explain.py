@@ -20,9 +20,9 @@ from fuseline.ops.plans import explain
 @dataclass(frozen=True)
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
-    """The op: softmax, cross_entropy, gelu, swiglu or geglu."""
+    """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding or quant_linear."""
     shape: tuple[int, ...]
-    """Sizes of the input; the op runs over the last."""
+    """Sizes of the input; the op runs over the last. Of embedding: of the output."""
     dtype: str = "bf16"
     """fp32, fp16 or bf16; torch's names serve, too."""
     gpu: str | None = None
@@ -45,6 +45,18 @@ class Options:
     """Of gelu: with a bias, and its gradient."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
+    rows: int = 50257
+    """Of embedding: rows of the table."""
+    positions: bool = False
+    """Of embedding: with a table of positions."""
+    out_features: int = 4096
+    """Of quant_linear: rows of the weight."""
+    format: str = "int8"
+    """Of quant_linear: plain, int8 or int4."""
+    group_size: int = 128
+    """Of quant_linear in int4: columns that share a scale."""
+    zero_points: bool = False
+    """Of quant_linear in int4: with zero points."""
     json: bool = False
     """Print one JSON object."""
 

@@ -84,6 +84,8 @@ class Plan:
         if self.elements_per_access:
             access = _count(self.elements_per_access, "element")
             blocks = f"{_count(self.blocks, 'block')} of {self.threads_per_row} threads"
+            if self.blocks_per_row > 1:
+                blocks += f" in clusters of {self.blocks_per_row}"
             return ", ".join([blocks, f"{access} an access", *self._memory()])
         threads = self.threads_per_row * self.blocks_per_row
         parts = [_count(self.blocks, "block"), f"{_count(threads, 'thread')} a row"]
@@ -133,6 +135,11 @@ class _Rows:
     itemsize: int
     address: int
     gpu: Gpu
+    dtype: torch.dtype
+
+    @property
+    def fp16(self) -> bool:
+        return self.dtype is torch.float16
 
     @property
     def arguments(self) -> tuple[list[int], int, int, int]:
@@ -147,19 +154,20 @@ def explain(
     *,
     gpu: str | Gpu | None = None,
     address: int = 0,
-    **options: float,
+    **options: float | str,
 ) -> Explanation:
-    """Which kernels take `op` over the last dimension of a contiguous tensor, and why.
+    """Which kernels take `op` of a contiguous tensor, over its last dimension, and why.
 
     Args:
-        op: "softmax", "cross_entropy", "gelu", "swiglu" or "geglu".
-        shape: of the input, [..., N].
+        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", "embedding" or "quant_linear".
+        shape: of the input, [..., N]; of embedding, of the output.
         dtype: float32, float16 or bfloat16.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
         options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
             (there are class weights), `label_smoothing` and `soft_cap`; of gelu: `bias`; of swiglu and
-            geglu: `halves` (the shape is that of one tensor with gate and up beside each other).
+            geglu: `halves` (the shape is that of one tensor with gate and up beside each other); of embedding:
+            `rows` of the table and `positions` (there is a table of them); of quant_linear: `out_features`, `format` ("plain", "int8" or "int4"), and for int4 `group_size` and `zero_points`.
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
     elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
@@ -184,7 +192,7 @@ def explain(
     if not native.ready("cpu"):
         raise InputError("The native core is missing, which decides. `fuseline doctor` says why.")
     on = _resolved(gpu)
-    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype.itemsize, address, on)
+    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype.itemsize, address, on, dtype)
     return Explanation(op, shape, dtype, on, PLANNED[op](rows, **options))
 
 
@@ -211,11 +219,13 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
 def _softmax(rows: _Rows, causal: bool = False, masked: bool = False, scale: float = 1.0) -> tuple[Plan, ...]:
     def forward(refused: int) -> _Planned:
         mask_in_vectors = rows.length * rows.itemsize % 16 == 0
-        options = (scale, bool(causal), bool(masked), mask_in_vectors)
+        options = (scale, bool(causal), bool(masked), mask_in_vectors, rows.fp16)
         return torch.ops.fuseline.plan_softmax_forward(*rows.arguments, [rows.address] * 2, *options, refused)
 
     def backward(refused: int) -> _Planned:
-        return torch.ops.fuseline.plan_softmax_backward(*rows.arguments, [rows.address] * 3, refused)
+        return torch.ops.fuseline.plan_softmax_backward(
+            *rows.arguments, [rows.address] * 3, rows.fp16, refused
+        )
 
     return _plan("forward", forward), _plan("backward", backward)
 
@@ -255,12 +265,42 @@ def _glu(rows: _Rows, halves: bool = False) -> tuple[Plan, ...]:
     return _plan("forward", ask), _plan("backward", ask)
 
 
+def _embedding(tokens: _Rows, rows: int = 50257, positions: bool = False) -> tuple[Plan, ...]:
+    def ask(backward: bool) -> Callable[[int], _Planned]:
+        options = tokens.address, rows, bool(positions), backward
+        return lambda refused: torch.ops.fuseline.plan_embedding(*tokens.arguments, *options)
+
+    return _plan("forward", ask(False)), _plan("backward", ask(True))
+
+
+def _quant_linear(
+    rows: _Rows,
+    out_features: int = 4096,
+    format: str = "int8",
+    group_size: int = 128,
+    zero_points: bool = False,
+) -> tuple[Plan, ...]:
+    if out_features < 1:
+        raise InputError(f"out_features is {out_features}; a weight has one row or more.")
+    if rows.itemsize != 2:
+        return (Plan("forward", "", "torch multiplies float32 with the dequantized weight"),)
+    whole = rows.address % 16 == 0
+    weight = out_features, rows.length, format, not rows.fp16, whole, group_size, bool(zero_points)
+
+    def ask(refused: int) -> _Planned:
+        return torch.ops.fuseline.plan_linear(rows.gpu.numbers(), rows.count, *weight)
+
+    return (_plan("forward", ask),)
+
+
 PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "gelu": _gelu,
     "swiglu": _glu,
     "geglu": _glu,
+    "embedding": _embedding,
+    "quant_linear": _quant_linear,
 }
 """The ops that `explain` knows; each takes the rows and the op's own options."""
 

@@ -24,7 +24,7 @@ typedef struct {
   int approximate, dtype;
 } fuseline_linear_gelu;
 
-/* Whether this device takes it: Hopper, bf16 or fp16, inner and width multiples of 8, width 768 to 1,024, and so many tiles
+/* Whether this device takes it: Hopper, bf16, inner and width multiples of 8, width 768 to 1,024, and so many tiles
  * that each multiprocessor has some, and few are left without work in the end. */
 FUSELINE_API int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int dtype);
 FUSELINE_API int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream);
