@@ -3,7 +3,7 @@
 #   make demo                      its own environment in .venv, then the ladder on the embedded default
 #   make demo PYTHON=/path/python  the same on top of an interpreter that has torch already
 #   make demo ARGS="--preset shakespeare"   any options of `fuseline ladder`
-#   make test                      lint, types, import rules, tests
+#   make test                      lint, types, import rules, tests (`make check`: the tests alone)
 #   make fuzz                      1,000 random cases of bad will of each suite (tests/fuzz/run.py)
 #   make fuzz ARGS="ops --cases 100000 --device cuda"   the same, as much as you like
 #   make test-slow                 the compilers at work: every kernel for Hopper, inductor
@@ -15,13 +15,18 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-.PHONY: demo test test-slow test-gpu test-full fuzz lint docs clean
+.PHONY: demo environment test check test-slow test-gpu test-full fuzz lint docs clean
+
+environment: $(VENV)/.dev $(VENV)/.docs
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/fuseline ladder $(ARGS)
 
-test: $(VENV)/.dev lint
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not full" $(ARGS)
+test: lint check
+
+# Files keep the order of tests/conftest.py, where the longest come first.
+check: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow and not full" $(ARGS)

@@ -3,6 +3,7 @@ and what a test draws does not depend on those before it. `--record FILE` keeps 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from dataclasses import asdict
@@ -17,6 +18,22 @@ from fuseline import native
 from fuseline.records import describe
 
 ERROR_LENGTH = 4000
+
+LONGEST_FIRST = (
+    "bench/decode/test_suite.py",
+    "examples/test_custom_op.py",
+    "bench/ladder/test_run.py",
+    "fuzz/test_files_and_kills.py",
+    "fuzz/test_fuzz.py",
+    "training/test_distributed.py",
+    "benchmarks/test_documents.py",
+    "ops/test_contract_autograd.py",
+    "bench/compile/test_comparison.py",
+    "acceleration/test_transformers_models.py",
+    "bench/step/test_step_suite.py",
+    "report/test_page.py",
+)
+"""Files of half a minute and more. A worker runs a whole file, so a long one must not begin last."""
 
 
 class RunRecord:
@@ -69,10 +86,24 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_collection_finish() -> None:
+    """What is in memory by now stays there: exclude it from the many garbage collections in tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_order)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _order(item: pytest.Item) -> int:
+    """The place of the item's file in `LONGEST_FIRST`; other files keep their order behind those."""
+    file = item.nodeid.split("::")[0]
+    places = (place for place, name in enumerate(LONGEST_FIRST) if file.endswith(name))
+    return next(places, len(LONGEST_FIRST))

@@ -16,6 +16,8 @@ PEERS = {
     "nanogpt-reduce-overhead": "nanoGPT, compiled, reduce-overhead",
     "liger": "Liger",
     "quack": "QuACK",
+    "apex": "Apex",
+    "transformer-engine": "Transformer Engine",
     "torchao": "torchao",
     "tinygemm": "tinygemm",
     "gptfast": "gpt-fast's method",

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
-    """Bad input, told in one message. The command line prints it alone and exits with code 2."""
+    """Bad input. The message says what is wrong, why, and what to do.
+
+    The command line prints the message without a traceback and exits with code 2.
+    """
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
-    """An `InputError` for a name that is not among `choices`, with the nearest ones suggested, whatever the
-    case of its letters. What is no text (None, a dtype) is told as Python writes it."""
+    """An `InputError` for a name that is not among `choices`. It suggests the nearest ones, in upper or lower
+    case. A value that is not text (None, a dtype) is shown as its repr."""
     known = list(choices)
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=3, cutoff=0.5)
@@ -22,7 +25,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
 
 
 def lacks_and_unknown(missing: Sequence[str], foreign: Sequence[str]) -> str:
-    """What ails a set of names: the first of those that it lacks and of those that nobody knows."""
+    """What is wrong with a set of names: the first few that are missing, and the first few unknown ones."""
     return " and ".join(
         f"{verb} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         for verb, names in (("lacks", missing), ("has unknown", foreign))
@@ -31,5 +34,5 @@ def lacks_and_unknown(missing: Sequence[str], foreign: Sequence[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says; its type if it says nothing."""
+    """The first line of the error's message, or the error's type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Which kernel computes attention, why, and how to have another (see `fuseline.ops.attention.picker`)."""
+"""Which kernel computes attention, why, and how to choose another (see `fuseline.ops.attention.picker`)."""
 
 from fuseline.ops.attention.call import Call
 from fuseline.ops.attention.candidate import Candidate

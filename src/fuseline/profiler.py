@@ -1,4 +1,4 @@
-"""Profile what stands inside a `with` block: `fuseline.profile`.
+"""Profile the code inside a `with` block: `fuseline.profile`.
 
 with fuseline.profile(model, optimizer) as p:
     train_step()
@@ -22,17 +22,19 @@ def profile(
     *,
     device: torch.device | str | None = None,
 ) -> Session:
-    """Profile the block as one step, or as several with `p.step()` after each. Warm up first.
+    """Profile the code inside a `with` block as one step. Run the step a few times before, to warm up.
+
+    To profile several steps, call `p.step()` after each.
 
     Args:
-        model: names the places in the tables by its modules; None: they are not known. Of a compiled model
-            the places are known if it is compiled inside the block.
-        optimizer: tells the memory of its state apart.
-        device: what is profiled: that of the model, else a GPU if there is one.
+        model: the tables name places by its modules; without a model they show no places. A compiled model
+            has places if it is compiled inside the block.
+        optimizer: needed to tell the memory of its state from other memory.
+        device: the device to profile; by default the model's, or a GPU if there is one.
 
-    What `with` yields has the tables as text (`print(p)`), as rows (`p.by_kind()`, `p.by_kernel()`,
-    `p.gaps_by_place()`), all of it as `p.profile`, and `p.save(folder)`, which writes a page, the traces for
-    Perfetto and the records.
+    Returns a context manager. `with` yields it as `p`: `print(p)` shows the tables; `p.by_kind()`,
+    `p.by_kernel()` and `p.gaps_by_place()` return their rows; `p.profile` holds everything; `p.save(folder)`
+    writes a page, the traces for Perfetto and the records.
     """
     return Session(model, optimizer, device=device, write=_with_page)
 

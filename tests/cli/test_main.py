@@ -29,9 +29,9 @@ def test_version(capsys):
     [
         (["doktor"], "Did you mean 'doctor'"),
         (["bench", "complie"], "Did you mean 'compile'"),
-        (["bench"], "compile, step, acceleration"),
+        (["bench"], "needs a second word: acceleration, step, ops"),
         (["train", "--help"], "gpt"),
-        (["quux"], "Known: ladder"),
+        (["quux"], "Known: accelerate"),
     ],
 )
 def test_a_wrong_verb_gets_one_line_and_exit_code_2(capsys, arguments, said):
@@ -109,3 +109,13 @@ def test_a_device_that_is_not_there_is_refused(name):
 
 def test_unknown_names_list_the_known_when_nothing_is_near():
     assert "Known: alpha, beta" in str(unknown_name("thing", "zzz", ["alpha", "beta"]))
+
+
+@pytest.mark.parametrize("verb", ["ladder", "generate", "bench ops"])
+def test_help_shows_no_default_where_there_is_none(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run([*verb.split(), "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "(default: auto)" in out
+    assert not any(odd in out for odd in ("None", "(default: )", "False)"))

@@ -1,4 +1,4 @@
-"""A sample of the suites of damaged files and of kills, and that they would find what is wrong."""
+"""Half a minute of damaged files and of kills, and that they would find what is wrong."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def ran(suite: str, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite,cases", [("files", "60"), ("kills", "10")])
 def test_a_sample_of_it_holds(suite: str, cases: str) -> None:
-    assert "no failures" in ran(suite, "--seed", "26", "--cases", cases, "--seconds", "40")
+    assert "no failures" in ran(suite, "--seed", "26", "--cases", cases, "--seconds", "15")
 
 
 def test_a_crash_a_hang_and_a_traceback_are_found(tmp_path: Path) -> None:

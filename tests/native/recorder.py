@@ -1,4 +1,4 @@
-"""Launchers linked to a CUDA runtime that only writes launches down (launch_recorder.cpp), for a made-up GPU."""
+"""Launchers linked to a CUDA runtime that only writes launches down (launch_recorder.cpp), on no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recorder:
         library.recorder_take.restype = ctypes.c_char_p
 
     def set(self, index: int, gpu: Gpu, most_cluster: int) -> None:
-        major = 9 if gpu.clusters else 8
+        major = 9 if gpu.warpgroups else 10 if gpu.clusters else 8
         shared = gpu.shared_per_block, gpu.shared_per_processor
         numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, most_cluster)
         self.library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))

@@ -1,5 +1,5 @@
-"""The linears' launcher launches what the plan says: linked to a CUDA runtime that only writes launches down, it takes
-random problems on GPUs with and without clusters. Needs nvcc, and no GPU."""
+"""The linears' launcher launches what the plan says: linked to a CUDA runtime that only writes launches down,
+it takes random problems on GPUs with and without clusters. Needs nvcc, and no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fuseline import native
 from fuseline.native.compilers import find_nvcc
 from fuseline.native.quant_kernels import WEIGHT_FORMATS, _Call
 from fuseline.ops.plans import GPUS, explain
+
 from .recorder import Recorder, agree, recorder_of
 
 pytestmark = [
@@ -22,11 +23,36 @@ pytestmark = [
 ]
 
 SOURCES = (
-    *("quant_linear", "dequantize", "linear_gemv", "linear_gemv_quantized", "linear_slices", "linear_tiles_order"),
+    *(
+        "quant_linear",
+        "dequantize",
+        "linear_gemv",
+        "linear_gemv_quantized",
+        "linear_slices",
+        "linear_tiles_order",
+    ),
     *("linear_stream_16", "linear_stream_int8", "linear_stream_int4"),
     *("linear_tiles_int8_sm90a", "linear_tiles_int4_sm90a", "linear_65_to_256_sm90a"),
 )
-SIZES = (64, 768, 1000, 1024, 1536, 2048, 3000, 3072, 4096, 5000, 6000, 8192, 11008, 12288, 14336, 22016, 128256)
+SIZES = (
+    64,
+    768,
+    1000,
+    1024,
+    1536,
+    2048,
+    3000,
+    3072,
+    4096,
+    5000,
+    6000,
+    8192,
+    11008,
+    12288,
+    14336,
+    22016,
+    128256,
+)
 DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 PROBLEMS = 6000
 UNSUPPORTED = -1
@@ -46,13 +72,23 @@ def test_quant_linear(recorder: Recorder) -> None:
         index, gpu = draw.choice(gpus)
         recorder.set(index, gpu, 8)
         format, dtype = draw.choice(list(WEIGHT_FORMATS)), draw.choice(list(DTYPES))
-        n, k = (draw.choice(SIZES) if draw.random() < 0.7 else int(2 ** draw.uniform(3, 15)) for _ in range(2))
+        n, k = (
+            draw.choice(SIZES) if draw.random() < 0.7 else int(2 ** draw.uniform(3, 15)) for _ in range(2)
+        )
         rows = draw.choice([1, 2, 3, 4, draw.randint(5, 32), draw.randint(33, 256), draw.randint(257, 1100)])
-        groups, zeros, address = draw.choice([32, 64, 128, 128]), draw.random() < 0.2, draw.choice([0, 0, 0, 2])
+        groups, zeros, address = (
+            draw.choice([32, 64, 128, 128]),
+            draw.random() < 0.2,
+            draw.choice([0, 0, 0, 2]),
+        )
         options = {"out_features": n, "format": format, "group_size": groups, "zero_points": zeros}
         (plan,) = explain("quant_linear", (rows, k), dtype, gpu=gpu, address=address, **options).plans
         call = _Call(format=WEIGHT_FORMATS[format], dtype=DTYPES[dtype], m=rows, n=n, k=k)
-        call.x, call.weight, call.y = (1 << 40) + address, (2 << 40) + (address if format == "plain" else 0), 3 << 40
+        call.x, call.weight, call.y = (
+            (1 << 40) + address,
+            (2 << 40) + (address if format == "plain" else 0),
+            3 << 40,
+        )
         call.scales, call.zeros = 4 << 40, 5 << 40 if zeros and format == "int4" else None
         call.x_stride = call.weight_stride = k
         call.group_size = groups if format == "int4" else 0

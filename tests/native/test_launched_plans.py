@@ -13,6 +13,7 @@ import torch
 from fuseline import native
 from fuseline.native.compilers import find_nvcc
 from fuseline.ops.plans import GPUS, explain
+
 from .recorder import Recorder, agree, recorder_of
 
 pytestmark = [
@@ -104,11 +105,17 @@ def test_embedding(recorder) -> None:
         sizes = L(items), L(n), L(rows), L(items), L(items)
         rest = None, D(0), I(dtype), None
         tables = None, P(REST + at) if positions else None
-        agree(forward, most, recorder.launched("fuseline_embedding_forward", more, table, *tables, y, *sizes, *rest))
+        agree(
+            forward,
+            most,
+            recorder.launched("fuseline_embedding_forward", more, table, *tables, y, *sizes, *rest),
+        )
         given = grad, more, L(items), L(-1), table, more, L(items), L(n), L(rows)
         assert recorder.library.fuseline_embedding_backward(*given, *rest) == 0
         launches = recorder.taken()
-        agree(backward, most, launches[0] if len(launches) == 1 else launches[1])  # behind the kernel that sorts into bins
+        agree(
+            backward, most, launches[0] if len(launches) == 1 else launches[1]
+        )  # behind the kernel that sorts into bins
 
 
 def test_gated_units(recorder) -> None:

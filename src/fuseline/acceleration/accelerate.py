@@ -31,32 +31,33 @@ def accelerate(
     strict: bool = False,
     time_sites: bool = True,
 ) -> Acceleration:
-    """Make `model` faster in place, and prove that it computes what it did.
+    """Make `model` faster in place, and prove that it computes the same as before.
 
-    The model is run on `batch` once. Modules whose computation Fuseline has an op for are found by what they
-    compute, never by their names. Each is proved: outputs and all gradients of the op and of the original are
-    held against float64, on what the module was called with and on other values, lengths and strides, in
-    training and in evaluation; an op may err at most twice as much as the original plus one unit in the last
-    place. Those that are faster than the original on this device take the place of its forward. Parameters,
-    their names, hooks and `state_dict` stay as they are; the model is called, trained, saved and copied as
-    before. A call that is not like those that were proved (another dtype, mode or device, a hook or an
+    The model runs on `batch` once. `accelerate` finds the modules that one of Fuseline's ops can compute, by
+    what they compute and never by their names. It compares outputs and all gradients of the op and of the
+    original with float64: on the inputs that the module was called with, and on other values, lengths and
+    strides, in training and in evaluation. The op's error may be at most twice the original's plus one unit
+    in the last place. If the op is also faster on this device, it takes the place of the module's forward.
+    Parameters, their names, hooks and `state_dict` stay as they are; you call, train, save and copy the
+    model as before. A call that differs from the proved ones (another dtype, mode or device, a hook or an
     adapter on a layer inside) runs the original.
 
     Args:
         model: any module, on the device and in the dtype that it will run in.
-        batch: what it is called with: a mapping of keyword arguments, a tuple of arguments, or one tensor.
-            Call `accelerate` under the autocast that the model will run under.
-        train: whether forward and backward count, or the forward alone; None for the model's own mode.
+        batch: the model's input: a mapping of keyword arguments, a tuple of arguments, or one tensor. Call
+            `accelerate` under the autocast that the model will run under.
+        train: True to prove and time forward and backward, False for the forward alone; None for the model's
+            own mode.
         levels: "exact" (the same mathematics to rounding), and what may change beyond it: "tf32" for float32
             products, and without training "fp8", "int8" or "int4" for the weights of linear layers
-            (`fuseline.quantize`), each of which `undo` takes back, too.
-        only, skip: names of modules, or patterns with stars: nothing but these, and none of those; a name
-            takes all within.
-        dry_run: find, prove and time, and change nothing.
+            (`fuseline.quantize`). `undo` takes these back, too.
+        only, skip: names of modules, or patterns with stars. `only` limits the search to these modules,
+            `skip` leaves modules out. A name includes everything inside the module.
+        dry_run: find, prove and time, but change nothing.
         strict: raise `RuntimeError` where a swapped module would run its original.
-        time_sites: False keeps all that is proved, whether it is faster here or not.
+        time_sites: False keeps every proved op without timing it.
 
-    Returns an `Acceleration`: print it for a table of all sites.
+    Returns an `Acceleration`: print it for a table of all places where an op could run.
     Raises `InputError` for a model that is accelerated already, names that fit no module, and levels that do
     not exist.
     """
@@ -88,7 +89,7 @@ def accelerate_by(
     strict: bool,
     time_sites: bool,
 ) -> Acceleration:
-    """`accelerate`, by the times of a given clock."""
+    """`accelerate` with a given clock."""
     only, skip = _names(only), _names(skip)
     _check(model, only, skip)
     levels = _names(levels)

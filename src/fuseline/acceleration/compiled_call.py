@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from fuseline.acceleration.forms import KERNELS, LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
-from fuseline.acceleration.recording import CallGraph
+from fuseline.acceleration.recording import NOT_RECORDED, CallGraph
 from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
 
@@ -23,9 +23,9 @@ MOST_GRAPHS = 8
 class CompiledCall(InForms):
     """Calls the model as `model(*args, **kwargs)` under `no_grad`.
 
-    On a GPU the first call of each set of shapes records a graph and the others replay it, for as many shapes
-    as are kept; anything else runs eagerly. `reason` says why the last call was not recorded or replayed,
-    where something other than the number of shapes kept it from that.
+    On a GPU the first call with each set of shapes records a graph, and later calls replay it. A limited
+    number of graphs is kept; calls with further shapes run eagerly. If the last call was neither recorded
+    nor replayed for another reason, `reason` says why.
     """
 
     def __init__(self, model: nn.Module, forms: Callable[[], Sequence[Form]] = tuple) -> None:
@@ -43,6 +43,10 @@ class CompiledCall(InForms):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._never:
             self._full = hides_nothing(kwargs)
+            result = self._graph.if_recorded((args, kwargs), self._full)
+            if result is not NOT_RECORDED:
+                self.reason = ""
+                return result
         call = pytree.tree_map(self._moved, (args, kwargs))
         self.reason = self._never or why_not_plain(call, "the arguments") or ""
         if self.reason:
@@ -66,7 +70,7 @@ class CompiledCall(InForms):
             return self._eagerly(call)
 
     def close(self) -> None:
-        """Let go of recorded graphs."""
+        """Free the recorded graphs."""
         self._graph.close()
 
     def _choose(self, call: Any) -> Choice:

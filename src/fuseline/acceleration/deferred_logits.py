@@ -1,4 +1,4 @@
-"""Logits that are not computed unless somebody asks for their values.
+"""Logits that are computed only if their values are needed.
 
 A head's forward returns `DeferredLogits` in their place: a tensor of the logits' shape without memory, which
 knows the hidden states and the head. Taking rows, reshaping rows and casting to float32 go to the hidden

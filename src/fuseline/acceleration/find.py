@@ -42,7 +42,7 @@ class Candidate:
 
 
 def find(seen: Iterable[Observed], only: Sequence[str], skip: Sequence[str]) -> list[Candidate]:
-    """The modules that are recognized, in the model's order, a module before those below it."""
+    """The recognized modules in the model's order, each module before those inside it."""
     known: dict[Any, tuple[Verdict, Trace | None]] = {}
     found: list[Candidate] = []
     for observed in seen:
@@ -66,7 +66,7 @@ def find(seen: Iterable[Observed], only: Sequence[str], skip: Sequence[str]) -> 
 
 
 def is_wanted(paths: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> bool:
-    """Whether a module is among those to look at: named, or within one that is; patterns take stars."""
+    """Whether to look at a module: it, or a module around it, matches a name or a pattern with stars."""
 
     def named(path: str, patterns: Sequence[str]) -> bool:
         parts = path.split(".")
@@ -79,7 +79,7 @@ def is_wanted(paths: Sequence[str], only: Sequence[str], skip: Sequence[str]) ->
 
 
 def check_names(model: nn.Module, names: Sequence[str], option: str) -> None:
-    """`InputError` for a name or pattern that fits no module."""
+    """Raise `InputError` for a name or pattern that fits no module."""
     paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name in names:
         if not any(fnmatch.fnmatchcase(path, name) for path in paths):
@@ -87,7 +87,7 @@ def check_names(model: nn.Module, names: Sequence[str], option: str) -> None:
 
 
 def why_untouchable(module: nn.Module) -> str | None:
-    """Why the forward of a module that is recognized may not be swapped now."""
+    """Why the forward of a recognized module may not be swapped."""
     own = module.__dict__.get("forward")
     if own is not None and not isinstance(own, Layer):
         return f"its forward was replaced on the instance, by {_name(own)}"

@@ -1,8 +1,9 @@
 """Forms in which a recorded step may compute a model: Fuseline's kernels one by one, or its blocks compiled.
 
-A recorded step has no host time to lose, so what is left of it is kernels. torch.compile fuses what stands
-between products better than single kernels do, on some models and GPUs; on others Fuseline's kernels win.
-Every form is checked against the first, timed as a whole recorded step, and the fastest is kept.
+The host costs a recorded step nothing, so only the kernels' time counts. On some models and GPUs
+torch.compile fuses the work between matrix products better than single kernels do; on others Fuseline's
+kernels win. Every form is checked against the first and timed as a whole recorded step, and the fastest is
+kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `accelerate` returns: the account of every site, the way back, and steps over the faster model."""
+"""What `accelerate` returns: a report on every site, `undo`, and training steps over the faster model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from fuseline.acceleration.wanted import Wanted
 
 @dataclass(frozen=True)
 class Runs:
-    """Of one kept site since it was swapped: calls that took Fuseline's op, and those that did not, with why.
+    """Calls of one kept site since it was swapped: those that ran Fuseline's op, and the others, with the
+    reason.
 
     A replayed CUDA graph runs no Python: it counts once, when it is recorded.
     """
@@ -42,7 +43,8 @@ class Runs:
 
 @dataclass(frozen=True)
 class Report:
-    """`sites` in the model's order; printed as one line a site that took the original, and a sum."""
+    """`sites` in the model's order. Printed, it has a line for each site that ran its original, and
+    totals."""
 
     sites: tuple[Runs, ...]
 
@@ -62,8 +64,8 @@ class Report:
 class Acceleration:
     """A model whose forwards run Fuseline's ops where that was proved right and faster.
 
-    The model itself is called as before. `sites` says what became of every place that was recognized; print
-    the handle for a table. `whole` compares the model's whole step before and after, where sites were timed.
+    Call the model itself as before. `sites` has a result for each recognized place; print the handle for a
+    table. `whole` compares the model's whole step before and after, if sites were timed.
     """
 
     model: nn.Module
@@ -86,7 +88,7 @@ class Acceleration:
         return tuple(site for site in self.sites if site.status == KEPT)
 
     def apply(self, found: Study) -> None:
-        """Make the changes of a study; what is found for layers that stand already joins them."""
+        """Make the changes of a study. Layers that are in place already take over what is new for them."""
         for change in found.changes:
             layers = tuple((module, self._placed(module, layer)) for module, layer in change.layers)
             self._changes[change.path, change.kind] = replace(change, layers=layers)
@@ -116,11 +118,11 @@ class Acceleration:
         self._configs += found.configs
 
     def on_undo(self, steps: Sequence[Callable[[], object]]) -> None:
-        """What else `undo` has to take back."""
+        """Register something else for `undo` to take back."""
         self._on_undo += steps
 
     def rehearse(self, batch: Any) -> None:
-        """Take out what spans modules and the batch makes no use of."""
+        """Remove changes that span modules and that the batch never uses."""
         unused = not_reached(self.model, batch, self._changes, self._marked, train=self.wanted.train)
         for path, kind in unused:
             self.remove(path, kind)
@@ -146,7 +148,7 @@ class Acceleration:
 
     @contextlib.contextmanager
     def paused(self, *, attention: bool = True) -> Iterator[None]:
-        """Within, the model runs its own code everywhere; for attention only where that is to be paused."""
+        """Inside this context the model runs its own code everywhere; its own attention only if asked."""
         standing = {id(module): module for change in self._changes.values() for module, _ in change.layers}
         forwards = [(module, module.__dict__.pop("forward")) for module in standing.values()]
         ours = [config for config in self._configs if attention and runs_ours(config)]
@@ -159,7 +161,7 @@ class Acceleration:
             rename(ours, NAME)
 
     def undo(self) -> nn.Module:
-        """Give every module its own forward back: the model is what it was, bit for bit."""
+        """Give every module its own forward back. The model then computes what it did before, bit for bit."""
         for change in self._changes.values():
             for module, layer in change.layers:
                 take_out(module, layer)
@@ -179,7 +181,7 @@ class Acceleration:
         return self.model
 
     def report(self) -> Report:
-        """How often each kept site ran Fuseline's op since, and how often and why it did not."""
+        """How often each kept site has run Fuseline's op, and how often and why it ran the original."""
         standing: list[tuple[str, str, Layer | StandIn | AttentionMark]] = [
             *((path, kind, change.counter) for (path, kind), change in self._changes.items()),
             *((path, "attention", mark) for path, (_, mark) in self._marked.items()),
@@ -201,12 +203,13 @@ class Acceleration:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
         On a GPU the whole step is recorded as one CUDA graph for each set of shapes; see `TrainingStep` for
-        the arguments. The optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or Adadelta for that,
-        or `fuseline.optim.CompactAdamW`; its learning rates become tensors, which schedulers and whoever sets
-        `group["lr"]` change as before. Sites are proved and timed anew on the first batch, under this
-        precision. A recorded step is also tried with the model's blocks compiled by `torch.compile` in the
-        place of Fuseline's kernels; the fastest is kept, and `step.choice` has the times. `compiled` False
-        leaves that out: nothing is compiled then."""
+        the arguments. To be recorded, the optimizer must be torch's Adam, AdamW, Adamax, RAdam, RMSprop or
+        Adadelta, or `fuseline.optim.CompactAdamW`. Its learning rates become tensors; schedulers, and code
+        that sets `group["lr"]`, keep working. Sites are proved and timed again on the first batch, in this
+        precision. A recorded step is also tried with the model's blocks compiled by `torch.compile` instead
+        of with Fuseline's kernels. The fastest form is kept, and `step.choice` has the times. With
+        `compiled=False` nothing is compiled.
+        """
         return TrainingStep(
             self.model,
             lambda batch: self._prepared(batch, compiled),
@@ -226,15 +229,15 @@ class Acceleration:
         return self._call(*args, **kwargs)
 
     def _prepared(self, batch: Any, compiled: bool) -> list[Form]:
-        """The forms of a step over the model, with its sites proved for the batch."""
+        """Prove the sites for the batch, and return the forms in which a step can run."""
         self._prepare(batch)
         plain = Form(KERNELS, lambda: deferred(self.head))
         return [plain, *(self._compiled_forms(self.head) if compiled else ())]
 
     def _compiled_forms(self, head: nn.Linear | None = None) -> list[Form]:
-        """The model with its blocks compiled: as it came, and with the attention that was kept. In each,
-        `head` and its loss are one, unless the model as a whole is the block. Other kernels stay out: their
-        guards differ from block to block, and every block would be compiled for itself."""
+        """The model with its blocks compiled: unchanged, and with the kept attention. In both, `head` and its
+        loss are computed together, unless the whole model is one block. Other kernels are left out: their
+        guards differ from block to block, so that every block would be compiled by itself."""
         if self.device.type != "cuda" or self.wanted.dry_run:
             return []
         found = repeated_blocks(self.model)
@@ -255,7 +258,7 @@ class Acceleration:
         return forms
 
     def _prepare(self, batch: Any) -> None:
-        """Prove and time the sites again under the autocast of now, as they run inside a recording."""
+        """Prove and time the sites again under the current autocast, as they run inside a recording."""
         recorded = self.device.type == "cuda"
         autocast = torch.is_autocast_enabled(self.device.type)
         if self.wanted.dry_run or not (recorded or autocast):

@@ -17,7 +17,8 @@ LEVELS = (EXACT, TF32, *FORMATS)
 
 
 def check_levels(levels: Sequence[str], *, train: bool) -> None:
-    """`InputError` for a level that does not exist, or that does not go with the others or with training."""
+    """Raise `InputError` for a level that does not exist, or cannot be combined with the others or with
+    training."""
     for level in levels:
         if level not in LEVELS:
             raise unknown_name("level", level, LEVELS)

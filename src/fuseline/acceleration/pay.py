@@ -1,4 +1,4 @@
-"""Whether a change pays: the original against it, in pairs, as the user will run it."""
+"""Whether a change is faster than the original: both are timed in pairs, as the user will run them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Verdict:
 class Clock:
     """Times two calls against each other.
 
-    `recorded`: as they run inside a CUDA graph, where the host's time does not count; else as they run
-    eagerly, where whichever of host and device is slower does.
+    With `recorded` both run inside CUDA graphs, where the host's time does not count. Otherwise both run
+    eagerly, where the slower of host and device decides.
     """
 
     def __init__(self, *, recorded: bool = False, pairs: int = PAIRS) -> None:

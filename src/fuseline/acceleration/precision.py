@@ -1,6 +1,6 @@
-"""The numeric formats a step may compute in: fp32, TF32, bf16, fp16, fp8.
+"""The precisions a step may compute in: fp32, TF32, bf16, fp16, fp8.
 
-fp8 is bf16 but for products of linear layers (`acceleration.fp8`).
+fp8 is bf16, except for the products of linear layers (`acceleration.fp8`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The dtype that matrix products and attention are given."""
+    """The dtype of the inputs of matrix products and attention."""
     return _AUTOCAST.get(precision, torch.float32)
 
 
 def check_precision(precision: str, device: torch.device, *, train: bool = True) -> None:
-    """`InputError` if there is no such precision, or none of it on `device`; without `train` if it is one of
-    training steps only."""
+    """Raise `InputError` if the precision does not exist, or not on `device`, or, without `train`, if it is
+    for training only."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     if precision == "tf32" and device.type != "cuda":
@@ -43,9 +43,9 @@ def check_precision(precision: str, device: torch.device, *, train: bool = True)
 
 @contextlib.contextmanager
 def matmul_format(precision: str) -> Iterator[None]:
-    """fp32 products in full for `fp32`, in TF32 for all others: what autocast leaves in fp32 (the products of
-    torch's math attention) then has a mantissa no shorter than the 16-bit formats beside it. What the process
-    had before comes back on exit.
+    """Compute fp32 products in full for `fp32`, and in TF32 for all other precisions: TF32 has a mantissa no
+    shorter than the 16-bit formats, and autocast leaves some products in fp32 (those of torch's math
+    attention). On exit the process's own setting comes back.
 
     torch keeps this in process-wide flags (one for matrix products, one for cuDNN), so it is set around each
     step rather than once: two steps of different precision can then alternate in one process.

@@ -26,7 +26,7 @@ def not_reached(
     *,
     train: bool,
 ) -> dict[Place, str]:
-    """The sites that the batch makes no use of, with the reason. Nothing is counted afterwards."""
+    """The sites that the batch never uses, with the reason. All counters are zero afterwards."""
     spanning = {place: c.counter for place, c in changes.items() if not isinstance(c.counter, Swapped)}
     if not spanning:
         return {}

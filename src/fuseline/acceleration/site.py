@@ -1,4 +1,4 @@
-"""One place in a model: what it was recognized as, and what became of it."""
+"""One place in a model: what it was recognized as, and whether an op runs there now."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ class Site:
     """A module that computes something that Fuseline may have an op for.
 
     Attributes:
-        path: its name in the model; `also` are other names of the same module. A residual_norm stands at the
-            norm, also where the sum is another module's; rotary at the module that turns queries and keys;
-            ReLU with the dropout after it, an activation, at the module whose result they are given.
-        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation",
+        path: the module's name in the model; `also` are other names of the same module. A residual_norm has
+            the path of the norm, even if another module makes the sum. A rotary has the path of the module
+            that rotates queries and keys. ReLU with dropout is an activation, with the path of the module
+            before it.
+        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation", "linear",
             "residual_norm", "embedding", "rotary", "attention" or "head_loss".
-        status: "kept" (Fuseline's op runs there), "refused" (the reason says why), "not faster" (right, but
-            it does not pay on this device), "found" (nothing was done: a dry run, or the module around it was
-            taken whole).
-        reason: why it is not kept; empty for what is.
-        op: what takes its place.
-        error, original_error: relative errors against float64 as norms, of the op's output and of the
-            original's, the worst of all that was tried.
-        time_us, original_time_us: of one call, with its backward where the model trains; None where nothing
-            was timed.
+        status: "kept" (Fuseline's op runs there), "refused" (`reason` says why), "not faster" (the op is
+            right, but not faster on this device), "found" (nothing was done: in a dry run, or because an op
+            replaces the module around it).
+        reason: why it is not kept; empty if it is.
+        op: the op that takes its place.
+        error, original_error: the largest relative errors (of norms, against float64) of the op's output and
+            of the original's, over all inputs that were tried.
+        time_us, original_time_us: microseconds of one call, with its backward if the model trains; None if
+            nothing was timed. Linear layers that read the same tensor are timed together.
     """
 
     path: str
@@ -41,7 +42,7 @@ class Site:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast; None where nothing was timed."""
+        """The original's time divided by the op's; None if nothing was timed."""
         if self.time_us is None or self.original_time_us is None or self.time_us <= 0:
             return None
         return self.original_time_us / self.time_us

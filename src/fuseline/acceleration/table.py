@@ -1,4 +1,4 @@
-"""The account of a model's sites as text: equal sites in one row, their gain, and why the rest was left."""
+"""A model's sites as a table: equal sites in one row, what they gain, and why the others were left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADINGS = ("site", "recognized as", "", "error", "original's", "time", "origina
 
 
 def table(sites: Sequence[Site], whole: Verdict | None, notes: Sequence[str]) -> str:
-    """Rows under headings, reasons below the row that they are of, then the whole step and the notes."""
+    """Rows under headings, each reason below its row, then the whole step and the notes."""
     if not sites:
         return "\n".join(["No module of this model computes something that Fuseline has an op for.", *notes])
     groups = grouped(sites)
@@ -36,7 +36,7 @@ def table(sites: Sequence[Site], whole: Verdict | None, notes: Sequence[str]) ->
 
 
 def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
-    """Sites that differ by a layer's number alone, together; what is kept first."""
+    """Group sites that differ only by a layer's number; kept sites come first."""
     groups: dict[tuple[object, ...], tuple[list[str], Site]] = {}
     for site in sites:
         key = (
@@ -52,7 +52,7 @@ def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
 
 
 def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]]) -> str:
-    """One line for each reason for which a site took the original, then the sums."""
+    """One line for each reason why a site ran its original, then the totals."""
     lines = []
     for site, _, declined in runs:
         lines += [f"{site}: {count} times its own code: {reason}" for reason, count in declined.items()]

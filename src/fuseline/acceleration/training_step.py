@@ -1,9 +1,8 @@
 """`fast.training_step(...)`: one optimizer step of the user's model, one CUDA graph where it can be recorded.
 
-Forward under autocast, backward, clipping without a synchronization, optimizer, scheduler. Where a step
-cannot be recorded (a CPU, an optimizer that is not capturable, shapes that never repeat, layers that the
-host skips at random) it runs eagerly, and
-`execution` and `reason` say so.
+A step is forward under autocast, backward, clipping without a synchronization, optimizer and scheduler. If it
+cannot be recorded (on a CPU, with an optimizer that is not capturable, with shapes that never repeat, with
+layers that the host skips at random), it runs eagerly, and `execution` and `reason` say so.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms,
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
+from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
+from fuseline.acceleration.shared_input import across_modules
 from fuseline.errors import InputError, first_line
 from fuseline.timing import ran_out_of_memory
 
@@ -40,7 +41,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Scheduler(Protocol):
-    """What has a `step()`: any of torch's learning rate schedulers."""
+    """Any object with a `step()`, such as torch's learning rate schedulers."""
 
     def step(self) -> object: ...
 
@@ -51,21 +52,23 @@ class TrainingStep(InForms):
     Args:
         model: called with each batch as `accelerate` calls it.
         prepare: called with the first batch, under the step's autocast, before anything is recorded. Returns
-            the forms in which forward and loss may be computed, the plain one first: of a recorded step the
-            fastest is kept, any other computes by the first.
+            the forms in which forward and loss can be computed, the plain one first. A recorded step keeps
+            the fastest form; an eager step uses the first.
         optimizer: over the model's parameters.
         precision: "bf16" and "fp16" (with a gradient scaler, for a fused optimizer) run float32 weights under
-            autocast; "tf32" and "fp32" do not. Weights that are 16 bits wide already need none. "fp8" is bf16
-            in which linear layers of the model's blocks compute in fp8 where that is faster.
-        accumulation: micro-batches a step: `step(first, second, ..)`; losses and gradients are averaged.
-        grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+            autocast; "tf32" and "fp32" do not. 16-bit weights need no autocast. "fp8" is bf16, except that
+            linear layers of the model's blocks compute in fp8 where that is faster.
+        accumulation: the number of micro-batches in a step: `step(first, second, ..)`; losses and gradients
+            are averaged.
+        grad_clip: the largest allowed norm of all gradients together; 0 for no clipping.
         scheduler: its `step()` is called after each optimizer step.
-        loss: `loss(output, batch)`, for a model that returns none.
+        loss: `loss(output, batch)`, for a model that returns no loss.
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
-        choice: the form that is taken, and milliseconds of the others; None before the first step.
-        fp8: what became of each linear layer of a step in fp8 (`fp8.summary()`); None for other precisions.
+        choice: the form that is used, and the milliseconds of each form; None before the first step.
+        fp8: which linear layers compute in fp8, and why not the others (`fp8.summary()`); None for other
+            precisions.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class TrainingStep(InForms):
             fp8.prepare(forward, lambda: autocast(self.precision, self.device))
 
     def close(self) -> None:
-        """Let go of recorded graphs and of fp8. The model and the optimizer stay usable; further steps are
+        """Free recorded graphs and end fp8. The model and the optimizer stay usable; further steps are
         eager."""
         if self.fp8 is not None:
             self.fp8.close()
@@ -198,8 +201,8 @@ class TrainingStep(InForms):
         return choose(self._forms, seconds_of, why_wrong)
 
     def _why_wrong(self, form: Form, batch: Any) -> str | None:
-        """Why a form is not what the first is: another loss or other gradients of a batch. A model that draws
-        random numbers draws others in another form; of that, losses and gradients have to be finite."""
+        """Why a form differs from the first: its loss or its gradients of a batch do. If the model draws
+        random numbers, they differ between forms; then losses and gradients must only be finite."""
         random = torch.cuda.get_rng_state(self.device)
         wanted = self._gradients(self._forms[0], batch)
         draws = not torch.equal(random, torch.cuda.get_rng_state(self.device))
@@ -251,13 +254,13 @@ class TrainingStep(InForms):
 
     @contextlib.contextmanager
     def _inside(self, index: int = 0) -> Iterator[None]:
-        """The context of the form that is kept, with the micro-batch's masks; the plain one of an eager
+        """The context of the kept form, with the micro-batch's masks; that of the plain form for an eager
         step."""
         if self.choice is None:
-            with self._forms[0].inside():
+            with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with self.choice.form.inside(), self._masks.inside(self._full[index]):
+            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
                 yield
 
     def _update(self) -> None:
@@ -287,7 +290,8 @@ class TrainingStep(InForms):
             return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
         # A batch of transformers is a mapping of its own kind.
-        return pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        batch = pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        return batch if self._loss is not None else without_cache(self.model, batch)
 
     def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Processes exchange gradients once a step, at its last micro-batch."""
@@ -302,7 +306,7 @@ _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bflo
 
 
 def returned_loss(output: Any) -> torch.Tensor | None:
-    """The one number with a gradient among what a model returns, or what it calls its loss."""
+    """The loss in what a model returns: what it calls so, or the only number that has a gradient."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named if named.dim() == 0 else named.mean()

@@ -21,7 +21,7 @@ DROPPED = "right, and faster alone, but the whole step was not faster with it"
 
 
 def check_whole(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) -> None:
-    """Time the step, and take out sites, the least gain first, until it is no slower than it was."""
+    """Time the step, and remove sites, those of the least gain first, until it is not slower than before."""
     model = handle.model
     with left_as_found(model):
         model.train(train)
@@ -47,7 +47,7 @@ def check_whole(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) 
 
 
 def whole_step(model: nn.Module, batch: Any, *, train: bool) -> Callable[[], object]:
-    """Forward, and in training backward, without touching anybody's `.grad`."""
+    """Run the forward, and in training the backward, without changing any `.grad`."""
     wanted = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> object:
@@ -61,7 +61,7 @@ def whole_step(model: nn.Module, batch: Any, *, train: bool) -> Callable[[], obj
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model returns; where it returns none, a sum over all that has a gradient."""
+    """The loss that a model returns; if it returns none, the sum of all results that have a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.reshape(())

@@ -1,7 +1,8 @@
-"""Find in a model of yours what Fuseline's ops can do, prove it, time it, and print what it gains.
+"""Find what Fuseline's ops can compute in a model of yours, prove and time it, and print what it gains.
 
-The model is MODULE:FUNCTION, a function without arguments that returns (model, batch) or (model, batch,
-loss_fn), or a Hugging Face folder with a config.json."""
+This verb only reports; in your program, call fuseline.accelerate(model, batch). The model is
+MODULE:FUNCTION, a function without arguments that returns (model, batch) or (model, batch, loss_fn), or a
+Hugging Face folder with a config.json."""
 
 from __future__ import annotations
 
@@ -24,24 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(Common):
-    """Of `fuseline accelerate`."""
+    """The options of `fuseline accelerate`."""
 
     model: Annotated[str, tyro.conf.Positional] = ""
     """MODULE:FUNCTION (a module name or a .py file), or a Hugging Face folder."""
     level: tuple[str, ...] = field(default=("exact",))
-    """Levels of change that are allowed."""
+    """What may change: exact (nothing but rounding), tf32; without training also fp8, int8, int4."""
     train: bool | None = None
-    """Whether forward and backward count (True) or the forward alone (False); None for its own mode."""
+    """True: prove and time forward and backward. False: the forward alone. By default as the model's mode
+    says."""
     batch_size: int = 4
-    """Sequences of the batch for a Hugging Face folder."""
+    """For a Hugging Face folder: sequences in the batch."""
     seqlen: int = 512
-    """Tokens of a row for a Hugging Face folder."""
+    """For a Hugging Face folder: tokens in a sequence."""
     precision: str = "fp32"
-    """Of the weights of a Hugging Face folder: fp32, bf16 or fp16."""
+    """For a Hugging Face folder: the precision of the weights, fp32, bf16 or fp16."""
     only: tuple[str, ...] = ()
-    """Modules to look at, by name or pattern with stars."""
+    """Look at these modules only: names, or patterns with stars."""
     skip: tuple[str, ...] = ()
-    """Modules to leave."""
+    """Leave these modules out: names, or patterns with stars."""
 
 
 def run(options: Options) -> int:

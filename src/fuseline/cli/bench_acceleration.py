@@ -1,4 +1,4 @@
-"""Models that people use, as they came, compiled, with Liger's kernels and accelerated, in turn.
+"""Time models that people use in turn: unchanged, compiled, with Liger's kernels, and accelerated.
 
 Each row is a training step or a forward pass with weights in bf16. Ours are `fuseline`, a recorded step
 (`training_step` or `compiled_call`), and `fuseline-eager`, the accelerated model in the user's own loop. The
@@ -105,7 +105,7 @@ _WORDS = {
 def _table(records: Sequence[Record]) -> Table:
     loss, output = value("loss_error", "{:.1e}"), value("error", "{:.1e}")
     return contest_table(
-        "Models as they came and accelerated",
+        "Models unchanged and accelerated",
         records,
         lambda r: f"{r.case['model']}, {r.case['task']}, {r.case['batch']} x {r.case['seqlen_q']}",
         {

@@ -37,13 +37,13 @@ class Options(Recorded, Seeded):
     flex: bool = True
     """Measure FlexAttention too, which compiles for every shape; of the picker's problems, on 30."""
     every: int = 1
-    """Only each so many'th problem of a suite."""
+    """Measure only every n-th problem of a suite."""
     only: tuple[str, ...] = ()
     """Only problems whose line, as --dry-run prints it, has one of these texts in it."""
     forms: tuple[str, ...] = ()
-    """Of suite small: shared (one projection for all heads, as in the seed), full (a projection for each),
-    block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if none is
-    named."""
+    """For the suite small: shared (one projection for all heads, as in the seed), full (a projection for
+    each), block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if
+    none is named."""
     write_table: Path | None = None
     """Measure problems for the picker instead: typical ones for the table in this file, as those in
     `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""

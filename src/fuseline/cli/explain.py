@@ -1,7 +1,7 @@
-"""Which kernel takes a problem of an op, how it is laid out, and why. No GPU is needed.
+"""Say which kernel computes an op for a shape, how its threads are laid out, and why. Needs no GPU.
 
 For example: fuseline explain softmax --shape 64 1024 --gpu h200.
-Attention's choice among libraries is explained by fuseline.picker.explain."""
+For attention, fuseline.picker.explain says in Python which library's kernel is chosen."""
 
 from __future__ import annotations
 
@@ -20,43 +20,52 @@ from fuseline.ops.plans import explain
 @dataclass(frozen=True)
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
-    """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding or quant_linear."""
+    """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding, quant_linear, layer_norm, rms_norm, or
+    a norm behind add_ or dropout_add_, such as add_rms_norm."""
     shape: tuple[int, ...]
-    """Sizes of the input; the op runs over the last. Of embedding: of the output."""
+    """Sizes of the input, of embedding those of the output. The op runs over the last dimension."""
     dtype: str = "bf16"
-    """fp32, fp16 or bf16; torch's names serve, too."""
+    """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
     """The GPU: a100, l40s, h100, h200 or b200. Default: the one in this machine."""
     address: int = 0
-    """Of the tensors, modulo 128 bytes: 0 for whole tensors."""
+    """The tensors' address modulo 128 bytes; 0 for tensors as torch allocates them."""
     causal: bool = False
-    """Of softmax: row t sees the first t + 1 elements (of square scores)."""
+    """softmax: row t sees the first t + 1 elements (of square scores)."""
     masked: bool = False
-    """Of softmax: with a mask, dense and aligned."""
+    """softmax: there is a mask, dense and aligned."""
     scale: float = 1.0
-    """Of softmax: the factor on the input."""
+    """softmax: the factor on the input."""
     weight: bool = False
-    """Of cross_entropy: with class weights."""
+    """cross_entropy: there are class weights."""
     label_smoothing: float = 0.0
-    """Of cross_entropy."""
+    """cross_entropy: the label smoothing."""
     soft_cap: float = 0.0
-    """Of cross_entropy: the bound of the logits."""
+    """cross_entropy: the bound of the logits; 0 for none."""
     bias: bool = False
-    """Of gelu: with a bias, and its gradient."""
+    """gelu: there is a bias, and its gradient is computed."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
     rows: int = 50257
-    """Of embedding: rows of the table."""
+    """embedding: rows of the table."""
     positions: bool = False
-    """Of embedding: with a table of positions."""
+    """embedding: there is a table of positions."""
     out_features: int = 4096
-    """Of quant_linear: rows of the weight."""
+    """quant_linear: rows of the weight."""
     format: str = "int8"
-    """Of quant_linear: plain, int8 or int4."""
+    """quant_linear: plain, int8 or int4."""
     group_size: int = 128
-    """Of quant_linear in int4: columns that share a scale."""
+    """quant_linear in int4: columns that share a scale."""
     zero_points: bool = False
-    """Of quant_linear in int4: with zero points."""
+    """quant_linear in int4: there are zero points."""
+    direction: str | None = None
+    """Of norms: forward or backward. Default: both."""
+    fp32_stream: bool = False
+    """Of norms: what is normalized is float32, as under autocast; --dtype is that of the result."""
+    fp32_weights: bool = False
+    """Of norms: weight and bias are float32."""
+    x_bias: bool = False
+    """Of norms behind dropout_add_: the branch has a bias."""
     json: bool = False
     """Print one JSON object."""
 

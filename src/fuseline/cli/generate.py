@@ -1,6 +1,6 @@
 """Continue prompts with a language model: a Hugging Face folder (GPT-2, Llama, Mistral, Qwen), a checkpoint
-of `fuseline train gpt` or nanoGPT, or a preset's shape with random weights. Tokens are printed as they come;
-then how fast they came."""
+of `fuseline train gpt` or nanoGPT, or a preset's shape with random weights. Prints tokens as they come, and
+then the speed."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ METHODS = ("nearest", "fitted", "hqq")
 @dataclass(frozen=True)
 class Options(Seeded):
     model: Path | None = None
-    """Folder or .safetensors file of Hugging Face's format."""
+    """Folder or .safetensors file in Hugging Face's format."""
     checkpoint: Path | None = None
     """Folder of a run of `fuseline train gpt`, its best.pt or latest.pt, or nanoGPT's ckpt.pt."""
     preset: str | None = None
-    """Shape of a model with random weights: gpt2, llama2-7b, ..; its text is bytes, its tokens numbers."""
+    """A model with random weights: gpt2, llama2-7b, .. Prompts are read as bytes, tokens are printed as
+    numbers."""
     tokenizer: Path | None = None
-    """tokenizer.json to use; the one beside the weights if not named."""
+    """The tokenizer.json to use (default: the one beside the weights)."""
     prompt: tuple[str, ...] = ()
     """Texts to continue; several share a batch."""
     prompt_ids: str | None = None
     """Token ids to continue, separated by commas."""
     batch_size: int = 1
-    """Continue each prompt so many times."""
+    """How many times to continue each prompt."""
     max_new_tokens: int = 128
-    """Tokens to write at most; fewer if the model's context ends before."""
+    """The most tokens to write; fewer if the model's context is full earlier."""
     temperature: float | None = None
-    """0 takes the likeliest token; above, tokens are drawn. Not given: 1 with --top-k, --top-p or --min-p,
+    """0 takes the most likely token; above 0, tokens are drawn. Default: 1 with --top-k, --top-p or --min-p,
     else 0."""
     top_k: int | None = None
-    """Draw among the k likeliest."""
+    """Draw from the k most likely tokens."""
     top_p: float | None = None
-    """Draw among the fewest that together have this probability."""
+    """Draw from the smallest set of tokens whose probabilities add up to this."""
     min_p: float | None = None
-    """Draw among those at least so likely, as a share of the likeliest."""
+    """Draw from tokens with at least this share of the probability of the most likely one."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that were there before become less likely."""
+    """Above 1, tokens that have occurred before become less likely."""
     stop: tuple[str, ...] = ()
     """Texts that end a continuation (they are not printed)."""
     precision: str = "auto"
     """fp32, bf16, fp16; auto: bf16 on a GPU, fp32 on a CPU."""
     quant: str = "none"
-    """Format of the linear layers: none, int8, int4, fp8; beside int4 the head is int8. w8a8 also has int8
+    """Format of the linear layers: none, int8, int4 (with an int8 head), fp8. w8a8 also has int8
     activations. ternary, int3, fp4, nf4, mxfp4, int5, fp6_e2m3 and fp6_e3m2 save memory and cost time."""
     group_size: int = 128
-    """Of int4: 32, 64, 128."""
+    """int4: how many weights share a scale: 32, 64 or 128."""
     method: str = "nearest"
-    """How weights are rounded: nearest, or on grids fitted to them, fitted (least squares), hqq. fp8 has the
-    first alone; fp4, fp6, nf4 and mxfp4 have the first two."""
+    """How weights are rounded: nearest, fitted (least squares) or hqq. fp8 takes only nearest; fp4, fp6, nf4
+    and mxfp4 take nearest and fitted."""
     save: Path | None = None
-    """Folder to write the quantized model to; --model takes it, and reads nothing but that."""
+    """Folder to write the quantized model to; later, --model FOLDER reads it."""
     cache: str = "model"
-    """Keys and values: model (the model's dtype), int8, fp8."""
+    """How keys and values are kept: model (in the model's dtype), int8 or fp8."""
     draft: str | None = None
     """A smaller model that drafts tokens: a folder, a checkpoint, or a preset."""
     draft_tokens: int = 4

@@ -1,6 +1,8 @@
-"""What each compiled CUDA kernel takes: registers, shared, local and constant memory; how many of its blocks
-fit on a multiprocessor, and which resource lets no more in. Without a name: a line for each kernel template.
-With words of a name: each instance; one alone in full, with --sass its machine code, with --ptx its PTX.
+"""Show what each compiled CUDA kernel needs: registers, shared, local and constant memory. Show how many of
+its blocks fit on a multiprocessor, and which resource is the limit.
+
+Without a name there is a line for each kernel template; with words of a name, a line for each instance. A
+single instance is shown in full, with --sass its machine code, with --ptx its PTX.
 
 Reads the library that `fuseline build` made, with cuobjdump of the CUDA toolkit. Needs no GPU.
 """
@@ -31,14 +33,14 @@ PIPE_WIDTH = 170
 @dataclass(frozen=True)
 class Options:
     kernel: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KERNEL")] = ""
-    """Words that the kernel's name has in it (`norm`, `"softmax bf16"`), or all of its name."""
+    """Words in the kernel's name (`norm`, `"softmax bf16"`), or the whole name."""
     gpu: str | None = None
     """The GPU whose limits count: sm_80, sm_86, sm_89, sm_90, sm_100, or a name such as A100 (default: this
     machine's, else sm_90)."""
     threads: int | None = None
     """Threads a block (default: the most that the kernel's launch bounds allow)."""
     shared: int = 0
-    """Bytes of dynamic shared memory a block. Launchers choose them, so the library does not have them."""
+    """Bytes of dynamic shared memory a block. The launchers choose them, so the library does not say."""
     sort: str = "name"
     """name, occupancy (lowest first), or registers, shared, local (highest first)."""
     sass: bool = False

@@ -1,6 +1,8 @@
-"""Climb the five levers on a GPT that trains on real text, or on a model of your own (--model), rung by rung,
-and report what each is worth: time, memory, precision. Plain PyTorch is the ground; a rung that does not pay
-is shown and left out."""
+"""Train a GPT on real text, or a model of your own (--model), and add one optimization after the other: a
+rung each. Report what each rung is worth in time, memory and precision.
+
+Plain PyTorch comes first. Each rung is compared with the best step so far; a rung that is not faster is
+shown and left out of the next ones."""
 
 from __future__ import annotations
 

@@ -17,77 +17,88 @@ from fuseline.cli.waiting import spin_briefly
 from fuseline.errors import InputError, unknown_name
 from fuseline.version import __version__
 
-VERBS = {
-    "ladder": (
-        "fuseline.cli.ladder",
-        "climb the five levers on a model, rung by rung, and report what each is worth",
-    ),
-    "profile": (
-        "fuseline.cli.profile",
-        "where a step's time goes: kinds of work and kernels against their floors, gaps, memory",
-    ),
-    "accelerate": (
-        "fuseline.cli.accelerate",
-        "make a model of yours faster: what was found in it, proved, and what it gains",
-    ),
-    "explain": (
-        "fuseline.cli.explain",
-        "which kernel takes a shape, and why, on any GPU",
-    ),
-    "explain compile": (
-        "fuseline.cli.explain_compile",
-        "what torch.compile does to a small model, stage by stage: graphs, guards, generated code",
-    ),
-    "inspect": (
-        "fuseline.cli.inspect",
-        "registers, memory and occupancy of each compiled CUDA kernel, and what limits it; SASS, PTX",
-    ),
-    "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
-    "train translate": ("fuseline.cli.train_translate", "train a model that translates, and count its BLEU"),
-    "generate": ("fuseline.cli.generate", "continue prompts with a language model, token by token"),
-    "translate": ("fuseline.cli.translate", "translate sentences with a trained model"),
-    "bench compile": (
-        "fuseline.cli.bench_compile",
-        "eager against torch.compile's back ends over five models",
-    ),
-    "bench step": (
-        "fuseline.cli.bench_step",
-        "whole training steps of a GPT or a Llama: ours against compiled nanoGPT",
-    ),
-    "bench acceleration": (
-        "fuseline.cli.bench_acceleration",
-        "models that people use: eager, torch.compile, Liger and fuseline.accelerate in turn",
-    ),
-    "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
-    "bench attention": (
-        "fuseline.cli.bench_attention",
-        "attention by every kernel and by the pick: lengths, decoding, masks, random problems",
-    ),
-    "bench linear": (
-        "fuseline.cli.bench_linear",
-        "linear layers for few rows, int8, int4 and bf16, against cuBLAS, inductor and tinygemm",
-    ),
-    "bench decode": (
-        "fuseline.cli.bench_decode",
-        "tokens a second by rows and format: ours, compiled as gpt-fast does it, eager, transformers",
-    ),
-    "bench quality": (
-        "fuseline.cli.bench_quality",
-        "the perplexity that each format of quantized weights costs a trained model",
-    ),
-    "bench hardware": (
-        "fuseline.cli.bench_hardware",
-        "the ceilings of this machine, and the roofline with the ops under it",
-    ),
-    "bench translation": (
-        "fuseline.cli.bench_translation",
-        "a translation model with and without fused kernels: loss curves, epoch time, BLEU over seeds",
-    ),
-    "tune": ("fuseline.cli.tune", "measure the attention kernels on your shapes, and keep the times"),
-    "report": ("fuseline.cli.report", "draw records as one HTML page and PNG files"),
-    "doctor": ("fuseline.cli.doctor", "what this machine has, what is missing, what mends it"),
-    "build": ("fuseline.cli.build", "compile the native libraries ahead of time"),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Make a model faster": {
+        "accelerate": (
+            "fuseline.cli.accelerate",
+            "say what Fuseline's ops gain in a model of yours: found, proved and timed",
+        ),
+        "ladder": (
+            "fuseline.cli.ladder",
+            "add one optimization after the other to a training step, and show what each is worth",
+        ),
+        "profile": (
+            "fuseline.cli.profile",
+            "show where a step's time goes: kinds of work, kernels against their floors, gaps, memory",
+        ),
+    },
+    "Train and generate": {
+        "train gpt": ("fuseline.cli.train_gpt", "train a GPT on text"),
+        "train translate": (
+            "fuseline.cli.train_translate",
+            "train a translation model and measure its BLEU",
+        ),
+        "generate": ("fuseline.cli.generate", "continue prompts with a language model, also quantized"),
+        "translate": ("fuseline.cli.translate", "translate sentences with a trained model"),
+    },
+    "This machine": {
+        "doctor": ("fuseline.cli.doctor", "say what this machine has, what is missing, and what helps"),
+        "build": ("fuseline.cli.build", "compile the native libraries ahead of time"),
+        "tune": ("fuseline.cli.tune", "measure the attention kernels on your shapes, and keep the times"),
+    },
+    "Look inside": {
+        "explain": ("fuseline.cli.explain", "say which kernel computes a shape, and why, on any GPU"),
+        "explain compile": (
+            "fuseline.cli.explain_compile",
+            "show what torch.compile does to a small model: graphs, guards, generated code",
+        ),
+        "inspect": (
+            "fuseline.cli.inspect",
+            "show registers, memory and occupancy of the compiled CUDA kernels; SASS, PTX",
+        ),
+    },
+    "Measure against others": {
+        "bench acceleration": (
+            "fuseline.cli.bench_acceleration",
+            "models that people use: eager, torch.compile, Liger and fuseline.accelerate",
+        ),
+        "bench step": (
+            "fuseline.cli.bench_step",
+            "whole training steps of a GPT or a Llama: ours against compiled nanoGPT",
+        ),
+        "bench ops": ("fuseline.cli.bench_ops", "Fuseline's ops against their peers: bandwidth and error"),
+        "bench attention": (
+            "fuseline.cli.bench_attention",
+            "attention by every kernel, and by the one that the picker takes",
+        ),
+        "bench linear": (
+            "fuseline.cli.bench_linear",
+            "linear layers for few rows, in int8, int4 and bf16, against cuBLAS, inductor and tinygemm",
+        ),
+        "bench decode": (
+            "fuseline.cli.bench_decode",
+            "tokens a second: ours, compiled as gpt-fast does it, eager, transformers",
+        ),
+        "bench quality": (
+            "fuseline.cli.bench_quality",
+            "the perplexity that each format of quantized weights costs a trained model",
+        ),
+        "bench translation": (
+            "fuseline.cli.bench_translation",
+            "a translation model with and without fused kernels: loss curves, epoch time, BLEU",
+        ),
+        "bench compile": (
+            "fuseline.cli.bench_compile",
+            "the backends of torch.compile on five models, without Fuseline's kernels",
+        ),
+        "bench hardware": (
+            "fuseline.cli.bench_hardware",
+            "the ceilings of this machine, and how near to them the ops come",
+        ),
+        "report": ("fuseline.cli.report", "draw records as one HTML page and PNG files"),
+    },
 }
+VERBS = {verb: entry for verbs in GROUPS.values() for verb, entry in verbs.items()}
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -165,22 +176,24 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     if seconds:
         if len(arguments) > 1 and not arguments[1].startswith("-"):
             raise unknown_name(f"{arguments[0]} verb", arguments[1], seconds)
-        raise InputError(f"`fuseline {arguments[0]}` wants to know what: {', '.join(seconds)}.")
+        raise InputError(f"`fuseline {arguments[0]}` needs a second word: {', '.join(seconds)}.")
     raise unknown_name("verb", arguments[0], VERBS)
 
 
 def _overview() -> str:
     width = max(map(len, VERBS)) + 2
-    lines = [f"  {verb:<{width}}{summary}" for verb, (_, summary) in VERBS.items()]
+    lines = []
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {verb:<{width}}{summary}" for verb, (_, summary) in verbs.items())]
     return "\n".join(
         [
             f"fuseline {__version__}: make a PyTorch transformer fast, and prove it.",
             "",
             "usage: fuseline VERB [options]",
-            "",
             *lines,
             "",
-            "`fuseline VERB --help` lists a verb's options.",
+            "New here? `fuseline doctor` checks this machine, and `fuseline ladder` shows what each",
+            "optimization gives on it. `fuseline VERB --help` lists a verb's options.",
         ]
     )
 

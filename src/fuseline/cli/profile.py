@@ -1,10 +1,12 @@
-"""Profile one training step of a preset, a checkpoint, or a model of your own (MODULE:FUNCTION, a function
-that returns (model, batch) or (model, batch, loss_fn)), or its forward pass or a decoding step: where the
-time goes, by kind of work and by kernel against the floor of each, where the GPU waits, what holds the
-memory, what torch.compile fused. The first line after the times says what to do next.
+"""Show where the time of one training step goes: by kind of work and by kernel, each against its floor;
+where the GPU waits; what holds the memory; what torch.compile fused. The first line after the times says
+what to do next.
 
-Writes a page, traces for Perfetto, records and profile.json. With --compare, says what accounts for the
-difference of two profiles instead."""
+The step is that of a preset, a checkpoint, or a model of your own: MODULE:FUNCTION, a function that returns
+(model, batch) or (model, batch, loss_fn). --forward profiles its forward pass, --decode a decoding step.
+
+Writes a page, traces for Perfetto, records and profile.json. With --compare it says instead what accounts
+for the difference of two profiles."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ DEFAULT_TARGET = {"cpu": "tiny", "cuda": "gpt2"}
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")] = "auto"
-    """A preset (gpt2, shakespeare, llama3.2-1b, ..), folder of a run of `fuseline train gpt`, or
+    """A preset (gpt2, shakespeare, llama3.2-1b, ..), the folder of a run of `fuseline train gpt`, or
     MODULE:FUNCTION; auto: gpt2 on a GPU, else tiny."""
     forward: bool = False
     """The forward pass alone, without gradients."""
@@ -45,18 +47,18 @@ class Options(Recorded, Seeded):
     batch_size: int | None = None
     """Sequences a step (default: the preset's)."""
     seqlen: int | None = None
-    """Tokens a sequence; with --decode those in the cache (default: the preset's; 256)."""
+    """Tokens a sequence (default: the preset's). With --decode, tokens in the cache (default: 256)."""
     precision: str = "auto"
     """fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32."""
     execution: str = "eager"
     """eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph."""
     kernels: str = "fuseline"
-    """Who computes norms and what is fused around them: fuseline or torch."""
+    """Whose kernels compute norms and the work fused with them: fuseline or torch."""
     attention: str = "pick"
     """Attention backend of a GPT; pick: the fastest known."""
     loss: str = "auto"
-    """Cross-entropy of a GPT: float32, logits, fuseline, fuseline-linear; auto: fuseline-linear, with
-    --kernels torch logits."""
+    """Cross-entropy of a GPT: float32, logits, fuseline or fuseline-linear; auto: fuseline-linear, or logits
+    with --kernels torch."""
     dropout: float | None = None
     """Dropout of a GPT (default: the preset's)."""
     bias: bool | None = None
@@ -64,9 +66,9 @@ class Options(Recorded, Seeded):
     vocab_multiple: int = 64
     """Pad a GPT's vocabulary to a multiple of this."""
     steps: int = 5
-    """Steps that are recorded, after the profiler has settled."""
+    """Steps to record, after the profiler has settled."""
     compare: tuple[Path, Path] | None = None
-    """Folders of two profiles, the old one first."""
+    """Compare two profiles: their folders, the old one first."""
 
 
 def run(options: Options) -> int:

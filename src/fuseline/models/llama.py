@@ -28,6 +28,8 @@ from fuseline.errors import InputError
 from fuseline.models.heads import Attend, Heads, whole_sequence
 from fuseline.models.llama_config import PRESETS, LlamaConfig, RopeScaling, preset
 from fuseline.nn import RMSNorm, RotaryEmbedding, branch
+from fuseline.nn.feed_forward import is_plain
+from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
 from fuseline.ops.rope import rope_angles
 from fuseline.timing.memory import available
 
@@ -133,6 +135,10 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_dim, config.embed_dim, bias=config.mlp_bias)
 
     def forward(self, x_BTC: Tensor, following: nn.Module) -> Tensor:
+        gate_up, down = self.gate_up, self.down
+        in_fp8 = self.training and is_plain(gate_up, Fp8Linear) and is_plain(down, Fp8Linear)
+        if self.fused and in_fp8 and gate_up.bias is None:
+            return x_BTC + fp8_feed_forward(self.norm(x_BTC), gate_up, down, "swiglu")
         y_BTF = branch(
             self.gate_up, x_BTC, norm=self.norm, activation="swiglu", following=self.down, fused=self.fused
         )

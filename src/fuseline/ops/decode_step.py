@@ -9,8 +9,8 @@ token overwrites the one that was read and the length counts up, so that the nex
 waiting for the host.
 
 Reading a model of a hundred million parameters takes less time than launching its parts one after the other.
-Here the blocks stay for the whole step, hand elements to each other as these become ready, and fetch the
-weights of later products in the meantime (`csrc/kernels/step/step_kernel.cuh`).
+Here the blocks of one launch stay for the whole step, pass elements to each other as soon as they are ready,
+and fetch the weights of later products in the meantime (`csrc/kernels/step/step_kernel.cuh`).
 
 dtypes: float16, bfloat16; the residual stream x is in float32. Results have the same bits in every run. It is
 for inference and has no gradient. It is not a registered op, because it changes its arguments and the

@@ -6,8 +6,8 @@
 x is [...]; dtypes: float32, float16, bfloat16, float64 (on a GPU float64 runs the reference). The mask is a
 function of a seed and of the element's position (ops/philox.py); p is rounded to the nearest 2^-16.
 Arithmetic is in float32 (float64 for float64) and rounded once. Without ReLU the backward computes the mask
-again from the seed. With ReLU it reads from y where the gradient goes, and keeps neither x nor a mask: where
-y is 0 the gradient is 0, whatever comes in, and where y is no number it does not tell what was dropped.
+again from the seed. With ReLU the backward needs y alone, neither x nor a mask: it passes the gradient where
+y is not 0. (If y is NaN, an element that was dropped gets a gradient, too.)
 
 Not twice differentiable. Source: Srivastava and others, "Dropout", 2014.
 """

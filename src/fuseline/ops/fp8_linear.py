@@ -26,8 +26,8 @@ def fp8_linear(
         scales: [N], float32.
         bias: [N] of x's dtype.
 
-    Returns [.., N] in x's dtype. On a GPU a backward raises an error, and a tangent does everywhere. Raises
-    ValueError for shapes and dtypes that do not fit.
+    Returns [.., N] in x's dtype. On a GPU the backward raises an error; forward-mode differentiation raises
+    one on every device. Raises ValueError for shapes and dtypes that do not fit.
     """
     refuse_tangents("fp8_linear", x, weight, scales, bias)
     n, k = weight.shape

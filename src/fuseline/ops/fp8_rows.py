@@ -5,8 +5,8 @@
 
 Largest is 448 for e4m3 (three bits of mantissa) and 57,344 for e5m2 (two). e4m3 rounds a number by at most
 2^-4 of itself down to 2^-14 of its row's largest, and to zero under 2^-19; e5m2 by at most 2^-3 down to
-2^-29, and to zero under 2^-33. A row of zeros stays zero. A row with NaN or an infinity has no scale: all
-that it is multiplied with becomes NaN.
+2^-29, and to zero under 2^-33. A row of zeros stays zero. The scale of a row with NaN or an infinity is
+not finite, and every product with such a row is NaN.
 
 On a GPU one of our kernels makes a matrix in one pass, and torch multiplies (`torch._scaled_mm`: compute
 capability 8.9 and later, inner and outer sizes multiples of 16). Elsewhere the fp8 numbers are converted back
@@ -79,8 +79,8 @@ def scaled_product(
         dtype: of the result.
         bias: [N], or None.
 
-    Returns [M, N]. The float32 sums are rounded once; in bfloat16 a product of torch's keeps its sums in
-    fewer bits, about as many as bf16 shows.
+    Returns [M, N]. The float32 sums are rounded once. torch's own product to bfloat16 keeps its sums in fewer
+    bits, about as many as bfloat16 has.
     """
     M, K = rows.shape
     N = len(others)

@@ -45,8 +45,8 @@ class Op:
     `rows` rows of length n, and `lengths` are the row lengths to measure where the general ones make no
     sense. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on the number of
     threads.
-    `casts`: under autocast the op casts its inputs, as torch's linear does; the others keep the dtype that
-    they get.
+    `casts`: under autocast the op casts its inputs, as torch's linear does; other ops keep their input's
+    dtype.
     """
 
     name: str

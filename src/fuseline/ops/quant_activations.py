@@ -4,7 +4,7 @@
     / 127
 
 Both sides are symmetric: -127 .. 127, and no zero points. The sums are exact integers. On a GPU
-`torch._int_mm` computes them where K and N are multiples of 8 (fewer than 17 rows are filled up with zeros);
+`torch._int_mm` computes them where K and N are multiples of 8 (fewer than 17 rows are padded with zeros);
 elsewhere a product in float64 does, which holds every such sum exactly.
 Source: Yao et al., ZeroQuant, 2022 (scales for each token).
 """

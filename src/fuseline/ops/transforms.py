@@ -1,12 +1,12 @@
-"""Forward-mode derivatives and torch.func: what runs where the kernels have no rules for them.
+"""Forward-mode derivatives and torch.func, for which the kernels have no rules.
 
-`torch.autograd.forward_ad`, `torch.func.jvp`, `grad`, `vjp` and what is made of them ask an op for more than
-a gradient. Its autograd kernel (csrc/torch/transforms.h) sees that an input carries a tangent, or is wrapped
-by torch.func, and calls the operator `fuseline::<op>_reference`: the reference in plain PyTorch, whose
-operators have every rule, second derivatives among them. `torch.vmap` alone calls the kernels, an example at
-a time.
+`torch.autograd.forward_ad` and `torch.func.jvp`, `grad`, `vjp` and their compositions ask an op for more
+than a gradient. The op's autograd kernel (csrc/torch/transforms.h) sees that an input carries a tangent, or
+is wrapped by torch.func. It then calls the operator `fuseline::<op>_reference`: the reference in plain
+PyTorch, whose operators have all rules, also those of second derivatives. `torch.vmap` by itself calls the
+kernels, one example at a time.
 
-The first time that happens to an op, a warning says so; under FUSELINE_STRICT=1 it is an error.
+A warning says so the first time that it happens to an op. Under FUSELINE_STRICT=1 it is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""AdamW that keeps its moments in 16 or in 8 bits.
+"""AdamW that keeps its moments in 16 or 8 bits.
 
-A step reads the moments of a stretch of elements into fp32, updates them and the weights as AdamW does, and
-rounds the moments back; the weights see the moments before they are rounded. It asks the host nothing, so a
+A step converts the moments to fp32, some elements at a time, updates them and the weights as AdamW does, and
+rounds the moments again; the weights use the moments before rounding. A step never waits for the host, so a
 CUDA graph can hold it. Source: Loshchilov and Hutter 2019 (arXiv:1711.05101), Dettmers et al. 2022
 (arXiv:2110.02861)."""
 
@@ -30,17 +30,17 @@ _WEIGHTS = 1  # the stream of draws that rounds weights; moments have the other
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW over parameters of floating dtype, its moments kept in `state`: "fp32", "bf16" or "8bit".
 
-    A group may have a `state` of its own. 16 and 8 bits hold for parameters of at least 4,096 elements;
-    smaller ones keep fp32 moments. Where weights and moments are fp32, torch's AdamW does the update, to the
-    bit. Bytes of state an element: 8 in fp32, 4 in bf16, 2 and 1/32 in 8 bits (two codes, two fp32 magnitudes
-    a block of 256).
+    A parameter group may have a `state` of its own. Parameters with fewer than 4,096 elements always keep
+    fp32 moments. If weights and moments are fp32, torch's AdamW does the update, with the same bits. State
+    takes 8 bytes an element in fp32, 4 in bf16, and 2 1/32 in 8 bits (two codes, and two fp32 magnitudes for
+    each block of 256).
 
     Args:
         lr: learning rate, a number or a tensor on the device.
         stochastic_rounding: round bf16 weights stochastically; without it updates below half of a weight's
             spacing are lost. Weights of other dtypes are rounded to the nearest.
-        capturable: fit for a CUDA graph: `lr` is read from its tensor on the device.
-        fused: as torch's AdamW has it, which it is for; None: on CUDA devices.
+        capturable: whether a CUDA graph may hold the step; `lr` is then read from its tensor on the device.
+        fused: passed to torch's AdamW; None means True on CUDA devices.
 
     Raises:
         InputError: an unknown `state`, or a parameter that is not of floating dtype.

@@ -36,7 +36,7 @@ _OF_OP: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("linear", "quant_linear"), ("linear",)),
     **dict.fromkeys(("rope", "attention", "decode_attention"), ("attention",)),
     "self_attention": ("attention", "layer"),
-    **dict.fromkeys(("copy", "empty kernel"), ()),
+    **dict.fromkeys(("copy", "empty kernel", "lstm_cell"), ()),
 }
 _OF_SUITE: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
@@ -48,6 +48,7 @@ _OF_SUITE: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
 def families() -> tuple[str, ...]:
     """The folders of csrc/kernels that hold kernels; none where Fuseline came without its sources."""
     return tuple(sorted({source.parent.name for source in KERNELS.glob("*/*.cu")}))

@@ -1,13 +1,13 @@
 // A linear layer, and its gradients: three products (product.cpp).
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 
 #include <array>
 #include <tuple>
 
+#include "column_sums.h"
 #include "op.h"
 #include "product.h"
 
@@ -38,6 +38,8 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
                       bias->sym_sizes(), "; it is [", weight.sym_size(0), "].");
 }
 
+Tensor dense(const Tensor& weight) { return is_turned(weight) ? weight : weight.contiguous(); }
+
 std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
     auto sizes = x.sym_sizes().vec();
     sizes.back() = std::move(last);
@@ -50,7 +52,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     check(x, weight, bias);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    return product(rows_of(x), false, weight.contiguous(), true, bias).view_symint(sizes_of(x, weight.size(0)));
+    return product(rows_of(x), false, dense(weight), true, bias).view_symint(sizes_of(x, weight.size(0)));
 }
 
 // x is there if the weight's gradient is wanted, weight if x's is.
@@ -60,10 +62,14 @@ Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const Opt
     const Tensor grad = rows_of(grad_out);
     Tensor grad_x, grad_weight, grad_bias;
     if (wanted[0]) {
-        grad_x = product(grad, false, weight->contiguous(), false).view_symint(sizes_of(grad_out, weight->size(1)));
+        grad_x = product(grad, false, dense(*weight), false).view_symint(sizes_of(grad_out, weight->size(1)));
     }
-    if (wanted[1]) grad_weight = product(grad, true, rows_of(*x), false);
-    if (wanted[2]) grad_bias = grad.sum(at::IntArrayRef{0});
+    if (wanted[1]) {
+        // In the weight's own order, so that the gradient of what it is a view of is contiguous.
+        const bool turned = weight.has_value() && is_turned(*weight);
+        grad_weight = turned ? product(rows_of(*x), true, grad, false).t() : product(grad, true, rows_of(*x), false);
+    }
+    if (wanted[2]) grad_bias = column_sums(grad, grad.scalar_type());
     return {grad_x, grad_weight, grad_bias};
 }
 
@@ -79,7 +85,10 @@ Three linear_backward_meta(const Tensor& grad_out, const OptionalTensor& x, cons
     const c10::SymInt D = grad_out.sym_size(-1);
     Tensor grad_x, grad_weight;
     if (wanted[0]) grad_x = at::empty_symint(sizes_of(grad_out, weight->sym_size(1)), grad_out.options());
-    if (wanted[1]) grad_weight = of(true, {D, x->sym_size(-1)});
+    if (wanted[1]) {
+        const c10::SymInt C = x->sym_size(-1);
+        grad_weight = weight.has_value() && is_turned(*weight) ? of(true, {C, D}).t() : of(true, {D, C});
+    }
     return {grad_x, grad_weight, of(wanted[2], {D})};
 }
 

@@ -39,6 +39,8 @@ PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fa2": ("overhead", (2.0, 2.0)),
     "fa4": ("tensor", (2.0, 2.0)),
     "fuseline": ("kernels", ()),
+    "cudnn_fuseline": ("kernels", (5.0, 3.0)),
+    "flash_fuseline": ("kernels", (2.0, 2.0)),
     "pick": ("ink", (2.0, 7.0)),  # on the line of the candidate that it is
 }
 PICK = "pick"
