@@ -129,6 +129,12 @@ def test_linears_of_other_gpus_and_dtypes_go_by_streams_or_by_torch() -> None:
         explain("quant_linear", (4, 64), gpu="h200", out_features=0)
 
 
+def test_the_loss_of_fp16_has_general_kernels_alone() -> None:
+    for shape, kernel in (((8192, 1000), "rows"), ((8192, 50257), "waiting")):
+        plans = explain("cross_entropy", shape, torch.float16, gpu="h200").plans
+        assert [plan.kernel for plan in plans] == [f"cross_entropy_{kernel}"] * 2
+
+
 def test_softmax_of_fp16_has_general_kernels_alone() -> None:
     for shape in ((64, 1024), (100000, 197), (50000, 1000), (131072, 4096)):
         kernels = both(shape, torch.float16)

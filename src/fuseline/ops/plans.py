@@ -219,7 +219,7 @@ def _cross_entropy(
 
     def with_gradient(grad: bool) -> Callable[[int], _Planned]:
         return lambda refused: torch.ops.fuseline.plan_cross_entropy(
-            *rows.arguments, [rows.address] * 2, grad, plain, refused
+            *rows.arguments, [rows.address] * 2, grad, plain, rows.fp16, refused
         )
 
     return (

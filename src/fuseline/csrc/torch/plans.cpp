@@ -73,11 +73,11 @@ Planned softmax_backward(at::IntArrayRef device, int64_t rows, int64_t n, int64_
 
 // `grad`: the gradient is written together with the loss. `plain`: without cap, label smoothing and class weights.
 Planned cross_entropy(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
-                      bool grad, bool plain, int64_t refused) {
+                      bool grad, bool plain, bool fp16, int64_t refused) {
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 2, "cross_entropy has the addresses of logits and grad, not ", addresses.size(), ".");
     const CrossEntropyProblem problem{int(element_size), rows, n, n, in_line(addresses[0]), grad ? in_line(addresses[1]) : 0,
-                                      grad,              plain};
+                                      grad,              plain, fp16};
     const CrossEntropyPlan plan = plan_cross_entropy(problem, device_of(device), Refused(refused));
     return planned(plan, name_of(plan.kernel));
 }
@@ -231,7 +231,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, bool fp16, "
           "int refused) -> (str, str, int[])", softmax_backward);
     m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
-          "int refused) -> (str, str, int[])", cross_entropy);
+          "bool fp16, int refused) -> (str, str, int[])", cross_entropy);
     m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient) -> "
           "(str, str, int[])", gelu);
     m.def("plan_norm_forward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, bool centred, int of, "
