@@ -34,10 +34,10 @@ def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtyp
     file = folder / "config.json"
     if not file.exists():
         raise InputError(f"{folder} has no config.json: it is no Hugging Face folder.")
-    for where, value in _sizes(read_object(file)):
+    for where, size in _sizes(read_object(file)):
         most = MOST_LAYERS if _LAYERS.search(where) else LARGEST
-        if value > most:
-            raise InputError(f"{file}: {where} is {shown(value)}; it should be {most} at most.")
+        if size > most:
+            raise InputError(f"{file}: {where} is {shown(size)}; it should be {most} at most.")
     try:
         import transformers
     except ImportError as error:
