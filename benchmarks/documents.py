@@ -60,16 +60,23 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "small-layers": ("attention", attention.small_layers),
     "picks": ("attention", attention.picks),
     "hardware": ("hardware", hardware.hardware),
+}
+SEEDS: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
+    "seed-lstm": ("ops", seeds.lstm),
     "seed-attention-layer": ("attention", seeds.attention_layer),
     "seed-nanogpt": ("ladder", seeds.nanogpt),
     "seed-batches": ("ladder", seeds.batches),
     "seed-head": ("ladder", seeds.head),
     "seed-stability": ("ladder", seeds.stability),
     "seed-fused-kernels": ("ops", seeds.fused_kernels),
+    "seed-masked-softmax": ("ops", seeds.masked_softmax),
+    "seed-clock": ("quality", seeds.clock),
+    "seed-memory": ("step", seeds.memory),
     "seed-epoch": ("translation", seeds.translation_epoch),
     "seed-compilers": ("compile", seeds.compilers),
     "seed-machine": ("hardware", seeds.machine),
 }
+"""Tables of docs/seeds.md: each is drawn from the GPU that has most of it on record."""
 
 
 @functools.cache
@@ -126,6 +133,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "behind": where_others_lead,
     "plans-softmax": lambda of: plans.softmax(),
     "plans-cross-entropy": lambda of: plans.cross_entropy(),
+    "plans-norms": lambda of: plans.norms(),
 }
 
 
@@ -133,6 +141,9 @@ def drawn(name: str, of: Source = records) -> str:
     """The lines between the two marks of the table `name`, drawn from the records that `of` finds."""
     if name in OTHERS:
         return "\n".join(OTHERS[name](of))
+    if name in SEEDS:
+        suite, draw = SEEDS[name]
+        return "\n".join(seeds.fullest(draw, of(suite, gpu="nvidia")))
     suite, draw = TABLES[name]
     found = of(suite)
     return "\n".join([*draw(found), "", source(found)])
@@ -141,8 +152,8 @@ def drawn(name: str, of: Source = records) -> str:
 def rewritten(text: str) -> str:
     """A document's text with every table drawn from the records."""
     for name in re.findall(r"<!-- /([\w-]+) -->", text):
-        if name not in TABLES and name not in OTHERS:
-            raise ValueError(f"There is no table named {name!r}; known: {', '.join([*TABLES, *OTHERS])}.")
+        if name not in (known := {**TABLES, **SEEDS, **OTHERS}):
+            raise ValueError(f"There is no table named {name!r}; known: {', '.join(known)}.")
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = pattern.sub(lambda m, name=name: m[1] + drawn(name) + "\n" + m[2], text)  # type: ignore[misc]
     return text

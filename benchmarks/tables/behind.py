@@ -20,8 +20,8 @@ MEASURES = {
 }
 OTHERS = (*PEERS, "cudagraphs", "mha")
 SHOWN = ("rows", "n", "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "embed_dim", "m", "k")
-NOT_OURS = ("picker",)
-"""Sections that measure how good a pick is, which has a table of its own."""
+NOT_OURS = ("picker", "lstm")
+"""Sections that measure how good a pick is, which has a table of its own, and an example."""
 Case = tuple[tuple[str, Scalar], ...]
 
 
@@ -76,6 +76,7 @@ _SUITES = {
 _SECTIONS = {
     "short": "attention, short sequences, our kernel",
     "long": "attention, long sequences, our kernel",
+    "drawn": "attention, drawn lengths, our kernel",
     "decode": "attention over a cache, our kernel",
     "masks": "attention with masks, our kernel",
     "small": "whole small attention layer",

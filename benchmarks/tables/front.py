@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fuseline.records import Record
 from tables.markdown import fastest, named, newest, source, table
+from tables.ops import PEERS as PEERS_OF_OPS
 
 OURS = ("fuseline", "fuseline-eager", "fuseline-inductor")
 TASKS = {"train": "training step", "forward": "forward"}
@@ -143,7 +144,7 @@ def _ops(records: Sequence[Record]) -> list[Line]:
     }
     lines = []
     for key, name in wanted.items():
-        best = fastest(times.get(key, {}), ("eager", "inductor", "liger", "quack"))
+        best = fastest(times.get(key, {}), PEERS_OF_OPS)
         if best is not None:
             ours = times[key]["fuseline"]
             lines.append((name, f"{best[1]:,.0f} us ({named(best[0])})", f"{ours:,.0f} us", best[1] / ours))

@@ -8,7 +8,7 @@ from fuseline.records import Record
 from tables.markdown import fastest, named, newest, table
 
 FORMATS = ("int8", "int4", "bf16")
-PEERS = ("eager", "inductor", "torchao", "tinygemm")
+PEERS = ("eager", "inductor", "max-autotune", "torchao", "tinygemm")
 ROWS = (1, 8, 32, 128, 256)
 
 

@@ -24,7 +24,7 @@ OPS = (
     ("cross_entropy", "fwbw", "cross-entropy and its gradient", 4096),
 )
 LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
-PEERS = ("eager", "inductor", "liger", "quack")
+PEERS = ("eager", "inductor", "max-autotune", "liger", "quack", "apex", "transformer-engine")
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 NEAR = 0.97
 
@@ -59,7 +59,7 @@ def against_the_best(records: Sequence[Record]) -> list[str]:
     """By op and direction: the fastest peer's time over ours, over all sizes and dtypes on record."""
 
     def place(r: Record) -> tuple[object, ...] | None:
-        if "op" not in r.case or r.case.get("section") == "seed":
+        if "op" not in r.case or r.case.get("section") in ("seed", "lstm"):
             return None
         keys = ("op", "direction", "captured", "drawn", "dtype", "rows", "n")
         return tuple(r.case.get(key) for key in keys)
@@ -96,7 +96,8 @@ def head_and_loss(records: Sequence[Record]) -> list[str]:
         return r.case["rows"], r.case["n"], r.case.get("direction")
 
     times, memory = newest(records, "time_us", place), newest(records, "peak_memory_gib", place)
-    everyone = ("fuseline", *PEERS)
+    measured = {peer for found in times.values() for peer in found}
+    everyone = [peer for peer in ("fuseline", *PEERS) if peer in measured]
     body = []
     for (rows, vocabulary, direction), found in sorted(times.items(), key=lambda at: tuple(map(str, at[0]))):
         cells = [f"{rows:,} x {vocabulary:,}", DIRECTIONS[str(direction)]]
@@ -105,6 +106,5 @@ def head_and_loss(records: Sequence[Record]) -> list[str]:
             kept = f" ({gib:.2f} GiB)" if gib is not None else ""
             cells.append(f"{found[peer] / 1000:.2f} ms{kept}" if peer in found else "")
         body.append(cells)
-    return table(
-        ["rows x vocabulary", "direction", "Fuseline", *(named(peer) for peer in PEERS)], body, left=2
-    )
+    names = ["Fuseline" if peer == "fuseline" else named(peer) for peer in everyone]
+    return table(["rows x vocabulary", "direction", *names], body, left=2)

@@ -23,6 +23,24 @@ def cross_entropy() -> list[str]:
     return _by_length("cross_entropy", "cross_entropy_", ("loss and gradient", "loss alone"))
 
 
+def norms() -> list[str]:
+    """Kernels of the norms by their width: of x alone, of a sum, and of a sum of a 16-bit branch and its fp32
+    stream."""
+    ops = ("layer_norm", {}), ("add_layer_norm", {}), ("add_layer_norm", {"fp32_stream": True})
+    body = []
+    for length in (31, 128, 384, 768, 1024, 2048, 4096, 5120, 8192, 16384, 32768, 65536, 131072):
+        cells = []
+        for op, options in ops:
+            for rows in (FEW_ROWS, MANY_ELEMENTS // length):
+                plans = explain(op, (rows, length), gpu=GPU, **options).plans
+                cells.append(", ".join(dict.fromkeys(_short(plan.kernel, "norm_") for plan in plans)))
+        body.append([f"{length:,}", *cells])
+    kinds = ("x", "sum", "sum, fp32 stream")
+    head = ["N", *(f"{kind}, {rows} rows" for kind in kinds for rows in (FEW_ROWS, "many"))]
+    said = "Kernels are `norm_forward_...` and `norm_backward_...`, in this order where they differ."
+    return [*table(head, body, left=7), "", f"{said} In bf16 on an H200; many rows are 2^29 elements."]
+
+
 def _by_length(op: str, prefix: str, works: tuple[str, ...]) -> list[str]:
     body = []
     for length in LENGTHS:

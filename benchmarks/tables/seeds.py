@@ -6,10 +6,122 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 
 from fuseline.bench.ladder.references import SEED_001, SEED_003
+from fuseline.bench.ops.seed_shapes import MASKS
 from fuseline.records import Record
-from tables.markdown import newest, table
+from fuseline.report.sections.loss_clock import seconds_to
+from tables.markdown import newest, source, table
 
 NOT_YET = "not on record yet"
+
+
+def fullest(draw: Callable[[Sequence[Record]], list[str]], records: Sequence[Record]) -> list[str]:
+    """The table from the device that has most of it on record, of several the one measured last; below it the
+    device and the days."""
+    drawn = [(0, "", draw([]))]
+    for device in {r.device for r in records}:
+        here = [r for r in records if r.device == device]
+        lines = draw(here)
+        figures = sum(line.count("|") - line.count("| |") for line in lines if NOT_YET not in line)
+        if lines != drawn[0][2]:
+            drawn.append((figures, max(r.time for r in here), [*lines, "", source(here)]))
+    return max(drawn)[2]
+
+
+def lstm(records: Sequence[Record]) -> list[str]:
+    """The tutorial's LSTM cell: microseconds in Python, in C++ over ATen, and with a kernel."""
+    found = newest(
+        records, "time_us", lambda r: (r.case["direction"],) if r.case.get("section") == "lstm" else None
+    )
+    theirs = {"fw": ("188 us", "129 us"), "bw": ("411 us", "305 us")}
+    body = []
+    for direction, name in (("fw", "forward"), ("bw", "backward")):
+        ours = found.get((direction,), {})
+        cells = [f"{ours[way]:.0f} us" if way in ours else NOT_YET for way in ("python", "aten", "fuseline")]
+        body.append([name, *theirs[direction], *cells])
+    head = ["LSTM cell", "theirs, Python", "theirs, CUDA extension", "ours, Python", "C++ over ATen"]
+    return table([*head, "with a kernel"], body)
+
+
+def masked_softmax(records: Sequence[Record]) -> list[str]:
+    """Softmax with what attention asks of it, bf16: the fastest of the others, and ours, in a graph."""
+
+    def place(r: Record) -> tuple[object, ...] | None:
+        case = r.case
+        if case.get("section") != "seed" or "mask" not in case or not case["captured"]:
+            return None
+        return case["mask"], case["direction"], case["n"]
+
+    found = newest(records, "paired_speedup", place)
+    body = []
+    for mask in MASKS:
+        cells = []
+        for direction in ("fw", "bw"):
+            for peers in (("composed",), OTHERS):
+                best = [
+                    min(one[peer] for peer in peers if peer in one)
+                    for at, one in found.items()
+                    if at[:2] == (mask, direction) and any(peer in one for peer in peers)
+                ]
+                cells.append(_ratio(best))
+        body.append([mask, *cells])
+    head = ["bf16, in a graph", "forward, against operations", "the fastest of the others"]
+    return table([*head, "backward, against operations", "the fastest of the others"], body)
+
+
+def clock(records: Sequence[Record]) -> list[str]:
+    """GPT-2 by naive attention and by the fastest way: the validation loss against the clock."""
+    curves: dict[str, dict[float, float]] = {"naive": {}, "fastest": {}}
+    tokens: dict[str, float] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        case = r.case
+        if case.get("model") != "gpt" or case.get("embed_dim") != 768 or r.value is None:
+            continue
+        way = "naive" if case.get("backend") == "naive" else "fastest"
+        if r.metric == "validation_loss" and "training_s" in case:
+            curves[way][float(str(case["training_s"]))] = r.value
+        elif r.metric == "tokens_per_s":
+            tokens[way] = r.value
+    body = []
+    for way, points in curves.items():
+        if not points or way not in tokens:
+            body.append([way, NOT_YET, "", "", ""])
+            continue
+        lowest = min(points, key=lambda at: points[at])
+        last = max(points)
+        naives = min(curves["naive"].values(), default=None)
+        reached = None if naives is None else seconds_to(sorted(points.items()), naives)
+        body.append(
+            [
+                way,
+                f"{tokens[way]:,.0f}",
+                f"{points[last]:.3f} after {last / 60:.1f} min",
+                f"{points[lowest]:.3f} after {lowest / 60:.1f} min",
+                f"{reached / 60:.1f} min" if reached else "",
+            ]
+        )
+    head = ["GPT-2, held-out text", "tokens/s", "validation loss at the end", "its lowest"]
+    return table([*head, "time to naive's lowest"], body)
+
+
+def memory(records: Sequence[Record]) -> list[str]:
+    """The training state of GPT-2 on a GPU: used and held at the peak, by moments and arena."""
+    found = {
+        (str(r.case["optimizer_state"]), bool(r.case["arena"]), r.metric): r.value
+        for r in sorted(records, key=lambda r: r.time)
+        if r.case.get("section") == "memory" and r.case.get("preset") == "gpt2" and r.value is not None
+    }
+    body = []
+    for state in ("fp32", "bf16", "8bit"):
+        cells = [
+            f"{value:.2f}" if (value := found.get((state, arena, metric))) is not None else NOT_YET
+            for metric in ("peak_memory_gib", "reserved_memory_gib")
+            for arena in (False, True)
+        ]
+        body.append([f"`{state}`", *cells])
+    return table(["GPT-2, moments in", "used, GiB", "in an arena", "held, GiB", "in an arena"], body)
+
+
+OTHERS = ("eager", "inductor", "max-autotune", "liger", "quack", "apex")
 
 
 def attention_layer(records: Sequence[Record]) -> list[str]:
@@ -155,7 +267,7 @@ def fused_kernels(records: Sequence[Record]) -> list[str]:
 
     def place(r: Record) -> tuple[object, ...] | None:
         case = r.case
-        if case.get("section") != "seed":
+        if case.get("section") != "seed" or "mask" in case:
             return None
         return case["op"], case["direction"], case["captured"], case["rows"], case["n"]
 

@@ -2,16 +2,18 @@
 half.
 
     python examples/custom_op/lstm_cell.py
+    python examples/custom_op/lstm_cell.py --out results    # the same, kept as records
 
 The table is that of PyTorch's tutorial on C++ and CUDA extensions, over the standard LSTM cell. All three
-have the same parameters and numbers. Without a GPU or nvcc the CUDA row is left out, and without a C++
-compiler that row too, with the reason.
+have the same parameters and numbers, and take turns. Without a GPU or nvcc the CUDA row is left out, and
+without a C++ compiler that row too, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fuseline import native
-from fuseline.timing import Summary, summarize, time_steps
+from fuseline.records import Record, append, describe
+from fuseline.records.record import Scalar
+from fuseline.timing import paired_ratio, summarize, time_steps
 
 HERE = Path(__file__).parent
 WAYS = ("python", "cpp", "cuda")
+PEERS = {"python": "python", "cpp": "aten", "cuda": "fuseline"}
+"""The ways as records name them."""
 
 
 def missing(way: str, device: torch.device) -> str | None:
@@ -76,24 +82,50 @@ class LSTMCell(torch.nn.Module):
         return torch.sigmoid(o) * torch.tanh(c_next), c_next
 
 
-def time_cell(
-    cell: LSTMCell, x: Tensor, h: Tensor, c: Tensor, calls: int, runs: int
-) -> tuple[Summary, Summary]:
-    """Microseconds of a forward, and of a backward (that of both less the forward beside it)."""
+Times = dict[str, list[float]]
+"""Microseconds of each run, by direction."""
 
-    def forward() -> tuple[Tensor, Tensor]:
+
+def time_cells(
+    cells: dict[str, LSTMCell], x: Tensor, h: Tensor, c: Tensor, calls: int, runs: int
+) -> dict[str, Times]:
+    """By way: a forward, and a backward (that of both less the forward beside it). The ways take turns."""
+
+    def forward(cell: LSTMCell) -> tuple[Tensor, Tensor]:
         return cell(x, h, c)
 
-    def both() -> None:
-        h_next, c_next = forward()
+    def both(cell: LSTMCell) -> None:
+        h_next, c_next = forward(cell)
         torch.autograd.backward((h_next.sum() + c_next.sum(),))
 
-    time_steps(both, x.device, steps=max(3, calls // 10))
-    fronts, backs = [], []
-    for _ in range(runs):
-        fronts.append(1e3 * time_steps(forward, x.device, steps=calls))
-        backs.append(1e3 * time_steps(both, x.device, steps=calls) - fronts[-1])
-    return summarize(fronts), summarize(backs)
+    for cell in cells.values():
+        time_steps(partial(both, cell), x.device, steps=max(3, calls // 10))
+    taken: dict[str, Times] = {way: {"fw": [], "bw": []} for way in cells}
+    for run in range(runs):
+        for way in cells if run % 2 == 0 else reversed(list(cells)):
+            front = 1e3 * time_steps(partial(forward, cells[way]), x.device, steps=calls)
+            whole = 1e3 * time_steps(partial(both, cells[way]), x.device, steps=calls)
+            taken[way]["fw"].append(front)
+            taken[way]["bw"].append(whole - front)
+    return taken
+
+
+def records(taken: dict[str, Times], case: dict[str, Scalar], device: torch.device) -> list[Record]:
+    """Each way's times, and those of Python over the others' in the same run."""
+    environment = describe(device)
+    found = []
+    for way, times in taken.items():
+        for direction, samples in times.items():
+            place = {**case, "op": "lstm_cell", "direction": direction, "captured": False, "section": "lstm"}
+            took = summarize(samples)
+            figures = [("time_us", took)]
+            if way != "python":
+                figures.append(("paired_speedup", paired_ratio(taken["python"][direction], samples)))
+            for metric, figure in figures:
+                value = figure.median if metric == "time_us" else figure.value
+                ends = {"low": figure.low, "high": figure.high, "n": figure.n}
+                found.append(Record.of("ops", place, metric, value, environment, peer=PEERS[way], **ends))
+    return found
 
 
 def main() -> None:
@@ -103,25 +135,33 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--calls", type=int, default=300, help="calls to one synchronization")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="folder for records (ops.jsonl)")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.randn(options.batch, options.inputs, device=device)
     h, c = (torch.randn(options.batch, options.width, device=device) for _ in range(2))
+    console = Console()
+    cells = {}
+    for way in WAYS:
+        reason = missing(way, device)
+        if reason is None:
+            cells[way] = LSTMCell(options.inputs, options.width, way).to(device)
+        else:
+            console.print(f"Going without {way}: {reason}.")
+    taken = time_cells(cells, x, h, c, options.calls, options.runs)
     table = Table(title=f"LSTM cell on {device.type}: batch {options.batch}, width {options.width}, fp32")
     for name in ("way", "forward us", "95%", "backward us", "95%"):
         table.add_column(name, justify="left" if name == "way" else "right")
-    console = Console()
-    for way in WAYS:
-        reason = missing(way, device)
-        if reason is not None:
-            console.print(f"Going without {way}: {reason}.")
-            continue
-        cell = LSTMCell(options.inputs, options.width, way).to(device)
-        front, back = time_cell(cell, x, h, c, options.calls, options.runs)
-        numbers = [(f"{s.median:.1f}", f"{s.low:.1f} .. {s.high:.1f}") for s in (front, back)]
+    for way, times in taken.items():
+        found = [summarize(times[direction]) for direction in ("fw", "bw")]
+        numbers = [(f"{s.median:.1f}", f"{s.low:.1f} .. {s.high:.1f}") for s in found]
         table.add_row(way, *(text for pair in numbers for text in pair))
     console.print(table)
+    if options.out is not None:
+        case: dict[str, Scalar] = {"dtype": "float32", "rows": options.batch, "n": options.width}
+        append(options.out / "ops.jsonl", records(taken, case, device))
+        console.print(f"Records: {options.out / 'ops.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuseline.acceleration import accelerate
+from fuseline.acceleration import accelerate, fp8
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.precision import autocast, check_precision
@@ -87,6 +87,14 @@ def test_a_shape_is_timed_once_and_kept_for_the_next_run() -> None:
     assert all(layer.in_fp8 for layer in again.layers if ".h." in layer.name)
     _prepared(_gpt(), second, gradient=E5M2)
     assert second.compared == 4
+
+
+def test_other_kernels_are_timed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Told(), Told()
+    _prepared(_gpt(), first)
+    monkeypatch.setattr(fp8, "family_hash", lambda family: f"other {family}")
+    _prepared(_gpt(), second)
+    assert second.compared == first.compared
 
 
 def test_a_layer_that_is_slower_stays_and_says_so() -> None:

@@ -125,3 +125,37 @@ def test_head_and_loss_of_a_causal_model(keep_all: Make) -> None:
     step = fast.training_step(torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32")
     assert step(given).item() == pytest.approx(expected, rel=1e-5)
     assert type(model(**given).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_step_asks_for_no_cache(name: str, keep_all: Make) -> None:
+    """Same loss and gradients; a loss of one's own, and a batch that says so, get what the model returns."""
+    model, given = make(name).train(), batch()
+    model.config.use_cache = True
+    for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
+        dropout.p = 0.0
+    seen: list[bool] = []
+    returned = model(**given)
+    assert returned.past_key_values is not None, "the model makes a cache by itself"
+    returned.loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    fast = keep_all(model, given)
+
+    def look(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append(output.past_key_values is not None)
+
+    model.register_forward_hook(look, with_kwargs=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = fast.training_step(optimizer, precision="fp32", grad_clip=0.0)
+    seen.clear()
+    loss = step(given)
+    assert not any(seen)
+    assert float(loss) == pytest.approx(float(returned.loss), rel=1e-5)
+    for p, right in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, right, rtol=1e-3, atol=1e-5)
+    step({**given, "use_cache": True})
+    assert seen[-1], "a batch that asks for a cache gets one"
+    own = fast.training_step(optimizer, precision="fp32", loss=lambda output, batch: output.loss)
+    own(given)
+    assert seen[-1], "a loss of one's own may look at the cache"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fuseline import native
+from fuseline import native, report
+from fuseline.records import read
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "custom_op"
 pytestmark = pytest.mark.skipif(
@@ -51,6 +53,23 @@ def test_relu_compiles_to_one_graph(device: str) -> None:
             x = torch.randn(rows, 2 * rows, device=device, requires_grad=True)
             compiled(x).square().sum().backward()
             torch.testing.assert_close(x.grad, 2 * torch.relu(x.detach()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(33, 70), (1, 5), (64, 32), (0, 3), (257, 1)])
+def test_shared_memory_changes_no_value(
+    shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    ops = example("shared_memory").load_operators()
+    x = torch.randn(shape, device=device)
+    x[:1, :1] = math.nan
+    assert torch.equal(ops.relu(x.flatten()).nan_to_num(7.0), torch.relu(x.flatten()).nan_to_num(7.0))
+    for shared in (False, True):
+        assert torch.equal(ops.transpose(x, shared).nan_to_num(7.0), x.t().nan_to_num(7.0))
+        assert torch.equal(ops.transpose(x.t(), shared).nan_to_num(7.0), x.nan_to_num(7.0))
+    with pytest.raises(TypeError, match="takes float32"):
+        ops.relu(x.flatten().double())
 
 
 def cells(way: str, device: str) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -109,8 +128,9 @@ def test_lstm_cell_compiles_to_one_graph(way: str, device: str) -> None:
             torch.testing.assert_close(found, theirs(x, (h, c)))
 
 
-def test_lstm_script_prints_its_table() -> None:
-    script = [sys.executable, str(EXAMPLES / "lstm_cell.py"), "--calls", "3", "--runs", "2"]
+def test_lstm_script_prints_its_table_and_keeps_it(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)]
+    script = [sys.executable, str(EXAMPLES / "lstm_cell.py"), "--calls", "3", "--runs", "2", *out]
     done = subprocess.run(script, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "forward us" in done.stdout
@@ -118,3 +138,10 @@ def test_lstm_script_prints_its_table() -> None:
         assert f"│ {way} " in done.stdout
     if not torch.cuda.is_available():
         assert "Going without cuda: there is no CUDA device." in done.stdout
+    records = read(tmp_path / "ops.jsonl")
+    found = {(r.peer, r.case["direction"], r.metric) for r in records}
+    assert found >= {(peer, way, "time_us") for peer in ("python", "aten") for way in ("fw", "bw")}
+    assert ("aten", "fw", "paired_speedup") in found
+    assert ("python", "fw", "paired_speedup") not in found
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "An LSTM cell in Python, in C++ and with a kernel" in page

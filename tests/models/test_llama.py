@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from fuseline.errors import InputError
 from fuseline.models.llama import Llama, RopeScaling, preset, stretched
 from fuseline.models.llama_config import PRESETS, LlamaConfig
-from fuseline.nn import branch
+from fuseline.nn import branch, fp8_linear
+from fuseline.nn.fp8_linear import Fp8Step, put_on
 
 TOKENS = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -29,6 +30,19 @@ def fresh(**changes: Any) -> Llama:
 def test_torch_and_fuseline_compute_the_same(changes: dict[str, Any]) -> None:
     ours, plain = fresh(**changes), fresh(**changes, kernels="torch")
     torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_of_torch_and_fuseline_are_the_same(tied: bool) -> None:
+    ours, plain = fresh(tied=tied).train(), fresh(tied=tied, kernels="torch").train()
+    targets = TOKENS.roll(-1, 1)
+    targets[:, -1] = -1
+    losses = [model(TOKENS, targets) for model in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_no_position_sees_a_later_one_or_one_before_the_window() -> None:
@@ -128,3 +142,25 @@ def test_sequences_over_the_context_are_refused() -> None:
     model = Llama(LlamaConfig(8, 16, 1, 2, 1, 8, 16))
     with pytest.raises(InputError, match="9 tokens, and this model's block_size is 8"):
         model(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_an_mlp_in_fp8_is_one_op_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours, step = fresh(), fresh(), Fp8Step()
+    for block in ours.blocks:
+        put_on(block.mlp.gate_up, step), put_on(block.mlp.down, step)
+    activations = []
+    fp8_mlp = fp8_linear.fp8_mlp
+
+    def looked_at(*args: Any, **options: Any) -> torch.Tensor:
+        activations.append(args[5])
+        return fp8_mlp(*args, **options)
+
+    monkeypatch.setattr(fp8_linear, "fp8_mlp", looked_at)
+    assert torch.equal(ours(TOKENS), plain(TOKENS))
+    assert not activations
+    loss, wanted = ours.train()(TOKENS, TOKENS), plain(TOKENS, TOKENS)
+    assert activations == ["swiglu"] * len(ours.blocks)
+    assert loss.item() == pytest.approx(wanted.item(), rel=0.02)
+    loss.backward(), wanted.backward()
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() < 0.25 * other.grad.norm(), name

@@ -1,6 +1,6 @@
 """The norms' launchers, linked to a CUDA runtime that only writes launches down, take random problems on
-GPUs with and without clusters: each has kernels that the GPU can launch, and scratch that holds their
-partial sums. Needs nvcc, and no GPU."""
+GPUs with and without clusters: they launch what the plan says, which is what `explain` prints, the GPU can
+launch it, and the scratch holds its partial sums. Needs nvcc, and no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from fuseline import native
 from fuseline.native.build import Recipe, Unit, build
 from fuseline.native.compilers import find_cxx, find_nvcc
 from fuseline.native.recipes import KERNELS, kernels_recipe
@@ -19,6 +21,7 @@ from fuseline.ops.plans import GPUS, Gpu
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(find_nvcc().compiler is None, reason=f"needs nvcc: {find_nvcc().reason}"),
+    pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing"),
 ]
 
 POINTERS = (
@@ -30,6 +33,8 @@ LENGTHS = (1, 7, 31, 64, 100, 128, 257, 384, 768, 1000, 1600, 2049, 4096, 5120, 
 PROBLEMS = 6000
 KINDS = {"norm_backward_held": 3, "norm_backward_ring": 1, "norm_backward_tiled": 0}
 """Which whole number among the template arguments of a kernel's kind says how many sums over rows it has."""
+STAYING = ("norm_forward_added", "norm_backward_ring", "norm_backward_held")
+"""Kernels of which no more blocks are launched than the GPU holds at once; here that is one a multiprocessor."""
 
 
 class Norm(ctypes.Structure):
@@ -98,6 +103,28 @@ def drawn(draw: random.Random, backward: bool) -> Norm:
     return norm
 
 
+def planned(norm: Norm, gpu: Gpu, most_cluster: int, backward: bool) -> tuple[str, list[int], int]:
+    """The kernel, its layout as `launches` has it, and the bytes of scratch."""
+    of = 0 if not norm.residual else 2 if norm.x_bias or norm.seed else 1
+    sizes, offset = [2 if dtype else 4 for dtype in (norm.dtype, norm.y_dtype)], (norm.x or 0) % 16
+    given = gpu.numbers(), norm.rows, norm.n, sizes, offset
+    wide, centred, refused = norm.weight_dtype == 0, norm.kind == 0, int(most_cluster == 8)
+    if backward:
+        wanted = ("grad_sum", "grad_x", "grad_dropped", "grad_weight", "grad_bias", "grad_x_bias")
+        there = [bool(norm.seed), *(bool(getattr(norm, name)) for name in wanted)]
+        answer = torch.ops.fuseline.plan_norm_backward(*given, centred, wide, there, refused)
+    else:
+        drops = bool(norm.seed)
+        options = norm.y_dtype == 1, centred, of, drops, wide, refused
+        answer = torch.ops.fuseline.plan_norm_forward(*given, *options)
+    kernel, reason, (blocks, across, down, cluster, shared, refusable, scratch, _) = answer
+    assert reason
+    assert refusable == (cluster > 8)
+    if kernel in STAYING and (backward or blocks <= gpu.processors):
+        blocks = min(blocks, gpu.processors // cluster * cluster)
+    return kernel, [blocks, across, down, cluster, shared], scratch
+
+
 def described(norm: Norm) -> str:
     of = ", ".join(f"{name} {getattr(norm, name)}" for name, _ in Norm._fields_[:6])
     return f"{of}; {[name for name in POINTERS if getattr(norm, name)]}"
@@ -120,7 +147,13 @@ def test_every_norm_has_kernels_that_the_gpu_can_launch(library: ctypes.CDLL, ba
             failed = library.fuseline_norm_forward(given, None)
         assert failed == 0, described(norm)
         launches = library.recorder_take().decode().splitlines()
-        assert launches, described(norm)
+        kernel, layout, workspace = planned(norm, gpu, most_cluster, backward)
+        of_plan = [launch for launch in launches if re.search(rf"\d{kernel}I", launch)]
+        assert of_plan, f"{launches} is not {kernel}: {described(norm)}"
+        assert [*map(int, of_plan[0].split()[1:])] == layout, f"{kernel}: {described(norm)}"
+        assert workspace <= scratch, described(norm)
+        # More only where the GPU may hold fewer clusters than that: then it is another plan's.
+        assert workspace == scratch or kernel == "norm_backward_few" or layout[3] > 8, described(norm)
         for launch in launches:
             name, *numbers = launch.split()
             blocks, across, down, cluster, shared = map(int, numbers)

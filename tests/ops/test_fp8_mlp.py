@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from fuseline.errors import InputError
-from fuseline.ops.fp8_mlp import WIDEST, fp8_mlp, gelu_rows, gelu_rows_backward
+from fuseline.ops.fp8_mlp import WIDEST, activation_rows, activation_rows_backward, fp8_mlp
 from fuseline.ops.fp8_rows import E4M3, E5M2, quantize_rows
-from fuseline.ops.fp8_training import fp8_training_linear, fp8_weight
+from fuseline.ops.fp8_training import fp8_training_linear, fp8_weight, weight_gradient
+from fuseline.ops.swiglu import swiglu
 
 FORMS = ("tanh", "none")
 # The root mean square error of a number rounded to nearest, relative: half a step over the root of 3, and
@@ -98,6 +99,30 @@ def test_it_is_the_layers_one_after_the_other(biases: bool) -> None:
         assert _error(one, other) < 5e-3
 
 
+def test_swiglu_is_the_layers_one_after_the_other() -> None:
+    """Forward to the bit; what comes back through the activation is not rounded between its two factors."""
+    x, weight_1, _, weight_2, bias_2 = _drawn("cpu", torch.bfloat16)
+    weight_2 = weight_2[:, : len(weight_1) // 2].contiguous()
+    sources = [t.requires_grad_() for t in (x, weight_1, weight_2)]
+    found = _mlp(x, weight_1, None, weight_2, bias_2, approximate="swiglu")
+    wanted = fp8_training_linear(swiglu(fp8_training_linear(x, weight_1)), weight_2, bias_2)
+    assert torch.equal(found, wanted)
+    grad = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad(y, sources, grad) for y in (found, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        assert _error(one, other) < 5e-3
+    with pytest.raises(InputError, match="bias_1"):
+        _mlp(x, weight_1, torch.zeros(len(weight_1)), weight_2, bias_2, approximate="swiglu")
+
+
+def test_a_weight_s_gradient_is_that_of_float64() -> None:
+    torch.manual_seed(0)
+    grad_y, x = torch.randn(65, 48).bfloat16(), torch.randn(65, 32).bfloat16()
+    found = weight_gradient(grad_y, x, torch.float32)
+    assert found.dtype is torch.float32
+    assert _error(found, grad_y.double().t() @ x.double()) < 2**-8
+
+
 def test_a_gradient_nobody_wants_is_not_computed() -> None:
     tensors = _drawn("cpu", torch.bfloat16)
     tensors[4].requires_grad_()
@@ -112,48 +137,62 @@ def test_shapes_that_do_not_fit_are_told() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 16), (300, 3072), (2100, 208), (700, 6400), (65, WIDEST)])
-@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("shape", [(1, 16), (300, 3072), (2100, 208), (700, 6400), (4099, 768), (65, WIDEST)])
+@pytest.mark.parametrize("activation", [*FORMS, "swiglu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernels_are_the_ops_and_their_rows(
-    dtype: torch.dtype, approximate: str, shape: tuple[int, int]
+    dtype: torch.dtype, activation: str, shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
-    x, grad = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
-    bias, columns = torch.randn(shape[1], device="cuda"), torch.rand(shape[1], device="cuda") + 0.1
-    for added in (bias, None):
-        exact = x.double() if added is None else x.double() + added
-        y, (rows, scales) = gelu_rows(x, added, approximate)
-        assert _error(y, F.gelu(exact, approximate=approximate)) < torch.finfo(dtype).eps
-        wanted_rows, wanted_scales = quantize_rows(y)
-        assert torch.equal(scales, wanted_scales)
-        assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
-        slope = torch.ops.aten.gelu_backward.default(grad.double(), exact, approximate=approximate)
+    rows_in, n = shape
+    wide = 2 * n if activation == "swiglu" else n
+    x = torch.randn(rows_in, wide, device="cuda").to(dtype)
+    grad = torch.randn(shape, device="cuda").to(dtype)
+    bias, columns = torch.randn(n, device="cuda"), torch.rand(wide, device="cuda") + 0.1
+    for added in (None,) if activation == "swiglu" else (bias, None):
+        exact = x.double().requires_grad_()
+        if activation == "swiglu":
+            wanted = F.silu(exact[:, :n]) * exact[:, n:]
+        else:
+            wanted = F.gelu(exact if added is None else exact + added, approximate=activation)
+        (slope,) = torch.autograd.grad(wanted, exact, grad.double())
+        y, (rows, scales) = activation_rows(x, added, activation)
+        assert _error(y, wanted) < torch.finfo(dtype).eps
+        _are_rows_of(rows, scales, *quantize_rows(y))
         for format in (E4M3, E5M2):
-            grad_x, (rows, scales), grad_bias = gelu_rows_backward(
-                grad, x, added, columns, approximate, format=format, bias_wanted=True
+            options = {"format": format, "bias_wanted": activation != "swiglu"}
+            found, again = (
+                activation_rows_backward(grad, x, added, columns, activation, **options) for _ in range(2)
             )
+            grad_x, (rows, scales), grad_bias = found
             assert _error(grad_x, slope) < torch.finfo(dtype).eps
-            wanted_rows, wanted_scales = quantize_rows(grad_x, columns, format)
-            assert torch.equal(scales, wanted_scales)
-            assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
-            torch.testing.assert_close(
-                grad_bias, grad_x.double().sum(0).float(), rtol=1e-4, atol=1e-4 * shape[0] ** 0.5
-            )
-    assert gelu_rows_backward(grad, x, None, columns, approximate)[2] is None
+            _are_rows_of(rows, scales, *quantize_rows(grad_x, columns, format))
+            assert torch.equal(grad_x, again[0])
+            if grad_bias is not None:
+                assert torch.equal(grad_bias, again[2])
+                sums = grad_x.double().sum(0).float()
+                torch.testing.assert_close(grad_bias, sums, rtol=1e-4, atol=1e-4 * rows_in**0.5)
+    assert activation_rows_backward(grad, x, None, columns, activation)[2] is None
+
+
+def _are_rows_of(
+    rows: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, wanted_scales: torch.Tensor
+) -> None:
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.gpu
 def test_the_kernels_hand_on_what_is_no_number_and_take_no_rows() -> None:
     x = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16)
     x[3, 5], x[4, 6] = torch.nan, torch.inf
-    _, (rows, scales) = gelu_rows(x, None, "tanh")
+    _, (rows, scales) = activation_rows(x, None, "tanh")
     product = rows.float() * scales
     assert product[3].isnan().all()
     assert product[4].isnan().all()
     assert product[5:].isfinite().all()
     none = x[:0]
     columns = torch.ones(64, device="cuda")
-    assert gelu_rows(none, None, "tanh")[0].shape == (0, 64)
-    sums = gelu_rows_backward(none, none, None, columns, "tanh", bias_wanted=True)[2]
+    assert activation_rows(none, None, "tanh")[0].shape == (0, 64)
+    sums = activation_rows_backward(none, none, None, columns, "tanh", bias_wanted=True)[2]
     assert not sums.any()

@@ -94,14 +94,14 @@ def test_a_processor_has_no_products_in_fp8() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", LARGEST)
-@pytest.mark.parametrize("shape", [(65, 96), (300, 768), (140, 1040), (3, 20000)])
+@pytest.mark.parametrize("shape", [(65, 96), (2050, 768), (140, 1040), (300, 2304), (3, 20000)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_multiplies_columns_and_has_both_formats(
     dtype: torch.dtype, shape: tuple[int, int], format: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    x, columns = torch.randn(shape).to(dtype), torch.rand(shape[1]) + 0.1
-    for factors in (None, columns):
+    x, columns = torch.randn(shape).to(dtype), torch.rand(shape[1] + 1) + 0.1
+    for factors in (None, columns[:-1], columns[1:]):  # the last at no multiple of 16 bytes
         rows, scales = quantize_rows(x.cuda(), None if factors is None else factors.cuda(), format)
         wanted_rows, wanted_scales = quantize_rows(x, factors, format)
         assert rows.dtype is format

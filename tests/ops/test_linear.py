@@ -93,7 +93,7 @@ def test_choices_are_measured_once_and_taken(tmp_path, monkeypatch: pytest.Monke
     torch.ops.fuseline.product_forget()
     device = torch.device("cuda")
     x, weight = (
-        torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+        torch.randn(2048, 512, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
     )
 
     def gradients() -> tuple[torch.Tensor, ...]:

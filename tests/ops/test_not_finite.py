@@ -85,3 +85,70 @@ def test_smoothing_of_large_scores_is_exact(device: str) -> None:
     target = torch.tensor([0, 130], device=device)
     loss = ops.cross_entropy(logits, target, label_smoothing=0.1)
     torch.testing.assert_close(loss, F.cross_entropy(logits, target, label_smoothing=0.1), rtol=1e-4, atol=0)
+
+
+INFINITE = [torch.inf, -torch.inf, torch.nan, 0.0, 30.0, -30.0, 1e4, -1e4]
+
+
+def stand_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """NaN and infinities stand in the same places."""
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(found), kind(wanted)), (found, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", ["gelu", "geglu"])
+def test_gelu_and_its_gradient_have_torchs_nan(
+    op: str, dtype: torch.dtype, approximate: str, device: str
+) -> None:
+    x = torch.tensor(INFINITE * 3, device=device).to(dtype).view(3, 8).requires_grad_()
+    other = torch.full_like(x, 0.5).requires_grad_()
+    if op == "gelu":
+        y, given = ops.gelu(x, approximate=approximate), (x,)
+    else:
+        y, given = ops.geglu(x, other, approximate), (x, other)
+    wide = F.gelu(
+        x.float(), approximate=approximate
+    )  # torch's of 16 bits on a CPU is another than its fp32's
+    plain = wide if op == "gelu" else wide * other
+    stand_alike(y, plain)
+    for found, wanted in zip(
+        torch.autograd.grad(y.sum(), given), torch.autograd.grad(plain.sum(), given), strict=True
+    ):
+        stand_alike(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "device, rows, width",
+    [
+        ("cpu", 6, 24),
+        pytest.param("cuda", 6, 24, marks=pytest.mark.gpu),
+        pytest.param("cuda", 16384, 768, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
+def test_an_mlp_and_its_gradients_have_torchs_nan(
+    special: float, approximate: str, device: str, rows: int, width: int
+) -> None:
+    """One element of GELU's input is infinite or NaN: of the bias, where no product spreads it."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def of(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        return drawn.bfloat16().requires_grad_()
+
+    x, weight_1, bias_1, weight_2 = of(rows, width), of(4 * width, width), of(4 * width), of(width, 4 * width)
+    with torch.no_grad():
+        bias_1[5] = special
+        weight_2[:, 5] = weight_2[:, 5].abs() + 0.1
+    given = x, weight_1, bias_1, weight_2
+    y = ops.mlp(x, weight_1, bias_1, weight_2, None, approximate)
+    inner = F.gelu(F.linear(x, weight_1, bias_1).float(), approximate=approximate)
+    plain = F.linear(inner.bfloat16(), weight_2)
+    stand_alike(y, plain)
+    ours, torchs = (torch.autograd.grad(each, given, torch.ones_like(each)) for each in (y, plain))
+    for found, wanted in zip(ours, torchs, strict=True):
+        stand_alike(found, wanted)

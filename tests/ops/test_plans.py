@@ -10,7 +10,7 @@ import torch
 
 from fuseline import native, ops
 from fuseline.errors import InputError
-from fuseline.ops.plans import GPUS, PLANNED, Plan, explain
+from fuseline.ops.plans import GPUS, NORMS, PLANNED, Plan, explain
 
 pytestmark = pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing")
 
@@ -87,6 +87,35 @@ def test_gated_units_take_rows_with_gaps_whole_where_they_keep_to_8_bytes() -> N
         explain("geglu", (4, 3), gpu="h200", halves=True)
 
 
+@pytest.mark.parametrize(
+    "op, shape, options, forward, backward",
+    [
+        ("layer_norm", (65536, 768), {}, "norm_forward_held", "norm_backward_ring"),
+        ("layer_norm", (65536, 8192), {}, "norm_forward_packed", "norm_backward_ring"),
+        ("rms_norm", (128, 4096), {}, "norm_forward_few", "norm_backward_apart"),
+        ("rms_norm", (16, 16384), {}, "norm_forward_held", "norm_backward_few"),
+        ("add_layer_norm", (65536, 768), {"fp32_stream": True}, "norm_forward_added", "norm_backward_ring"),
+        ("add_rms_norm", (65536, 128), {}, "norm_forward_held", "norm_backward_tiled"),
+        ("dropout_add_layer_norm", (4096, 65536), {}, "norm_forward_fetched", "norm_backward_ring"),
+        ("layer_norm", (4096, 50257), {}, "norm_forward_waiting", "norm_backward_general"),
+        ("layer_norm", (1, 3000000), {"gpu": "a100"}, "norm_forward_streamed", "norm_backward_general"),
+    ],
+)
+def test_norms_go_by_width_rows_and_what_is_added(op, shape, options, forward, backward) -> None:
+    plans = explain(op, shape, **{"gpu": "h200", **options}).plans
+    assert [plan.kernel for plan in plans] == [forward, backward]
+    for plan in plans:
+        (alone,) = explain(op, shape, **{"gpu": "h200", **options}, direction=plan.work).plans
+        assert alone == plan
+
+
+def test_only_sums_over_rows_of_several_blocks_need_a_workspace() -> None:
+    (forward, many) = explain("layer_norm", (65536, 768), gpu="h200").plans
+    assert forward.workspace_bytes == 0
+    assert many.workspace_bytes == 2 * 132 * 768 * 4, "weight's and bias's, of each block"
+    assert explain("layer_norm", (64, 768), gpu="h200").plans[1].workspace_bytes == 0
+
+
 OPTIONS: dict[str, dict[str, list[float]]] = {
     "softmax": {
         "causal": [False, False, True],
@@ -97,7 +126,17 @@ OPTIONS: dict[str, dict[str, list[float]]] = {
     "gelu": {"bias": [False, True]},
     "swiglu": {},
     "geglu": {},
+    **{
+        name: {
+            "fp32_stream": [False, True],
+            "fp32_weights": [False, True],
+            **({"x_bias": [False, True]} if "dropout" in name else {}),
+        }
+        for name in NORMS
+    },
 }
+STAYING = ("waiting", "tiled", "added", "norm_backward")
+"""In names of kernels of which a block has more rows than it has at a time."""
 
 
 @pytest.mark.parametrize("op", PLANNED)
@@ -120,14 +159,14 @@ def test_every_problem_has_a_kernel_that_the_gpu_can_launch(op) -> None:
 def _can_be_launched(plan: Plan, gpu, rows: int) -> None:
     assert plan.kernel
     assert plan.reason
-    assert 1 <= plan.threads_per_row * plan.rows_per_block <= 512
+    assert 1 <= plan.threads_per_row * plan.rows_per_block <= (640 if "norm" in plan.kernel else 512)
     assert plan.shared_bytes <= gpu.shared_per_block
     assert plan.blocks_per_row <= (16 if gpu.clusters else 1)
     assert plan.blocks % plan.blocks_per_row == 0
     if plan.elements_per_access:
         assert plan.fallback is None
         return
-    if "waiting" not in plan.kernel and "tiled" not in plan.kernel:
+    if not any(name in plan.kernel for name in STAYING) and "norm_forward_held" not in plan.kernel:
         assert plan.blocks == -(-rows // plan.rows_per_block) * plan.blocks_per_row, "each row has its blocks"
     assert (plan.fallback is not None) == (plan.blocks_per_row > 8)
     if plan.fallback is not None:
@@ -171,6 +210,8 @@ def test_an_explanation_reads_well() -> None:
         (("softmax", (4, 4)), {"address": 3}, "stand at multiples of 2"),
         (("softmax", (4, 4)), {"soft_cap": 3.0}, "There is no option of softmax named 'soft_cap'"),
         (("cross_entropy", (4, 4)), {"weights": True}, "Did you mean 'weight'"),
+        (("layer_norm", (4, 4)), {"direction": "up"}, "it is forward or backward"),
+        (("layer_norm", (4, 4)), {"x_bias": True}, "norms behind a dropout"),
     ],
 )
 def test_mistakes_are_named(arguments, options, said) -> None:

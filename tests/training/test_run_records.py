@@ -31,6 +31,10 @@ def test_a_run_is_told_by_its_records(small: Make, tmp_path: Path) -> None:
     told = {(r.metric, r.case["step"]): r.value for r in curve}
     names = {"pace": "loss", "validation": "validation_loss"}
     assert told == {(names[e["kind"]], e["step"]): e["loss"] for e in entries if e["kind"] in names}
+    clock = [r.case["training_s"] for r in curve if r.metric == "validation_loss"]
+    assert clock == sorted(clock)
+    assert clock[0] == 0.0
+    assert clock[-1] == pytest.approx(result.seconds, abs=0.01)
     speed = next(r for r in records if r.metric == "tokens_per_s")
     paces = [e["tokens_per_s"] for e in entries if e["kind"] == "pace"][1:]
     assert speed.n == len(paces)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fuseline import ops
 from fuseline.errors import InputError
+from fuseline.ops import products
 from fuseline.training.execution import EXECUTIONS
 from fuseline.training.optimizer import (
     load_optimizer_state,
@@ -197,3 +200,29 @@ def test_a_graph_has_workspaces_of_its_own(tiny_model: Make, batches: Make) -> N
         losses.append(taken)
         step.close()
     assert losses[0] == losses[1]
+
+
+class Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2048, 512, device="cuda") / 512**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight).float().square().mean()
+
+
+def test_a_recorded_step_measures_its_products_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    torch.ops.fuseline.product_forget()
+    x = torch.randn(4096, 512, device="cuda")
+    losses = {}
+    for execution in ("eager", "graph"):
+        torch.manual_seed(0)
+        module = Product()
+        optimizer = make_optimizer(module, lr=1e-2, capturable=execution == "graph")
+        step = TrainStep(module, optimizer, precision="bf16", execution=execution)
+        losses[execution] = [step((x,)).item() for _ in range(3)]
+        step.close()
+        measured = {(p.turned_left, p.turned_right) for p in products.choices(x.device)}
+        assert measured == ({(False, True), (True, False)} if execution == "graph" else set())
+    assert losses["graph"] == pytest.approx(losses["eager"], rel=1e-2)

@@ -83,6 +83,20 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(small: Make, course: M
     assert course(tmp_path / "a") == course(tmp_path / "b") != course(tmp_path / "c")
 
 
+@pytest.mark.parametrize("loss", ["logits", "fuseline", "fuseline-linear"])
+def test_the_loss_may_be_computed_otherwise(loss: str, small: Make, course: Make, tmp_path: Path) -> None:
+    """The same training; and the name reaches the model and its checkpoint."""
+    train(small(steps=6), folder=tmp_path / "torch")
+    train(small(steps=6, loss=loss), folder=tmp_path / "other")
+    assert load_weights(tmp_path / "other" / "best.pt").config.loss == loss
+    losses = [
+        [e["loss"] for e in course(tmp_path / name) if e["kind"] == "step"] for name in ("torch", "other")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    with pytest.raises(InputError, match="no loss named 'fusline'"):
+        small(loss="fusline")
+
+
 def test_how_often_it_looks_changes_nothing(small: Make, course: Make, tmp_path: Path) -> None:
     train(small(log_interval=1), folder=tmp_path / "often")
     train(small(log_interval=100), folder=tmp_path / "seldom")

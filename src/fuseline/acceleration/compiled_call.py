@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from fuseline.acceleration.forms import KERNELS, LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
-from fuseline.acceleration.recording import CallGraph
+from fuseline.acceleration.recording import NOT_RECORDED, CallGraph
 from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
 
@@ -43,6 +43,10 @@ class CompiledCall(InForms):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._never:
             self._full = hides_nothing(kwargs)
+            result = self._graph.if_recorded((args, kwargs), self._full)
+            if result is not NOT_RECORDED:
+                self.reason = ""
+                return result
         call = pytree.tree_map(self._moved, (args, kwargs))
         self.reason = self._never or why_not_plain(call, "the arguments") or ""
         if self.reason:

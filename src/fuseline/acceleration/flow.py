@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ DROPOUTS = frozenset({F.dropout, torch.dropout})
 RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
 
 _MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
-_RETURNED, _RELU = "_fuseline_returned", "_fuseline_relu"
+_RETURNED, _RELU, _READ = "_fuseline_returned", "_fuseline_relu", "_fuseline_read"
+_numbers = itertools.count()
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
 NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
@@ -71,6 +73,15 @@ class ReluSeen:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Read:
+    """Which tensor a module was called with, in which version; `order` counts all such calls."""
+
+    tensor: int
+    version: int
+    order: int = field(compare=False)
+
+
 class Flow(TorchFunctionMode):
     """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S]."""
 
@@ -78,7 +89,7 @@ class Flow(TorchFunctionMode):
         super().__init__()
         self._scores_seen = scores_seen
         self.relus: list[ReluSeen] = []
-        self._order = 0
+        self._order = self._reads = 0
         self._calls: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,6 +105,13 @@ class Flow(TorchFunctionMode):
         elif func in ADDS and len(args) == 2 and not kwargs and _are_tensors(args):
             self._note_sum(result, *args)
         return result
+
+    def read(self, tensor: torch.Tensor) -> Read:
+        """Equal for all who read a tensor, unless it was written to between."""
+        if not hasattr(tensor, _READ):
+            setattr(tensor, _READ, next(_numbers))
+        self._reads += 1
+        return Read(getattr(tensor, _READ), _version(tensor), self._reads)
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """Write on the tensors that a module returned whose they are; whoever returns one last has it."""

@@ -2,8 +2,8 @@
 
 For every shape, a layer is timed forward and backward in bf16 and in fp8, as the step will run it (recorded
 or not), with the conversion of its weight included. fp8 is kept where it is faster. The decision for a shape
-on a GPU is kept on disk, so that a resumed run computes as before. The head, the embedding and everything
-outside of the repeated blocks stay in 16 bits.
+on a GPU is kept on disk for as long as the kernels stay the same, so that a resumed run computes as before.
+The head, the embedding and everything outside of the repeated blocks stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from fuseline.acceleration.observe import left_as_found
 from fuseline.acceleration.pay import Clock
 from fuseline.nn.fp8_linear import Fp8Linear, Fp8Step, put_on, take_off
 from fuseline.ops.fp8_rows import E4M3, ROW_STEP
+from fuseline.records.kernel_sources import family_hash
+
+_FAMILIES = ("activations", "linear")
+"""Of the kernels in what is timed: other sources of them need other times."""
 
 Inside = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -168,7 +172,8 @@ class Fp8Layers:
         """What is kept of such a site, or else what the clock says."""
         kind = f"{type(site.module).__module__}.{type(site.module).__qualname__}"
         shapes = [(*layer.weight.shape, layer.weight.dtype, layer.bias is None) for layer in site.layers]
-        key = proof_key("fp8", kind, shapes, site.call, self._clock.recorded, self._gradient)
+        kernels = [family_hash(family) for family in _FAMILIES]
+        key = proof_key("fp8", kind, shapes, site.call, self._clock.recorded, self._gradient, kernels)
         if (kept := _kept(key)) is not None:
             return kept
         found = self._timed(site, inside)

@@ -81,7 +81,7 @@ def study_head(
 @contextlib.contextmanager
 def deferred(head: nn.Linear | None) -> Iterator[None]:
     """Within, the head returns logits that are computed only where they are read."""
-    if head is None or "forward" in head.__dict__ or why_not_passed(head, "the head") is not None:
+    if head is None or why_not_passed(head, "the head") is not None:
         yield
         return
     weight, bias = head._parameters.get("weight"), head._parameters.get("bias")
@@ -94,11 +94,14 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
             return F.linear(input, weight, bias)
         return DeferredLogits.of(Head(input, weight, bias))
 
+    standing = head.__dict__.pop("forward", None)
     head.__dict__["forward"] = forward
     try:
         yield
     finally:
         del head.__dict__["forward"]
+        if standing is not None:
+            head.__dict__["forward"] = standing
 
 
 def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:

@@ -110,30 +110,42 @@ class Summed(torch.autograd.Function):
 
 
 class Normalized(torch.autograd.Function):
-    """The norm of `read`, as `ahead` holds it."""
+    """The norm of `read`, as `ahead` holds it, and `read` where it `gives_back` that."""
 
     @staticmethod
     def forward(
-        ctx: Any, read: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, ahead: Ahead
-    ) -> torch.Tensor:
+        ctx: Any,
+        read: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        ahead: Ahead,
+        gives_back: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
         mask = ahead.mask
         seed = None if mask is None else mask.seed
         ctx.save_for_backward(read, weight, bias, ahead.mean, ahead.rstd, seed)
         ctx.ahead = ahead.name, ahead.shape, mask
         assert ahead.normalized is not None
-        return ahead.normalized.view(read.shape)
+        # A view of two outputs could not be written to.
+        normalized = ahead.normalized
+        normalized = normalized if normalized.shape == read.shape else normalized.view(read.shape)
+        return normalized, read if gives_back else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        grad, grad_back = grads
+        if grad is None:
+            return grad_back, None, None, None, None
         read, weight, bias, mean, rstd, seed = ctx.saved_tensors
         name, shape, mask = ctx.ahead
-        wants_read, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_read, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         drops = mask is not None and mask.readers.alone and wants_read
         p, seed = (mask.p, seed) if drops else (0.0, None)
         wanted = [wants_read, drops, wants_weight, wants_bias, False]
         grad_read, grad_x, grad_weight, grad_bias, _ = torch.ops.fuseline.norm_backward.default(
-            name, grads[0], None, read, shape, mean, rstd, weight, bias, None, p, seed, wanted
+            name, grad, grad_back, read, shape, mean, rstd, weight, bias, None, p, seed, wanted
         )
         if drops:
             mask.keep(grad_read, grad_x)
@@ -141,5 +153,6 @@ class Normalized(torch.autograd.Function):
             grad_read if wants_read else None,
             grad_weight if wants_weight else None,
             grad_bias if wants_bias else None,
+            None,
             None,
         )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import INTERNAL
-from fuseline.acceleration.flow import Flow, ReluSeen, SumSeen, sum_read
+from fuseline.acceleration.flow import Flow, Read, ReluSeen, SumSeen, sum_read
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of arguments that are what they are: no state hides in them."""
@@ -67,6 +67,8 @@ class Observed:
     """Whether its own code takes the softmax of scores."""
     sums: list[SumSeen] = field(default_factory=list)
     """Of its calls with one tensor, those with a sum."""
+    reads: list[Read] = field(default_factory=list)
+    """The tensors of its calls with one."""
     reason: str | None = None
     """Why nothing can be said of it, where its arguments are none that can be looked at."""
 
@@ -146,8 +148,10 @@ def observe(model: nn.Module, batch: Any) -> Observation:
         observed = seen[id(module)]
         inside.append(module)
         observed.calls += 1
-        if len(args) == 1 and not kwargs and is_tensor(args[0]) and (seen_sum := sum_read(args[0])):
-            observed.sums.append(seen_sum)
+        if len(args) == 1 and not kwargs and is_tensor(args[0]):
+            observed.reads.append(flow.read(args[0]))
+            if seen_sum := sum_read(args[0]):
+                observed.sums.append(seen_sum)
         leaves = pytree.tree_leaves((args, kwargs))
         strange = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, PLAIN)]
         if strange:

@@ -9,10 +9,11 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fuseline.errors import InputError
+
+LEAVES = frozenset({torch.Tensor, int, float, complex, str, bool, type(None)})
 
 
 class NotRecordableError(InputError):
@@ -71,29 +72,24 @@ def _numpy_random() -> Any:
     return None if numpy is None else numpy.random
 
 
-def standing(module: nn.Module) -> tuple[Hashable, Hashable]:
-    """Where the parameters and buffers lie, and the modes: which modules are training and which parameters
-    take gradients. A graph does not know of memory at another address, and holds one choice of modes. In one
-    pass over all modules, because every step asks."""
-    places: list[int] = []
-    modes: list[bool] = []
-    seen = {module}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop().__dict__
-        modes.append(one["training"])
-        for parameter in one["_parameters"].values():
-            if parameter is not None:
-                places.append(parameter.data_ptr())
-                modes.append(parameter.requires_grad)
-        for buffer in one["_buffers"].values():
-            if buffer is not None:
-                places.append(buffer.data_ptr())
-        for child in one["_modules"].values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return tuple(places), tuple(modes)
+def flattened(values: Any) -> tuple[list[Any], Hashable]:
+    """The leaves of nested tuples, lists and mappings, and the structure that they stand in."""
+    leaves: list[Any] = []
+    return leaves, _structure(values, leaves)
+
+
+def _structure(values: Any, leaves: list[Any]) -> Hashable:
+    kind = type(values)
+    if kind in LEAVES:
+        leaves.append(values)
+        return None
+    if kind is tuple or kind is list:
+        return kind, *(_structure(value, leaves) for value in values)
+    if kind is dict:
+        return kind, tuple(values), *(_structure(value, leaves) for value in values.values())
+    found, spec = pytree.tree_flatten(values)
+    leaves += found
+    return str(spec)
 
 
 def why_not_plain(values: Any, what: str) -> str | None:

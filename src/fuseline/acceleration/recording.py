@@ -23,10 +23,12 @@ from fuseline.acceleration.recordable import (
     HostRandom,
     NotRecordableError,
     autocast_now,
-    standing,
+    flattened,
     why_not_plain,
     without_cached_weights,
 )
+from fuseline.acceleration.standing import Standing
+from fuseline.ops import products
 from fuseline.timing import time_steps
 
 Result = TypeVar("Result")
@@ -52,7 +54,8 @@ class StepGraph:
         self._optimizer = optimizer
         self._scaler = scaler
         self._device = next(module.parameters()).device
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Batch, ...], torch.Tensor]] = {}
+        self._module_standing = Standing(module)
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Any], torch.Tensor]] = {}
         self._places: Hashable = None  # of all tensors that the graphs hold and share
 
     def __call__(self, micro_batches: tuple[Batch, ...], also: Hashable = None) -> torch.Tensor:
@@ -61,13 +64,14 @@ class StepGraph:
         state lie elsewhere since (a loaded state does), record it anew."""
         places, modes = self._standing()
         self._drop_unless(places)
-        key = self._key(micro_batches, also, modes)
+        key, leaves = self._key(micro_batches, also, modes)
         if key not in self._recorded:
             with without_cached_weights(self._device):
-                self._recorded[key] = self._record(micro_batches)
+                graph, static, loss = self._record(micro_batches)
+            self._recorded[key] = graph, flattened(static)[0], loss
             self._places, _ = self._standing()  # an optimizer's state may have come into being
-        graph, static, loss = self._recorded[key]
-        fill(static, micro_batches)
+        graph, targets, loss = self._recorded[key]
+        fill(targets, leaves)
         graph.replay()
         # The next replay overwrites the graph's own loss; a caller may still hold this one by then.
         return loss.clone()
@@ -90,14 +94,18 @@ class StepGraph:
         """Whether such a step is recorded."""
         places, modes = self._standing()
         self._drop_unless(places)
-        return self._key(micro_batches, also, modes) in self._recorded
+        return self._key(micro_batches, also, modes)[0] in self._recorded
 
     def __len__(self) -> int:
         """How many graphs are kept."""
         return len(self._recorded)
 
-    def _key(self, micro_batches: tuple[Batch, ...], also: Hashable, modes: Hashable) -> Hashable:
-        return signature(micro_batches), also, autocast_now(self._device), modes
+    def _key(
+        self, micro_batches: tuple[Batch, ...], also: Hashable, modes: Hashable
+    ) -> tuple[Hashable, list[Any]]:
+        """What a recording of these batches depends on, and their leaves."""
+        leaves, structure = flattened(micro_batches)
+        return (structure, signature(leaves), also, autocast_now(self._device), modes), leaves
 
     def _drop_unless(self, places: Hashable) -> None:
         """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
@@ -106,7 +114,7 @@ class StepGraph:
 
     def _standing(self) -> tuple[Hashable, Hashable]:
         """Where all tensors lie that a graph reads and writes, and the module's modes."""
-        places, modes = standing(self._module)
+        places, modes = self._module_standing()
         kept = tuple(tensor.data_ptr() for tensor in self._kept_by_optimizer())
         rates = tuple(
             value.data_ptr()
@@ -139,7 +147,8 @@ class StepGraph:
         with _warming_up(self._device, self._changing), warnings.catch_warnings():
             # Meant so: the side stream is waited for, whichever stream gradients are added up on.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-            run_repeatedly(functools.partial(self._run, static))
+            with products.measured(self._device):
+                run_repeatedly(functools.partial(self._run, static))
 
     def _changing(self) -> Iterable[torch.Tensor]:
         yield from self._module.parameters()
@@ -153,27 +162,42 @@ class StepGraph:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
+NOT_RECORDED = object()
+
+
 class CallGraph:
     """Replays `run(call) -> outputs`, a forward without gradients, recorded once for each set of shapes."""
 
     def __init__(self, run: Callable[[Any], Any], module: nn.Module) -> None:
         self._run, self._module = run, module
         self._device = next(module.parameters()).device
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Any]] = {}
+        self._standing = Standing(module)
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Any], list[Any], Any]] = {}
         self._places: Hashable = None  # of the module's tensors, which all graphs read
 
     def __call__(self, call: Any, also: Hashable = None) -> Any:
         """What `run` gives for the call; its tensors are the caller's to keep. `also` is all else that a
         recording depends on."""
-        key = self._key(call, also)
+        key, leaves = self._key(call, also)
         if key not in self._recorded:
             with without_cached_weights(self._device):
-                self._recorded[key] = self._record(call)
-            self._places, _ = standing(self._module)
-        graph, static, outputs = self._recorded[key]
-        fill(static, call)
+                graph, static, outputs = self._record(call)
+            self._recorded[key] = graph, flattened(static)[0], *pytree.tree_flatten(outputs)
+            self._places, _ = self._standing()
+        return self._replayed(key, leaves)
+
+    def if_recorded(self, call: Any, also: Hashable = None) -> Any:
+        """The same where such a call is recorded; `NOT_RECORDED` where none is. Tensors of the call may lie
+        on any device."""
+        key, leaves = self._key(call, also)
+        return self._replayed(key, leaves) if key in self._recorded else NOT_RECORDED
+
+    def _replayed(self, key: Hashable, leaves: list[Any]) -> Any:
+        graph, targets, outputs, spec = self._recorded[key]
+        fill(targets, leaves)
         graph.replay()
-        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+        kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+        return pytree.tree_unflatten(kept, spec)
 
     def seconds(self, call: Any) -> float:
         """Seconds of a replay of such a call, recorded for that and dropped."""
@@ -183,7 +207,7 @@ class CallGraph:
 
     def has(self, call: Any, also: Hashable = None) -> bool:
         """Whether such a call is recorded."""
-        return self._key(call, also) in self._recorded
+        return self._key(call, also)[0] in self._recorded
 
     def __len__(self) -> int:
         """How many graphs are kept."""
@@ -193,17 +217,22 @@ class CallGraph:
         """Let go of the graphs and the memory they hold."""
         self._recorded.clear()
 
-    def _key(self, call: Any, also: Hashable) -> Hashable:
-        """What a recording of this call depends on. Drops the graphs if a tensor they read is no longer the
-        module's."""
-        places, modes = standing(self._module)
+    def _key(self, call: Any, also: Hashable) -> tuple[Hashable, list[Any]]:
+        """What a recording of this call depends on, and its leaves. Drops the graphs if a tensor they read is
+        no longer the module's."""
+        places, modes = self._standing()
         if self._recorded and places != self._places:
             self._recorded.clear()
-        return signature(call), also, autocast_now(self._device), modes
+        leaves, structure = flattened(call)
+        return (structure, signature(leaves), also, autocast_now(self._device), modes), leaves
 
     def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
-        with _warming_up(self._device, self._module.buffers), torch.no_grad():
+        with (
+            _warming_up(self._device, self._module.buffers),
+            torch.no_grad(),
+            products.measured(self._device),
+        ):
             run_repeatedly(lambda: check_outputs(self._run(static)))
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), _own_workspaces(), capturing(graph, self._device), torch.no_grad():
@@ -283,10 +312,9 @@ def check_outputs(outputs: Any) -> None:
         raise NotRecordableError(why)
 
 
-def signature(batches: Any) -> Hashable:
-    """Equal for two sets of batches only if a recording of one fits the other."""
-    leaves, spec = pytree.tree_flatten(batches)
-    return str(spec), tuple(
+def signature(leaves: Iterable[Any]) -> Hashable:
+    """Equal for the leaves of two calls only if a recording of one fits the other."""
+    return tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
 
@@ -300,10 +328,9 @@ def copied(batches: Any, device: torch.device) -> Any:
     return pytree.tree_map(copy, batches)
 
 
-def fill(static: Any, batches: Any) -> None:
-    """Copy the values of batches into the tensors that a graph reads."""
-    pairs = zip(pytree.tree_leaves(static), pytree.tree_leaves(batches), strict=True)
-    for target, source in pairs:
+def fill(targets: Iterable[Any], leaves: Iterable[Any]) -> None:
+    """Copy the values of a call's leaves into the tensors that a graph reads."""
+    for target, source in zip(targets, leaves, strict=True):
         if isinstance(target, torch.Tensor):
             target.copy_(source, non_blocking=True)
 

@@ -19,7 +19,7 @@ class Site:
             the path of the norm, even if another module makes the sum. A rotary has the path of the module
             that rotates queries and keys. ReLU with dropout is an activation, with the path of the module
             before it.
-        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation",
+        kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation", "linear",
             "residual_norm", "embedding", "rotary", "attention" or "head_loss".
         status: "kept" (Fuseline's op runs there), "refused" (`reason` says why), "not faster" (the op is
             right, but not faster on this device), "found" (nothing was done: in a dry run, or because an op
@@ -29,7 +29,7 @@ class Site:
         error, original_error: the largest relative errors (of norms, against float64) of the op's output and
             of the original's, over all inputs that were tried.
         time_us, original_time_us: microseconds of one call, with its backward if the model trains; None if
-            nothing was timed.
+            nothing was timed. Linear layers that read the same tensor are timed together.
     """
 
     path: str

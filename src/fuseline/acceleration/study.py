@@ -16,6 +16,7 @@ from fuseline.acceleration.find import Candidate, find, is_wanted
 from fuseline.acceleration.function_study import study_functions
 from fuseline.acceleration.head_loss import HeadStudy, study_head
 from fuseline.acceleration.judge import Outcome, judge, plans_of, site, site_of
+from fuseline.acceleration.linear_study import study_linears
 from fuseline.acceleration.observe import Observed, fingerprint, left_as_found, observe
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.recipe import Refusal
@@ -113,6 +114,11 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
         if wanted.train and observation.classes:
             result.head = study_head(model, batch, seen, observation.classes, wanted, clock)
             result.sites += result.head.sites
+        if wanted.train:
+            head = None if result.head is None else result.head.head
+            linears = study_linears(seen, taken, head, wanted, clock)
+            result.sites += linears.sites
+            result.changes += linears.changes
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
     result.sites.sort(key=lambda site: order.get(site.path, len(order)))
     return result

@@ -29,6 +29,7 @@ from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
 from fuseline.acceleration.norm_ahead import Ahead, Mask, Readers
 from fuseline.acceleration.recipe import MOVED, tensor_at
+from fuseline.acceleration.shared_input import taken
 from fuseline.acceleration.swap import (
     NOT_PROVED,
     Inside,
@@ -193,7 +194,7 @@ class SumNorm(Layer):
         if self.why:
             return plain(one) + plain(other)
         module = self.module
-        total, ahead = self.recipe.sum_ahead(module, x, residual, mask)
+        total, ahead = self.recipe.sum_ahead(module, taken(x), taken(residual), mask)
         found = [(path, tensor_at(module, path)) for path in self.recipe.weights]
         weights = tuple((path, weight, weight._version) for path, weight in found)
         note = Note(self, ahead, total._version, _autocast(total), _savers(), weights)

@@ -22,6 +22,8 @@ from fuseline.nn.fp8_linear import Fp8Linear
 
 Key = tuple[Any, ...]
 NOT_PROVED = "it was not proved for these dtypes, dimensions, devices or this mode"
+PASSED = "linear"
+"""The op in whose place a recipe of the module around may compute."""
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
@@ -57,6 +59,11 @@ class Swapped(Layer):
         """Take that plan for calls of that key."""
         self.plans[key] = plan
         self._weights = plan.recipe.weights
+
+    @property
+    def may_be_passed(self) -> bool:
+        """Whether a recipe of the module around may take the weights past it, as past the class's own."""
+        return self.inner is None and all(plan.recipe.op == PASSED for plan in self.plans.values())
 
     def merge(self, other: Self) -> None:
         for key, plan in other.plans.items():
@@ -150,7 +157,8 @@ def why_not_passed(child: nn.Module, path: str) -> str | None:
     """Why a recipe may not take a child's weights past its forward."""
     if has_hooks(child):
         return f"{path} has hooks, which a fused op goes around"
-    if "forward" in child.__dict__:
+    own = child.__dict__.get("forward")
+    if own is not None and not (type(own) is Swapped and own.may_be_passed):
         return f"{path} has a forward of its own"
     if "parametrizations" in child._modules:
         return f"{path} is parametrized"

@@ -20,11 +20,13 @@ from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms,
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
+from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
+from fuseline.acceleration.shared_input import across_modules
 from fuseline.errors import InputError, first_line
 from fuseline.timing import ran_out_of_memory
 
@@ -255,10 +257,10 @@ class TrainingStep(InForms):
         """The context of the kept form, with the micro-batch's masks; that of the plain form for an eager
         step."""
         if self.choice is None:
-            with self._forms[0].inside():
+            with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with self.choice.form.inside(), self._masks.inside(self._full[index]):
+            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
                 yield
 
     def _update(self) -> None:
@@ -288,7 +290,8 @@ class TrainingStep(InForms):
             return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
         # A batch of transformers is a mapping of its own kind.
-        return pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        batch = pytree.tree_map(moved, dict(batch) if isinstance(batch, Mapping) else batch)
+        return batch if self._loss is not None else without_cache(self.model, batch)
 
     def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Processes exchange gradients once a step, at its last micro-batch."""

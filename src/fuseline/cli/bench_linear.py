@@ -28,7 +28,7 @@ class Options(Recorded, Seeded):
     tuned; cpu, on a CPU: layers against float32's. If none is named, the first three on a GPU, and cpu on a
     CPU."""
     peers: tuple[str, ...] = ()
-    """Of fuseline, eager, inductor, tinygemm, torchao. All if none is named."""
+    """Of fuseline, eager, inductor, max-autotune, tinygemm, torchao. All if none is named."""
     formats: tuple[str, ...] = ()
     """Of int8, int4, bf16, fp8. All but fp8 if none is named."""
     rows: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Options(Recorded, Seeded):
     sizes: tuple[int, ...] = ()
     """K = N of the chart."""
     repeats: int = 10
-    """Replays of each graph; four times as many turns on a CPU."""
+    """Turns that each peer takes, three replays of its graph long; four times as many in the part cpu."""
     seconds: float = 0.0
     """Stop after so long; 0 for no limit. --resume goes on from there."""
     resume: bool = False
@@ -108,6 +108,7 @@ def _table(title: str, records: Sequence[Record]) -> Table:
     table.add_column("format")
     for peer in peers:
         table.add_column(peer, justify="right")
+    on_cpu = any(record.case["section"] == "cpu" for record in records)
     lines: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for record in records:
         if record.value is not None:
@@ -117,14 +118,15 @@ def _table(title: str, records: Sequence[Record]) -> Table:
             found[record.peer, record.metric] = record.value
     for (product, format), found in lines.items():
         done = {peer for peer, _ in found}
-        cells = [_timed(peer, found) if peer in done else "" for peer in peers]
+        cells = [_timed(peer, found, on_cpu=on_cpu) if peer in done else "" for peer in peers]
         table.add_row(product, format, *cells)
     return table
 
 
-def _timed(peer: str, found: Mapping[tuple[str, str], float]) -> str:
+def _timed(peer: str, found: Mapping[tuple[str, str], float], *, on_cpu: bool) -> str:
     shares = (found.get((peer, metric)) for metric in ("share_of_copy", "share_of_floor"))
     figures = [f"{found[peer, 'time_us']:.1f}", *(f"{share:.2f}" for share in shares if share is not None)]
     if (peer, "paired_speedup") in found:
-        figures.append(f"{found[peer, 'paired_speedup']:.2f} of fp32's speed")
+        against = "of fp32's speed" if on_cpu else "of our time"
+        figures.append(f"{found[peer, 'paired_speedup']:.2f} {against}")
     return "  ".join(figures)

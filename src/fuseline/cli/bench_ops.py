@@ -47,8 +47,8 @@ class Options(Recorded, Seeded):
     """Row lengths drawn from --seed besides, at which no kernel was tuned; their figures stand apart. 0 for
     none; 5 on a GPU and 2 on a processor, if no --lengths are named."""
     peers: tuple[str, ...] = ()
-    """Who to measure: fuseline, eager, inductor, liger, quack. All if none is named; a note lists those that
-    are not installed."""
+    """Who to measure: fuseline, eager, inductor, max-autotune, liger, quack, apex, transformer-engine. All if
+    none is named; a note lists those that are not installed."""
     elements: int | None = None
     """Elements of a matrix, in place of the default: small ones are also timed inside a CUDA graph."""
     few_rows: bool = False
@@ -56,7 +56,8 @@ class Options(Recorded, Seeded):
     rows: tuple[int, ...] = ()
     """Numbers of rows in place of those of --few-rows."""
     seed_shapes: bool = False
-    """Softmax and LayerNorm at the shapes of the course's homework, against their op-by-op composition."""
+    """Softmax and LayerNorm at the shapes of the course's homework, against their op-by-op composition, too;
+    and softmax with masks, scaled and causal. --ops, --peers and --quick hold for it."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
     """Stop before a case that would not be done in time (90s, 4m); --resume goes on from there."""
     resume: bool = False
@@ -167,13 +168,23 @@ def _seed_shapes(options: Options, out: Path) -> tuple[list[Record], list[str]]:
     import torch
 
     from fuseline.bench.ops import seed_shapes
+    from fuseline.bench.peers import PEERS
 
     device = torch.device(resolve_device(options.device))
     if options.dry_run:
         print(f"{len(seed_shapes.SHAPES)} shapes on {device}; records would go to {out / 'ops.jsonl'}.")
         return [], []
     with measuring(48) as observe:
-        return seed_shapes.run(device, out, observe, quick=options.quick, seed=options.seed), []
+        records = seed_shapes.run(
+            device,
+            out,
+            observe,
+            quick=options.quick,
+            seed=options.seed,
+            ops=split_names(options.ops),
+            peers=split_names(options.peers) or tuple(PEERS),
+        )
+    return records, []
 
 
 def _place(record: Record) -> str:

@@ -63,7 +63,12 @@ def run(options: Options) -> int:
     with progress(_WORDS) as observe:
         records = suite.run(bench, file, observe)
     skipped = sorted({f"Skipped {r.peer}: {r.case['reason']}." for r in records if r.metric == "skipped"})
-    return publish(records, file, [_table(records)], skipped, as_json=options.json)
+    in_fp8 = [
+        f"{r.peer}, {r.case['preset']} {r.case['batch']} x {r.case['seqlen_q']}: {r.case['layers']}."
+        for r in records
+        if r.metric == "layers_in_fp8"
+    ]
+    return publish(records, file, [_table(records)], [*skipped, *in_fp8], as_json=options.json)
 
 
 def _bench(options: Options) -> StepBench:

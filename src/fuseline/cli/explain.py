@@ -20,7 +20,8 @@ from fuseline.ops.plans import explain
 @dataclass(frozen=True)
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
-    """The op: softmax, cross_entropy, gelu, swiglu or geglu."""
+    """The op: softmax, cross_entropy, gelu, swiglu, geglu, layer_norm, rms_norm, or a norm behind add_ or
+    dropout_add_, such as add_rms_norm."""
     shape: tuple[int, ...]
     """Sizes of the input. The op runs over the last dimension."""
     dtype: str = "bf16"
@@ -45,6 +46,14 @@ class Options:
     """gelu: there is a bias, and its gradient is computed."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
+    direction: str | None = None
+    """Of norms: forward or backward. Default: both."""
+    fp32_stream: bool = False
+    """Of norms: what is normalized is float32, as under autocast; --dtype is that of the result."""
+    fp32_weights: bool = False
+    """Of norms: weight and bias are float32."""
+    x_bias: bool = False
+    """Of norms behind dropout_add_: the branch has a bias."""
     json: bool = False
     """Print one JSON object."""
 

@@ -110,11 +110,14 @@ def _host(records: Sequence[Record]) -> Table | None:
 
 
 def _seed(records: Sequence[Record]) -> Table | None:
-    """The homework's shapes: composition over ours, and the launches of both."""
+    """The homework's shapes: composition over ours, the fastest of the others over ours, launches."""
     rows: dict[tuple[str, ...], Row] = {}
     for record in records:
-        if record.case.get("section") == "seed":
-            place = tuple(str(record.case[key]) for key in ("op", "direction", "rows", "n"))
+        if record.case.get("section") == "seed" and record.metric != "skipped":
+            op, masked = str(record.case["op"]), record.case.get("mask")
+            direction = f"{record.case['direction']}{', in a graph' if record.case['captured'] else ''}"
+            shape = (str(record.case[key]) for key in ("rows", "n"))
+            place = (f"{op}, {masked}" if masked else op, direction, *shape)
             rows.setdefault(place, {}).setdefault(record.peer, {})[record.metric] = record
     if not rows:
         return None
@@ -127,19 +130,21 @@ def _seed(records: Sequence[Record]) -> Table | None:
         "ours, us",
         "composed, us",
         "composed/ours",
-        "eager/ours",
+        "fastest/ours",
+        "of",
         "launches",
         "replaced",
     ):
         table.add_column(heading, justify="right")
     for place, row in rows.items():
-        ours, composed, eager = (row.get(peer, {}) for peer in (OURS, "composed", "eager"))
+        ours, composed = (row.get(peer, {}) for peer in (OURS, "composed"))
+        best = _best_peer({peer: found for peer, found in row.items() if peer != "composed"})
         table.add_row(
             *place,
             _written(ours.get("time_us"), "{:.1f}"),
             _written(composed.get("time_us"), "{:.1f}"),
             _written(composed.get("paired_speedup"), "{:.2f}"),
-            _written(eager.get("paired_speedup"), "{:.2f}"),
+            *((f"{best[0]:.2f}", best[1]) if best else ("", "")),
             _written(ours.get("launches"), "{:.0f}"),
             _written(composed.get("launches"), "{:.0f}"),
         )

@@ -23,7 +23,7 @@ from fuseline.models.gpt import GPT
 from fuseline.models.gpt_config import GPTConfig
 
 # What a reader may choose about a model whose weights are given.
-READER_OPTIONS = ("dropout", "vocab_multiple", "attention", "norm", "activation")
+READER_OPTIONS = ("dropout", "vocab_multiple", "attention", "norm", "loss", "activation")
 
 _NANOGPT_PARTS = ("model", "model_args")
 _NANOGPT_ARGUMENTS = {

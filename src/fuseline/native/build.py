@@ -20,7 +20,7 @@ from fuseline.errors import InputError
 from fuseline.native.cache import cache_dir, content_key, make_sealed
 from fuseline.native.compilers import Compiler
 from fuseline.native.cores import compilers_at_once
-from fuseline.native.progress import Progress, progress
+from fuseline.native.progress import Progress, progress, say
 from fuseline.native.seals import is_whole
 
 OUTPUT_LINES = 60
@@ -104,7 +104,7 @@ def build(recipe: Recipe, beside: Sequence[Recipe] = ()) -> Path:
             )
 
     def waiting() -> None:
-        Progress(recipe.name, 0).say(f"another process is building lib{recipe.name}.so; waiting for it")
+        say(f"another process is building lib{recipe.name}.so; waiting for it")
 
     return make_sealed(recipe.path(), make, waiting)
 

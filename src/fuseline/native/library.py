@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from fuseline.errors import InputError
 from fuseline.native.build import Recipe, build
 from fuseline.native.compilers import Compiler, Search, compilers, find_cxx, find_nvcc, toolkit_version
 from fuseline.native.direct_calls import direct
+from fuseline.native.progress import say
 from fuseline.native.recipes import (
     KERNELS_NAME,
     TORCH_NAME,
@@ -128,7 +128,7 @@ class Loader:
                         f"{'; '.join(reasons)}"
                     )
                 if reasons and os.environ.get("FUSELINE_NATIVE", "1") != "0":
-                    _say(
+                    say(
                         f"ops on {device_type} run their PyTorch references, which are slower: "
                         f"{'; '.join(reasons)} (FUSELINE_STRICT=1 makes this an error, FUSELINE_NATIVE=0 "
                         "asks for it.)"
@@ -231,10 +231,6 @@ def _build_torch(cxx: Compiler) -> Path:
     """With the module for quick calls from Python, which is asked for next."""
     direct_calls = direct_recipe(cxx)
     return build(torch_recipe(cxx), beside=() if direct_calls is None else (direct_calls,))
-
-
-def _say(message: str) -> None:
-    print(f"fuseline: {message}", file=sys.stderr, flush=True)
 
 
 def _rebuild(path: Path) -> str:

@@ -13,6 +13,11 @@ TERMINAL_PERIOD = 1.0
 LOG_PERIOD = 10.0
 
 
+def say(message: str) -> None:
+    """A line on stderr that says what takes its time."""
+    print(f"fuseline: {message}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Counts finished steps of one build."""
 
@@ -43,10 +48,7 @@ class Progress:
             if self.terminal:
                 self._rewrite()
             else:
-                self.say(self._state())
-
-    def say(self, message: str) -> None:
-        print(f"fuseline: {message}", file=sys.stderr, flush=True)
+                say(self._state())
 
     def _state(self) -> str:
         if not self.done:  # for a minute or more: the largest parts begin first
@@ -65,7 +67,7 @@ def progress(what: str, steps: int) -> Iterator[Progress]:
     if not steps:
         yield line
         return
-    line.say(f"building {what} (once; {steps} part{'s' if steps != 1 else ''} to compile) ...")
+    say(f"building {what} (once; {steps} part{'s' if steps != 1 else ''} to compile) ...")
     ended = threading.Event()
     ticker = threading.Thread(target=_tick, args=(line, ended), daemon=True)
     ticker.start()
@@ -76,7 +78,7 @@ def progress(what: str, steps: int) -> Iterator[Progress]:
         ticker.join()
         if line.terminal:
             print(file=sys.stderr)
-    line.say(f"built {what} in {line.seconds:.0f} s")
+    say(f"built {what} in {line.seconds:.0f} s")
 
 
 def _tick(line: Progress, ended: threading.Event) -> None:

@@ -74,9 +74,9 @@ class Fp8Linear(nn.Linear):
 
 
 def fp8_feed_forward(
-    x: torch.Tensor, first: Fp8Linear, second: Fp8Linear, approximate: str, *, with_second_bias: bool = True
+    x: torch.Tensor, first: Fp8Linear, second: Fp8Linear, activation: str, *, with_second_bias: bool = True
 ) -> torch.Tensor:
-    """second(gelu(first(x))) of layers in training mode, as one op (`fuseline.ops.fp8_mlp`)."""
+    """second(activation(first(x))) of layers in training mode, as one op (`fuseline.ops.fp8_mlp`)."""
     cast, x8 = first.step.rows(x, _computed_in(x))
     return fp8_mlp(
         cast,
@@ -84,7 +84,7 @@ def fp8_feed_forward(
         first.bias,
         second.weight,
         second.bias if with_second_bias else None,
-        approximate,
+        activation,
         weights8=(first.step.weight(first), second.step.weight(second)),
         x8=x8,
         gradient=first.gradient,

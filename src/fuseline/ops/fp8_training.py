@@ -2,7 +2,7 @@
 
     y      = x8 W8^T + bias         x8, W8: rows of x and of W in e4m3
     grad_x = (grad_y * s)8 V8^T     s: scales of W's rows, V8: W8 transposed, without its scales
-    grad_W = grad_y^T x             in the dtype of x
+    grad_W = grad_y^T x             of the dtype of x, summed in float32
     grad_bias = sum of grad_y's rows
 
 The scales of W8 belong to its rows, which grad_x sums over; so grad_y is multiplied by them before its rows
@@ -83,6 +83,15 @@ def fp8_training_linear(
     return y.view(*x.shape[:-1], N)
 
 
+def weight_gradient(grad_y: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad_y^T x, [N, K], of [M, N] and [M, K] in one dtype. On a GPU a 16-bit product leaves in float32
+    itself where `dtype` is that: rounded once less, and no second pass over what may be a large weight."""
+    wide = dtype is torch.float32 and x.dtype in (torch.float16, torch.bfloat16)
+    if wide and x.is_cuda and not torch.compiler.is_compiling():
+        return torch.mm(grad_y.t(), x, out_dtype=torch.float32)
+    return (grad_y.t() @ x).to(dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -112,7 +121,7 @@ class _Linear(torch.autograd.Function):
             rows, scales = quantize_rows(grad_y, weight_scales, ctx.gradient)
             grad_x = scaled_product(rows, scales, columns, ones, grad_y.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad_y.t() @ x).to(weight_dtype)
+            grad_weight = weight_gradient(grad_y, x, weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_y.sum(0).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None

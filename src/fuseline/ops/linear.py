@@ -7,6 +7,9 @@ bits, cuBLASLt proposes several algorithms for each. torch takes the first propo
 fastest. `fuseline.ops.products` measures the proposals and keeps the choice. Until then, and everywhere else,
 this op is torch's own product.
 
+The gradient of the bias is added up in one pass, in fp32. The weight may be a view that exchanges rows and
+columns of a contiguous [C, D]; its gradient lies in memory like it.
+
 Not twice differentiable.
 """
 
@@ -32,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args:
         x: [..., C]; float32, float16, bfloat16 or float64.
-        weight: [D, C].
+        weight: [D, C], contiguous or the transpose of what is; else it is copied.
         bias: [D], or None.
 
     Returns [..., D]. All have one dtype; under autocast they are cast as torch casts those of its own linear.
@@ -51,16 +54,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """`case.shape` is that of x; the result is as wide unless `out` says."""
+    """`case.shape` is that of x; the result is as wide unless `out` says. `turned`: weight is a view of
+    [C, D]."""
     options = dict(case.options)
     C = case.shape[-1]
-    D, has_bias = options.pop("out", C), options.pop("bias", True)
+    D, has_bias, turned = options.pop("out", C), options.pop("bias", True), options.pop("turned", False)
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     arguments: dict[str, Any] = {
         "x": torch.randn(case.shape, **draw).to(dtype),
         "weight": (torch.randn(D, C, **draw) / math.sqrt(max(1, C))).to(dtype),
         "bias": torch.randn(D, **draw).to(dtype) if has_bias else None,
     }
+    if turned:
+        arguments["weight"] = arguments["weight"].t().contiguous().t()
     return {**arguments, **options}
 
 
@@ -85,6 +91,7 @@ LINEAR = register(
         cases=(
             Case("40 rows of 24", (40, 24)),
             Case("three dimensions", (2, 9, 16), {"out": 40}),
+            Case("a turned weight", (12, 16), {"out": 24, "turned": True}),
             Case("no bias", (33, 16), {"bias": False, "out": 8}),
             Case("odd sizes", (7, 9), {"out": 5}),
             Case("one dimension", (24,)),

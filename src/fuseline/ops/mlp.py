@@ -6,10 +6,16 @@ x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases 
 dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the reference). GELU is that of
 `fuseline.ops.gelu`.
 
-On Hopper, in 16 bits and for many rows, the first product computes GELU at the end of each tile while the
-next tile's sums are made. In the backward the product grad_y @ weight_2 computes GELU's gradient and that of
-bias_1 in the same way. Elsewhere each is a pass of its own. The forward keeps x if weight_1 needs a gradient,
-GELU's input [rows, F] if x, weight_1 or bias_1 does, and GELU's output [rows, F] if weight_2 does.
+On Hopper, in 16 bits, for many rows and C and D from 768 to 1,024, the first product computes GELU and its
+slope at the end of each tile while the next tile's sums are made. In the backward the product
+grad_y @ weight_2 multiplies by the slope and adds up the gradient of bias_1 in the same way. Elsewhere each
+is a pass of its own. The forward keeps x if weight_1 needs a gradient, GELU's slope (elsewhere its input)
+[rows, F] if x, weight_1 or bias_1 does, and GELU's output [rows, F] if weight_2 does.
+
+The gradient of GELU's input then has three roundings to 16 bits: those of the gradient of GELU's output, of
+the slope and of their product. Torch's has the first and the last. Where roundings are independent, the error
+is sqrt(3/2) times torch's, and at most sqrt(2) times where the last one is exact (a slope of one). On random
+inputs of deviation 0.3 to 4 it is 1.20 to 1.30 times torch's, in both forms and 16-bit dtypes.
 
 Not twice differentiable. Source: Hendrycks, Gimpel, "Gaussian error linear units", 2016, section 2.
 """

@@ -19,38 +19,11 @@ import torch
 
 from fuseline import native
 from fuseline.errors import InputError, unknown_name
+from fuseline.native.gpus import GPUS, Gpu
 from fuseline.ops.op import DTYPES
 
+__all__ = ["GPUS", "NORMS", "PLANNED", "Explanation", "Gpu", "Plan", "explain"]
 
-@dataclass(frozen=True)
-class Gpu:
-    """The properties of a GPU on which plans depend. Shared memory is in bytes: the most for one block, and
-    the total of a multiprocessor."""
-
-    name: str
-    processors: int
-    shared_per_block: int
-    shared_per_processor: int
-    clusters: bool
-    warpgroups: bool
-
-    def numbers(self) -> list[int]:
-        """In the order of `device_of` in csrc/torch/plans.cpp."""
-        shared = [self.shared_per_block, self.shared_per_processor]
-        return [self.processors, *shared, int(self.clusters), int(self.warpgroups)]
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100", 108, 166912, 167936, clusters=False, warpgroups=False),
-        Gpu("l40s", 142, 101376, 102400, clusters=False, warpgroups=False),
-        Gpu("h100", 132, 232448, 233472, clusters=True, warpgroups=True),
-        Gpu("h200", 132, 232448, 233472, clusters=True, warpgroups=True),
-        Gpu("b200", 148, 232448, 233472, clusters=True, warpgroups=False),
-    )
-}
-"""GPUs that can be asked for by name, on any machine."""
 
 GRANTED_CLUSTER = 8
 """Blocks of a cluster that every GPU with clusters grants; of larger ones the launcher asks first."""
@@ -131,9 +104,13 @@ class _Rows:
 
     count: int
     length: int
-    itemsize: int
+    dtype: torch.dtype
     address: int
     gpu: Gpu
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def arguments(self) -> tuple[list[int], int, int, int]:
@@ -148,19 +125,22 @@ def explain(
     *,
     gpu: str | Gpu | None = None,
     address: int = 0,
-    **options: float,
+    **options: float | str,
 ) -> Explanation:
     """Which kernels compute `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax", "cross_entropy", "gelu", "swiglu" or "geglu".
+        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", the same
+            behind "add_" or "dropout_add_".
         shape: of the input, [..., N].
-        dtype: float32, float16 or bfloat16.
+        dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
         options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
             (there are class weights), `label_smoothing` and `soft_cap`; of gelu: `bias`; of swiglu and
-            geglu: `halves` (the shape is that of one tensor with gate and up beside each other).
+            geglu: `halves` (the shape is that of one tensor with gate and up beside each other); of norms:
+            `direction` ("forward" or "backward"; by default both), `fp32_stream` (what is normalized is
+            float32, as under autocast), `fp32_weights`, and behind "dropout_add_" `x_bias`.
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
     elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
@@ -185,7 +165,7 @@ def explain(
     if not native.ready("cpu"):
         raise InputError("The native core is missing, which decides. `fuseline doctor` says why.")
     on = _resolved(gpu)
-    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype.itemsize, address, on)
+    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype, address, on)
     return Explanation(op, shape, dtype, on, PLANNED[op](rows, **options))
 
 
@@ -256,12 +236,54 @@ def _glu(rows: _Rows, halves: bool = False) -> tuple[Plan, ...]:
     return _plan("forward", ask), _plan("backward", ask)
 
 
+_NORM_OF = {"": 0, "add": 1, "dropout_add": 2}
+"""What a norm is of, as NormOf of csrc/kernels/plans/norms.h counts it."""
+
+
+def _norm(name: str) -> Callable[..., tuple[Plan, ...]]:
+    before, _, kind = name.removesuffix("_norm").rpartition("_")
+    of, centred = _NORM_OF[before], kind == "layer"
+    added, drops = of > 0, of == 2
+
+    def plans(
+        rows: _Rows,
+        direction: str | None = None,
+        fp32_stream: bool = False,
+        fp32_weights: bool = False,
+        x_bias: bool = False,
+    ) -> tuple[Plan, ...]:
+        if direction not in (None, "forward", "backward"):
+            raise InputError(f"direction is {direction!r}; it is forward or backward.")
+        if x_bias and not drops:
+            raise InputError(f"x_bias is of the norms behind a dropout; {name} has none.")
+        wide = 4 if fp32_stream else rows.itemsize
+        given = rows.gpu.numbers(), rows.count, rows.length, [wide, rows.itemsize], rows.address
+        wide_weights = bool(fp32_weights) or rows.itemsize == 4
+
+        def forward(refused: int) -> _Planned:
+            numbers = rows.dtype == torch.float16, centred, of, drops, wide_weights, refused
+            return torch.ops.fuseline.plan_norm_forward(*given, *numbers)
+
+        def backward(refused: int) -> _Planned:
+            of_branch = drops or (added and wide != rows.itemsize)
+            there = [drops, added, True, of_branch, True, centred, bool(x_bias)]
+            return torch.ops.fuseline.plan_norm_backward(*given, centred, wide_weights, there, refused)
+
+        asks = {"forward": forward, "backward": backward}
+        return tuple(_plan(work, ask) for work, ask in asks.items() if direction in (None, work))
+
+    return plans
+
+
+NORMS = tuple(f"{of}{kind}_norm" for of in ("", "add_", "dropout_add_") for kind in ("layer", "rms"))
+
 PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "gelu": _gelu,
     "swiglu": _glu,
     "geglu": _glu,
+    **{name: _norm(name) for name in NORMS},
 }
 """The ops that `explain` knows; each takes the rows and the op's own options."""
 

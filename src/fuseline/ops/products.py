@@ -4,8 +4,9 @@
         step(batch)              # what this computes is measured when it ends
     products.choices(device)     # problem -> (algorithm, microseconds, those of torch's own)
 
-`fuseline.ops.linear` and `fuseline.ops.mlp` take the choices. Torch's own product is among the candidates; an
-algorithm takes its place only where it computes the same product, and faster by more than the clock's noise.
+`fuseline.ops.linear` and `fuseline.ops.mlp` take the choices, forward and backward; recorded steps measure
+what they compute before they are recorded. Torch's own product is among the candidates; an algorithm takes
+its place only where it computes the same product, and faster by more than the clock's noise.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fuseline import native
+from fuseline.native.progress import say
 from fuseline.timing import time_calls
 
 PROPOSALS = 8
 REPEATS = 7
 HEAD_START = 1e-3  # seconds: all candidates rest equally long
 LEAST_GAIN = 1.01  # of torch's own time over that of an algorithm which takes its place
+SECONDS = 2.0
+"""How long new problems are measured at one time; those that are left are torch's own until the next time."""
+LEAST_FLOPS = 1e9  # of a problem that is measured: smaller ones end within two microseconds
 OWN = -1
 """The number of torch's own product among algorithms."""
 
@@ -49,6 +55,10 @@ class Product:
     @property
     def torch_dtype(self) -> torch.dtype:
         return torch.float16 if self.dtype == self.FLOAT16 else torch.bfloat16
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
 
     def numbers(self) -> list[int]:
         return [
@@ -83,30 +93,66 @@ def choices(device: torch.device) -> Mapping[Product, Choice]:
 
 
 @contextlib.contextmanager
-def measured(device: torch.device) -> Iterator[None]:
-    """Measures, behind the block, the products computed in it that were not measured before. On a CPU, and
-    where the native library is not loaded, it does nothing."""
-    if device.type != "cuda" or not native.ready("cuda"):
+def measured(device: torch.device, *, seconds: float = SECONDS) -> Iterator[None]:
+    """Measures, behind the block, the products computed in it that were not measured before, for so many
+    seconds at most; it says so on stderr.
+
+    It does nothing on a CPU, where the native library is not loaded, while a CUDA graph is captured, and
+    under `torch.use_deterministic_algorithms`, where torch's own products are taken.
+    """
+    if device.type != "cuda" or not native.ready("cuda") or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    if torch.cuda.is_current_stream_capturing():
         yield
         return
     file, index = _file(device), torch.cuda.current_device() if device.index is None else device.index
+
+    def choose(problem: Product, choice: Choice) -> None:
+        torch.ops.fuseline.product_choose(index, problem.numbers(), choice.algorithm)
+
     known = _kept(file)
     for problem, choice in known.items():
-        torch.ops.fuseline.product_choose(index, problem.numbers(), choice.algorithm)
+        choose(problem, choice)
     yield
     numbers = torch.ops.fuseline.product_new_problems(index)
     width = len(Product.__dataclass_fields__)
-    new = {}
-    for start in range(0, len(numbers), width):
-        problem = Product.of(numbers[start : start + width])
+    computed = (Product.of(numbers[start : start + width]) for start in range(0, len(numbers), width))
+    new = measure_within(
+        seconds, computed, lambda problem: measure(problem, device), choose, clock=time.perf_counter
+    )
+    if new:
+        _write(file, {**_kept(file), **new})  # another process may have written meanwhile
+
+
+def measure_within(
+    seconds: float,
+    problems: Iterable[Product],
+    measure: Callable[[Product], Choice],
+    choose: Callable[[Product, Choice], None],
+    *,
+    clock: Callable[[], float],
+) -> dict[Product, Choice]:
+    """Measures and chooses for problems, the largest first, until so many seconds have passed on `clock`."""
+    wanted = sorted((p for p in problems if p.flops >= LEAST_FLOPS), key=lambda p: p.flops, reverse=True)
+    if not wanted:
+        return {}
+    begin = clock()
+    new: dict[Product, Choice] = {}
+    for problem in wanted:
+        if clock() - begin >= seconds:
+            break
         try:
-            new[problem] = measure(problem, device)
+            new[problem] = measure(problem)
         except torch.OutOfMemoryError:
             continue  # there is no room beside what runs: torch's own product stays, and is not kept
-        torch.ops.fuseline.product_choose(index, problem.numbers(), new[problem].algorithm)
-    if new:
-        known.update(new)
-        _write(file, known)
+        choose(problem, new[problem])
+    faster = sum(choice.algorithm != OWN for choice in new.values())
+    say(
+        f"measured {len(new)} of {len(wanted)} new matrix products in {clock() - begin:.1f} s; for {faster} "
+        "another algorithm than torch's is faster"
+    )
+    return new
 
 
 def measure(problem: Product, device: torch.device) -> Choice:

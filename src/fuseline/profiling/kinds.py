@@ -72,7 +72,7 @@ OPS: tuple[Rule, ...] = (
     _rule("other", r"^aten::index(_put_?|_add_?|_fill_?)?$|_index_put_impl_|^fuseline::(take_l|decode)"),
     _rule(
         "pointwise",
-        r"^fuseline::(gelu|geglu|swiglu|glu|rope|scale_rows|fp8_gelu)",
+        r"^fuseline::(gelu|geglu|swiglu|glu|rope|scale_rows|fp8_activation)",
         r"^aten::(add|sub|mul|div|pow|sqrt|rsqrt|exp|log|neg|abs|sin|cos|tanh|sigmoid|erf|reciprocal|clamp)\w*$",
         r"^aten::(gelu|silu|relu|leaky_relu|elu|hardswish|softplus|mish|threshold|threshold_backward|glu)\w*$",
         r"^aten::(where|masked_fill|lerp|maximum|minimum|addcmul|addcdiv|sign|floor|ceil|round|square)\w*$",

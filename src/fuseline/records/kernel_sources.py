@@ -36,7 +36,7 @@ _OF_OP: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("linear", "quant_linear"), ("linear",)),
     **dict.fromkeys(("rope", "attention", "decode_attention"), ("attention",)),
     "self_attention": ("attention", "layer"),
-    **dict.fromkeys(("copy", "empty kernel"), ()),
+    **dict.fromkeys(("copy", "empty kernel", "lstm_cell"), ()),
 }
 _OF_SUITE: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),

@@ -89,6 +89,7 @@ _AMOUNTS = (
     "overflow_magnitude",
     "price_per_hour",
     "size_kib",
+    "training_s",
 )
 _FLAGS = (
     "allclose_sdpa",
@@ -156,6 +157,7 @@ _ABOVE_ZERO = (
     "samples_per_s",
     "speedup",
     "paired_speedup",
+    "paired_over_bf16",
     "epoch_s",
     "ttft_ms",
     "training_s",
@@ -189,7 +191,7 @@ _NEEDED: Mapping[tuple[str, str | None], Mapping[str, tuple[str, ...]]] = {
             ),
             (),
         )
-        for section in ("short", "long", "decode", "masks", "picker")
+        for section in ("short", "long", "drawn", "decode", "masks", "picker")
     },
     ("compile", "*"): dict.fromkeys(("model", "rung"), ()),
     ("decode", "climb"): dict.fromkeys(("lever", "order", "rung"), ()),

@@ -39,6 +39,7 @@ METRICS: Mapping[str, Presentation] = {
     "mfu_causal": Presentation("MFU", "causal", "percent", "6N + 6LCT: only the attention a mask leaves"),
     "speedup": Presentation("speed-up", "of the baseline", "ratio"),
     "paired_speedup": Presentation("ratio", "old/new, paired", "ratio", "runs taken A B B A"),
+    "reserved_memory_gib": Presentation("reserved", "GiB", hint="what the allocator held, used or not"),
     "peak_memory_gib": Presentation("peak memory", "GiB", hint="allocated, not reserved"),
     "max_batch": Presentation("largest batch", "sequences", "count"),
     "compile_s": Presentation("compile", "s"),

@@ -29,6 +29,7 @@ from fuseline.report.sections import (
     linear,
     op_suite,
     quality,
+    training_state,
     translation,
 )
 from fuseline.report.selection import Shelf
@@ -100,6 +101,7 @@ def _sections(shelf: Shelf, trace_folders: Sequence[Path]) -> list[Section]:
         *translation.sections(shelf),
         *attention.sections(shelf),
         *attention_small.sections(shelf),
+        *training_state.sections(shelf),
         *generic.sections(shelf),
     ]
 

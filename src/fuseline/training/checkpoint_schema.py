@@ -48,9 +48,10 @@ class EntrySaid(TypedDict):
 
 
 class LossSaid(EntrySaid):
-    """A step, or a validation."""
+    """A step, or a validation. `seconds` of training had passed; earlier versions did not write it."""
 
     loss: Optional[float]
+    seconds: NotRequired[Seconds]
 
 
 class PaceSaid(LossSaid):

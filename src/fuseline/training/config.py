@@ -40,6 +40,11 @@ class TrainConfig:
     vocab_multiple: int = described(1, "pad the embedding's rows to a multiple of this")
     attention: str = described("pick", "attention backend; pick: the fastest known")
     norm: str = described("torch", "who computes LayerNorm: torch or fuseline")
+    loss: str = described(
+        "float32",
+        "the cross-entropy in training: float32 (torch's), logits (torch's, in their dtype), fuseline, or "
+        "fuseline-linear (without all logits in memory)",
+    )
     activation: str = described("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
 
     batch_size: int = described(16, "sequences a micro-batch")
@@ -116,6 +121,7 @@ class TrainConfig:
             attention=self.attention,
             norm=self.norm,
             activation=self.activation,
+            loss=self.loss,
         )
 
     @property

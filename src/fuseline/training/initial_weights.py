@@ -38,6 +38,7 @@ def pretrained_model(config: TrainConfig, path: Path, vocab_size: int) -> tuple[
         "vocab_multiple": config.vocab_multiple,
         "attention": config.attention,
         "norm": config.norm,
+        "loss": config.loss,
     }
     found = next((path / name for name in (BEST, LATEST) if (path / name).is_file()), path)
     if found.suffix == ".pt" and is_ours(found):

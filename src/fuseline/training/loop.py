@@ -199,7 +199,7 @@ class Loop:
         pace = self._measured(sum(losses) / len(losses))
         if pace is not None:
             self._pace = pace
-            entries.append({"kind": "pace", **asdict(pace)})
+            entries.append({"kind": "pace", **asdict(pace), "seconds": run.stopwatch.seconds})
         self._write(entries)
         if pace is not None:
             self.reporter.paced(pace)
@@ -238,7 +238,8 @@ class Loop:
         self._validated_step, self._validation_loss = run.taken, loss
         best = run.note_validation(figures)
         self._is_saved = False
-        self._write([{"kind": "validation", "step": run.taken, **figures, "best": best}])
+        clock = {"seconds": run.stopwatch.seconds}
+        self._write([{"kind": "validation", "step": run.taken, **figures, **clock, "best": best}])
         self.reporter.validated(run.taken, loss, best=best)
 
     def _sample(self) -> None:

@@ -50,8 +50,8 @@ def run_records(folder: Path, environment: Environment) -> list[Record]:
     if peaks:
         made.append(record("peak_memory_gib", max(peaks), case))
     curve = {**case, "section": "curve"}
-    made += [record("loss", e["loss"], {**curve, "step": e["step"]}) for e in _thinned(paces)]
-    made += [record("validation_loss", e["loss"], {**curve, "step": e["step"]}) for e in validations]
+    for metric, points in (("loss", _thinned(paces)), ("validation_loss", validations)):
+        made += [record(metric, e["loss"], {**curve, **_place(e)}) for e in points]
     return made
 
 
@@ -62,6 +62,12 @@ def write_run_records(folder: Path, device: torch.device) -> Path:
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, lambda file: file.write(lines.encode()))
     return path
+
+
+def _place(entry: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Where on a curve: the step, and the seconds of training if they were written down."""
+    seconds = entry.get("seconds")
+    return {"step": entry["step"], **({} if seconds is None else {"training_s": round(seconds, 2)})}
 
 
 def _case(config: TrainConfig) -> dict[str, Scalar]:
@@ -76,6 +82,8 @@ def _case(config: TrainConfig) -> dict[str, Scalar]:
         "dropout": config.dropout,
         "dtype": config.precision,
         "backend": config.attention,
+        "norm": config.norm,
+        "loss": config.loss,
         "execution": config.execution,
         "deterministic": config.deterministic,
         "seed": config.seed,

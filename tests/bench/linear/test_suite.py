@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from fuseline import report
 from fuseline.bench.compiling import Compilers, Task
-from fuseline.bench.linear import LinearBench, contenders, run
+from fuseline.bench.linear import LinearBench, contenders, run, suite
 from fuseline.bench.linear.contenders import PEERS, TUNING, CannotError, make_calls
 from fuseline.bench.linear.problems import Problem, chart, layers
 from fuseline.cli.main import run as command
@@ -103,10 +104,39 @@ def test_records_and_page(tmp_path: Path) -> None:
     assert found["fuseline", "int4", 256, "share_of_copy"].value == pytest.approx(bandwidth / 10.0)
     assert found["tinygemm", "int4", 128, "skipped"].case["reason"] == "tinygemm's layout for CPUs is another"
     assert "share_of_floor" not in {r.metric for r in records}  # of no graph there
+    ratio = found["eager", "int4", 256, "paired_speedup"]
+    assert ratio.n == 2
+    assert ("fuseline", "int4", 256, "paired_speedup") not in found
     assert set(PEERS) > {r.peer for r in records}
     page = report.build(records, tmp_path / "page").read_text()
     assert "Weights read per second, one row of activations" in page
     assert (tmp_path / "page" / "linear-gemv-1.png").is_file()
+
+
+def test_contenders_take_turns_and_are_paired_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back; the ratio is that of times in the same turn."""
+    order: list[str] = []
+    times = {"fuseline": iter([10.0, 20.0, 40.0]), "eager": iter([30.0, 60.0, 120.0])}
+
+    def clock(bench: LinearBench, peer: str, *_: object) -> Callable[[], float]:
+        def turn() -> float:
+            order.append(peer)
+            return next(times[peer])
+
+        return turn
+
+    monkeypatch.setattr(suite, "_clock", clock)
+    bench = LinearBench(
+        CPU, ("chart",), ("fuseline", "eager"), ("int8",), sizes=(64,), repeats=3, copy_gbs=10.0
+    )
+    records = run(bench, tmp_path, lambda *_: None)
+    assert order == ["fuseline", "eager", "eager", "fuseline", "fuseline", "eager"]
+    (ratio,) = [r for r in records if r.metric == "paired_speedup"]
+    assert (ratio.peer, ratio.value, ratio.low, ratio.high) == ("eager", 3.0, 3.0, 3.0)
+    page = report.build(records, tmp_path / "page").read_text()
+    assert "3.00x of our time" in page
 
 
 def test_shares_of_the_floor_stand_beside_those_of_copy(tmp_path: Path) -> None:
@@ -193,7 +223,7 @@ def test_what_compiles_is_compiled_beforehand_by_other_processes(
             task.function(*task.arguments)
 
     monkeypatch.setattr(Compilers, "run", compile_here)
-    monkeypatch.setattr(contenders, "_compiled", lambda function: function)
+    monkeypatch.setattr(contenders, "_compiled", lambda function, **_: function)
     peers = ("eager", "inductor", "torchao")
     bench = LinearBench(CPU, ("chart",), peers, ("int8",), sizes=(64,), repeats=1, copy_gbs=10.0, jobs=2)
     run(bench, tmp_path, lambda now, *_: order.append(now))

@@ -40,10 +40,21 @@ def test_eager_runs_torchs_own_function_and_the_reference_for_options_that_has_n
         PEERS["eager"].bind(get("softmax"), inputs_of("softmax"))()
     calls = [event.name for event in profile.function_events]
     assert [name for name in calls if name in ("aten::softmax", "aten::masked_fill")] == ["aten::softmax"]
-    masked = inputs_of("softmax", mask="bool", scale=0.5)
-    result = PEERS["eager"].bind(get("softmax"), masked)()
-    assert torch.equal(result, get("softmax").reference(**masked))
-    assert float(result[~masked["mask"]].abs().sum()) == 0.0  # type: ignore[index]
+    capped = inputs_of("cross_entropy", soft_cap=2.0)
+    result = PEERS["eager"].bind(get("cross_entropy"), capped)()
+    assert torch.equal(result, get("cross_entropy").reference(**capped))
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "additive"])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}, {"causal": True}, {"causal": True, "scale": 0.5}])
+def test_plain_softmax_has_every_option(options: dict[str, object], mask: str | None) -> None:
+    """On rows that see something; torch gives NaN on others."""
+    inputs = inputs_of("softmax", (2, 3, 9, 17), **options, **({"mask": mask} if mask else {}))
+    if mask == "bool":
+        inputs["mask"][..., 0] = True  # type: ignore[index]
+    torch.testing.assert_close(
+        PEERS["eager"].bind(get("softmax"), inputs)(), get("softmax").reference(**inputs)
+    )
 
 
 @pytest.mark.parametrize("op", registered(), ids=lambda op: op.name)
@@ -55,9 +66,17 @@ def test_eager_computes_every_op_as_the_benchmark_measures_it(op: Op) -> None:
     assert errors.worst < 1e-5
 
 
-@pytest.mark.parametrize("name, package", [("liger", "liger-kernel"), ("quack", "quack-kernels")])
+@pytest.mark.parametrize(
+    "name, package",
+    [
+        ("liger", "liger-kernel"),
+        ("quack", "quack-kernels"),
+        ("apex", "git+https://github.com/NVIDIA/apex"),
+        ("transformer-engine", "--no-build-isolation 'transformer_engine[pytorch]'"),
+    ],
+)
 def test_an_absent_package_is_named_with_the_command_that_brings_it(name: str, package: str) -> None:
-    module = {"liger": "liger_kernel", "quack": "quack"}[name]
+    module = {"liger": "liger_kernel", "quack": "quack", "apex": "apex"}.get(name, "transformer_engine")
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed here")
     reason = PEERS[name].why_not(CUDA)
@@ -74,7 +93,7 @@ def test_a_package_that_breaks_at_import_is_no_peer_here(
     assert reason == "does not import: TypeError: this torch is too new"
 
 
-@pytest.mark.parametrize("name", ["liger", "quack"])
+@pytest.mark.parametrize("name", ["liger", "quack", "apex", "transformer-engine"])
 def test_what_a_peer_has_not_is_said(name: str) -> None:
     peer = PEERS[name]
     unknown = get("softmax").__class__(**{**vars(get("softmax")), "name": "convolution"})
@@ -104,7 +123,7 @@ def test_inductor_computes_the_same() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from what the peers import
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax:UserWarning")  # inductor's own
 @pytest.mark.parametrize("op", registered(), ids=lambda op: op.name)
-@pytest.mark.parametrize("name", ["inductor", "liger", "quack"])
+@pytest.mark.parametrize("name", ["inductor", "max-autotune", "liger", "quack", "apex", "transformer-engine"])
 def test_peers_on_a_gpu_agree_with_the_reference_both_ways(name: str, op: Op) -> None:
     peer = PEERS[name]
     if reason := peer.why_not(CUDA):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuseline.bench.step import StepBench, find_cases, run
+from fuseline.bench.step.contenders import FORMS
 from fuseline.errors import InputError
 
 # A model with nanoGPT's interface and ours inside.
@@ -67,6 +69,20 @@ def test_a_llama_is_timed_without_nanogpt_and_fp8_only_beside_bf16(tmp_path: Pat
     assert found["grad_error"] < 1e-5
     with pytest.raises(InputError, match="fuseline-fp8"):
         find_cases(["tiny"], precision="fp8")
+
+
+def test_a_step_in_fp8_says_which_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr("fuseline.bench.step.suite.why_not", lambda *of_what: None)
+    monkeypatch.setattr("fuseline.acceleration.precision.why_no_fp8", lambda device: None)
+    monkeypatch.setitem(FORMS, "fuseline-fp8", replace(FORMS["fuseline-fp8"], execution="eager"))
+    cases = find_cases(["tiny"], batch_size=2, seqlen=16, precision="bf16")
+    bench = StepBench(torch.device("cpu"), cases, ("fuseline-fp8",), 1, 1)
+    records = run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)
+    (found,) = [r for r in records if r.metric == "layers_in_fp8"]
+    layers = found.case["layers"].split("; ")
+    assert sum(int(line.split()[0]) for line in layers) == found.n
+    assert sum(int(line.split()[0]) for line in layers if line.endswith(": fp8")) == found.value
 
 
 def test_wrong_requests_are_refused(tmp_path: Path) -> None:

@@ -169,6 +169,15 @@ def test_self_attention(T: int, causal: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, B, T", [(7, 1, 2, 2048), (6, 2, 1, 640), (16, 2, 8, 1024)])
+def test_heads_that_share_keys_add_in_turn(heads: int, kv_heads: int, B: int, T: int) -> None:
+    """In the pass over the scores each head adds to what the head before it left; more blocks than run at
+    once, too."""
+    spec = Spec(B=B, H=heads, H_kv=kv_heads, T=T, S=T, D=64, causal=TOP_LEFT, scale=0.125)
+    check(replace(spec, dtype=torch.bfloat16), "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
 @pytest.mark.parametrize("change", [{"D": 40}, {"D": 56, "sinks": True}, {"wanted": ("q", "k")}, {"S": 301}])
 def test_near_self_attention(change: dict[str, Any], causal: int) -> None:

@@ -141,6 +141,7 @@ def test_one_graph_for_all_lengths(device: str) -> None:
         ({"mask": torch.zeros(40)}, "4 dimensions"),
         ({"sinks": torch.zeros(5)}, "one a head"),
         ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "both or not"),
+        ({"forward_by": 1}, "forward_by is 1; on a CPU it is 0"),
     ],
 )
 def test_refusals(change: dict[str, Any], said: str) -> None:
@@ -148,3 +149,32 @@ def test_refusals(change: dict[str, Any], said: str) -> None:
     inputs = draw(Spec(), "cpu")
     with pytest.raises(ValueError, match=said):
         torch.ops.fuseline.attention(**(inputs.tensors | inputs.options | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"forward_by": 3}, ValueError, "it is 0"),
+        ({"window_left": 3}, ValueError, "takes no mask"),
+        ({"soft_cap": 2.0}, ValueError, "takes no mask"),
+        ({"causal": 1, "q": torch.empty(2, 2, 24, 16, device="meta").half()}, ValueError, "as many keys"),
+        (
+            {name: torch.empty(2, 2, 40, 16, device="meta") for name in "qkv"},
+            TypeError,
+            "float16 and bfloat16",
+        ),
+    ],
+)
+def test_refusals_of_a_forward_pass_of_others(
+    change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    assert native.load()
+    q = torch.empty(2, 40, 2, 16, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.empty(2, 2, 40, 16, device="meta", dtype=torch.bfloat16)
+    call = {"q": q, "k": k, "v": k, "max_seqlen_q": 40, "max_seqlen_k": 40, "softmax_scale": 0.25}
+    out, lse = torch.ops.fuseline.attention(**call, forward_by=1)
+    assert (out.stride(), lse.shape) == (q.stride(), (2, 2, 40))
+    if change.get("q") is not None and change["q"].dtype == torch.float16:
+        change |= {name: k.half() for name in "kv"}
+    with pytest.raises(error, match=said):
+        torch.ops.fuseline.attention(**({**call, "forward_by": 1} | change))

@@ -23,6 +23,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2, torch.float64: 1e-10}
 OF_KERNELS = ("long rows", "wide heads", "widest heads", "narrow heads", "heads of 72")
 # FlexAttention compiles for each of these, for ten seconds and more.
+OURS = ("fuseline", "cudnn_fuseline", "flash_fuseline")
 COMPILED = ("causal, more keys", "sinks, window", "trained mask, causal", "shared heads", "soft cap")
 
 
@@ -174,10 +175,11 @@ def test_computes_what_the_reference_defines(backend: str, feature: str, device:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("feature", ["plain", "causal, more keys", "causal, fewer keys", "packed", "window"])
-@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", "fa2", "fuseline"])
+@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", "fa2", *OURS])
 def test_returns_the_lse(backend: str, feature: str, device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.float16
-    asked = problem(device, dtype, lse=True, **FEATURES[feature])
+    direction = "fwbw" if backend in OURS else "fw"  # the others' lse has no gradient
+    asked = problem(device, dtype, direction=direction, lse=True, **FEATURES[feature])
     able(backend, asked)
     check(backend, asked)
 
@@ -238,7 +240,7 @@ def _layouts(device: str, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", list(_layouts("cpu", torch.float32)))
-@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", "fuseline", "pick"])
+@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", *OURS, "pick"])
 def test_takes_any_layout(backend: str, layout: str, device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = tuple(x.detach().requires_grad_() for x in _layouts(device, dtype)[layout])
@@ -257,7 +259,7 @@ def test_takes_any_layout(backend: str, layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD", "packed"])
-@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", "fuseline", "auto"])
+@pytest.mark.parametrize("backend", ["math", "efficient", "flash", "cudnn", *OURS, "auto"])
 def test_takes_gradients_of_any_layout(backend: str, layout: str, device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tensors = tuple(x.detach().requires_grad_() for x in _layouts(device, dtype)[layout])
@@ -389,3 +391,26 @@ def test_reasons_name_what_is_missing() -> None:
     assert CANDIDATES["flash"].refuses(asked) is None
     asked = problem(**on_gpu, causal="top_left", window_left=3, seqlen_q=40, seqlen_k=30)
     assert "counted from the bottom right" in str(CANDIDATES["flash"].supports(asked))
+
+
+def test_a_borrowed_forward_pass_is_taken_only_where_the_two_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuseline.native.ready", lambda device: True)
+    monkeypatch.setattr(torch.ops.fuseline, "attention", None, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    on_gpu = {"device": "cuda", "dtype": torch.bfloat16}
+    training = {**on_gpu, "direction": "fwbw"}
+    for name in ("cudnn", "flash"):
+        mixed = CANDIDATES[f"{name}_fuseline"]
+        assert mixed.parts == (name, "fuseline")
+        assert mixed.supports(problem(**on_gpu)) == f"without a gradient it is {name}"
+        assert mixed.refuses(problem(**training, causal="top_left", deterministic=True)) is None
+        assert mixed.supports(problem(**training, lse=True)) is None, "our backward takes its gradient"
+        assert mixed.supports(problem(**training, seqlen_q=24)) is None
+        assert mixed.supports(problem(**training, mask="bool", mask_dims="bs")) == "it takes no mask"
+        assert mixed.supports(problem(**training, dropout_p=0.125)) == "it has no dropout"
+        assert mixed.supports(problem(**training, window_left=3)) == "it has no sliding window"
+        asked = problem(**training, causal="bottom_right", seqlen_q=72)
+        assert mixed.supports(asked) == "with causality it takes as many keys as queries"
+        assert mixed.supports(problem("cuda", torch.float32, direction="fwbw")) is not None
+    asked = problem(**training, head_dim=256)
+    assert CANDIDATES["cudnn_fuseline"].supports(asked) == "it takes head dims up to 128, not 256"

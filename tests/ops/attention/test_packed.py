@@ -84,7 +84,9 @@ def test_the_pick_counts_the_pass_that_puts_gradients_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fuseline", "cudnn", "flash", "pick"])
+@pytest.mark.parametrize(
+    "backend", ["fuseline", "cudnn", "flash", "cudnn_fuseline", "flash_fuseline", "pick"]
+)
 @pytest.mark.parametrize("length", [64, 256, 1000, 1024])
 def test_on_a_gpu(backend: str, length: int) -> None:
     H, D = 6, 64

@@ -306,6 +306,28 @@ def test_lengths_that_vary_take_one_graph() -> None:
     assert counter.frame_count == 1
 
 
+def test_a_candidate_of_two_parts_costs_what_its_parts_do(
+    measured: dict[str, list[Entry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed = replace(CANDIDATES["cudnn_fuseline"], supports=lambda problem: None, offered_on=("cpu",))
+    own = replace(CANDIDATES["fuseline"], supports=lambda problem: None, offered_on=("cpu",))
+    monkeypatch.setitem(choice.CANDIDATES, "cudnn_fuseline", mixed)
+    monkeypatch.setitem(choice.CANDIDATES, "fuseline", own)
+    trained = replace(BASE, direction="fwbw")
+    measured["shipped"].append(Entry(trained, {"fuseline": 10.0, "flash": 11.0}))
+    measured["shipped"].append(Entry(BASE, {"fuseline": 4.0, "cudnn": 3.0}))
+    decision = decide(trained)
+    assert decision.name == "cudnn_fuseline"
+    assert decision.times_us == {"fuseline": 10.0, "flash": 11.0, "cudnn_fuseline": 9.0}
+    measured["shipped"].append(Entry(BASE, {"fuseline": 4.0, "cudnn": 5.0}))
+    assert decide(trained).name == "fuseline", "a slower forward pass is not borrowed"
+    measured["kept"].append(Entry(trained, {"fuseline": 10.0, "cudnn_fuseline": 8.0}))
+    assert decide(trained).times_us == {"fuseline": 10.0, "cudnn_fuseline": 8.0}, "what was measured counts"
+    measured["kept"].clear()
+    near = replace(trained, batch=3)
+    assert "cudnn_fuseline" in decide(near).estimated_us
+
+
 def test_autocast_picks_for_what_it_casts_to() -> None:
     q, k, v = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -52,6 +52,33 @@ def test_a_problem_is_found_whatever_the_number_of_its_gpu() -> None:
     assert table.find(replace(BASE, seqlen_q=513)) is None
 
 
+def test_both_ends_of_causality_are_one_where_queries_and_keys_are_as_many() -> None:
+    table = Table.of([Entry(BASE, {"flash": 2.0})])
+    assert table.find(replace(BASE, causal="top_left")) is not None
+    assert table.find(replace(BASE, causal="none")) is None
+    longer = replace(BASE, seqlen_k=600)
+    assert Table.of([Entry(longer, {"flash": 2.0})]).find(replace(longer, causal="top_left")) is None
+
+
+def test_a_gpus_own_table_lies_over_the_nearest_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nearest = table_store.NEAREST[9, 0]
+    (tmp_path / f"{nearest}.json").write_text(
+        as_text([Entry(BASE, {"flash": 2.0, "flex": 1.0}), Entry(replace(BASE, batch=2), {"flash": 5.0})], {})
+    )
+    (tmp_path / "a-gpu.json").write_text(as_text([Entry(BASE, {"flash": 3.0})], {}))
+    monkeypatch.setattr(table_store, "SHIPPED", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "a-gpu")
+    table_store.clear_caches()
+    try:
+        table = table_store.shipped("a-gpu")
+        assert table.find(BASE).times_us == {"flash": 3.0}, "times of two GPUs are not compared"
+        assert table.find(replace(BASE, batch=2)).times_us == {"flash": 5.0}
+    finally:
+        table_store.clear_caches()
+
+
 def test_distance_counts_doublings() -> None:
     assert distance(BASE, BASE) == 0
     assert distance(BASE, replace(BASE, head_dim=128)) == pytest.approx(1.5)

@@ -36,6 +36,7 @@ from fuseline.acceleration.reading import (
     value_of,
 )
 from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at, owner_of, tensor_at
+from fuseline.acceleration.shared_input import linear
 from fuseline.acceleration.trace import Trace
 from fuseline.nn.feed_forward import autocast_to
 from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
@@ -56,18 +57,16 @@ class Layer:
     def paths(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def run(self, module: nn.Module, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, x: torch.Tensor, *, biased: bool = True, leaves: bool = False
+    ) -> torch.Tensor:
+        """`leaves`: the next layer reads x, too (`shared_input`)."""
         weight = tensor_at(module, self.weight)
         bias = optional_tensor_at(module, self.bias) if biased else None
         owner = owner_of(module, self.weight)
         if isinstance(owner, Fp8Linear):
             return owner.product(x, bias)
-        if not self.transposed:
-            return F.linear(x, weight, bias)
-        if bias is None:
-            return torch.matmul(x, weight)
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return linear(x, weight.t() if self.transposed else weight, bias, leaves=leaves)
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class GatedRecipe:
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         x = tensors[self.x]
-        gate = self.first.run(module, x)
+        gate = self.first.run(module, x, leaves=self.second is not None)
         if self.second is not None:
             inner = _gated(self.function, gate, self.second.run(module, x))
         elif self.swapped:

@@ -32,6 +32,7 @@ from fuseline.acceleration.reading import (
     value_of,
 )
 from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at
+from fuseline.acceleration.shared_input import give, gives_back
 from fuseline.acceleration.trace import Trace
 from fuseline.acceleration.wide import run_wide
 from fuseline.ops import layer_norm, rms_norm
@@ -162,8 +163,11 @@ class NormRecipe:
         """The norm of the sum, joined to the gradients of the tensor that the norm reads."""
         weight, bias = self._affine(module)
         centred = self.kind == "layer_norm"
-        y: torch.Tensor = Normalized.apply(read, weight, bias if centred else None, ahead)
-        return y if centred or bias is None else y + bias
+        y, back = Normalized.apply(read, weight, bias if centred else None, ahead, gives_back(read))
+        if back is not None:
+            give(read, back)
+        normalized: torch.Tensor = y if centred or bias is None else y + bias
+        return normalized
 
     def define(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The norm in plain PyTorch and in x's dtype."""

@@ -14,6 +14,7 @@ from torch.fx import Node
 from fuseline.acceleration.kinds.feed_forward import Layer
 from fuseline.acceleration.reading import computed_output, name_of, path_of, read_linear, stripped, value_of
 from fuseline.acceleration.recipe import Match, Verdict, optional_tensor_at
+from fuseline.acceleration.shared_input import taken
 from fuseline.acceleration.trace import Trace
 from fuseline.ops import add_layer_norm, add_rms_norm, dropout_add_layer_norm, dropout_add_rms_norm
 from fuseline.ops.philox import multipliers
@@ -63,7 +64,7 @@ class ResidualNormRecipe:
         self, module: nn.Module, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None
     ) -> torch.Tensor:
         """With the mask of a seed, where the mask is the op's own."""
-        x, residual = tensors[self.x], tensors[self.residual]
+        x, residual = tensors[self.x], taken(tensors[self.residual])
         if not self.own_mask:
             x = self._product(module, x, biased=True)
             x = F.dropout(x, self.p, module.training) if self.p else x

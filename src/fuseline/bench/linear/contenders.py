@@ -7,7 +7,7 @@ torch's int4 kernel. torchao, where it is installed, brings its own int8, and in
 that kernel; its others want a package of kernels beside it. Its int8 is slow from two rows on, 326 us beside
 eight and 1,210 beside 32 of 4096 x 4096: inductor takes the product that it writes, mm(x, w.t().to(bf16)) *
 scales, for `aten._weight_int8pack_mm`, of which a thread computes each result alone, and not the same product
-by `linear`.
+by `linear`. max-autotune is inductor that also times Triton's templates beside cuBLAS.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def inductor_layer(problem: Problem, device: torch.device) -> Layer:
     return partial(_compiled(function), *make(problem, device))
 
 
+def max_autotune_layer(problem: Problem, device: torch.device) -> Layer:
+    if device.type != "cuda":
+        raise CannotError("max-autotune on a processor tunes products that are compiled with their weights")
+    function, make = _torch_linear(problem, device)
+    return partial(_compiled(function, max_autotune=True), *make(problem, device))
+
+
 def tinygemm_layer(problem: Problem, device: torch.device) -> Layer:
     if problem.format != "int4":
         raise CannotError("tinygemm is int4")
@@ -123,6 +130,7 @@ MAKERS: dict[str, Callable[[Problem, torch.device], Layer]] = {
     "fuseline": fuseline_layer,
     "eager": eager_layer,
     "inductor": inductor_layer,
+    "max-autotune": max_autotune_layer,
     "tinygemm": tinygemm_layer,
     "torchao": torchao_layer,
 }
@@ -189,5 +197,5 @@ def _fp8_linear(weight: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> 
     )
 
 
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(function, dynamic=False, options=TUNING)
+def _compiled(function: Callable[..., torch.Tensor], **more: bool) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=False, options={**TUNING, **more})

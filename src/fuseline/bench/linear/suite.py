@@ -1,15 +1,16 @@
 """The suite: each problem for each contender, timed in one CUDA graph over weights that exceed the L2.
 
-Records: `time_us` of one call, `bandwidth_gbs` (weight, scales, activations and outputs once each) and its
-`share_of_copy`; on a GPU `share_of_floor`, of these bytes at the copy bandwidth and an empty kernel in such a
-graph over that time, and `speedup`, the time of bf16 cuBLAS over it, taken once a size before the others.
+Contenders take turns (A B C C B A). Records: `time_us` of one call, `bandwidth_gbs` (weight, scales,
+activations and outputs once each) and its `share_of_copy`; `paired_speedup` of the others, their time over
+ours in the same turn; on a GPU `share_of_floor`, of these bytes at the copy bandwidth and an empty kernel in
+such a graph over that time, and `speedup`, the time of bf16 cuBLAS in the same turn over it.
 The part "cpu" is another measurement (`on_cpu.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,19 +35,22 @@ from fuseline.bench.linear.problems import (
     place,
 )
 from fuseline.bench.linear.warmup import compile_products
-from fuseline.bench.ops.captured import empty_kernel_us
+from fuseline.bench.ops.captured import capture, empty_kernel_us
 from fuseline.bench.ops.results import Ceiling
 from fuseline.errors import InputError, unknown_name
 from fuseline.records import Environment, Record, append, describe
 from fuseline.records.record import Scalar
-from fuseline.timing import Summary, copy_bandwidth_gbs, time_calls, time_captured
+from fuseline.timing import copy_bandwidth_gbs, paired_ratio, summarize, time_calls
 
 SUITE = "linear"
 PARTS = ("chart", "layers", "drawn")
 ON_CPU = "cpu"
 ROTATED_BYTES = 160 * 2**20  # of weights in one graph: several times any L2
 LEAST_CALLS = 16  # of one graph, whose launch takes as long as a short call
-COMPILED = ("inductor", "torchao")
+REPLAYS = 3  # of a graph in one turn
+OURS = "fuseline"
+DENSE = "dense"  # cuBLAS in bf16, which takes its turn beside every problem
+COMPILED = ("inductor", "max-autotune", "torchao")
 COMPILED_ROWS = (1, 8, 32)  # where contenders that compile for each size are measured
 COMPILED_TOGETHER = 24  # problems: so many are measured before more are compiled
 
@@ -56,8 +60,11 @@ Observer = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LinearBench:
-    """What to measure, on what. `seconds` stops it after that long, between problems (0: no limit); `resume`
-    leaves out what the file of records has. `jobs` processes compile beforehand."""
+    """What to measure, on what, each contender in `repeats` turns.
+
+    `seconds` stops it after that long, between problems (0: no limit); `resume` leaves out what the file of
+    records has. `jobs` processes compile beforehand.
+    """
 
     device: torch.device
     parts: tuple[str, ...] = PARTS
@@ -123,7 +130,6 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     records: list[Record] = []
     if ON_CPU in bench.parts:
         records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment, budget, done)
-    dense: dict[tuple[int, int, int], float] = {}
     with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
         for number, problem in enumerate(missing):
             if budget.left() <= 0:
@@ -135,7 +141,7 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
                 telling = partial(_tell_compiled, observe, at, len(problems))
                 compile_products(compilers, compiled, telling, budget.left() * MOST_COMPILING)
             observe(f"{problem.m} x {problem.k} x {problem.n}", at, len(problems))
-            new = list(_measure(bench, problem, wanted[problem], ceiling, dense, environment))
+            new = list(_measure(bench, problem, wanted[problem], ceiling, environment))
             append(file, new)
             records += new
     observe("done", len(problems), len(problems))
@@ -181,63 +187,71 @@ def _measure(
     problem: Problem,
     peers: Sequence[str],
     ceiling: Ceiling,
-    dense: dict[tuple[int, int, int], float],
     environment: Environment,
 ) -> Iterator[Record]:
     case = _case(problem)
     x = torch.randn((problem.m, problem.k), device=bench.device).bfloat16()
-    size = problem.m, problem.k, problem.n
-    if size not in dense and bench.device.type == "cuda":
-        dense[size] = _time(bench, "eager", Problem("", "bf16", *size), x).median
-    for peer in peers:
-
-        def record(
-            metric: str, value: float | None, summary: Summary | None = None, **more: Scalar
-        ) -> Record:
-            ends = (None, None, 1) if summary is None else (summary.low, summary.high, summary.n)
-            return Record.of(
-                SUITE,
-                {**case, **more},
-                metric,
-                value,
-                environment,
-                peer=peer,  # noqa: B023
-                peer_version=version(peer) if value is not None else None,  # noqa: B023
-                low=ends[0],
-                high=ends[1],
-                n=ends[2],
-            )
-
-        try:
-            time_us = _time(bench, peer, problem, x)
-        except CannotError as reason:
-            yield record("skipped", None, reason=str(reason))
-            continue
-        except (RuntimeError, ImportError, torch._dynamo.exc.TorchDynamoException) as error:
-            first = str(error).splitlines()[0] if str(error) else ""
-            yield record("skipped", None, reason=f"failed with {type(error).__name__}: {first}")
-            continue
-        bandwidth = problem.bytes / time_us.median / 1e3
-        yield record("time_us", time_us.median, time_us)
+    taken, refused = _take_turns(bench, problem, peers, x)
+    for peer, reason in refused.items():
+        yield Record.of(SUITE, {**case, "reason": reason}, "skipped", None, environment, peer=peer)
+    for peer in (peer for peer in peers if peer in taken):
+        record = partial(
+            Record.of, SUITE, case, environment=environment, peer=peer, peer_version=version(peer)
+        )
+        took = summarize(taken[peer])
+        bandwidth = problem.bytes / took.median / 1e3
+        yield record("time_us", took.median, low=took.low, high=took.high, n=took.n)
         yield record("bandwidth_gbs", bandwidth)
         yield record("share_of_copy", bandwidth / ceiling.copy_gbs)
         floor_us = ceiling.floor_us(problem.bytes)
         if floor_us is not None:
-            yield record("share_of_floor", floor_us / time_us.median)
-        if size in dense:
-            yield record("speedup", dense[size] / time_us.median)
+            yield record("share_of_floor", floor_us / took.median)
+        ratios = {}
+        if DENSE in taken:
+            ratios["speedup"] = paired_ratio(taken[DENSE], taken[peer])
+        if OURS in taken and peer != OURS:
+            ratios["paired_speedup"] = paired_ratio(taken[peer], taken[OURS])
+        for metric, ratio in ratios.items():
+            yield record(metric, ratio.value, low=ratio.low, high=ratio.high, n=ratio.n)
 
 
 @torch.no_grad()
-def _time(bench: LinearBench, peer: str, problem: Problem, x: torch.Tensor) -> Summary:
-    """Microseconds of one call."""
+def _take_turns(
+    bench: LinearBench, problem: Problem, peers: Sequence[str], x: torch.Tensor
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Microseconds of a call in each turn, by contender, and why others have none. On a GPU cuBLAS in bf16
+    (`DENSE`) is among them. Every other round goes backwards."""
+    clocks: dict[str, Callable[[], float]] = {}
+    refused: dict[str, str] = {}
+    for peer in peers:
+        try:
+            clocks[peer] = _clock(bench, peer, problem, x)
+        except CannotError as reason:
+            refused[peer] = str(reason)
+        except (RuntimeError, ImportError, torch._dynamo.exc.TorchDynamoException) as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            refused[peer] = f"failed with {type(error).__name__}: {first}"
+    if clocks and bench.device.type == "cuda":
+        is_there = problem.format == "bf16" and "eager" in clocks
+        dense = replace(problem, format="bf16")
+        clocks[DENSE] = clocks["eager"] if is_there else _clock(bench, "eager", dense, x)
+    taken: dict[str, list[float]] = {name: [] for name in clocks}
+    for turn in range(bench.repeats):
+        for name in clocks if turn % 2 == 0 else reversed(list(clocks)):
+            taken[name].append(clocks[name]())
+    return taken, refused
+
+
+def _clock(bench: LinearBench, peer: str, problem: Problem, x: torch.Tensor) -> Callable[[], float]:
+    """Makes a contender ready. A call of what is returned is a turn: microseconds of one product."""
     if bench.device.type != "cuda":
         (call,) = make_calls(peer, problem, x, 1)
-        return time_calls(call, bench.device, repeats=bench.repeats, warmup=1)
+        return lambda: time_calls(call, bench.device, repeats=1, warmup=1).median
     copies = max(4, 1 + ROTATED_BYTES // max(1, problem.weight_bytes))
     calls = make_calls(peer, problem, x, min(copies, 256))
     calls *= -(-LEAST_CALLS // len(calls))
-    return time_captured(calls, bench.device, repeats=bench.repeats)
+    captured = capture(lambda: calls, bench.device)
+    return lambda: captured.time(REPLAYS).median
 
 
 def _case(problem: Problem) -> dict[str, Scalar]:

@@ -112,7 +112,8 @@ def with_gradients(returned: Outputs) -> Tensors:
 
 
 def _leaves(op: Op, inputs: dict[str, Any]) -> Tensors:
-    return tuple(inputs[name] for name in op.differentiable if inputs.get(name) is not None)
+    tensors = (inputs[name] for name in op.differentiable if inputs.get(name) is not None)
+    return tuple(tensor for tensor in tensors if tensor.requires_grad)
 
 
 def _copy(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Liger-Kernel (LinkedIn): Triton kernels for training. `pip install liger-kernel`.
 
-Its backward passes write gradients over what they are given: SwiGLU's over gate and up, the norms' over the
-incoming gradient, and the cross-entropy's already in the forward pass over the logits.
+Its softmax has no scale, limit or mask: torch makes the scores before it. Its backward passes write gradients
+over what they are given: SwiGLU's over gate and up, the norms' over the incoming gradient, and the
+cross-entropy's already in the forward pass over the logits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fuseline.bench.peers.peer import (
     refuse_options,
     why_not_importable,
 )
+from fuseline.bench.peers.plain import score_maker
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
 
@@ -44,10 +46,11 @@ class Liger:
 
 
 def _softmax(inputs: Inputs) -> Call:
-    refuse_options("liger", inputs, dim=-1, scale=1.0, causal=False, mask=None)
+    refuse_options("liger", inputs, dim=-1)
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
-    return functools.partial(LigerSoftmaxFunction.apply, inputs["x"])
+    x, mask, scores = inputs["x"], inputs.get("mask"), score_maker(inputs)
+    return lambda: LigerSoftmaxFunction.apply(scores(x, mask))
 
 
 def _layer_norm(inputs: Inputs) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,42 @@ def plain_function(op: Op, inputs: Mapping[str, Any]) -> Callable[..., Outputs]:
         refuse_options(op.name, inputs, **_ONLY_AT.get(op.name, {}))
     except UnsupportedError:
         return op.reference
-    return _rope(inputs) if op.name == "rope" else _FUNCTIONS.get(op.name, op.reference)
+    made = _MADE_OF_INPUTS.get(op.name)
+    return made(inputs) if made else _FUNCTIONS.get(op.name, op.reference)
 
 
-def _softmax(x: Tensor, dim: int = -1, **_: object) -> Tensor:
-    return F.softmax(x, dim)
+def hidden_keys(inputs: Mapping[str, Any]) -> Tensor | None:
+    """What a boolean mask and the causal limit hide, broadcastable to x. A model makes that once for all of
+    its layers."""
+    x, mask = inputs["x"], inputs.get("mask")
+    hidden = ~mask if mask is not None and mask.dtype == torch.bool else None
+    if inputs.get("causal"):
+        T, S = x.shape[-2:]
+        future = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
+        hidden = future if hidden is None else hidden | future
+    return hidden
+
+
+def score_maker(inputs: Mapping[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """What a softmax without scale, limit or mask is given, made of x and of a mask that is added."""
+    scale, hidden = inputs.get("scale", 1.0), hidden_keys(inputs)
+
+    def scores(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = x if scale == 1.0 else x * scale
+        if mask is not None and mask.dtype != torch.bool:
+            y = y + mask.to(x.dtype)
+        return y if hidden is None else y.masked_fill(hidden, -math.inf)
+
+    return scores
+
+
+def _softmax(inputs: Mapping[str, Any]) -> Callable[..., Tensor]:
+    scores = score_maker(inputs)
+
+    def softmax(x: Tensor, dim: int = -1, mask: Tensor | None = None, **_: object) -> Tensor:
+        return F.softmax(scores(x, mask), dim)
+
+    return softmax
 
 
 def _layer_norm(x: Tensor, **arguments: Any) -> Tensor:
@@ -186,14 +218,16 @@ def _rope(inputs: Mapping[str, Any]) -> Callable[..., Tensor]:
 _WHOLE_LOGITS = {"soft_cap": None, "z_loss": 0.0, "vocab_size": None}
 # The values of options beside which a function has none.
 _ONLY_AT: Mapping[str, Mapping[str, Any]] = {
-    "softmax": {"scale": 1.0, "causal": False, "mask": None},
     "rms_norm": {"residual": None},
     "cross_entropy": _WHOLE_LOGITS,
     "linear_cross_entropy": _WHOLE_LOGITS,
     "rope": WHOLE_HEADS,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Outputs]] = {
+_MADE_OF_INPUTS: Mapping[str, Callable[[Mapping[str, Any]], Callable[..., Outputs]]] = {
     "softmax": _softmax,
+    "rope": _rope,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Outputs]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "add_layer_norm": _add_layer_norm,

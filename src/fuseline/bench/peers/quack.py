@@ -1,5 +1,10 @@
 """QuACK (Dao AI Lab): CuTe-DSL kernels for memory-bound ops. `pip install quack-kernels`.
 
+Where it has several ways to one result, the fastest counts: `_fastest` times each of them once for a shape,
+forward and backward. These are its cross-entropy in one pass, which writes the gradient forward as ours
+does, and in two; and the chunks of its head. Its softmax has no scale, limit or mask: torch makes the
+scores before it.
+
 It tells its own functions from a library's by the folder's name: installed by `pip install --target`, it
 imports only from a folder called `site-packages`.
 """
@@ -7,7 +12,8 @@ imports only from a folder called `site-packages`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +26,18 @@ from fuseline.bench.peers.peer import (
     refuse_options,
     why_not_importable,
 )
+from fuseline.bench.peers.plain import score_maker
 from fuseline.ops import Op
 from fuseline.ops.op import Outputs
 from fuseline.ops.rope import rope_angles
+from fuseline.timing import time_calls
 
 Inputs = Mapping[str, Any]
 Call = Callable[[], Outputs]
-CHUNK = 4096  # rows of logits at a time, quack's own default
+CHUNKS = (4096, 2048, 8192)  # rows of logits at a time; the first is quack's own default
+
+_CHOSEN: dict[tuple[object, ...], str] = {}
+"""The fastest of several ways, by op and shape."""
 
 
 class Quack:
@@ -54,11 +65,11 @@ def _matrix(inputs: Inputs, name: str = "x") -> torch.Tensor:
 
 
 def _softmax(inputs: Inputs) -> Call:
-    x = _matrix(inputs)
-    refuse_options("quack", inputs, dim=-1, scale=1.0, causal=False, mask=None)
+    refuse_options("quack", inputs, dim=-1)
     from quack.softmax import softmax
 
-    return functools.partial(softmax, x)
+    x, mask, scores = inputs["x"], inputs.get("mask"), score_maker(inputs)
+    return lambda: softmax(scores(x, mask).flatten(0, -2)).view(x.shape)
 
 
 def _layer_norm(inputs: Inputs) -> Call:
@@ -91,7 +102,12 @@ def _cross_entropy(inputs: Inputs) -> Call:
     from quack.cross_entropy import cross_entropy
 
     options = {name: inputs[name] for name in ("weight", "ignore_index", "reduction") if name in inputs}
-    return functools.partial(cross_entropy, logits, inputs["target"], **options)
+    two_passes = functools.partial(cross_entropy, logits, inputs["target"], **options)
+    if not inputs.get("grad_in_forward") or options.get("reduction", "mean") == "none":
+        return two_passes
+    arguments = options.get("weight"), options.get("ignore_index", -100), options.get("reduction", "mean")
+    one_pass = functools.partial(_OnePassCrossEntropy.apply, logits, inputs["target"], *arguments)
+    return _fastest("cross_entropy", {"two passes": two_passes, "one pass": one_pass}, (logits,))
 
 
 def _linear_cross_entropy(inputs: Inputs) -> Call:
@@ -106,7 +122,13 @@ def _linear_cross_entropy(inputs: Inputs) -> Call:
     in_chunks = inputs.get("bias") is None and all(size % 8 == 0 for size in (*hidden.shape, *weight.shape))
     if in_chunks and options.get("reduction", "mean") != "none":
         call = functools.partial(quack_loss.chunked_linear_cross_entropy, hidden, weight, target)
-        return functools.partial(call, chunk_size=CHUNK, tuned=False, **options)
+        # Of as many rows as hidden is wide it cannot tell the scales of rows from those of columns.
+        ways = {
+            f"chunks of {chunk}": functools.partial(call, chunk_size=chunk, tuned=True, **options)
+            for chunk in CHUNKS
+            if chunk != hidden.shape[1]
+        }
+        return _fastest("linear_cross_entropy", ways, (hidden, weight))
     whole = quack_loss.linear_cross_entropy_func
     return functools.partial(whole, hidden, weight, inputs.get("bias"), target, **options)
 
@@ -122,6 +144,63 @@ def _rope(inputs: Inputs) -> Call:
     angles = rope_angles(torch.arange(x.shape[-2], device=x.device), x.shape[-1], inputs.get("base", 10000.0))
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return lambda: apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2)
+
+
+def _fastest(op: str, ways: Mapping[str, Call], leaves: tuple[torch.Tensor, ...]) -> Call:
+    """The way that takes the least time, forward and backward, at the first call for a shape; without
+    gradients the first of them. A way that fails is left out; if all do, the first raises its error later."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return next(iter(ways.values()))
+    place = (op, *((leaf.shape, leaf.dtype) for leaf in leaves))
+    if place not in _CHOSEN:
+        times = {name: _time_both(way, wanted) for name, way in ways.items()}
+        _CHOSEN[place] = min(times, key=lambda name: times[name])
+    return ways[_CHOSEN[place]]
+
+
+def _time_both(way: Call, leaves: Sequence[torch.Tensor]) -> float:
+    """Microseconds of the forward and the backward of a scalar; infinite if it fails."""
+    try:
+        return time_calls(
+            lambda: torch.autograd.grad(way(), leaves), leaves[0].device, repeats=5, warmup=2
+        ).median
+    except Exception:  # its compiler may raise anything, and the other ways still count
+        return math.inf
+
+
+class _OnePassCrossEntropy(torch.autograd.Function):
+    """A mean or a sum by `cross_entropy_fwd(return_dx=True)`, which writes the gradient with the loss. The
+    mean's divisor goes into the weights of the classes, which multiply both. The gradient of the loss itself
+    is taken to be 1, as it is where the loss is the last thing computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        reduction: str,
+    ) -> torch.Tensor:
+        from quack.cross_entropy import cross_entropy_fwd
+
+        factors = weight
+        if reduction == "mean":
+            kept = target != ignore_index
+            ones = logits.new_ones(logits.shape[-1], dtype=torch.float32)
+            of_classes = ones if weight is None else weight.float()
+            total = kept.sum() if weight is None else (of_classes[target.clamp(min=0)] * kept).sum()
+            factors = of_classes / total
+        found = cross_entropy_fwd(
+            logits, target, weight=factors, ignore_index=ignore_index, return_dx=ctx.needs_input_grad[0]
+        )
+        loss, ctx.grad = found if ctx.needs_input_grad[0] else (found, None)
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.grad, None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

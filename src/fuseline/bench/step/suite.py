@@ -190,7 +190,10 @@ def _records_of(
         records += [record("loss_error", outcome.errors[0]), record("grad_error", outcome.errors[1])]
     if (fp8 := outcome.contender.fp8) is not None:
         in_fp8 = sum(layer.in_fp8 for layer in fp8.layers)
-        records.append(record("layers_in_fp8", in_fp8, n=len(fp8.layers)))
+        layers = {**described, "layers": "; ".join(fp8.summary())}
+        records.append(
+            Record.of(SUITE, layers, "layers_in_fp8", in_fp8, environment, peer=name, n=len(fp8.layers))
+        )
         in_bf16 = next((o for o in outcomes if o.contender.name == "fuseline"), None)
         if in_bf16 is not None:
             ratio = paired_ratio(in_bf16.times_ms, outcome.times_ms)

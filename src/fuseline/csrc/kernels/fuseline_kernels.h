@@ -227,6 +227,15 @@ FUSELINE_API int fuseline_gelu_backward(const void* grad_out, const void* x, con
                                         void* grad_bias, void* workspace, int64_t rows, int64_t n,
                                         int approximate, int dtype, int bias_dtype, void* stream);
 
+/* Bytes of scratch that fuseline_column_sums needs on the current device. */
+FUSELINE_API size_t fuseline_column_sums_workspace(int64_t rows, int64_t n, int dtype);
+
+/* sums[c] = the sum of x[r, c] over the rows r, added up in fp32: a bias's gradient.
+ *
+ * x: [rows, n] of dtype. sums: [n] of sums_dtype. workspace: 16-byte aligned, uninitialized. With no rows sums are zero. */
+FUSELINE_API int fuseline_column_sums(const void* x, void* sums, void* workspace, int64_t rows, int64_t n, int dtype,
+                                      int sums_dtype, void* stream);
+
 /* y = activation(gate) * up: SwiGLU with FUSELINE_SILU, GeGLU with either GELU. (Shazeer 2020, equation 6.)
  *
  * y: [rows, n], contiguous. gate and up: rows of n that stand `stride` elements apart, so that both may be

@@ -47,11 +47,11 @@ constexpr const char* kName = "attention";
     q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, causal, window_left,       \
         window_right, softmax_scale, soft_cap, dropout_p
 
-AttentionOut forward_op(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+AttentionOut forward_op(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("fuseline::attention", "")
-                               .typed<AttentionOut(FUSELINE_ATTENTION_TYPES)>();
-    return op.call(FUSELINE_ATTENTION_ARGUMENTS);
+                               .typed<AttentionOut(FUSELINE_ATTENTION_TYPES, int64_t)>();
+    return op.call(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
 }
 
 AttentionGradients backward_op(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
@@ -151,6 +151,22 @@ void check(FUSELINE_ATTENTION_PARAMETERS(const Size&)) {
     if (mask.has_value()) check_mask(q, k, *mask);
 }
 
+// torch's kernels take part where every row sees a key, and where they and ours compute the same.
+template <typename Size>
+void check_forward_by(FUSELINE_ATTENTION_PARAMETERS(const Size&), int64_t forward_by) {
+    TORCH_CHECK_VALUE(forward_by >= int64_t(ForwardBy::kFuseline) && forward_by <= int64_t(ForwardBy::kFlash), kName,
+                      ": forward_by is ", forward_by, "; it is 0 (our kernel), 1 (cuDNN's) or 2 (torch's FlashAttention).");
+    if (forward_by == int64_t(ForwardBy::kFuseline)) return;
+    const bool plain = !mask.has_value() && !sinks.has_value() && !cu_seqlens_q.has_value() && soft_cap == 0 &&
+                       dropout_p == 0 && window_left < 0 && (window_right < 0 || causal != FUSELINE_CAUSAL_NONE);
+    const bool square = causal == FUSELINE_CAUSAL_NONE || q.sym_size(2) == k.sym_size(2);
+    TORCH_CHECK_VALUE(plain && square, kName, ": the forward pass of another kernel (forward_by=", forward_by,
+                      ") takes no mask, sinks, packing, soft cap, dropout or window, and causality only with as many keys as "
+                      "queries.");
+    TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16, kName,
+                     ": the forward pass of another kernel takes float16 and bfloat16, and q is ", q.scalar_type(), ".");
+}
+
 void check_gradient(const Tensor& grad_out, const Tensor& out) {
     TORCH_CHECK_VALUE(grad_out.sym_sizes() == out.sym_sizes(), kName, ": the gradient of out has shape ",
                       grad_out.sym_sizes(), " and out ", out.sym_sizes(), "; they are the same.");
@@ -158,9 +174,10 @@ void check_gradient(const Tensor& grad_out, const Tensor& out) {
 
 // ---- devices, and shapes alone ----
 
-AttentionOut attention_cuda(FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+AttentionOut attention_cuda(FUSELINE_ATTENTION_PARAMETERS(int64_t), int64_t forward_by) {
     check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
-    return attention_on_gpu({FUSELINE_ATTENTION_ARGUMENTS});
+    check_forward_by<int64_t>(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
+    return attention_on_gpu({FUSELINE_ATTENTION_ARGUMENTS}, ForwardBy(forward_by));
 }
 
 AttentionGradients attention_backward_cuda(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
@@ -170,8 +187,10 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Optiona
     return attention_backward_on_gpu(grad_out, grad_lse, {FUSELINE_ATTENTION_ARGUMENTS}, out, lse, wanted);
 }
 
-AttentionOut attention_cpu(FUSELINE_ATTENTION_PARAMETERS(int64_t)) {
+AttentionOut attention_cpu(FUSELINE_ATTENTION_PARAMETERS(int64_t), int64_t forward_by) {
     check<int64_t>(FUSELINE_ATTENTION_ARGUMENTS);
+    TORCH_CHECK_VALUE(forward_by == int64_t(ForwardBy::kFuseline), kName, ": forward_by is ", forward_by,
+                      "; on a CPU it is 0, for the kernels of others run on a GPU.");
     check_starts(cu_seqlens_q, q.size(2), max_seqlen_q);
     check_starts(cu_seqlens_k, k.size(2), max_seqlen_k);
     return attention_on_cpu({FUSELINE_ATTENTION_ARGUMENTS});
@@ -184,8 +203,9 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Optional
     return attention_backward_on_cpu(grad_out, grad_lse, {FUSELINE_ATTENTION_ARGUMENTS}, out, lse, wanted);
 }
 
-AttentionOut attention_meta(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+AttentionOut attention_meta(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
     check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
+    check_forward_by<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
     return {empty_as_heads_lie(q), at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)},
                                                     q.options().dtype(accumulator_type(q.scalar_type())))};
 }
@@ -207,9 +227,9 @@ AttentionGradients attention_backward_meta(const Tensor& grad_out, const Optiona
 struct Attend : torch::autograd::Function<Attend> {
     static constexpr bool is_traceable = true;
 
-    static variable_list forward(AutogradContext* ctx, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+    static variable_list forward(AutogradContext* ctx, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        const auto [out, lse] = forward_op(FUSELINE_ATTENTION_ARGUMENTS);
+        const auto [out, lse] = forward_op(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
         ctx->set_materialize_grads(false);
         ctx->saved_data["wanted"] =
             c10::List<bool>({wants_grad(q), wants_grad(k), wants_grad(v), wants_grad(mask), wants_grad(sinks)});
@@ -228,7 +248,7 @@ struct Attend : torch::autograd::Function<Attend> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        variable_list result(16);
+        variable_list result(17);
         if (!grads[0].defined() && !grads[1].defined()) return result;
         const auto saved = ctx->get_saved_variables();
         const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
@@ -258,15 +278,15 @@ struct Attend : torch::autograd::Function<Attend> {
     }
 };
 
-AttentionOut attention_autograd(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
+AttentionOut attention_autograd(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
     const bool tracked = wants_grad(q) || wants_grad(k) || wants_grad(v) || wants_grad(mask) || wants_grad(sinks);
     if (at::GradMode::is_enabled() && tracked) {
         check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
-        const auto made = Attend::apply(FUSELINE_ATTENTION_ARGUMENTS);
+        const auto made = Attend::apply(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
         return {made[0], made[1]};
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(FUSELINE_ATTENTION_ARGUMENTS);
+    return forward_op(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
 }
 
 AttentionGradients attention_backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_lse,
@@ -295,7 +315,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
         "Tensor q, Tensor k, Tensor v, *, Tensor? mask=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, "
         "Tensor? cu_seqlens_k=None, Tensor? seed=None, SymInt max_seqlen_q, SymInt max_seqlen_k, int causal=0, "
         "int window_left=-1, int window_right=-1, float softmax_scale, float soft_cap=0.0, float dropout_p=0.0";
-    const std::string forward = "attention(" + tensors + ") -> (Tensor out, Tensor lse)";
+    const std::string forward = "attention(" + tensors + ", int forward_by=0) -> (Tensor out, Tensor lse)";
     const std::string backward =
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] wanted, " + tensors +
         ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks)";

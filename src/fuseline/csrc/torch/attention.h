@@ -39,9 +39,12 @@ AttentionGradients attention_backward_on_cpu(const Tensor& grad_out, const Optio
 // Memory for the gradients of q, k and v: views of one packed tensor, say.
 using HeadGradients = std::array<Tensor, 3>;
 
+// Whose kernel computes the forward pass; the backward pass is always ours.
+enum class ForwardBy : int64_t { kFuseline = 0, kCudnn = 1, kFlash = 2 };
+
 // On the GPU, by the kernels. Gradients that are not wanted come back empty; those of q, k and v are written into `into`
 // where it is given.
-AttentionOut attention_on_gpu(const AttentionCall& call);
+AttentionOut attention_on_gpu(const AttentionCall& call, ForwardBy forward_by);
 AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const OptionalTensor& grad_lse,
                                              const AttentionCall& call, const Tensor& out, const Tensor& lse,
                                              const Wanted& wanted, const HeadGradients* into = nullptr);

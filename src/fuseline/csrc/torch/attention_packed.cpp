@@ -24,11 +24,11 @@ constexpr const char* kName = "attention_packed";
 #define FUSELINE_PACKED_ARGUMENTS                                                                                   \
     qkv, mask, seed, num_heads, num_kv_heads, causal, window_left, window_right, softmax_scale, soft_cap, dropout_p
 
-AttentionOut forward_op(FUSELINE_PACKED_PARAMETERS) {
+AttentionOut forward_op(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("fuseline::attention_packed", "")
-                               .typed<AttentionOut(FUSELINE_PACKED_TYPES)>();
-    return op.call(FUSELINE_PACKED_ARGUMENTS);
+                               .typed<AttentionOut(FUSELINE_PACKED_TYPES, int64_t)>();
+    return op.call(FUSELINE_PACKED_ARGUMENTS, forward_by);
 }
 
 Tensor backward_op(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
@@ -69,7 +69,7 @@ AttentionCall call_of(FUSELINE_PACKED_PARAMETERS) {
 // ---- kernels, for any device ----
 
 // The checks of `attention`, and its kernels.
-AttentionOut packed(FUSELINE_PACKED_PARAMETERS) {
+AttentionOut packed(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
     check(qkv, mask, num_heads, num_kv_heads);
     const HeadGradients heads = heads_of(qkv, num_heads, num_kv_heads);
     static const auto op =
@@ -77,10 +77,10 @@ AttentionOut packed(FUSELINE_PACKED_PARAMETERS) {
             .findSchemaOrThrow("fuseline::attention", "")
             .typed<AttentionOut(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
-                                c10::SymInt, int64_t, int64_t, int64_t, double, double, double)>();
+                                c10::SymInt, int64_t, int64_t, int64_t, double, double, double, int64_t)>();
     const c10::SymInt T = qkv.sym_size(1);
     return op.call(heads[0], heads[1], heads[2], mask, std::nullopt, std::nullopt, std::nullopt, seed, T, T, causal,
-                   window_left, window_right, softmax_scale, soft_cap, dropout_p);
+                   window_left, window_right, softmax_scale, soft_cap, dropout_p, forward_by);
 }
 
 constexpr Wanted kHeadsAlone = {true, true, true, false, false};
@@ -114,9 +114,9 @@ Tensor packed_backward_meta(const Tensor&, const OptionalTensor&, const Tensor&,
 struct AttendPacked : torch::autograd::Function<AttendPacked> {
     static constexpr bool is_traceable = true;
 
-    static variable_list forward(AutogradContext* ctx, FUSELINE_PACKED_PARAMETERS) {
+    static variable_list forward(AutogradContext* ctx, FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        const auto [out, lse] = forward_op(FUSELINE_PACKED_ARGUMENTS);
+        const auto [out, lse] = forward_op(FUSELINE_PACKED_ARGUMENTS, forward_by);
         ctx->set_materialize_grads(false);
         ctx->saved_data["numbers"] = c10::List<int64_t>({num_heads, num_kv_heads, causal, window_left, window_right});
         ctx->saved_data["options"] = c10::List<double>({softmax_scale, soft_cap, dropout_p});
@@ -125,7 +125,7 @@ struct AttendPacked : torch::autograd::Function<AttendPacked> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        variable_list result(11);
+        variable_list result(12);
         if (!grads[0].defined() && !grads[1].defined()) return result;
         const auto saved = ctx->get_saved_variables();
         const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
@@ -139,14 +139,14 @@ struct AttendPacked : torch::autograd::Function<AttendPacked> {
     }
 };
 
-AttentionOut packed_autograd(FUSELINE_PACKED_PARAMETERS) {
+AttentionOut packed_autograd(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
     if (at::GradMode::is_enabled() && wants_grad(qkv)) {
         check(qkv, mask, num_heads, num_kv_heads);
-        const auto made = AttendPacked::apply(FUSELINE_PACKED_ARGUMENTS);
+        const auto made = AttendPacked::apply(FUSELINE_PACKED_ARGUMENTS, forward_by);
         return {made[0], made[1]};
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(FUSELINE_PACKED_ARGUMENTS);
+    return forward_op(FUSELINE_PACKED_ARGUMENTS, forward_by);
 }
 
 Tensor packed_backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
@@ -168,7 +168,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     const std::string tensors =
         "Tensor qkv, Tensor? mask, Tensor? seed, int num_heads, int num_kv_heads, int causal, int window_left, "
         "int window_right, float softmax_scale, float soft_cap, float dropout_p";
-    const std::string forward = "attention_packed(" + tensors + ") -> (Tensor out, Tensor lse)";
+    const std::string forward = "attention_packed(" + tensors + ", int forward_by=0) -> (Tensor out, Tensor lse)";
     const std::string backward =
         "attention_packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, " + tensors +
         ") -> Tensor grad_qkv";

@@ -13,13 +13,14 @@
 namespace fuseline::fp8_rows_op {
 namespace {
 
+using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "fp8_rows";
 constexpr const char* kTranspose = "fp8_transpose";
 constexpr int64_t kStep = 16;  // elements that the kernels take at a time
 
-Two fp8_rows_meta(const Tensor& x, const std::optional<Tensor>&, bool e5m2) {
+Two fp8_rows_meta(const Tensor& x, const OptionalTensor&, bool e5m2) {
     TORCH_CHECK_VALUE(x.dim() == 2, kName, ": x has ", x.dim(), " dimensions; it is [rows, K].");
     return {at::empty_symint(x.sym_sizes(), x.options().dtype(e5m2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn)),
             at::empty_symint({x.sym_size(0), 1}, x.options().dtype(at::kFloat))};
@@ -32,7 +33,7 @@ Tensor at_vectors(const Tensor& x) {
     return stands ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-Two fp8_rows_cuda(const Tensor& x, const std::optional<Tensor>& columns, bool e5m2) {
+Two fp8_rows_cuda(const Tensor& x, const OptionalTensor& columns, bool e5m2) {
     auto [y, scales] = fp8_rows_meta(x, columns, e5m2);
     TORCH_CHECK_VALUE(x.size(1) > 0 && x.size(1) % kStep == 0, kName, ": x has ", x.size(1),
                       " columns; they are a multiple of ", kStep, ".");
@@ -42,7 +43,7 @@ Two fp8_rows_cuda(const Tensor& x, const std::optional<Tensor>& columns, bool e5
     if (x.size(0) == 0) return {y, scales};
     const c10::DeviceGuard guard(x.device());
     const Tensor rows = at_vectors(x);
-    const auto factors = contiguous(columns);
+    const OptionalTensor factors = vectors(columns);
     static const auto launch = FUSELINE_KERNEL(fuseline_to_fp8);
     check_launch(launch(rows.const_data_ptr(), static_cast<const float*>(data_or_null(factors)), y.data_ptr(),
                         scales.data_ptr<float>(), rows.size(0), rows.size(1),
@@ -63,8 +64,7 @@ Tensor fp8_transpose_cuda(const Tensor& x) {
     TORCH_CHECK_VALUE(x.size(0) % kStep == 0 && x.size(1) % kStep == 0, kTranspose, ": x has shape ", x.sizes(),
                       "; both sizes are multiples of ", kStep, ".");
     const c10::DeviceGuard guard(x.device());
-    const Tensor dense = x.contiguous();
-    const Tensor rows = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+    const Tensor rows = vectors(x);
     static const auto launch = FUSELINE_KERNEL(fuseline_fp8_transpose);
     check_launch(launch(rows.const_data_ptr(), y.data_ptr(), rows.size(0), rows.size(1), current_stream(x)), kTranspose);
     return y;

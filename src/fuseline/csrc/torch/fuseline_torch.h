@@ -44,6 +44,16 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
     return x.has_value() ? std::optional<Tensor>(x->contiguous()) : std::nullopt;
 }
 
+// Without gaps, and at a multiple of 16 bytes.
+inline Tensor vectors(const Tensor& x) {
+    const Tensor dense = x.contiguous();
+    return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+}
+
+inline std::optional<Tensor> vectors(const std::optional<Tensor>& x) {
+    return x.has_value() ? std::optional<Tensor>(vectors(*x)) : std::nullopt;
+}
+
 // Calls work(begin, end, scratch) over `count` items on torch's CPU threads, each with room for its own scratch.
 template <typename Work>
 void parallel_rows(int64_t count, int64_t grain, int64_t scratch_elements, const Work& work) {

@@ -2,7 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
@@ -10,6 +9,7 @@
 #include <array>
 #include <tuple>
 
+#include "column_sums.h"
 #include "fuseline_torch.h"
 #include "product.h"
 #include "transforms.h"
@@ -61,6 +61,8 @@ Tensor rows_of(const Tensor& x) {
     return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
+Tensor dense(const Tensor& weight) { return is_turned(weight) ? weight : weight.contiguous(); }
+
 std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
     auto sizes = x.sym_sizes().vec();
     sizes.back() = std::move(last);
@@ -73,7 +75,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     check(x, weight, bias);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    return product(rows_of(x), false, weight.contiguous(), true, bias).view_symint(sizes_of(x, weight.size(0)));
+    return product(rows_of(x), false, dense(weight), true, bias).view_symint(sizes_of(x, weight.size(0)));
 }
 
 // x is there if the weight's gradient is wanted, weight if x's is.
@@ -83,10 +85,14 @@ Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const Opt
     const Tensor grad = rows_of(grad_out);
     Tensor grad_x, grad_weight, grad_bias;
     if (wanted[0]) {
-        grad_x = product(grad, false, weight->contiguous(), false).view_symint(sizes_of(grad_out, weight->size(1)));
+        grad_x = product(grad, false, dense(*weight), false).view_symint(sizes_of(grad_out, weight->size(1)));
     }
-    if (wanted[1]) grad_weight = product(grad, true, rows_of(*x), false);
-    if (wanted[2]) grad_bias = grad.sum(at::IntArrayRef{0});
+    if (wanted[1]) {
+        // In the weight's own order, so that the gradient of what it is a view of is contiguous.
+        const bool turned = weight.has_value() && is_turned(*weight);
+        grad_weight = turned ? product(rows_of(*x), true, grad, false).t() : product(grad, true, rows_of(*x), false);
+    }
+    if (wanted[2]) grad_bias = column_sums(grad, grad.scalar_type());
     return {grad_x, grad_weight, grad_bias};
 }
 
@@ -102,7 +108,10 @@ Three linear_backward_meta(const Tensor& grad_out, const OptionalTensor& x, cons
     const c10::SymInt D = grad_out.sym_size(-1);
     Tensor grad_x, grad_weight;
     if (wanted[0]) grad_x = at::empty_symint(sizes_of(grad_out, weight->sym_size(1)), grad_out.options());
-    if (wanted[1]) grad_weight = of(true, {D, x->sym_size(-1)});
+    if (wanted[1]) {
+        const c10::SymInt C = x->sym_size(-1);
+        grad_weight = weight.has_value() && is_turned(*weight) ? of(true, {C, D}).t() : of(true, {D, C});
+    }
     return {grad_x, grad_weight, of(wanted[2], {D})};
 }
 

@@ -1,13 +1,12 @@
 // Two linear layers with GELU between, and their gradients.
 //
 // The GELU stands at the end of the first product and its gradient, with that of the bias, at the end of the backward's
-// product with the second weight, where kernels take them (kernels/linear/linear_gelu_sm90a.cu); elsewhere both are passes of
-// their own (gelu.cpp).
+// product with the second weight, where kernels take both (kernels/linear/linear_gelu_sm90a.cu): the forward then keeps
+// GELU's slope. Elsewhere both are passes of their own (gelu.cpp), and the forward keeps z = x weight_1^T, their input.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,6 +15,7 @@
 #include <array>
 #include <tuple>
 
+#include "column_sums.h"
 #include "fuseline_linear_gelu.h"
 #include "fuseline_torch.h"
 #include "product.h"
@@ -42,12 +42,12 @@ Three forward_op(const Tensor& x, const Tensor& weight_1, const OptionalTensor& 
 }
 
 Five backward_op(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                 const Tensor& weight_2, const OptionalTensor& z, const OptionalTensor& inner, c10::string_view approximate,
+                 const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
                  const Wanted& wanted) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_backward", "").typed<
         Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
              const OptionalTensor&, c10::string_view, std::array<bool, 5>)>();
-    return op.call(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
+    return op.call(grad_out, x, weight_1, bias_1, weight_2, kept, inner, approximate, wanted);
 }
 
 Tensor gelu_op(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
@@ -110,18 +110,11 @@ Tensor rows_of(const Tensor& x) {
 
 // ---- where kernels have both ----
 
-// Of rows [rows, width] and `inner` columns.
-bool fused(const Tensor& rows, int64_t inner) {
+// Of `rows` rows: forward and backward agree on it, so that they agree on what is kept.
+bool fused(const Tensor& rows, const Tensor& weight_1, const Tensor& weight_2) {
     if (!rows.is_cuda() || !(rows.scalar_type() == at::kHalf || rows.scalar_type() == at::kBFloat16)) return false;
     static const auto takes = FUSELINE_KERNEL(fuseline_linear_gelu_takes);
-    return takes(rows.size(0), inner, rows.size(1), kernel_dtype(rows, kName));
-}
-
-// Whether a launch was taken. A part of a device may have no room for clusters.
-bool launched(int code, const char* op) {
-    if (code == FUSELINE_UNSUPPORTED) return false;
-    check_launch(code, op);
-    return true;
+    return takes(rows.size(0), weight_1.size(0), weight_1.size(1), weight_2.size(0), kernel_dtype(rows, kName));
 }
 
 // Contiguous, from an address that bulk copies take.
@@ -130,64 +123,59 @@ Tensor aligned(const Tensor& x) {
     return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
 }
 
-fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, const Tensor& out, c10::string_view approximate) {
+fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, const Tensor& out) {
     fuseline_linear_gelu call{};
     call.left = left.const_data_ptr(), call.right = right.const_data_ptr(), call.out = out.mutable_data_ptr();
     call.rows = left.size(0), call.inner = out.size(1), call.width = left.size(1);
-    call.approximate = approximate == "tanh" ? FUSELINE_GELU_TANH : FUSELINE_GELU_ERF;
     call.dtype = kernel_dtype(left, kName);
     return call;
 }
 
-// z = x weight^T, undefined unless it is kept, and gelu(z + bias), undefined where no kernel takes it.
+// gelu's slope, undefined unless it is kept, and gelu(x weight^T + bias).
 Two linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
-    if (!fused(x, weight.size(0))) return {};
     const Tensor left = aligned(x), right = aligned(weight), shift = bias.has_value() ? aligned(*bias) : Tensor();
-    const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options()), z = keep ? at::empty_like(inner) : Tensor();
-    fuseline_linear_gelu call = call_of(left, right, inner, approximate);
+    const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options()), slope = keep ? at::empty_like(inner) : Tensor();
+    fuseline_linear_gelu call = call_of(left, right, inner);
+    call.approximate = approximate == "tanh" ? FUSELINE_GELU_TANH : FUSELINE_GELU_ERF;
     call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
-    call.kept = keep ? z.mutable_data_ptr() : nullptr;
+    call.slope = keep ? slope.mutable_data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_forward);
-    return launched(launch(&call, current_stream(x)), kName) ? Two(z, inner) : Two();
+    check_launch(launch(&call, current_stream(x)), kName);
+    return {slope, inner};
 }
 
-// (grad_out weight) * gelu'(z + bias), undefined where no kernel takes it, and where it is wanted the sum of its rows.
-Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& z, const OptionalTensor& bias,
-                         c10::string_view approximate, bool bias_wanted) {
+// (grad_out weight) * slope, and where it is wanted the sum of its rows.
+Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& slope, bool bias_wanted) {
     constexpr int64_t kRows = 64;  // that the kernel adds up
-    if (!fused(grad_out, weight.size(1))) return {};
-    const Tensor left = aligned(grad_out), right = aligned(weight), kept = aligned(z);
+    const Tensor left = aligned(grad_out), right = aligned(weight), by = aligned(slope);
     const Tensor grad_z = at::empty({grad_out.size(0), weight.size(1)}, grad_out.options());
-    const Tensor shift = bias.has_value() ? aligned(*bias) : Tensor();
-    fuseline_linear_gelu call = call_of(left, right, grad_z, approximate);
-    call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
-    call.kept = const_cast<void*>(kept.const_data_ptr());
+    fuseline_linear_gelu call = call_of(left, right, grad_z);
+    call.slope = const_cast<void*>(by.const_data_ptr());
     Tensor sums;
     if (bias_wanted) {
         sums = at::empty({(call.rows + kRows - 1) / kRows, call.inner}, grad_z.options().dtype(at::kFloat));
         call.sums = sums.mutable_data_ptr<float>();
     }
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_backward);
-    if (!launched(launch(&call, current_stream(grad_out)), "mlp_backward")) return {};
-    return {grad_z, bias_wanted ? sums.sum(at::IntArrayRef{0}).to(grad_z.scalar_type()) : Tensor()};
+    check_launch(launch(&call, current_stream(grad_out)), "mlp_backward");
+    return {grad_z, bias_wanted ? column_sums(sums, grad_z.scalar_type()) : Tensor()};
 }
 
 // ---- kernels, for any device ----
 
-// z, undefined unless it is kept, and gelu(z + bias).
-Two inner_of(const Tensor& rows, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
-    const Two made = linear_gelu(rows, weight, bias, approximate, keep);
-    if (std::get<1>(made).defined()) return made;
-    const Tensor z = product(rows, false, weight.contiguous(), true);
+// What the gradient takes, undefined unless it is kept, and gelu(rows weight_1^T + bias).
+Two inner_of(const Tensor& rows, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
+             c10::string_view approximate, bool keep) {
+    if (fused(rows, weight_1, weight_2)) return linear_gelu(rows, weight_1, bias, approximate, keep);
+    const Tensor z = product(rows, false, weight_1.contiguous(), true);
     return {keep ? z : Tensor(), gelu_op(z, bias, approximate)};
 }
 
 // The gradients of z and of the bias.
-Two inner_gradients(const Tensor& grad, const Tensor& weight, const Tensor& z, const OptionalTensor& bias,
-                    c10::string_view approximate, bool bias_wanted) {
-    const Two made = linear_gelu_gradient(grad, weight, z, bias, approximate, bias_wanted);
-    if (std::get<0>(made).defined()) return made;
-    return gelu_backward_op(product(grad, false, weight.contiguous(), false), z, bias, approximate, bias_wanted);
+Two inner_gradients(const Tensor& grad, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
+                    const Tensor& kept, c10::string_view approximate, bool bias_wanted) {
+    if (fused(grad, weight_1, weight_2)) return linear_gelu_gradient(grad, weight_2, kept, bias_wanted);
+    return gelu_backward_op(product(grad, false, weight_2.contiguous(), false), kept, bias, approximate, bias_wanted);
 }
 
 // The second product of `inner`, in the shape of x but for the last dimension.
@@ -200,7 +188,7 @@ Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    return out_of(std::get<1>(inner_of(rows_of(x), weight_1, bias_1, approximate, false)), weight_2, bias_2, x);
+    return out_of(std::get<1>(inner_of(rows_of(x), weight_1, bias_1, weight_2, approximate, false)), weight_2, bias_2, x);
 }
 
 Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -208,13 +196,13 @@ Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor&
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    const auto [z, inner] = inner_of(rows_of(x), weight_1, bias_1, approximate, true);
-    return {out_of(inner, weight_2, bias_2, x), z, inner};
+    const auto [kept, inner] = inner_of(rows_of(x), weight_1, bias_1, weight_2, approximate, true);
+    return {out_of(inner, weight_2, bias_2, x), kept, inner};
 }
 
-// x is there if weight_1's gradient is wanted, z if x's, weight_1's or bias_1's is, inner if weight_2's is.
+// x is there if weight_1's gradient is wanted, kept if x's, weight_1's or bias_1's is, inner if weight_2's is.
 Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                  const Tensor& weight_2, const OptionalTensor& z, const OptionalTensor& inner, c10::string_view approximate,
+                  const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
                   std::array<bool, 5> wanted) {
     const WithoutAutocast off;
     const c10::DeviceGuard guard(grad_out.device());
@@ -222,12 +210,13 @@ Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor&
     Tensor grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2;
     if (wanted[0] || wanted[1] || wanted[2]) {
         Tensor grad_z;
-        std::tie(grad_z, grad_bias_1) = inner_gradients(grad, weight_2, z.value(), bias_1, approximate, wanted[2]);
+        std::tie(grad_z, grad_bias_1) =
+            inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, wanted[2]);
         if (wanted[0]) grad_x = product(grad_z, false, weight_1.contiguous(), false).view(sizes_of(grad_out, weight_1.size(1)));
         if (wanted[1]) grad_weight_1 = product(grad_z, true, rows_of(x.value()), false);
     }
     if (wanted[3]) grad_weight_2 = product(grad, true, inner.value(), false);
-    if (wanted[4]) grad_bias_2 = grad.sum(at::IntArrayRef{0});
+    if (wanted[4]) grad_bias_2 = column_sums(grad, grad.scalar_type());
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
 
@@ -270,17 +259,17 @@ struct Mlp : torch::autograd::Function<Mlp> {
     static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
                           const Tensor& weight_2, const OptionalTensor& bias_2, const std::string& approximate) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        auto [out, z, inner] = forward_op(x, weight_1, bias_1, weight_2, bias_2, approximate);
+        auto [out, of_gelu, inner] = forward_op(x, weight_1, bias_1, weight_2, bias_2, approximate);
         ctx->saved_data["approximate"] = approximate;
         ctx->saved_data["biases"] = c10::List<bool>({bias_1.has_value(), bias_2.has_value()});
-        const bool of_z = wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1);
-        // Second derivatives are refused by what is kept: where x is not, z stands for it in the graph.
+        const bool grad_of_z = wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1);
+        // Second derivatives are refused by what is kept: where x is not, of_gelu stands for it in the graph.
         if (wants_grad(x) && !wants_grad(weight_1)) {
-            torch::autograd::impl::set_gradient_edge(z, torch::autograd::impl::gradient_edge(x));
+            torch::autograd::impl::set_gradient_edge(of_gelu, torch::autograd::impl::gradient_edge(x));
         }
         const auto kept = [](bool keep, const Tensor& t) { return keep ? t : Tensor(); };
-        ctx->save_for_backward({kept(wants_grad(weight_1), x), weight_1, bias_1.value_or(Tensor()), weight_2, kept(of_z, z),
-                                kept(wants_grad(weight_2), inner)});
+        ctx->save_for_backward({kept(wants_grad(weight_1), x), weight_1, bias_1.value_or(Tensor()), weight_2,
+                                kept(grad_of_z, of_gelu), kept(wants_grad(weight_2), inner)});
         return out;
     }
 
@@ -312,14 +301,14 @@ Tensor mlp_autograd(const Tensor& x, const Tensor& weight_1, const OptionalTenso
 }
 
 Five mlp_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1,
-                           const OptionalTensor& bias_1, const Tensor& weight_2, const OptionalTensor& z,
+                           const OptionalTensor& bias_1, const Tensor& weight_2, const OptionalTensor& kept,
                            const OptionalTensor& inner, c10::string_view approximate, std::array<bool, 5> wanted) {
     const Five results = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, x, weight_1, bias_1, weight_2, z, inner, approximate, wanted);
+        return backward_op(grad_out, x, weight_1, bias_1, weight_2, kept, inner, approximate, wanted);
     }();
     if (!at::GradMode::is_enabled()) return results;
-    const std::array<OptionalTensor, 6> given = {grad_out, x, weight_1, bias_1, weight_2, z};
+    const std::array<OptionalTensor, 6> given = {grad_out, x, weight_1, bias_1, weight_2, kept};
     const auto refuse = [&](Tensor result) {
         for (const OptionalTensor& each : given) {
             if (!result.defined() || !wants_grad(each)) continue;
@@ -337,9 +326,9 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "-> Tensor",
           {at::Tag::pt2_compliant_tag});
     m.def("mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
-          "-> (Tensor out, Tensor z, Tensor inner)",
+          "-> (Tensor out, Tensor kept, Tensor inner)",
           {at::Tag::pt2_compliant_tag});
-    m.def("mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? z, "
+    m.def("mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? kept, "
           "Tensor? inner, str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
           "Tensor grad_weight_2, Tensor grad_bias_2)",
           {at::Tag::pt2_compliant_tag});

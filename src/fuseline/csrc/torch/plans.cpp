@@ -9,6 +9,8 @@
 #include "plans/cross_entropy.h"
 #include "plans/gelu.h"
 #include "plans/glu.h"
+#include "plans/norm_backward.h"
+#include "plans/norm_forward.h"
 #include "plans/softmax.h"
 
 namespace fuseline::plans_op {
@@ -101,6 +103,85 @@ Planned glu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_siz
     return by_elements("glu", plan.reason, plan.shape, 0, plan.wide);
 }
 
+Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape& shape, size_t workspace) {
+    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
+    const bool refusable = shape.cluster > kMaxCluster;
+    return {kernel, reason,
+            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), refusable, int64_t(workspace), 0}};
+}
+
+void check_norm(int64_t rows, int64_t n, at::IntArrayRef sizes, int64_t refused) {
+    TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ", sizes.size(), ".");
+    check(rows, n, sizes[0], refused);
+    TORCH_CHECK_VALUE(sizes[1] == sizes[0] || sizes[1] == 2, "y has elements of ", sizes[0], " or of 2 bytes, not of ", sizes[1], ".");
+}
+
+// `element_sizes`: of what is normalized, and of y. All tensors of rows are at `address`, weights at multiples of 16 bytes.
+// `of`: a NormOf. `refused`: whether the device refuses clusters of more than 8 blocks.
+Planned norm_forward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArrayRef element_sizes, int64_t address, bool fp16,
+                     bool centred, int64_t of, bool drops, bool fp32_weights, int64_t refused) {
+    check_norm(rows, n, element_sizes, refused);
+    TORCH_CHECK_VALUE(of >= 0 && of <= 2, "a norm is of x (0), of a sum (1), or of one with a mask or a bias (2), not ", of, ".");
+    NormForwardProblem problem{};
+    problem.x_size = int(element_sizes[0]), problem.y_size = int(element_sizes[1]), problem.fp16 = fp16;
+    problem.rows = rows, problem.n = n, problem.centred = centred, problem.of = NormOf(of), problem.drops = drops;
+    problem.fp32_weights = fp32_weights && problem.y_size == 2;
+    problem.rows_aligned = address % 16 == 0, problem.weights_aligned = true;
+    const NormForwardPlan plan = plan_norm_forward(problem, device_of(device), {refused == 0});
+    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, 0);
+}
+
+// As above; `given` says what there is, or is wanted: a mask, grad_sum, and the gradients of x, of the branch, of weight, bias
+// and x_bias.
+Planned norm_backward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArrayRef element_sizes, int64_t address,
+                      bool centred, bool fp32_weights, const c10::List<bool>& given, int64_t refused) {
+    check_norm(rows, n, element_sizes, refused);
+    TORCH_CHECK_VALUE(given.size() == 7, "a norm's backward is told of 7 things that there are or are not, not of ", given.size(), ".");
+    NormBackwardProblem problem{};
+    problem.x_size = int(element_sizes[0]), problem.y_size = int(element_sizes[1]), problem.rows = rows, problem.n = n;
+    problem.centred = centred, problem.fp32_weights = fp32_weights, problem.weighted = true;
+    problem.rows_aligned = address % 16 == 0, problem.weight_aligned = true;
+    problem.drops = given[0], problem.grad_sum = given[1], problem.grad_x = given[2], problem.grad_dropped = given[3];
+    problem.grad_weight = given[4], problem.grad_bias = given[5], problem.grad_x_bias = given[6];
+    const NormBackwardPlan plan = plan_norm_backward(problem, device_of(device), {refused == 0});
+    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, plan.workspace);
+}
+
+// What many rows of a norm of one dtype get for a layout that is asked for, in numbers that are the same for layouts which are
+// one at this length; none where no kernel takes the layout. `layout`: as fuseline_plan_override takes it.
+std::vector<int64_t> norm_layout(at::IntArrayRef device, int64_t n, int64_t element_size, bool centred, int64_t of, bool backward,
+                                 at::IntArrayRef layout) {
+    constexpr int64_t kRows = 1 << 14;
+    check(kRows, n, element_size, 0);
+    TORCH_CHECK_VALUE(of >= 0 && of <= 2, "a norm is of x (0), of a sum (1), or of one with a mask or a bias (2), not ", of, ".");
+    TORCH_CHECK_VALUE(layout.size() == 5, "a layout has 5 numbers, not ", layout.size(), ".");
+    RowOverride& asked = row_overrides[FUSELINE_MANY_NORMS + 4 * of + 2 * int(!centred) + int(backward)];
+    const RowOverride before = asked;
+    asked = {true, {INT64_MAX, int(layout[0]), int(layout[1]), int(layout[2]), int(layout[3]), RowKernel(layout[4])}};
+    std::vector<int64_t> numbers;
+    const auto add = [&](int kernel, const LaunchShape& shape, std::initializer_list<int64_t> more) {
+        if (shape.grid == 0) return;
+        numbers = {kernel, shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared)};
+        numbers.insert(numbers.end(), more);
+    };
+    if (backward) {
+        NormBackwardProblem p{};
+        p.x_size = p.y_size = int(element_size), p.rows = kRows, p.n = n, p.centred = centred;
+        p.weighted = p.rows_aligned = p.weight_aligned = p.grad_x = p.grad_weight = true, p.fp32_weights = element_size == 4;
+        p.grad_bias = centred, p.grad_sum = of > 0, p.drops = p.grad_dropped = p.grad_x_bias = of == 2;
+        const NormBackwardPlan plan = plan_norm_backward(p, device_of(device));
+        add(int(plan.kernel), plan.shape, {plan.slots, plan.stages});
+    } else {
+        NormForwardProblem p{};
+        p.x_size = p.y_size = int(element_size), p.rows = kRows, p.n = n, p.centred = centred, p.of = NormOf(of);
+        p.rows_aligned = p.weights_aligned = true, p.drops = of == 2;
+        const NormForwardPlan plan = plan_norm_forward(p, device_of(device));
+        add(int(plan.kernel), plan.shape, {plan.held, plan.early, plan.part, plan.light, plan.leaves});
+    }
+    asked = before;
+    return numbers;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
@@ -112,6 +193,12 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "int refused) -> (str, str, int[])", cross_entropy);
     m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient) -> "
           "(str, str, int[])", gelu);
+    m.def("plan_norm_forward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, bool centred, int of, "
+          "bool drops, bool fp32_weights, int refused) -> (str, str, int[])", norm_forward);
+    m.def("plan_norm_backward(int[] device, int rows, int n, int[] element_sizes, int address, bool centred, "
+          "bool fp32_weights, bool[] given, int refused) -> (str, str, int[])", norm_backward);
+    m.def("plan_norm_layout(int[] device, int n, int element_size, bool centred, int of, bool backward, int[] layout) -> int[]",
+          norm_layout);
     m.def("plan_glu(int[] device, int rows, int n, int element_size, int address, bool halves) -> (str, str, int[])", glu);
 }
 

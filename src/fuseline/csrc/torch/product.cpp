@@ -7,6 +7,7 @@
 
 #include "product.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -267,8 +268,15 @@ namespace fuseline {
 Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
                const std::optional<Tensor>& bias) {
     using namespace product_op;
+    if (is_turned(left) || is_turned(right)) {
+        const auto upright = [](const Tensor& x) { return is_turned(x) ? x.t() : x; };
+        return product(upright(left), turned_left != is_turned(left), upright(right), turned_right != is_turned(right), bias);
+    }
     const auto problem = problem_of(left, turned_left, right, turned_right, bias);
-    if (!problem.has_value()) return by_torch(left, turned_left, right, turned_right, bias);
+    // Choices are of this machine and this day: where bits are to repeat in another process, none is taken.
+    if (!problem.has_value() || at::globalContext().deterministicAlgorithms()) {
+        return by_torch(left, turned_left, right, turned_right, bias);
+    }
     Products& all = products();
     int64_t algorithm = -1;
     {

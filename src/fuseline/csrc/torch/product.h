@@ -8,8 +8,11 @@
 
 namespace fuseline {
 
-// left right + bias, [m, n]; a turned operand is given transposed, [k, m] or [n, k]. bias is [n]. Matrices that are not
-// contiguous, of 16 bits and on a GPU at multiples of 256 bytes go to torch's own product.
+// Whether a matrix is a view that exchanges rows and columns of a contiguous one.
+inline bool is_turned(const Tensor& x) { return x.dim() == 2 && !x.is_contiguous() && x.t().is_contiguous(); }
+
+// left right + bias, [m, n]; a turned operand is given transposed, [k, m] or [n, k]. bias is [n]. Matrices that are neither
+// contiguous nor such views, of 16 bits and on a GPU at multiples of 256 bytes go to torch's own product.
 Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
                const std::optional<Tensor>& bias = std::nullopt);
 

@@ -68,8 +68,8 @@ void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet, torc
 
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
     for (const char* name :
-         {"decode_attention", "decode_step", "fp8_gelu", "fp8_gelu_backward", "fp8_rows", "fp8_transpose", "fused_linear",
-          "argmax_step"}) {
+         {"decode_attention", "decode_step", "fp8_activation", "fp8_activation_backward", "fp8_rows", "fp8_transpose",
+          "fused_linear", "argmax_step"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_derivative>());
     }
 }

@@ -30,7 +30,8 @@ class Candidate:
     runs may differ (None: they do not). `is_linear`: it does not hold [B, H, T, S] in memory. `compiles`: it
     compiles each new shape for seconds. `traces`: torch.compile can trace it into its graph. `run_packed`
     computes from one packed tensor, of which the call's q, k and v are views, and gives its gradient whole;
-    None where there is no such kernel.
+    None where there is no such kernel. `parts`: the candidates whose forward and backward passes it is put
+    together of, or None; where it was not measured its time follows from theirs.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Candidate:
     compiles: bool = False
     traces: bool = True
     run_packed: Callable[[Call, torch.Tensor], Attended] | None = None
+    parts: tuple[str, str] | None = None
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this candidate does not run the problem as asked for; None where it does."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -218,15 +218,44 @@ def _best(
             entry = table.find(problem)
             known = {} if entry is None else {n: t for n, t in entry.times_us.items() if n in among}
             if known:
+                known = _with_parts(problem, gpu, known, among)
                 name = min(known, key=lambda n: known[n])
                 return Decision(problem, name, f"the fastest {where}", refused, known)
         estimated, why = _estimated(problem, gpu, willing)
         if estimated:
+            estimated = _with_parts(problem, gpu, estimated, willing)
             name = min(estimated, key=lambda n: estimated[n])
             return Decision(problem, name, why, refused, estimated_us=estimated)
     preferred, why = rule.order(problem, is_dynamic)
     name = next((n for n in preferred if n in able), able[0])
     return Decision(problem, name, f"by rule, nothing near was measured: {why}", refused)
+
+
+def _with_parts(
+    problem: Problem, gpu: str | None, times_us: Mapping[str, float], names: Sequence[str]
+) -> dict[str, float]:
+    """The times, and with them those of candidates that were not measured but consist of two that were: the
+    time of the backward pass's owner with the other's forward pass in the place of its own."""
+    found = dict(times_us)
+    for name in names:
+        parts = CANDIDATES[name].parts
+        if name in found or parts is None or parts[1] not in found:
+            continue
+        forward_us = _forward_times(problem, gpu, parts)
+        if len(forward_us) == len(parts):
+            theirs, own = (forward_us[part] for part in parts)
+            found[name] = theirs + max(found[parts[1]] - own, 0.0)
+    return found
+
+
+def _forward_times(problem: Problem, gpu: str | None, names: Sequence[str]) -> dict[str, float]:
+    """Microseconds of the forward pass alone: as measured where all were, else as estimated."""
+    forward = replace(problem, direction="fw")
+    for table in (table_store.measured_here(gpu), table_store.shipped(gpu)):
+        entry = table.find(forward)
+        if entry is not None and all(name in entry.times_us for name in names):
+            return {name: entry.times_us[name] for name in names}
+    return _estimated(forward, gpu, names)[0]
 
 
 def _estimated(problem: Problem, gpu: str | None, names: Sequence[str]) -> tuple[dict[str, float], str]:

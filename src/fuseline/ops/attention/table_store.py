@@ -21,7 +21,8 @@ from fuseline.version import __version__
 
 SHIPPED = Path(__file__).parent / "shipped"
 NEAREST = {(9, 0): "nvidia-h100-80gb-hbm3"}
-"""Whose table serves a GPU that has none of its own, by compute capability: such GPUs rank kernels alike."""
+"""Whose table and estimator serve a GPU for what its own does not have, by compute capability: such GPUs rank
+kernels alike."""
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -33,25 +34,28 @@ def gpu_name(device: torch.device) -> str | None:
 
 @functools.cache
 def shipped(gpu: str | None) -> Table:
-    """The package's table for that GPU, or for the nearest; an empty one where there is neither."""
-    return Table() if gpu is None else Table.of(read_entries(_shipped_file(gpu)))
+    """The package's table for that GPU, over that for the nearest; an empty one where there is neither."""
+    if gpu is None:
+        return Table()
+    tables = [Table.of(read_entries(file)).entries for file in reversed(_shipped_files(gpu))]
+    return Table({problem: entry for table in tables for problem, entry in table.items()})
 
 
-def _shipped_file(gpu: str) -> Path:
-    own = SHIPPED / f"{gpu}.json"
-    if own.is_file():
-        return own
+def _shipped_files(gpu: str) -> list[Path]:
+    """The tables that serve a GPU: its own first, then the nearest GPU's."""
+    names = [gpu]
     for index in range(torch.cuda.device_count()):
         if gpu_name(torch.device("cuda", index)) == gpu:
-            nearest = NEAREST.get(torch.cuda.get_device_capability(index))
-            return own if nearest is None else SHIPPED / f"{nearest}.json"
-    return own
+            names.append(NEAREST.get(torch.cuda.get_device_capability(index), gpu))
+    return [SHIPPED / f"{name}.json" for name in dict.fromkeys(names)]
 
 
 @functools.cache
 def fitted(gpu: str | None) -> Fitted | None:
-    """The estimator fitted to the package's measurements of that GPU; None where there are none."""
-    return None if gpu is None else load(fitted_file(_shipped_file(gpu)))
+    """The estimator fitted to the package's measurements of that GPU, or of the nearest; None where there are
+    none."""
+    files = [] if gpu is None else [fitted_file(table) for table in _shipped_files(gpu)]
+    return next((load(file) for file in files if file.is_file()), None)
 
 
 def fitted_file(table: Path) -> Path:

@@ -96,8 +96,15 @@ class Table:
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem as tables know it: on a GPU whatever its number, asked for without determinism."""
-    return replace(problem, device=torch.device(problem.device.type), deterministic=False)
+    """The problem as tables know it: on a GPU whatever its number, asked for without determinism. With as
+    many keys as queries both ends that causality may be aligned with are one."""
+    is_one = problem.causal == "top_left" and problem.is_square and not problem.sequences
+    return replace(
+        problem,
+        device=torch.device(problem.device.type),
+        deterministic=False,
+        causal="bottom_right" if is_one else problem.causal,
+    )
 
 
 def read_entries(file: Path) -> list[Entry]:

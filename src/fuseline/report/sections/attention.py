@@ -27,7 +27,7 @@ from fuseline.report.numbers import percent, plain, tick, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
-SUITES = ("short", "long", "decode", "masks", "picker")
+SUITES = ("short", "long", "drawn", "decode", "masks", "picker")
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 # Of each peer: its colour, its dash.
 PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
@@ -39,6 +39,8 @@ PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fa2": ("overhead", (2.0, 2.0)),
     "fa4": ("tensor", (2.0, 2.0)),
     "fuseline": ("kernels", ()),
+    "cudnn_fuseline": ("kernels", (5.0, 3.0)),
+    "flash_fuseline": ("kernels", (2.0, 2.0)),
     "pick": ("ink", (2.0, 7.0)),  # on the line of the candidate that it is
 }
 PICK = "pick"
@@ -47,6 +49,7 @@ BAR = 0.95
 _TITLES = {
     "short": "Short sequences",
     "long": "Long sequences",
+    "drawn": "Lengths drawn at random, at which nothing was chosen",
     "decode": "Few queries over a long cache",
     "masks": "Features, alone and together",
     "picker": "The pick against the fastest",

@@ -167,13 +167,17 @@ def _on_cpu(records: Sequence[Record]) -> Table | None:
 
 
 def _timed(peer: str, found: Mapping[tuple[str, str], Record]) -> Cell:
-    """Its time, and below it the shares that are on record: earlier ones have none of the floor."""
-    time, copy, floor = (found.get((peer, name)) for name in ("time_us", "share_of_copy", "share_of_floor"))
+    """Its time, and below it the shares that are on record (earlier ones have none of the floor), and of
+    others the ratio to ours."""
+    names = ("time_us", "share_of_copy", "share_of_floor", "paired_speedup")
+    time, copy, floor, paired = (found.get((peer, name)) for name in names)
     if time is None or time.value is None:
         return Cell("")
     shares = percent(copy.value) if copy is not None and copy.value else ""
     if floor is not None and floor.value:
         shares += f", floor {percent(floor.value)}"
+    if paired is not None and paired.value:
+        shares += f", {cell(paired).text} of our time"
     return Cell(plain(time.value), shares)
 
 

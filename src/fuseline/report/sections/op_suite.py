@@ -49,9 +49,11 @@ def sections(shelf: Shelf) -> list[Section]:
 def _section(index: int, device: str, records: Sequence[Record]) -> Section:
     about_all = [r for r in records if r.case["op"] in CEILINGS]
     homework = [r for r in records if r.case.get("section") == seed_shapes.SECTION]
-    apart = {id(r) for r in (*about_all, *homework)}
+    cell_ways = [r for r in records if r.case.get("section") == "lstm"]
+    apart = {id(r) for r in (*about_all, *homework, *cell_ways)}
     by_op = grouped((r for r in records if id(r) not in apart), lambda r: str(r.case["op"]))
     blocks: list[Block | None] = [*_about_all(about_all, records), *seed_shapes.blocks(homework)]
+    blocks.append(seed_shapes.lstm_cell(cell_ways))
     for op, group in sorted(by_op.items()):
         stem = f"ops-{op}" + (f"-{index}" if index > 1 else "")
         blocks.append(Heading(op))
@@ -60,7 +62,7 @@ def _section(index: int, device: str, records: Sequence[Record]) -> Section:
             blocks.append(_lines(op, variant, of_variant, name))
             blocks.append(_speedups(op, variant, of_variant, f"{name}-speedup"))
         blocks += [_worst(group), _host(group), _all(group)]
-    ops = sorted(by_op or {str(r.case["op"]) for r in homework})
+    ops = sorted(by_op or {str(r.case["op"]) for r in (*homework, *cell_ways)})
     listed = [r for r in records if id(r) not in apart]
     summary = _against_the_best([r for r in listed if not r.case.get("drawn")]) or ", ".join(ops)
     elsewhere = _against_the_best([r for r in listed if r.case.get("drawn")])

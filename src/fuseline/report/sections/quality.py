@@ -8,19 +8,23 @@ from fuseline.records import Record
 from fuseline.report.blocks import Block, Headline, Section
 from fuseline.report.numbers import plain, whole
 from fuseline.report.provenance import source
+from fuseline.report.sections import loss_clock
 from fuseline.report.sections.curve import drawing, is_point
 from fuseline.report.sections.generic import pivot
 from fuseline.report.selection import Shelf, grouped
 
 READING = "Validation is on text that the model never trained on; the best of it is what the run keeps."
-_NOT_THE_RUN = ("section", "step", "best_step")
+_NOT_THE_RUN = ("section", "step", "best_step", "training_s")
 
 
 def sections(shelf: Shelf) -> list[Section]:
-    """Take the records of training runs: one section a run and device."""
+    """Take the records of training runs: what compares them, then one section a run and device."""
     records = shelf.take(lambda r: r.suite == "quality" and r.case.get("model") is not None)
     runs = grouped(records, lambda r: (r.device, r.torch, _run(r)))
-    return [_section(number, device, group) for number, ((device, _, _), group) in enumerate(runs.items(), 1)]
+    alone = [
+        _section(number, device, group) for number, ((device, _, _), group) in enumerate(runs.items(), 1)
+    ]
+    return [*loss_clock.sections(records), *alone]
 
 
 def _section(index: int, device: str, records: Sequence[Record]) -> Section:

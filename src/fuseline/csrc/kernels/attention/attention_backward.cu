@@ -12,7 +12,7 @@ template <class T, bool kPlain>
 int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
 // The same in one pass, for what `takes_single_pass` says; FUSELINE_UNSUPPORTED if the bulk copies do not take the tensors.
 template <class T>
-int launch_backward_single(const AttentionBackward& g, float* partial, int* turns, void* stream);
+int launch_backward_single(const AttentionBackward& g, const SinglePassScratch& scratch, void* stream);
 // grad_q and grad_mask of some tiles of rows, of 64.
 template <class T>
 int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
@@ -29,7 +29,7 @@ struct Delta {
   const float* grad_lse;
   float *delta, *lse_log2;
   int64_t statistic_rows;
-  int* turns;  // of the single pass, which has none done yet; null without it
+  int *turns, *key_turns;  // of the single pass, which has none done yet; null without it
   int64_t grad_out_strides[3];
 };
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_co
     const int64_t at = index * g.statistic_rows + row;
     g.delta[at] = there ? sum - grad_lse : 0.f;
     g.lse_log2[at] = there && lse != -kInfinity ? lse * kLog2E : kInfinity;  // no power of a score relative to it is infinite
-    if (g.turns != nullptr && row % kStatisticRows == 0) g.turns[at / kStatisticRows] = 0;
+    if (g.turns != nullptr && row % kStatisticRows == 0) g.turns[at / kStatisticRows] = g.key_turns[at / kStatisticRows] = 0;
   }
 }
 
@@ -124,13 +124,22 @@ bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   return !windows && plain_scores(a) && current_device(device) == cudaSuccess && device.warpgroups;
 }
 
-// What lies in the workspace behind delta and lse_log2 for the single pass: sums for grad_q, and whose turn it is.
-struct SinglePassScratch {
-  int64_t partial_bytes, turns_bytes;
-  explicit SinglePassScratch(const fuseline_attention& c) {
+// The parts of what lies in the workspace for the single pass behind delta and lse_log2. There are as many turns of keys as of
+// rows, which are more.
+struct SinglePassBytes {
+  int64_t partial, key_partial, turns;
+  explicit SinglePassBytes(const fuseline_attention& c) {
+    constexpr int64_t kSums = 64 * int64_t(sizeof(float)), kKeys = 128;
     const int64_t rows = c.batch * c.heads * statistic_rows(c);
-    partial_bytes = rows * 64 * int64_t(sizeof(float));
-    turns_bytes = rows / kStatisticRows * int64_t(sizeof(int));
+    partial = rows * kSums;
+    key_partial = c.heads == c.kv_heads ? 0 : 2 * c.batch * c.kv_heads * divide_up(c.seqlen_k, kKeys) * kKeys * kSums;
+    turns = rows / kStatisticRows * int64_t(sizeof(int));
+  }
+  int64_t all() const { return partial + key_partial + 2 * turns; }
+  SinglePassScratch at(char* start) const {
+    char* const counts = start + partial + key_partial;
+    return {reinterpret_cast<float*>(start), reinterpret_cast<float*>(start + partial), reinterpret_cast<int*>(counts),
+            reinterpret_cast<int*>(counts + turns)};
   }
 };
 
@@ -183,8 +192,7 @@ size_t fuseline_attention_backward_workspace(const fuseline_attention_gradients*
   const fuseline_attention& c = gradients->call;
   const size_t statistics = size_t(2 * statistics_bytes(c));
   if (!takes_single_pass(*gradients)) return statistics + grad_mask_workspace(*gradients);
-  const SinglePassScratch scratch(c);
-  return statistics + size_t(scratch.partial_bytes + scratch.turns_bytes);
+  return statistics + size_t(SinglePassBytes(c).all());
 }
 
 int fuseline_attention_backward(const fuseline_attention_gradients* gradients, void* stream) {
@@ -217,8 +225,8 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
   copy_strides(of.grad_out_strides, g.grad_out_strides);
   char* const scratch = workspace + 2 * statistics_bytes(c);
   const bool single = takes_single_pass(*gradients);
-  float* const partial = reinterpret_cast<float*>(scratch);
-  if (single) of.turns = reinterpret_cast<int*>(scratch + SinglePassScratch(c).partial_bytes);
+  const SinglePassScratch of_single = SinglePassBytes(c).at(scratch);
+  if (single) of.turns = of_single.turns, of.key_turns = of_single.key_turns;
   int code = c.seqlen_q > 0 ? launch_delta(of, stream) : 0;
   if (code == 0 && gradients->grad_sinks != nullptr) {
     attention_grad_sinks<<<unsigned(c.heads), kDeltaThreads, 0, static_cast<cudaStream_t>(stream)>>>(
@@ -226,8 +234,8 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
     code = int(cudaGetLastError());
   }
   if (code == 0 && single) {
-    const int done = c.dtype == FUSELINE_FLOAT16 ? launch_backward_single<__half>(g, partial, of.turns, stream)
-                                                 : launch_backward_single<__nv_bfloat16>(g, partial, of.turns, stream);
+    const int done = c.dtype == FUSELINE_FLOAT16 ? launch_backward_single<__half>(g, of_single, stream)
+                                                 : launch_backward_single<__nv_bfloat16>(g, of_single, stream);
     if (done != FUSELINE_UNSUPPORTED) return done;
   }
   Device device;

@@ -6,7 +6,8 @@
 // One thread each of three more warps fetches, waits for the block's turn, and passes the turn on. The blocks of a head add to a
 // tile of grad_q one after another, in fp32 and in the L2, from the last block of keys that the rows see to the first, which
 // rounds the sum: bits repeat, and nothing has to be zero before. With causality a block begins with the rows that see its own
-// keys last, so that a tile's turn comes as its blocks get to it; a block waits only for blocks launched before it.
+// keys last, so that a tile's turn comes as its blocks get to it. Where query heads share a key head, the sums for grad_k and
+// grad_v pass from head to head in the same way. A block waits only for blocks launched before it.
 //
 // Limit: the latency of a step's five products and powers in one warpgroup, and the additions in the L2; two blocks share a
 // multiprocessor.
@@ -22,8 +23,7 @@ namespace fuseline {
 
 struct SinglePassBackward : AttentionBackward {
   CUtensorMap q, k, v, from_out;  // of what is read; from_out: of grad_out
-  float* partial;                 // sums for grad_q: [batch, heads, row_tiles], each as the lanes of a warpgroup hold it
-  int* turns;                     // [batch, heads, row_tiles]: blocks of keys that have added
+  SinglePassScratch scratch;
   int row_tiles;
 };
 
@@ -46,7 +46,7 @@ struct SinglePass {
   static constexpr int kAtStages = 2 * Keys::kBytes, kAtSlopes = kAtStages + kStages * kStage;
   static constexpr int kAtStatistics = kAtSlopes + Slopes::kBytes, kAtBarriers = kAtStatistics + kStages * kStatistics;
   static constexpr int kShared = kAtBarriers + int(sizeof(SinglePassBarriers));
-  static constexpr int kPartial = kRows * kD;  // floats
+  static constexpr int kPartial = kRows * kD, kKeyPartial = 2 * kKeys * kD;  // floats
 };
 
 namespace single_pass {
@@ -74,14 +74,39 @@ __device__ __forceinline__ void store_matrices(uint32_t at, const uint32_t (&wor
                : "memory");
 }
 
-// Calls step(head, tile of rows, number) for all that sees the block's keys.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int wanted) {
+  if (wanted > 0) {
+    while (load_acquire(turn) < wanted) {
+    }
+  }
+}
+
+// Calls step(tile of rows, number) for all that see the block's keys.
 template <class Step>
-__device__ __forceinline__ void each_step(int first_head, int heads, int from, int to, const Step& step) {
-  int number = 0;
+__device__ __forceinline__ void each_step(int from, int to, const Step& step) {
 #pragma unroll 1
-  for (int head = first_head; head < first_head + heads; ++head) {
-#pragma unroll 1
-    for (int tile = from; tile < to; ++tile) step(head, tile, number++);
+  for (int tile = from; tile < to; ++tile) step(tile, tile - from);
+}
+
+// A thread's sums and the memory that blocks add to in turn, in vectors of all threads side by side.
+template <int kThreads>
+__device__ __forceinline__ void read_partial(float (&sums)[8][4], const float4* from) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float4 sum = __ldcg(from + n * kThreads);
+    sums[n][0] = sum.x, sums[n][1] = sum.y, sums[n][2] = sum.z, sums[n][3] = sum.w;
+  }
+}
+template <int kThreads>
+__device__ __forceinline__ void leave_partial(float4* to, const float (&sums)[8][4], bool first) {
+  if (first) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      __stcg(to + n * kThreads, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) add_to(to + n * kThreads, sums[n]);
   }
 }
 
@@ -143,16 +168,16 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
 
   const fuseline_attention& c = g.a.call;
   const bool causal = c.causal != FUSELINE_CAUSAL_NONE;
-  const Task task(tiles, int(c.kv_heads), true);
+  const Task task(tiles, int(c.heads), true);
   const int batch = task.sequence, first = task.tile * Of::kKeys, keys = int(c.seqlen_k);
   const int from = causal ? first / Of::kRows : 0, to = g.row_tiles;
-  const int first_head = task.head * g.a.group;
+  const int kv_head = task.head / g.a.group;
   // Blocks of keys that add to a tile of rows before this one.
   const auto before = [&](int tile) {
     const int last = causal ? min(tiles - 1, (tile * Of::kRows + Of::kRows - 1) / Of::kKeys) : tiles - 1;
     return last - task.tile;
   };
-  const auto number_of = [&](int head, int tile) { return (batch * int(c.heads) + head) * to + tile; };
+  const int of_rows = (batch * int(c.heads) + task.head) * to;  // the first tile's number
   const Of::Keys k_tile{base}, v_tile{base + Of::Keys::kBytes};
 
   if (threadIdx.x >= Of::kMultipliers) {
@@ -161,36 +186,31 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0) {
       barrier_expect(&barriers.held, 2 * Of::Keys::kBytes);
-      copy_box_of_four(k_tile.base, &g.k, &barriers.held, 0, first, task.head, batch);
-      copy_box_of_four(v_tile.base, &g.v, &barriers.held, 0, first, task.head, batch);
-      each_step(first_head, g.a.group, from, to, [&](int head, int tile, int number) {
+      copy_box_of_four(k_tile.base, &g.k, &barriers.held, 0, first, kv_head, batch);
+      copy_box_of_four(v_tile.base, &g.v, &barriers.held, 0, first, kv_head, batch);
+      each_step(from, to, [&](int tile, int number) {
         const int stage = number % 2;
         if (number >= 2) barrier_wait(barriers.empty + stage, (number / 2 - 1) & 1);
         uint64_t* const full = barriers.full + stage;
         barrier_expect(full, Of::kStage + Of::kStatistics);
         const Rows q_tile{base + Of::kAtStages + stage * Of::kStage}, grad_tile{q_tile.base + Rows::kBytes};
-        copy_box_of_four(q_tile.base, &g.q, full, 0, tile * Of::kRows, head, batch);
-        copy_box_of_four(grad_tile.base, &g.from_out, full, 0, tile * Of::kRows, head, batch);
+        copy_box_of_four(q_tile.base, &g.q, full, 0, tile * Of::kRows, task.head, batch);
+        copy_box_of_four(grad_tile.base, &g.from_out, full, 0, tile * Of::kRows, task.head, batch);
         unsigned char* const statistics = memory + Of::kAtStatistics + stage * Of::kStatistics;
-        const int64_t at = int64_t(number_of(head, tile)) * Of::kRows;
+        const int64_t at = int64_t(of_rows + tile) * Of::kRows;
         copy_in(statistics, g.lse_log2 + at, Of::kStatistics / 2, full);
         copy_in(statistics + Of::kStatistics / 2, g.delta + at, Of::kStatistics / 2, full);
       });
     } else if (warp == 1) {
-      each_step(first_head, g.a.group, from, to, [&](int head, int tile, int number) {
+      each_step(from, to, [&](int tile, int number) {
         if (number >= 2) barrier_wait(barriers.released + number % 2, (number / 2 - 1) & 1);
-        const int wanted = before(tile);
-        const int* const turn = g.turns + number_of(head, tile);
-        if (wanted > 0) {
-          while (load_acquire(turn) < wanted) {
-          }
-        }
+        wait_for_turn(g.scratch.turns + of_rows + tile, before(tile));
         barrier_arrive(barriers.turn + number % 2);
       });
     } else if (warp == 2) {
-      each_step(first_head, g.a.group, from, to, [&](int head, int tile, int number) {
+      each_step(from, to, [&](int tile, int number) {
         barrier_wait(barriers.stored + number % 2, (number / 2) & 1);
-        if (task.tile > 0) store_release(g.turns + number_of(head, tile), before(tile) + 1);
+        if (task.tile > 0) store_release(g.scratch.turns + of_rows + tile, before(tile) + 1);
         barrier_arrive(barriers.released + number % 2);
       });
     }
@@ -205,7 +225,7 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
     }
     barrier_wait(&barriers.held, 0);
     // With causality the first rows see the first half of the keys alone.
-    const auto multiply = [&](auto halves, int head, int tile, int number) {
+    const auto multiply = [&](auto halves, int tile, int number) {
       constexpr int kHalves = decltype(halves)::value;
       const int stage = number % 2, parity = number / 2 & 1;
       const Rows q_tile{base + Of::kAtStages + stage * Of::kStage}, grad_tile{q_tile.base + Rows::kBytes};
@@ -263,14 +283,10 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
       barrier_wait(barriers.turn + stage, parity);
       const bool added = before(tile) > 0, last = task.tile == 0;
       float4* const partial =
-          reinterpret_cast<float4*>(g.partial + int64_t(number_of(head, tile)) * Of::kPartial) + threadIdx.x;
+          reinterpret_cast<float4*>(g.scratch.partial + int64_t(of_rows + tile) * Of::kPartial) + threadIdx.x;
       float sums[8][4];
       if (added && last) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 sum = __ldcg(partial + n * Of::kMultipliers);
-          sums[n][0] = sum.x, sums[n][1] = sum.y, sums[n][2] = sum.z, sums[n][3] = sum.w;
-        }
+        read_partial<Of::kMultipliers>(sums, partial);
       } else {
 #pragma unroll
         for (int n = 0; n < 8; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.f;
@@ -293,27 +309,48 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
       if (last) {
         const int first_row = row + at.warp * 16;
         store_sums(sums, g.a.scale,
-                   static_cast<T*>(g.grad_q) + batch * g.grad_q_strides[0] + head * g.grad_q_strides[1] +
+                   static_cast<T*>(g.grad_q) + batch * g.grad_q_strides[0] + task.head * g.grad_q_strides[1] +
                        first_row * g.grad_q_strides[2],
                    g.grad_q_strides[2], int(c.seqlen_q) - first_row, int(c.head_dim));
-      } else if (added) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) add_to(partial + n * Of::kMultipliers, sums[n]);
       } else {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          __stcg(partial + n * Of::kMultipliers, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
-        }
+        leave_partial<Of::kMultipliers>(partial, sums, !added);
       }
       barrier_arrive(barriers.stored + stage);
     };
-    int number = 0;
+    if (causal) multiply(std::integral_constant<int, 1>{}, from, 0);
 #pragma unroll 1
-    for (int head = first_head; head < first_head + g.a.group; ++head) {
-      int tile = from;
-      if (causal) multiply(std::integral_constant<int, 1>{}, head, tile++, number++);
-#pragma unroll 1
-      for (; tile < to; ++tile) multiply(std::integral_constant<int, Of::kHalves>{}, head, tile, number++);
+    for (int tile = from + causal; tile < to; ++tile) {
+      multiply(std::integral_constant<int, Of::kHalves>{}, tile, tile - from);
+    }
+    if (g.a.group > 1) {
+      const int before_this = task.head % g.a.group;  // heads of the group
+      const bool last = before_this == g.a.group - 1;
+      const int number = (batch * int(c.kv_heads) + kv_head) * tiles + task.tile;
+      int* const turn = g.scratch.key_turns + number;
+      float4* const partial =
+          reinterpret_cast<float4*>(g.scratch.key_partial + int64_t(number) * Of::kKeyPartial) + threadIdx.x;
+      if (threadIdx.x == 0) wait_for_turn(turn, before_this);
+      meet();
+      const auto pass_on = [&](float(&sums)[kD / 8][4], int which) {
+        float4* const mine = partial + which * (kD / 8) * Of::kMultipliers;
+        if (last) {
+          float of_others[kD / 8][4];
+          read_partial<Of::kMultipliers>(of_others, mine);
+          each_element<1, kD / 8>([&](int, int n, int e) { sums[n][e] += of_others[n][e]; });
+        } else {
+          leave_partial<Of::kMultipliers>(mine, sums, before_this == 0);
+        }
+      };
+#pragma unroll
+      for (int half = 0; half < Of::kHalves; ++half) {
+        pass_on(k_sums[half][0], 2 * half);
+        pass_on(v_sums[half][0], 2 * half + 1);
+      }
+      if (!last) {
+        meet();  // all have added
+        if (threadIdx.x == 0) store_release(turn, before_this + 1);
+        return;
+      }
     }
     meet();  // all have read the stages
     const Lane at;
@@ -324,7 +361,7 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
       const auto store = [&](const float(&sums)[1][kD / 8][4], float by, void* grad, const int64_t(&strides)[3]) {
         const float factor[1][2] = {{by, by}};
         store_rows<T, kD, 1>(sums, factor, through,
-                             static_cast<T*>(grad) + batch * strides[0] + task.head * strides[1] + warp_first * strides[2],
+                             static_cast<T*>(grad) + batch * strides[0] + kv_head * strides[1] + warp_first * strides[2],
                              strides[2], keys - warp_first, int(c.head_dim));
       };
       store(k_sums[half], g.a.scale, g.grad_k, g.grad_k_strides);
@@ -335,9 +372,9 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
 
 // FUSELINE_UNSUPPORTED where the bulk copies do not take the tensors, or shared memory is too small.
 template <class T>
-int launch_backward_single(const AttentionBackward& given, float* partial, int* turns, void* stream) {
+int launch_backward_single(const AttentionBackward& given, const SinglePassScratch& scratch, void* stream) {
   using Of = SinglePass;
-  SinglePassBackward g{given, {}, {}, {}, {}, partial, turns, int(divide_up(given.a.call.seqlen_q, Of::kRows))};
+  SinglePassBackward g{given, {}, {}, {}, {}, scratch, int(divide_up(given.a.call.seqlen_q, Of::kRows))};
   const fuseline_attention& c = g.a.call;
   const auto make = [&](CUtensorMap& map, const void* data, const int64_t(&strides)[3], int64_t heads, int64_t rows, int box) {
     return make_heads_map(map, data, strides, c.batch, heads, rows, c.head_dim, box, c.dtype);
@@ -347,7 +384,7 @@ int launch_backward_single(const AttentionBackward& given, float* partial, int* 
   if (code == 0) code = make(g.v, c.v, c.v_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
   if (code == 0) code = make(g.from_out, g.grad_out, g.grad_out_strides, c.heads, c.seqlen_q, Of::kRows);
   if (code != 0) return code;
-  const AttentionGrid grid(c, c.kv_heads, true, Of::kKeys);
+  const AttentionGrid grid(c, c.heads, true, Of::kKeys);
   return launch_attention(attention_backward_single<T>, g, grid, Of::kThreads, Of::kShared, stream);
 }
 

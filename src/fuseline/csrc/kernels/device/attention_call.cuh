@@ -37,6 +37,13 @@ struct AttentionBackward {
   int64_t statistic_rows;  // seqlen_q and what fills its last 64
 };
 
+// What the backward in one pass works with: sums that blocks add to in turn, and how many have. Of grad_q for tiles of 64 rows,
+// [batch, heads, tiles]; of grad_k and grad_v for tiles of 128 keys, [batch, kv_heads, tiles], where heads share their keys.
+struct SinglePassScratch {
+  float *partial, *key_partial;
+  int *turns, *key_turns;
+};
+
 constexpr int kUnlimited = 1 << 30;
 
 inline Attention attention_of(const fuseline_attention& call) {

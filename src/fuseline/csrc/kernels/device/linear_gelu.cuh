@@ -1,4 +1,4 @@
-// gelu(x W^T + bias), and what a backward has of it: (g W) * gelu'(z + bias) and the sums of its columns.
+// gelu(x W^T + bias) and its slope, and what a backward has of them: (g W) * slope and the sums of its columns.
 //
 // Tiles, clusters and the ring of operands are those of head_tiles.cuh. Two warpgroups multiply, and hand a tile's sums on in
 // 16 bits through shared memory; seven other warps take GELU of them, and write what comes of it in whole lines, while the next
@@ -9,6 +9,8 @@
 // Floor: the product's; beside it 16,384 x 3,072 elements move 67 us forward (two written) and 67 us backward (one read, one
 // written).
 #pragma once
+
+#include <type_traits>
 
 #include "activation.cuh"
 #include "head_tiles.cuh"
@@ -28,10 +30,10 @@ constexpr int kGeluGroups = 4;  // of 16 rows, of a warpgroup's
 static_assert(kGeluShared + int(sizeof(float[2][2][kGeluGroups][kHeadWide])) <= 227 * 1024);
 
 struct LinearGelu : HeadTiles {
-  const void* bias;  // or null
-  void* kept;        // forward: z, or null if it is not wanted; backward: z
+  const void* bias;  // forward: or null
+  void* slope;       // of GELU; forward: null if it is not wanted
   void* out;
-  float* sums;  // backward: [ceil(m / 64)][n], or null
+  float* sums;  // backward: of what is written, [ceil(m / 64)][n], or null
   int m, n;
 };
 
@@ -118,9 +120,17 @@ struct LinearGeluForward {
   using Given = LinearGelu;
   static constexpr bool kTurnLeft = false, kTurnRight = false;
 
-  static __device__ __forceinline__ void work(const LinearGelu& a, const GeluPart& part, const GeluMeeting& meeting, int, bool more) {
-    uint4 next = part.load_bias<T>(a, 0);
+  static __device__ __forceinline__ void work(const LinearGelu& a, const GeluPart& part, const GeluMeeting& meeting, int,
+                                              bool more) {
+    const uint4 bias = part.load_bias<T>(a, 0);
     meeting.wait_for_sums();
+    a.slope ? units<true>(a, part, bias) : units<false>(a, part, bias);
+    if (more) meeting.tell_room();
+  }
+
+ private:
+  template <bool kSlope>
+  static __device__ __forceinline__ void units(const LinearGelu& a, const GeluPart& part, uint4 next) {
 #pragma unroll 1
     for (int unit = 0; unit < part.units; ++unit) {
       float bias[8];
@@ -131,31 +141,45 @@ struct LinearGeluForward {
       for (int i = 0; i < kGeluLines; ++i) given[i] = part.load(unit, i);
 #pragma unroll
       for (int i = 0; i < kGeluLines; ++i) {
-        float z[8], y[8];
+        float z[8], y[8], slope[8];
         unpack<T>(given[i], z);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) y[j] = Activation::value(z[j] + bias[j]);
+        for (int j = 0; j < 8; ++j) {
+          const float2 both = kSlope ? Activation::both(z[j] + bias[j]) : make_float2(Activation::value(z[j] + bias[j]), 0.f);
+          y[j] = both.x, slope[j] = both.y;
+        }
         if (!part.inside(unit, i)) continue;
         const int64_t offset = part.offset(unit, i);
-        if (a.kept) *reinterpret_cast<uint4*>(static_cast<T*>(a.kept) + offset) = given[i];
+        if constexpr (kSlope) *reinterpret_cast<uint4*>(static_cast<T*>(a.slope) + offset) = pack<T>(slope);
         *reinterpret_cast<uint4*>(static_cast<T*>(a.out) + offset) = pack<T>(y);
       }
     }
-    if (more) meeting.tell_room();
   }
 };
 
-template <class T, class Activation>
+// Two products, each rounded as if it were made in fp32.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  uint32_t product;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  } else {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+  }
+  return product;
+}
+
+template <class T>
 struct LinearGeluBackward {
   using Given = LinearGelu;
   static constexpr bool kTurnLeft = false, kTurnRight = true;
 
-  static __device__ __forceinline__ void load(const LinearGelu& a, const GeluPart& part, int unit, uint4 (&kept)[kGeluLines]) {
+  static __device__ __forceinline__ void load(const LinearGelu& a, const GeluPart& part, int unit, uint4 (&slope)[kGeluLines]) {
 #pragma unroll
     for (int i = 0; i < kGeluLines; ++i) {
-      kept[i] = make_uint4(0u, 0u, 0u, 0u);
+      slope[i] = make_uint4(0u, 0u, 0u, 0u);
       if (unit < part.units && part.inside(unit, i)) {
-        kept[i] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(a.kept) + part.offset(unit, i)));
+        slope[i] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(a.slope) + part.offset(unit, i)));
       }
     }
   }
@@ -180,26 +204,25 @@ struct LinearGeluBackward {
                                               bool more) {
     __shared__ float shared[2][2][kGeluGroups][kHeadWide];  // of halves, in turn
     auto& sums = shared[meeting.half][turn];
-    uint4 next_bias = part.load_bias<T>(a, 0), next[kGeluLines];
+    uint4 next[kGeluLines];
     load(a, part, 0, next);
     meeting.wait_for_sums();
 #pragma unroll 1
     for (int unit = 0; unit < part.units; ++unit) {
-      float bias[8], total[8] = {};
-      unpack<T>(next_bias, bias);
-      next_bias = part.load_bias<T>(a, unit + 1);
-      uint4 kept[kGeluLines], given[kGeluLines];
+      float total[8] = {};
+      uint4 slopes[kGeluLines], given[kGeluLines];
 #pragma unroll
-      for (int i = 0; i < kGeluLines; ++i) kept[i] = next[i], given[i] = part.load(unit, i);
+      for (int i = 0; i < kGeluLines; ++i) slopes[i] = next[i], given[i] = part.load(unit, i);
       load(a, part, unit + 1, next);
 #pragma unroll
       for (int i = 0; i < kGeluLines; ++i) {
-        float g[8], z[8];
-        unpack<T>(given[i], g);
-        unpack<T>(kept[i], z);
+        const uint4 product = {multiply_pairs<T>(given[i].x, slopes[i].x), multiply_pairs<T>(given[i].y, slopes[i].y),
+                               multiply_pairs<T>(given[i].z, slopes[i].z), multiply_pairs<T>(given[i].w, slopes[i].w)};
+        if (part.inside(unit, i)) *reinterpret_cast<uint4*>(static_cast<T*>(a.out) + part.offset(unit, i)) = product;
+        float wide[8];
+        unpack<T>(product, wide);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) g[j] *= Activation::both(z[j] + bias[j]).y, total[j] += g[j];
-        if (part.inside(unit, i)) *reinterpret_cast<uint4*>(static_cast<T*>(a.out) + part.offset(unit, i)) = pack<T>(g);
+        for (int j = 0; j < 8; ++j) total[j] += wide[j];
       }
       if (a.sums) store_sums(total, &sums[part.group(unit)][64 * part.panel(unit)]);
     }
@@ -283,19 +306,23 @@ __global__ void __launch_bounds__(kGeluThreads, 1) linear_gelu_kernel(const __gr
 // ---- launcher ----
 
 template <class T, class Work>
+cudaError_t resident_linear_gelu(const Device& device, int& clusters) {
+  return resident_clusters(linear_gelu_kernel<T, Work>, device, kGeluThreads, size_t(kGeluShared), kHeadCluster, clusters);
+}
+
+template <class T, class Work>
 int run_linear_gelu(LinearGelu& a, const void* left, const void* right, int64_t k, int dtype, void* stream) {
   Device device;
   const cudaError_t found = current_device(device);
   if (found != cudaSuccess) return int(found);
-  const auto kernel = linear_gelu_kernel<T, Work>;
   int resident = 0;
-  const cudaError_t asked = resident_clusters(kernel, device, kGeluThreads, size_t(kGeluShared), kHeadCluster, resident);
+  const cudaError_t asked = resident_linear_gelu<T, Work>(device, resident);
   if (asked != cudaSuccess) return int(asked);
   if (resident == 0) return FUSELINE_UNSUPPORTED;
   const int error = head_operands<Work>(a, left, right, a.m, a.n, k, dtype, 1, a.n);
   if (error != 0) return error;
-  return launch(kernel, a, int64_t(std::min(resident, a.items)) * kHeadCluster, dim3(kGeluThreads), size_t(kGeluShared),
-                kHeadCluster, stream);
+  return launch(linear_gelu_kernel<T, Work>, a, int64_t(std::min(resident, a.items)) * kHeadCluster, dim3(kGeluThreads),
+                size_t(kGeluShared), kHeadCluster, stream);
 }
 
 }  // namespace fuseline

@@ -44,10 +44,10 @@ int with_math(const fuseline_small_layer& layer, const Run& run) {
   switch (layer.dtype) {
     case FUSELINE_FLOAT32:
       return layer.tf32 ? run(Tf32{}) : run(Exact{});
-    case FUSELINE_FLOAT16:
-      return run(Sixteen<__half>{});
-    default:
+    case FUSELINE_BFLOAT16:
       return run(Sixteen<__nv_bfloat16>{});
+    default:
+      return FUSELINE_UNSUPPORTED;  // fp16: no model has small layers of it
   }
 }
 

@@ -4,8 +4,6 @@
 
 namespace fuseline {
 
-template int heads_by_warpgroups<Sixteen<__half>>(const fuseline_small_layer&, const Device&, void*);
-template int out_by_warpgroups<Sixteen<__half>>(const fuseline_small_layer&, const Device&, void*);
 template int heads_by_warpgroups<Sixteen<__nv_bfloat16>>(const fuseline_small_layer&, const Device&, void*);
 template int out_by_warpgroups<Sixteen<__nv_bfloat16>>(const fuseline_small_layer&, const Device&, void*);
 template int heads_by_warpgroups<Tf32>(const fuseline_small_layer&, const Device&, void*);

@@ -21,9 +21,7 @@
 
 namespace fuseline {
 
-constexpr int kHundredsRows = 128;  // of x in a block
-
-struct HundredsCall {
+struct Call65To256 {
   CUtensorMap x, weight;
   LinearArguments a;
   int row_blocks;  // of x
@@ -31,16 +29,12 @@ struct HundredsCall {
 
 template <class Weights, int kWarpgroups>
 struct Shape65To256 {
-  static constexpr int kMultipliers = kWarpgroups * 128;
-  static constexpr int kThreads = kMultipliers + 128;  // and a warpgroup that fetches and gives them its registers
+  static constexpr Sizes65To256 kSizes = sizes_65_to_256(Weights::kFormat, kWarpgroups);
+  static constexpr int kMultipliers = kWarpgroups * 128, kThreads = kSizes.threads;
   static constexpr int kRegisters = kWarpgroups == 3 ? 160 : 240, kOtherRegisters = 24;
-  static constexpr int kBlockTiles = kWarpgroups * 4;  // of 16 rows of W
-  static constexpr int kTileBytes = Weights::kVectors * kWarp * 16;
-  static constexpr int kXBytes = kHundredsRows * 128;
-  static constexpr int kStageBytes = kXBytes + kBlockTiles * kTileBytes;
-  static constexpr int kStages = (226 * 1024 - 256) / kStageBytes;
-  static constexpr int kShared = kStages * kStageBytes + 1024;
-  static constexpr int kEights = kHundredsRows / 8;  // of rows of x, four sums of a thread each
+  static constexpr int kBlockTiles = kSizes.block_tiles, kTileBytes = tile_bytes(Weights::kFormat);
+  static constexpr int kXBytes = kRows65To256 * 128, kStageBytes = kSizes.stage_bytes, kStages = kSizes.stages;
+  static constexpr int kEights = kRows65To256 / 8;  // of rows of x, four sums of a thread each
   static constexpr int kPitch = kBlockTiles * kTileRows * 2 + 16;  // bytes of a row of y in shared memory: no bank conflicts
   static_assert(kStageBytes % 1024 == 0);
 };
@@ -209,9 +203,9 @@ __device__ __forceinline__ void add_shares(const LinearArguments& a, const float
 }
 
 template <class T, class Weights, int kWarpgroups, class Shape = Shape65To256<Weights, kWarpgroups>>
-__global__ void __launch_bounds__(Shape::kThreads, 1) linear_65_to_256_kernel(const __grid_constant__ HundredsCall c) {
+__global__ void __launch_bounds__(Shape::kThreads, 1) linear_65_to_256_kernel(const __grid_constant__ Call65To256 c) {
 #if FUSELINE_HAS_WGMMA
-  constexpr int kRows = kHundredsRows, kStages = Shape::kStages;
+  constexpr int kRows = kRows65To256, kStages = Shape::kStages;
   extern __shared__ char raw[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const LinearArguments& a = c.a;

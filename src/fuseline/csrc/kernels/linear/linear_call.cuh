@@ -1,4 +1,4 @@
-// What the kernels of linear layers for few rows are told, and what they share.
+// The arguments of the kernels of linear layers for few rows, and what these share.
 #pragma once
 
 #include "device/activation.cuh"
@@ -9,9 +9,6 @@
 
 namespace fuseline {
 
-constexpr int kMostSplits = kMaxCluster;
-constexpr int kLinearThreads = 256;
-constexpr int kLinearWarps = kLinearThreads / kWarp;
 constexpr int kPieceBytes = 1024;  // of the next launch's weights, that the L2 is asked for at once
 
 struct LinearArguments {

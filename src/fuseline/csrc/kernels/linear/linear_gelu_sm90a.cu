@@ -14,21 +14,24 @@ constexpr int64_t kLeastWidth = 768, kMostWidth = 1024;
 constexpr int64_t kLeastTurns = 8;
 constexpr double kFull = 0.85;  // of the time of the blocks that run at once
 
-template <class T, template <class, class> class Work>
-int run_gelu(const fuseline_linear_gelu& call, void* stream) {
+using T = __nv_bfloat16;
+
+template <class Work>
+int run(const fuseline_linear_gelu& call, void* stream) {
   LinearGelu a{};
-  a.bias = call.bias, a.kept = call.kept, a.out = call.out, a.sums = call.sums;
+  a.bias = call.bias, a.slope = call.slope, a.out = call.out, a.sums = call.sums;
   a.m = int(call.rows), a.n = int(call.inner);
-  const auto run = [&](auto activation) {
-    return run_linear_gelu<T, Work<T, decltype(activation)>>(a, call.left, call.right, call.width, call.dtype, stream);
-  };
-  return call.approximate == FUSELINE_GELU_TANH ? run(GeluTanh<T>{}) : run(GeluErf<T>{});
+  return run_linear_gelu<T, Work>(a, call.left, call.right, call.width, call.dtype, stream);
 }
 
-template <template <class, class> class Work>
-int run_taken(const fuseline_linear_gelu& call, void* stream) {
-  if (!fuseline_linear_gelu_takes(call.rows, call.inner, call.width, call.dtype)) return FUSELINE_UNSUPPORTED;
-  return call.dtype == FUSELINE_FLOAT16 ? run_gelu<__half, Work>(call, stream) : run_gelu<__nv_bfloat16, Work>(call, stream);
+// The backward takes more shared memory than the forward. A part of a device may have no room for its clusters.
+bool has_room(const Device& device) {
+  int clusters = 0;
+  return resident_linear_gelu<T, LinearGeluBackward<T>>(device, clusters) == cudaSuccess && clusters > 0;
+}
+
+bool taken(const fuseline_linear_gelu& call) {
+  return fuseline_linear_gelu_takes(call.rows, call.inner, call.width, call.width, call.dtype);
 }
 
 }  // namespace
@@ -36,22 +39,26 @@ int run_taken(const fuseline_linear_gelu& call, void* stream) {
 
 using namespace fuseline;
 
-int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int dtype) {
+int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int64_t out, int dtype) {
   constexpr int64_t kMost = 0x3fffffff;
-  if (dtype != FUSELINE_FLOAT16 && dtype != FUSELINE_BFLOAT16) return false;
-  if (rows < 1 || rows > kMost || inner > kMost || width > kMost || inner % 8 != 0 || width % 8 != 0) return false;
-  if (width < kLeastWidth || width > kMostWidth) return false;
+  if (dtype != FUSELINE_BFLOAT16) return false;
+  if (rows < 1 || rows > kMost || inner > kMost || inner % 8 != 0) return false;
+  for (const int64_t multiplied : {width, out}) {
+    if (multiplied < kLeastWidth || multiplied > kMostWidth || multiplied % 8 != 0) return false;
+  }
   Device device;
-  if (current_device(device) != cudaSuccess || !device.warpgroups) return false;
+  if (current_device(device) != cudaSuccess || !device.warpgroups || !has_room(device)) return false;
   const int64_t at_once = device.processors / kHeadCluster, tall = kHeadCluster * kHeadRows;
   const int64_t turns = divide_up(divide_up(rows, tall) * divide_up(inner, kHeadWide), at_once);
   return turns >= kLeastTurns && double(rows) * double(inner) >= kFull * double(turns * at_once * tall * kHeadWide);
 }
 
 int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream) {
-  return run_taken<LinearGeluForward>(*call, stream);
+  if (!taken(*call)) return FUSELINE_UNSUPPORTED;
+  return call->approximate == FUSELINE_GELU_TANH ? run<LinearGeluForward<T, GeluTanh<T>>>(*call, stream)
+                                                 : run<LinearGeluForward<T, GeluErf<T>>>(*call, stream);
 }
 
 int fuseline_linear_gelu_backward(const fuseline_linear_gelu* call, void* stream) {
-  return run_taken<LinearGeluBackward>(*call, stream);
+  return taken(*call) ? run<LinearGeluBackward<T>>(*call, stream) : FUSELINE_UNSUPPORTED;
 }

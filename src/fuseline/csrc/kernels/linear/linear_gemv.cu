@@ -5,12 +5,13 @@
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
 //
 // Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies), or where these would not fill all places a
-// team of warps has one; see `choose`. 16-byte vectors go from memory to registers, each asked for anew as soon as it is
+// team of warps has one; see choose_gemv in plans/linear.h. 16-byte vectors go from memory to registers, each asked for anew as soon as it is
 // used, across the ends of rows, so that nothing waits but for data: no barrier but a team's, no copy through shared memory.
 // x is in shared memory, normed there by every block anew. The first vectors are on their way before the launch before this
 // has ended.
 
 #include "linear_gemv_team.cuh"
+#include "linear_kernels.h"
 
 namespace fuseline {
 namespace {
@@ -137,76 +138,26 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_kernel(co
   }
 }
 
-struct Choice {
-  int team;  // warps that share a row of W
-  int rows;  // of W that a warp has, where none does; one is shared by two
-  bool two;  // blocks a multiprocessor
-};
-
-// Two rows a warp fill a GPU's places from 44 rows a multiprocessor on. With less, some multiprocessors get three of the
-// blocks that begin as the launch before ends, and others one: 4096 x 4096 takes 12.2 us in two blocks a multiprocessor for
-// 14.1 in three; beyond as many rows teams of four even out what is left. Long rows go to whole blocks, of any number: 31.2
-// for 37.1 us of 11008 x 4096, 33.9 for 35.9 of 7000 x 7000. Of few rows short ones are better dealt among two warps 512
-// bytes in turn (1000 x 1000: 2.1 for 2.8), longer ones in halves (3000 x 3000: 7.0 for 7.4), and where every warp of two
-// blocks a multiprocessor has one row, nothing is shared (2000 x 2000: 4.0 for 5.4).
-Choice choose(const LinearArguments& a, const Device& device) {
-  const int few = 24 * device.processors, of_two = 32 * device.processors, enough = 44 * device.processors;
-  if (a.halves) return {0, 2, false};
-  const bool one_each = a.m == 1 && a.n > 12 * device.processors && a.n <= 16 * device.processors;
-  if (one_each && device.clusters && a.k > 1536 && a.k <= 2048) return {1, 1, true};
-  if (a.n < few) return {a.k < 2048 ? 2 : 0, 1, false};
-  if (a.m > 1) return {0, 2, false};
-  if (a.k > 6144) return {8, 1, false};
-  if (a.n <= of_two) return {0, 2, device.clusters};
-  return {a.n < enough ? 4 : 0, 2, false};
-}
-
 template <class T, int M>
-int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  const Choice choice = choose(a, device);
-  auto kernel = choice.team == 2 ? gemv_team_kernel<T, M, 1, 2, false> : choice.rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
+LinearFunction kernel_of(const LinearPlan& plan) {
   if constexpr (M == 1) {
-    if (choice.team == 1) kernel = gemv_team_kernel<T, M, 1, 1, false>;
-    if (choice.team == 4) kernel = gemv_team_kernel<T, M, 1, 4, false>;
-    if (choice.team == 8) kernel = gemv_team_kernel<T, M, 1, 8, false>;
+    if (plan.team == 1) return gemv_team_kernel<T, M, 1, 1>;
+    if (plan.team == 4) return gemv_team_kernel<T, M, 1, 4>;
+    if (plan.team == 8) return gemv_team_kernel<T, M, 1, 8>;
   }
-  const int shared = choice.two ? std::max(M * a.k * 2, kOfTwo) : M * a.k * 2;
-  int resident = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kLinearThreads, size_t(shared), 1, resident);
-  if (error != cudaSuccess) return int(error);
-  const int64_t at_once = choice.team ? kLinearWarps / choice.team  // rows of a block
-                          : choice.rows == 1 ? kLinearWarps / 2
-                                             : 2 * kLinearWarps;
-  cudaLaunchAttribute attribute = overlapping();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(divide_up(a.n, at_once), std::max(1, resident))));
-  config.blockDim = dim3(kLinearThreads);
-  config.dynamicSmemBytes = size_t(shared);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = device.clusters ? 1 : 0;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
-  const cudaError_t last = cudaGetLastError();
-  return int(launched != cudaSuccess ? launched : last);
+  if (plan.team == 2) return gemv_team_kernel<T, M, 1, 2>;
+  return plan.weight_rows == 1 ? gemv_kernel<T, M, 1> : gemv_kernel<T, M, 2>;
 }
 
 template <class T>
-int launch_gemv(const LinearArguments& a, const Device& device, void* stream) {
-  return a.m == 1   ? launch_gemv<T, 1>(a, device, stream)
-         : a.m == 2 ? launch_gemv<T, 2>(a, device, stream)
-                    : launch_gemv<T, 4>(a, device, stream);
+LinearFunction kernel_of(const LinearPlan& plan) {
+  return plan.x_rows == 1 ? kernel_of<T, 1>(plan) : plan.x_rows == 2 ? kernel_of<T, 2>(plan) : kernel_of<T, 4>(plan);
 }
 
 }  // namespace
 
-int launch_gemv_16(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  const int rows = a.m <= 2 ? a.m : 4;
-  if (a.m > 4 || !a.x_vectors || a.k == 0 || int64_t(rows) * a.k * 2 > kMostShared) return FUSELINE_UNSUPPORTED;
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
-  if (call.dtype == FUSELINE_FLOAT16) return launch_gemv<__half>(a, device, stream);
-  return launch_gemv<__nv_bfloat16>(a, device, stream);
+LinearFunction gemv_kernel_of(const LinearPlan& plan, bool bf16) {
+  return bf16 ? kernel_of<__nv_bfloat16>(plan) : kernel_of<__half>(plan);
 }
 
 }  // namespace fuseline

@@ -5,9 +5,6 @@
 
 namespace fuseline {
 
-constexpr int kMostShared = 96 * 1024;  // of x, so that two blocks fit
-constexpr int kOfTwo = 86 * 1024;       // of a block's, so that two fit a multiprocessor and no third
-
 // x of all rows to shared memory, [m][k], normed over k if the call says so.
 template <class T, int M>
 __device__ __forceinline__ void fetch_normed(const LinearArguments& a, uint4* to, float* room) {

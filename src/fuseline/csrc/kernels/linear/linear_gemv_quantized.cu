@@ -9,7 +9,7 @@
 // blocks of 3000 x 3000 in int8 take 4.1 us, where the streams (linear/linear_stream.cuh), of 188 tiles two at most to a
 // multiprocessor, take 6.4.
 
-#include "linear_call.cuh"
+#include "linear_kernels.h"
 
 namespace fuseline {
 namespace {
@@ -103,65 +103,28 @@ __global__ void __launch_bounds__(kLinearThreads, kAtOnce<Weights, kSplit, kStep
   reinterpret_cast<T*>(a.y)[row] = from_float<T>(fmaf(sum, scale, shift));
 }
 
-template <class T, class Weights, int kSplit>
-int launch_split(const LinearArguments& a, const Device& device, void* stream) {
-  const auto with = [&](auto kernel) {
-    return launch(kernel, a, int64_t(a.tiles) * kSplit, dim3(kLinearThreads), 0, 1, stream, device.clusters);
-  };
-  const int64_t steps = divide_up((Weights::kGrouped ? 1 : 2) * a.chunks, kSplit * kLinearWarps);
-  if constexpr (kSplit == 2) {
-    if (steps <= 1) return with(gemv_quantized_kernel<T, Weights, kSplit, 1>);
-    if (steps <= 2) return with(gemv_quantized_kernel<T, Weights, kSplit, 2>);
-  }
-  if (steps <= 4) return with(gemv_quantized_kernel<T, Weights, kSplit, 4>);
-  if constexpr (kSplit == 2) {
-    if (steps <= 6) return with(gemv_quantized_kernel<T, Weights, kSplit, 6>);
-  }
-  if constexpr (kSplit == 1) {
-    if (steps <= 8) return with(gemv_quantized_kernel<T, Weights, kSplit, 8>);
-  }
-  return FUSELINE_UNSUPPORTED;
+template <class T>
+LinearFunction int8_kernel_of(const LinearPlan& plan) {
+  if (plan.tile_parts == 4) return gemv_quantized_kernel<T, WeightsInt8, 4, 4>;
+  return plan.pieces == 2   ? gemv_quantized_kernel<T, WeightsInt8, 2, 2>
+         : plan.pieces == 4 ? gemv_quantized_kernel<T, WeightsInt8, 2, 4>
+                            : gemv_quantized_kernel<T, WeightsInt8, 2, 6>;
 }
 
-// Halves of tiles where all of them have room at once, three blocks to a multiprocessor or, of fewer registers, four; quarters
-// of more. Us by halves, quarters and streams: 1000 x 1000 1.26, 1.34, 2.80; 2000 x 2000 2.38, 2.17, 3.46; 3000 x 3000 4.13,
-// 4.62, 6.42; 1024 x 4096 2.17, 2.42, 3.54; 2048 x 4096 3.80, 4.20, 4.09; 4096 x 4096 -, 6.58, 7.49; 5000 x 5000 9.35, 10.03,
-// 9.38.
 template <class T>
-int launch_int8(const LinearArguments& a, const Device& device, void* stream) {
-  const int at_once = (a.chunks <= 32 ? 4 : 3) * device.processors;
-  if (2 * a.tiles <= at_once && a.chunks <= 48) return launch_split<T, WeightsInt8, 2>(a, device, stream);
-  return 4 * a.tiles <= 8 * device.processors ? launch_split<T, WeightsInt8, 4>(a, device, stream) : FUSELINE_UNSUPPORTED;
-}
-
-// Halves of few tiles, then whole ones while two blocks a multiprocessor hold them all, then halves again, as long as half of
-// the six steps are not idle. Us by whole tiles, halves, quarters and streams: 1000 x 1000 1.79, 1.43, 1.45, 2.74; 2000 x 2000
-// 2.25, 2.10, 1.97, 3.19; 3000 x 3000 3.13, 3.03, 3.73, 4.32; 4096 x 4096 4.69, 5.17, 5.09, 5.18; 4096 x 6144 6.85, 6.59, 6.86,
-// 7.68; 5000 x 5000 -, 7.62, 8.54, 8.27; 6000 x 6000 -, 9.18, 10.11, 10.03; 4104 x 6000 -, 8.29, 9.49, 8.11.
-template <class T>
-int launch_int4(const LinearArguments& a, const Device& device, void* stream) {
-  const int three = 3 * device.processors;
-  if (a.zeros || a.group_shift < 1 || a.tiles > three) return FUSELINE_UNSUPPORTED;
-  if (2 * a.tiles > three && a.tiles <= 2 * device.processors && a.chunks <= 64) {
-    return launch_split<T, WeightsInt4, 1>(a, device, stream);
+LinearFunction int4_kernel_of(const LinearPlan& plan) {
+  if (plan.tile_parts == 1) {
+    return plan.pieces == 4 ? gemv_quantized_kernel<T, WeightsInt4, 1, 4> : gemv_quantized_kernel<T, WeightsInt4, 1, 8>;
   }
-  const bool idle = a.chunks > 64 && a.chunks <= 72;
-  return idle ? FUSELINE_UNSUPPORTED : launch_split<T, WeightsInt4, 2>(a, device, stream);
+  return plan.pieces == 2   ? gemv_quantized_kernel<T, WeightsInt4, 2, 2>
+         : plan.pieces == 4 ? gemv_quantized_kernel<T, WeightsInt4, 2, 4>
+                            : gemv_quantized_kernel<T, WeightsInt4, 2, 6>;
 }
 
 }  // namespace
 
-int launch_gemv_quantized(const LinearArguments& a, const fuseline_linear& call, void* stream) {
-  const bool bare = !a.norm && !a.activation && !a.residual && !a.next_weight;
-  if (a.m != 1 || a.k == 0 || !a.x_vectors || !bare) return FUSELINE_UNSUPPORTED;
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
-  const bool half = call.dtype == FUSELINE_FLOAT16;
-  if (call.format == FUSELINE_WEIGHT_INT8) {
-    return half ? launch_int8<__half>(a, device, stream) : launch_int8<__nv_bfloat16>(a, device, stream);
-  }
-  return half ? launch_int4<__half>(a, device, stream) : launch_int4<__nv_bfloat16>(a, device, stream);
+LinearFunction gemv_quantized_kernel_of(const LinearPlan& plan, int format) {
+  return format == FUSELINE_WEIGHT_INT8 ? int8_kernel_of<__nv_bfloat16>(plan) : int4_kernel_of<__nv_bfloat16>(plan);
 }
 
 }  // namespace fuseline

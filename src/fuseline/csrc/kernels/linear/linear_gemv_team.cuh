@@ -2,37 +2,33 @@
 #pragma once
 
 #include "linear_gemv.cuh"
-#include "linear_shifted.cuh"
 
 namespace fuseline {
 
 // R rows of W at a time to a team, of which each warp has every kTeamWarps-th 512 bytes; kAhead of these under way, across the
 // ends of rows. All blocks are there from the start: they have as many rows but for R.
-template <class T, int M, int R, int kTeamWarps, bool kShifted>
+template <class T, int M, int R, int kTeamWarps>
 __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kernel(const __grid_constant__ LinearArguments a) {
   constexpr int kAhead = R == 1 ? 7 : 8 / R, kTeams = kLinearWarps / kTeamWarps, kStep = kTeamWarps * kWarp;
   extern __shared__ __align__(16) char shared[];
-  __shared__ float room[kShifted ? 1 : kLinearWarps];
+  __shared__ float room[kLinearWarps];
   __shared__ float parts[2][kTeams][kTeamWarps][R * M];  // of some rows and the next
-  __shared__ RowEnds ends;
   const uint4* const x = reinterpret_cast<const uint4*>(shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, team = warp / kTeamWarps, rank = warp % kTeamWarps;
   const int first = team * int(gridDim.x) + int(blockIdx.x), stride = int(gridDim.x) * kTeams;
-  const int head = kShifted ? head_of_row(a, first) : 0, vectors = (head + a.k + 7) / 8;
-  const int steps = (vectors + kStep - 1) / kStep, begin = rank * kWarp + lane;
+  const int vectors = (a.k + 7) / 8, steps = (vectors + kStep - 1) / kStep, begin = rank * kWarp + lane;
 
   int row_ahead = first, at_ahead = begin;
   const int64_t to_next = stride * a.weight_stride / 16;  // vectors from one of the R rows to the next
   const uint4* from = nullptr;
-  const auto point = [&] { from = reinterpret_cast<const uint4*>(a.weight + row_ahead * a.weight_stride - 2 * head); };
+  const auto point = [&] { from = reinterpret_cast<const uint4*>(a.weight + row_ahead * a.weight_stride); };
   uint4 raw[kAhead][R];
   const auto load = [&](int u) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int row = row_ahead + r * stride;
-      const bool outside = kShifted && RowEnds::may_reach_out(a, row, at_ahead, vectors);
       raw[u][r] = make_uint4(0, 0, 0, 0);
-      if (row < a.n && at_ahead < vectors && !outside) raw[u][r] = load_once(from + r * to_next + at_ahead);
+      if (row < a.n && at_ahead < vectors) raw[u][r] = load_once(from + r * to_next + at_ahead);
     }
     if (row_ahead >= a.n) return;
     at_ahead += kStep;
@@ -46,22 +42,15 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kern
   if (first < a.n) point();
   if (!a.overlap) {
     // Towards the L2 at least, while the launch before may still be at work.
-    constexpr int kEnds = kShifted ? 1 : 0;  // which may lie out of the weight
-    const int count = min(kAhead * kStep, vectors - kEnds) - kEnds;
-    if (rank == 0 && lane == 0 && first < a.n && count > 0) {
-      prefetch_to_l2(reinterpret_cast<const char*>(from + kEnds), count * 16);
-    }
+    const int count = min(kAhead * kStep, vectors);
+    if (rank == 0 && lane == 0 && first < a.n && count > 0) prefetch_to_l2(reinterpret_cast<const char*>(from), count * 16);
     wait_for_earlier();
   }
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) load(u);
   if (a.overlap) wait_for_earlier();
   let_next_start();
-  if constexpr (kShifted) {
-    fetch_shifted<M>(a, reinterpret_cast<uint4*>(shared), ends, head, vectors);
-  } else {
-    fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
-  }
+  fetch_normed<T, M>(a, reinterpret_cast<uint4*>(shared), room);
 
   float sums[R][M] = {};
   int turn = 0, at = begin;
@@ -71,15 +60,12 @@ __global__ void __launch_bounds__(kLinearThreads, M == 1 ? 3 : 2) gemv_team_kern
       if (row >= a.n) break;
       float w[R][8];
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        unpack<T>(kShifted ? ends.trim(a, raw[u][r], row + r * stride, at, vectors) : raw[u][r], w[r]);
-      }
+      for (int r = 0; r < R; ++r) unpack<T>(raw[u][r], w[r]);
       load(u);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         float values[8];
-        // Past a row's end weights are zero. So is x of rows that begin anywhere: an infinity of it stays one.
-        unpack<T>(kShifted && at >= vectors ? make_uint4(0, 0, 0, 0) : x[m * vectors + min(at, vectors - 1)], values);
+        unpack<T>(x[m * vectors + min(at, vectors - 1)], values);  // past a row's end weights are zero
 #pragma unroll
         for (int r = 0; r < R; ++r) {
 #pragma unroll

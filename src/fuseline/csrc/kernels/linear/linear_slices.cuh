@@ -54,11 +54,8 @@ __device__ __forceinline__ void load_slice(const LinearArguments& a, uint32_t sh
   }
 }
 
-constexpr int kSliceWarps = 16;  // of a block, at most
-
-// Steps are 1 KB of a tile: 64 columns of int8, 128 of int4.
 template <class Weights>
-constexpr int kSliceChunks = Weights::kFormat == FUSELINE_WEIGHT_INT4 ? 2 : 1;
+constexpr int kSliceChunks = slice_chunks(Weights::kFormat);
 
 template <class T, class Weights, int kColumnBlocks>
 __device__ __forceinline__ void multiply_slice_step(const uint4 (&raw)[2], uint32_t scale, uint32_t x_at, uint32_t eight_rows,

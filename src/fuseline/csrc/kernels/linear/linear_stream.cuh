@@ -21,6 +21,7 @@
 
 #include "linear_stream_step.cuh"
 #include "linear_x.cuh"
+#include "plans/linear.h"
 
 namespace fuseline {
 
@@ -307,6 +308,21 @@ __global__ void __launch_bounds__(StreamShape<Weights, kColumnBlocks, kAnyGroups
     cluster_arrive();
     cluster_wait();
   }
+}
+
+// ---- host ----
+
+template <class T, class Weights, bool kAnyGroups>
+auto stream_kernel_of(int column_blocks) {
+  return column_blocks == 1   ? linear_stream_kernel<T, Weights, 1, kAnyGroups>
+         : column_blocks == 2 ? linear_stream_kernel<T, Weights, 2, kAnyGroups>
+                              : linear_stream_kernel<T, Weights, 4, kAnyGroups>;
+}
+
+template <class Weights, bool kAnyGroups>
+auto stream_kernel_of(const LinearPlan& plan, bool bf16) {
+  return bf16 ? stream_kernel_of<__nv_bfloat16, Weights, kAnyGroups>(plan.column_blocks)
+              : stream_kernel_of<__half, Weights, kAnyGroups>(plan.column_blocks);
 }
 
 }  // namespace fuseline

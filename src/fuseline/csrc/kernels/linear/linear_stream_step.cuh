@@ -5,27 +5,16 @@
 
 namespace fuseline {
 
-constexpr int kStreamRows = 32;
-constexpr int kPitch = kTileRows + 4;  // floats between rows of x in a plane of sums: banks apart
-
-// How much a warp holds. `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
+// `kAnyGroups`: int4 with zero points or groups of fewer than 128 columns.
 template <class Weights, int kColumnBlocks, bool kAnyGroups>
 struct StreamShape {
+  static constexpr StreamSizes kSizes = stream_sizes(Weights::kFormat, kColumnBlocks, kAnyGroups);
   static constexpr bool kInt4 = Weights::kFormat == FUSELINE_WEIGHT_INT4;
-  // Two tiles at a time halve what is read of x from shared memory.
-  static constexpr int kTiles = kInt4 && kColumnBlocks == 4 && !kAnyGroups ? 2 : 1;
-  static constexpr int kChunks = kInt4 ? 2 : 1;  // of 64 columns in a step
-  static constexpr bool kStagesScales = kInt4 && !kAnyGroups;  // in shared memory
-  static constexpr int kVectors = kChunks * Weights::kVectors;
-  // Up to 8 rows of x a multiprocessor has room for a block of this launch and one of the next.
-  static constexpr int kWarps = kColumnBlocks == 2 && !kAnyGroups ? 16 : 12;
-  static constexpr int kThreads = kWarps * kWarp;
-  // Steps under way; 1 KB each for a warp (2 of 16-bit weights and of two tiles).
-  static constexpr int kAhead = Weights::kFormat == FUSELINE_WEIGHT_16 || kTiles == 2 ? 2
-                                : kAnyGroups && kColumnBlocks == 1                     ? 3
-                                                                                       : 4;
+  static constexpr int kTiles = kSizes.tiles, kChunks = kSizes.chunks, kVectors = kSizes.vectors, kAhead = kSizes.ahead;
+  static constexpr int kWarps = kSizes.warps, kThreads = kWarps * kWarp;
+  static constexpr bool kStagesScales = kSizes.stages_scales;
 #if __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kColumnBlocks == 1 ? 2 : 1;
+  static constexpr int kBlocks = kSizes.blocks;
 #else
   static constexpr int kBlocks = 1;  // launches do not overlap
 #endif

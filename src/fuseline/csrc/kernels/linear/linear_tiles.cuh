@@ -85,7 +85,7 @@ __device__ __forceinline__ uint64_t further(uint64_t operand, int bytes) {
   return (operand >> 32 << 32) | uint32_t(uint32_t(operand) + bytes / 16);
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups, Sharing kSharing>
+template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster>
 __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* shared,
                                              Stages<TilesShape<Weights, kRows, kAnyGroups>::kStages>& stages, int row_blocks) {
   using Shape = TilesShape<Weights, kRows, kAnyGroups>;
@@ -94,10 +94,10 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   constexpr int kWarpTiles = Shape::kWarpTiles, kSums = kRows / 2;
   const uint32_t ring = uint32_t(__cvta_generic_to_shared(shared));
   const int lane = threadIdx.x % kWarp, group = lane / 4;
-  const Run run = own_run<kSharing>(a);
+  const Run run = own_run<kInCluster>(a);
   if (!a.overlap) wait_for_earlier();
 
-  const auto block_of = [&](int tile) { return tile / row_blocks * kSharers<kSharing> + rank_of_block<kSharing>(); };  // of W
+  const auto block_of = [&](int tile) { return tile / row_blocks; };  // of W
 
   // The next step to be asked for.
   int load_tile = run.first / a.steps, load_step = run.first % a.steps, to_load = run.end - run.first;
@@ -226,10 +226,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
       }
     }
     wgmma_wait<0>();  // other warpgroups' products go on
-    if (lane == 0) {
-      barrier_arrive(&stages.empty[place.slot]);
-      if constexpr (kSharing == Sharing::kX) arrive_in_cluster(&stages.empty[place.slot], 1 - rank_of_block<kSharing>());
-    }
+    if (lane == 0) barrier_arrive(&stages.empty[place.slot]);
     place.next();
     if constexpr (kScalesSums) {
 #pragma unroll
@@ -253,7 +250,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         if (u < left) multiply(held[u]);
       }
     }
-    if constexpr (kSharing == Sharing::kTile) {
+    if constexpr (kInCluster) {
       wait_for_earlier();  // who reads y before
       add_in_cluster<T, Weights, Shape, kRows>(a, sums, reinterpret_cast<float4*>(shared), row_blocks);
       return;  // one tile is all
@@ -268,7 +265,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
         }
       }
       wait_for_earlier();  // the flags, and who reads y or the workspace before
-      if (gather<Shape, kSharing>(a, sums, begin, end)) {
+      if (gather<Shape>(a, sums, begin, end)) {
 #pragma unroll
         for (int t = 0; t < kWarpTiles; ++t) {
           const AroundSums<T, Weights> around(a, Shape::tile_of(block_of(tile), t));
@@ -280,7 +277,7 @@ __device__ __forceinline__ void multiply_run(const LinearArguments& a, char* sha
   }
 }
 
-template <class T, class Weights, int kRows, bool kAnyGroups, Sharing kSharing,
+template <class T, class Weights, int kRows, bool kAnyGroups, bool kInCluster,
           class Shape = TilesShape<Weights, kRows, kAnyGroups>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     linear_tiles_kernel(const __grid_constant__ LinearArguments a) {
@@ -289,26 +286,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   __shared__ Stages<Shape::kStages> stages;
   if (threadIdx.x < Shape::kStages) {
     barrier_init(&stages.full[threadIdx.x], a.ordered ? 1 : 4);
-    barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp * kSharers<kSharing>);
+    barrier_init(&stages.empty[threadIdx.x], Shape::kMultipliers / kWarp);
     publish_barriers();
   }
   const int row_blocks = (a.m + kRows - 1) / kRows;  // of the same rows of W: one after the other
-  if constexpr (kSharing == Sharing::kX) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if (threadIdx.x >= Shape::kMultipliers) {
     give_registers<Shape::kOtherRegisters>();
     wait_for_earlier();
     let_next_start();
     if (Shape::kUnordered > 0 && !a.ordered) {
-      if constexpr (Shape::kUnordered > 0) order_x<Shape, kRows, kSharing>(a, shared, stages);
+      if constexpr (Shape::kUnordered > 0) order_x<Shape, kRows, kInCluster>(a, shared, stages);
     } else if (threadIdx.x == Shape::kMultipliers) {
-      bring_x<Shape, kSharing>(a, shared, stages, row_blocks);
+      bring_x<Shape, kInCluster>(a, shared, stages, row_blocks);
     }
-    if constexpr (kSharing == Sharing::kTile) {  // as the others do
+    if constexpr (kInCluster) {  // as the others do
       __syncwarp();
       for (int i = 0; i < 2; ++i) {
         cluster_arrive();
@@ -317,12 +309,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   } else {
     take_registers<Shape::kRegisters>();
-    multiply_run<T, Weights, kRows, kAnyGroups, kSharing>(a, shared, stages, row_blocks);
-  }
-  if constexpr (kSharing == Sharing::kX) {  // nobody leaves while the other sends here
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
+    multiply_run<T, Weights, kRows, kAnyGroups, kInCluster>(a, shared, stages, row_blocks);
   }
 #endif
 }

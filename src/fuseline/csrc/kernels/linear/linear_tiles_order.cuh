@@ -13,25 +13,6 @@
 
 namespace fuseline {
 
-constexpr int kMostTiledRows = 256;
-constexpr int64_t kSumBytes = 128 * 1024;  // of a multiprocessor, at most
-
-// Rows of x in a block.
-inline int tiled_rows(int64_t m) { return m <= 32 ? 32 : m <= 64 ? 64 : m <= 128 ? 128 : kMostTiledRows; }
-
-inline int64_t tiled_x_bytes(int64_t m, int64_t k) {
-  const int rows = tiled_rows(m);
-  return divide_up(m, rows) * rows * divide_up(k, 2 * kTileColumns) * 2 * kTileColumns * 2;
-}
-
-// For one block a multiprocessor or two with half of the sums each.
-inline int64_t tiled_flag_bytes(int processors) { return divide_up(processors, 16) * 256; }
-
-inline int64_t tiled_bytes(int64_t m, int64_t k, int processors) {
-  return tiled_x_bytes(m, k) + tiled_flag_bytes(processors) +
-         processors * std::min<int64_t>(kSumBytes, tiled_rows(m) * 1024);
-}
-
 int launch_order_x(const LinearArguments& a, int rows, void* stream);  // linear_tiles_order.cu
 
 }  // namespace fuseline

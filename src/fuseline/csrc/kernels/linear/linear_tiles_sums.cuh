@@ -14,14 +14,13 @@ __device__ __forceinline__ void meet_multipliers() {
 
 // The sums of a tile of other blocks, that begin where this one ends, are added to this block's, or this block's left for
 // who has the tile's beginning. Answers whether the sums are whole.
-template <class Shape, Sharing kSharing, int kTiles, int kSums>
+template <class Shape, int kTiles, int kSums>
 __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[kTiles][kSums], int begin, int end) {
   constexpr int kPlane = kTiles * kSums / 4 * Shape::kMultipliers;  // float4 of a block
-  const int place = place_of_block<kSharing>();
-  const auto block_at = [](int place) { return place * kSharers<kSharing> + rank_of_block<kSharing>(); };
+  const int place = place_of_block();
   float4* const planes = reinterpret_cast<float4*>(a.partials) + threadIdx.x;
   if (begin > 0) {
-    float4* const to = planes + int64_t(block_at(place)) * kPlane;
+    float4* const to = planes + int64_t(place) * kPlane;
 #pragma unroll
     for (int i = 0; i < kTiles * kSums / 4; ++i) {
       const float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];
@@ -30,7 +29,7 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
     __threadfence();
     meet_multipliers<Shape::kMultipliers>();
     if (threadIdx.x == 0) {
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(a.flags + block_at(place)), "l"(a.token) : "memory");
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(a.flags + place), "l"(a.token) : "memory");
     }
     return false;
   }
@@ -41,7 +40,7 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
     end += run.end - run.first;
   }
   for (int other = place + 1 + int(threadIdx.x); other <= last; other += Shape::kMultipliers) {  // all at once
-    uint64_t* const flag = a.flags + block_at(other);
+    uint64_t* const flag = a.flags + other;
     uint64_t there = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(there) : "l"(flag) : "memory");
@@ -51,7 +50,7 @@ __device__ __forceinline__ bool gather(const LinearArguments& a, float (&sums)[k
   meet_multipliers<Shape::kMultipliers>();
 #pragma unroll 1
   for (int other = place + 1; other <= last; ++other) {
-    const float4* const from = planes + int64_t(block_at(other)) * kPlane;
+    const float4* const from = planes + int64_t(other) * kPlane;
 #pragma unroll
     for (int i = 0; i < kTiles * kSums / 4; ++i) {
       float* const four = &sums[i / (kSums / 4)][i % (kSums / 4) * 4];

@@ -25,10 +25,10 @@ struct Place {
 
 // A warpgroup brings x as it stands and puts it in order (linear_tiles_order.cuh): each thread what it fetched itself, some
 // steps before, eight columns of every eighth row.
-template <class Shape, int kRows, Sharing kSharing>
+template <class Shape, int kRows, bool kInCluster>
 __device__ __forceinline__ void order_x(const LinearArguments& a, char* shared, Stages<Shape::kStages>& stages) {
   constexpr int kVectors = kRows / 8, kTogether = 2;  // of 16 bytes, of a thread and step
-  const Run run = own_run<kSharing>(a);
+  const Run run = own_run<kInCluster>(a);
   const int thread = int(threadIdx.x) - Shape::kMultipliers, half = thread / kWarp, row = thread % kWarp / 4, quad = thread % 4;
   const uint32_t ring = shared_address(shared), unordered = ring + Shape::kStages * Shape::kStageBytes + thread * 16;
   const uint32_t to = ring + half / 2 * (kRows * 128) + (half % 2 * 4 * kRows + row) * 16 + quad * 4;
@@ -78,24 +78,17 @@ __device__ __forceinline__ void order_x(const LinearArguments& a, char* shared, 
   }
 }
 
-// One thread brings what is in order already; of two blocks that share x each half of it, to both.
-template <class Shape, Sharing kSharing>
+// One thread brings what is in order already.
+template <class Shape, bool kInCluster>
 __device__ __forceinline__ void bring_x(const LinearArguments& a, char* ring, Stages<Shape::kStages>& stages, int row_blocks) {
-  const Run run = own_run<kSharing>(a);
+  const Run run = own_run<kInCluster>(a);
   Place<Shape::kStages> place;
   int tile = run.first / a.steps, step = run.first % a.steps;
   for (int at = run.first; at < run.end; ++at) {
     const char* const from = a.workspace + (int64_t(tile % row_blocks) * a.steps + step) * Shape::kStageBytes;
     barrier_wait(&stages.empty[place.slot], place.phase ^ 1);
     barrier_expect(&stages.full[place.slot], Shape::kStageBytes);
-    char* const to = ring + place.slot * Shape::kStageBytes;
-    if constexpr (kSharing == Sharing::kX) {
-      constexpr int kHalf = Shape::kStageBytes / 2;
-      const int half = rank_of_block<kSharing>() * kHalf;
-      copy_in_both(to + half, from + half, kHalf, &stages.full[place.slot]);
-    } else {
-      copy_in(to, from, Shape::kStageBytes, &stages.full[place.slot]);
-    }
+    copy_in(ring + place.slot * Shape::kStageBytes, from, Shape::kStageBytes, &stages.full[place.slot]);
     place.next();
     if (++step == a.steps) step = 0, ++tile;
   }

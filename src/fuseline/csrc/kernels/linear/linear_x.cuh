@@ -8,8 +8,8 @@
 
 namespace fuseline {
 
-// Bytes from row to row: 64 more than a multiple of 128, so that 16 bytes of each of 8 rows by 4 quads lie in all banks.
-__host__ __device__ constexpr int x_pitch(int chunks) { return chunks * kTileColumns * 2 + 64; }
+// Bytes from row to row.
+__device__ constexpr int x_pitch(int chunks) { return chunks * kTileColumns * 2 + kRowGap; }
 
 // Eight elements of 16 bits, `first` and on, of a row of n at any address; zeros for those that it has not. Two vectors of
 // memory hold them, which are loaded whole where the row holds both.

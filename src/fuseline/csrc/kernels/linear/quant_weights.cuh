@@ -5,14 +5,11 @@
 // 16 bytes of activations for two steps. fuseline_quant.h has the layouts.
 #pragma once
 
-#include "fuseline_quant.h"
 #include "device/mma.cuh"
 #include "device/vector.cuh"
+#include "plans/linear_sizes.h"
 
 namespace fuseline {
-
-constexpr int kTileRows = 16;
-constexpr int kTileColumns = 64;
 
 template <class T>
 __device__ __forceinline__ uint32_t minus(uint32_t a, uint32_t b) {
@@ -47,13 +44,13 @@ constexpr uint32_t kIntegers = std::is_same_v<T, __half> ? 0x64006400u : 0x43004
 
 struct Weights16 {
   static constexpr int kFormat = FUSELINE_WEIGHT_16;
-  static constexpr int kVectors = 4;  // 16-byte vectors of a tile that a lane holds
+  static constexpr int kVectors = tile_vectors(kFormat);
   static constexpr bool kGrouped = false;
 };
 
 struct WeightsInt8 {
   static constexpr int kFormat = FUSELINE_WEIGHT_INT8;
-  static constexpr int kVectors = 2;
+  static constexpr int kVectors = tile_vectors(kFormat);
   static constexpr bool kGrouped = false;
 
   // Bytes 0 and 2 of a word as two elements of T.
@@ -78,7 +75,7 @@ struct WeightsInt8 {
 
 struct WeightsInt4 {
   static constexpr int kFormat = FUSELINE_WEIGHT_INT4;
-  static constexpr int kVectors = 1;
+  static constexpr int kVectors = tile_vectors(kFormat);
   static constexpr bool kGrouped = true;
 
   // zero[0], of row g, and zero[1], of row g + 8: kIntegers plus the zero point, twice.

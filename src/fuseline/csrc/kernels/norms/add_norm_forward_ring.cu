@@ -4,9 +4,9 @@
 
 namespace fuseline {
 
-bool add_norm_forward_ring(const NormForward& a, int y_dtype, const Device& device, void* stream, int& error) {
-  return y_dtype == FUSELINE_FLOAT16 ? run_forward_added<float, __half>(a, device, stream, error)
-                                     : run_forward_added<float, __nv_bfloat16>(a, device, stream, error);
+int launch_norm_added(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  return call.y_dtype == FUSELINE_FLOAT16 ? launch_added<float, __half>(a, plan, call)
+                                          : launch_added<float, __nv_bfloat16>(a, plan, call);
 }
 
 }  // namespace fuseline

@@ -1,22 +1,10 @@
-// The layer norm's backward: the kernels of norms/norm_backward_rows.cuh with sums for weight and bias.
+// The layer norm's backward, with sums over rows for weight and bias.
 #include "norm_backward_launch.cuh"
 
 namespace fuseline {
 
-int layer_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                        const RowChoice* requested) {
-  return with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    return BackwardFamily<decltype(x), decltype(y), kSumsOfLayerNorm, true>::run(a, device, stream, requested);
-  });
-}
-
-int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device) {
-  int64_t blocks = 0;
-  with_dtypes(dtype, y_dtype, [&](auto x, auto y) {
-    blocks = BackwardFamily<decltype(x), decltype(y), kSumsOfLayerNorm, true>::blocks(rows, n, device);
-    return 0;
-  });
-  return blocks;
+int launch_layer_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call) {
+  return launch_backward<kSumsOfLayerNorm, true>(a, plan, call);
 }
 
 }  // namespace fuseline

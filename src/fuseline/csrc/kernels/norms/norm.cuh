@@ -3,6 +3,8 @@
 // is X or 16 bits of an fp32 X.
 #pragma once
 
+#include "../plans/norm_backward.h"
+#include "../plans/norm_forward.h"
 #include "device/launch.cuh"
 #include "device/philox.cuh"
 #include "device/shifted.cuh"
@@ -48,21 +50,10 @@ struct NormBackward {
   bool fp32_weights;
   int cluster;
   int stages;  // rows in the ring of the kernel for long ones
-  bool beside;  // whether the rows of a block, or of a cluster, stand beside each other
+  bool beside;  // the rows of a block, or of a cluster, stand beside each other
 
   __host__ __device__ bool wants_rows() const { return grad_x || grad_dropped || grad_x_bias; }
 };
-
-// Whether rows of all tensors and the weights stand in whole vectors, of kSize elements.
-template <int kSize>
-bool in_vectors(const NormBackward& a) {
-  bool aligned = a.n % kSize == 0;
-  for (const void* tensor : {a.grad_y, a.grad_sum, a.x, a.weight, static_cast<const void*>(a.grad_x),
-                             static_cast<const void*>(a.grad_dropped)}) {
-    aligned = aligned && offset_in_vector(tensor) == 0;
-  }
-  return aligned;
-}
 
 // Dropout's multipliers of elements first .. first + kCount of the tensor; kAnywhere: first is no multiple of 4, and may
 // be negative, where a vector of memory begins before the tensor.
@@ -86,11 +77,6 @@ __device__ __forceinline__ void dropout_row(const Dropout& dropout, uint64_t see
   }
 }
 
-inline int64_t columns_of_partials(int64_t n) { return (n + 3) / 4 * 4; }
-
-// How many sums over rows a backward has.
-constexpr int kSumsOfLayerNorm = 2, kSumsOfRmsNorm = 1, kSumsOfAddedNorm = 3;
-
 // Calls run(X{}, Y{}) with the types of what is normalized and of y.
 template <class Run>
 int with_dtypes(int dtype, int y_dtype, Run&& run) {
@@ -99,56 +85,45 @@ int with_dtypes(int dtype, int y_dtype, Run&& run) {
   return with_dtype(y_dtype, [&](auto type) { return run(float{}, type); });
 }
 
-// The kernels of each family, by dtypes (fuseline_dtype). Backward ones each with the blocks whose partial sums it keeps.
-// `requested`: the layout to take, or none: null for that of their rules.
-int layer_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                        const RowChoice* requested = nullptr);
-int rms_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                      const RowChoice* requested = nullptr);
-int add_norm_backward(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream,
-                      const RowChoice* requested = nullptr);
-int64_t layer_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
-int64_t rms_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
-int64_t add_norm_backward_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+// What a launcher needs besides arguments and plan.
+struct NormCall {
+  int dtype, y_dtype;  // fuseline_dtype
+  const Device& device;
+  void* stream;
+  NormGrants& grants;
+};
 
-// Those for long rows; false for rows that they do not take.
-bool layer_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                              const RowChoice* requested = nullptr);
-bool rms_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                            const RowChoice* requested = nullptr);
-bool add_norm_backward_ring(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error,
-                            const RowChoice* requested = nullptr);
-int64_t layer_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
-int64_t rms_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
-int64_t add_norm_backward_ring_blocks(int64_t rows, int64_t n, int dtype, int y_dtype, const Device& device);
+// A launcher's answer where the device holds fewer clusters than its plan asks for: nothing ran, and the grants say less now.
+constexpr int kPlanAnew = -1000;
 
-// That of all families for rows that no other takes, with so many bytes of workspace where sums are wanted.
-int norm_backward_general(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream);
-int64_t norm_backward_general_bytes(int64_t rows, int64_t n, bool x_bias, const Device& device);
+// Lets a kernel have the memory and the clusters of its plan. `count`: clusters, or blocks that are alone, that the device
+// holds at once.
+template <class Arguments>
+int grant(void (*kernel)(Arguments), const LaunchShape& shape, const NormCall& call, int& count) {
+  if (shape.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const cudaError_t error =
+      resident_clusters(kernel, call.device, shape.threads * shape.beside, shape.shared, shape.cluster, count);
+  if (error == cudaSuccess && count > 0) return 0;
+  cudaGetLastError();
+  if (shape.cluster <= kMaxCluster) return error == cudaSuccess ? int(FUSELINE_UNSUPPORTED) : int(error);
+  call.grants.large_clusters = false;
+  return kPlanAnew;
+}
 
-// That of all families for many short rows at odd addresses; false for others. It has the partial sums of an added norm.
-constexpr int64_t kLongestOddTile = 128;  // elements
-bool norm_backward_odd_tiles(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
+// The launchers, one or more for each kernel of a plan; norms.cu picks by the plan alone.
+int launch_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_add_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_masked_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_copied(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_added(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_rows(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_streamed(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 
-// That of all families for few rows: for up to kMostFewRows, with partial sums of kMostFewClusters at most.
-constexpr int64_t kMostFewRows = 512;
-constexpr int kMostFewClusters = 8;
-bool norm_backward_few(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream, int& error);
-
-int norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
-// Those that they take, of x of y's dtype: false for others.
-bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                       const RowChoice* requested = nullptr);
-bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* requested = nullptr);
-bool add_norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                           const RowChoice* requested = nullptr);
-bool add_norm_forward_masked(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                             const RowChoice* requested = nullptr);
-bool add_norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                             const RowChoice* requested = nullptr);
-// Of an fp32 residual and x of 16 bits; false for rows that it does not take.
-bool add_norm_forward_ring(const NormForward& a, int y_dtype, const Device& device, void* stream, int& error);
-int add_norm_forward(const NormForward& a, int dtype, int y_dtype, const Device& device, void* stream);
+int launch_norm_backward_few(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
+int launch_layer_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
+int launch_rms_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
+int launch_add_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
+int launch_norm_backward_odd_tiles(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
+int launch_norm_backward_general(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 
 }  // namespace fuseline

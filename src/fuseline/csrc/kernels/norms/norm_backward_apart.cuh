@@ -5,7 +5,7 @@
 // another block, as in a cluster (norm_backward_few.cuh), or for a second kernel. All that a thread will read is on its
 // way at once.
 //
-// Threads: a block of columns has a few vectors of each row side by side, and a thread every so manieth row of one. A
+// Threads: a block of columns has a few vectors of each row side by side, and a thread every stride-th row of one. A
 // block of rows has whole rows, in registers.
 // The gradient of a bias before a dropout is made of rows' gradients: a second launch adds up their columns as they are
 // stored.
@@ -15,7 +15,7 @@
 
 namespace fuseline {
 
-constexpr int kApartThreads = 256;
+using norm_backward_plans::kApartThreads;
 
 struct ApartNorm {
   NormBackward norm;

@@ -5,7 +5,7 @@
 //
 // Threads: the blocks of a cluster divide the columns of all its rows between them, so that sums over rows stay in a
 // block; what rows have to agree on goes round the cluster once, for all rows together. Each thread has one vector of
-// columns and every so manieth row. It fetches all that it will read at once, into shared memory, and reads it there
+// columns and every stride-th row. It fetches all that it will read at once, into shared memory, and reads it there
 // twice. While the rows' sums travel, those of columns are added up and written. More rows than a cluster holds have
 // several, and a second kernel adds up what these leave.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace fuseline {
 
-constexpr int kFewThreads = 512;
+using norm_backward_plans::kFewThreads;
 
 struct FewNorm {
   NormBackward norm;
@@ -24,25 +24,7 @@ struct FewNorm {
   int across;    // threads side by side in a row: a power of two in a warp, or whole warps
   int rows;      // of a cluster
   int clusters;  // with several of them sums are partial ones
-};
-
-// What a block has in shared memory, and where.
-template <class X, class Y>
-struct FewNormRoom {
-  static constexpr int kSize = kVector<Y>, kXVectors = kSize / kVector<X>;
-  int turns, parts, warps;  // rows of a thread, vectors it holds of each, warps side by side in a row
-  int terms, columns, states, sums, statistics, bytes;
-
-  __host__ __device__ FewNormRoom(int rows, int threads, int across, int cluster, bool added)
-      : turns((rows + threads / across - 1) / (threads / across)),
-        parts(kXVectors * (added ? 2 : 1) + 1),
-        warps(across > kWarp ? across / kWarp : 1),
-        terms(turns * parts * threads * 16),
-        columns(terms + rows * 16),
-        states(columns + threads * kSize * 4),
-        sums(states + rows * cluster * 8),
-        statistics(sums + rows * warps * 8),
-        bytes(statistics + rows * 8) {}
+  FewNormRoom room;  // of a block
 };
 
 // The elements of kSize of T that stand in vectors `step` apart.
@@ -56,8 +38,7 @@ __device__ __forceinline__ void take_held(const uint4* at, int step, float (&val
 
 template <class X, class Y>
 __global__ void __launch_bounds__(kFewThreads, 1) norm_backward_few(const FewNorm given) {
-  using Room = FewNormRoom<X, Y>;
-  constexpr int kSize = Room::kSize, kXVectors = Room::kXVectors, kTogether = 4;
+  constexpr int kSize = kVector<Y>, kXVectors = kSize / kVector<X>, kTogether = 4;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ uint64_t met;
   const NormBackward& a = given.norm;
@@ -70,7 +51,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) norm_backward_few(const FewNor
   const int rows = int(min(a.rows - first_row, int64_t(given.rows)));
   const bool added = a.grad_sum, centred = a.mean, wants_rows = a.wants_rows();
 
-  const Room room(given.rows, threads, across, cluster, added);
+  const FewNormRoom& room = given.room;
   uint4* const held = reinterpret_cast<uint4*>(memory) + thread;
   float4* const terms = reinterpret_cast<float4*>(memory + room.terms);
   float* const column_sums = reinterpret_cast<float*>(memory + room.columns);

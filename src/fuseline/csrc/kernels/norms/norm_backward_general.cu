@@ -6,40 +6,19 @@
 namespace fuseline {
 namespace {
 
-constexpr int64_t kRowOfWarp = 512;   // elements of a row at most that one warp has
-constexpr int64_t kRowsOfThread = 16;  // of a column, at least, before there are more shares
-
-int column_blocks(int64_t n) { return int(divide_up(n, kWarp)); }
-
-int shares_of(int64_t rows, int64_t n, const Device& device) {
-  const int64_t of_device = divide_up(4 * device.processors, column_blocks(n));
-  return int(std::clamp<int64_t>(divide_up(rows, kRowsOfThread * kGeneralWarps), 1, of_device));
-}
-
-// Of [sums, shares, columns].
-int64_t floats_of_sums(int64_t rows, int64_t n, const Device& device) {
-  return kSumsOfAddedNorm * shares_of(rows, n, device) * columns_of_partials(n);
-}
-
 template <class X, class Y>
-int run(const NormBackward& a, const Device& device, void* stream) {
-  GeneralNorm given{a, nullptr, column_blocks(a.n), shares_of(a.rows, a.n, device)};
-  if (a.grad_x_bias) given.terms = reinterpret_cast<float2*>(a.partials + floats_of_sums(a.rows, a.n, device));
-  const int64_t at_once = kWarp * kGeneralHeld;  // elements that a warp has
-  int& cluster = given.norm.cluster = 1;
-  while (device.clusters && cluster < kMaxCluster && a.n > cluster * at_once * kGeneralWarps) cluster *= 2;
-  const int warps = int(std::min<int64_t>(kGeneralWarps, divide_up(a.n, cluster * at_once)));
-  const dim3 block = a.n <= kRowOfWarp ? dim3(kWarp, 4) : dim3(unsigned(warps * kWarp));
+int launch_general(NormBackward a, const NormBackwardPlan& plan, const NormCall& call) {
+  a.cluster = plan.shape.cluster;
+  GeneralNorm given{a, nullptr, plan.column_blocks, plan.shares};
+  // What the sums of x_bias's gradient are made of stands behind the partial sums.
+  if (a.grad_x_bias) given.terms = reinterpret_cast<float2*>(a.partials + int64_t(plan.kinds) * plan.blocks * a.columns);
   const auto rows = [&](const GeneralNorm& of) {
-    const int64_t grid = divide_up(a.rows, block.y) * cluster;
-    return launch(norm_backward_general<X, Y>, of, grid, block, 0, cluster, stream, device.clusters);
+    return launch(norm_backward_general<X, Y>, of, plan.shape, call.device, call.stream);
   };
   const auto sums = [&] {
-    const int64_t grid = int64_t(given.column_blocks) * given.shares;
-    const dim3 whole(kWarp, kGeneralWarps);
-    const int error = launch(norm_backward_general_sums<X, Y>, given, grid, whole, 0, 1, stream, device.clusters);
-    if (error || given.shares == 1) return error;
-    return add_partials<Y>(a, kSumsOfAddedNorm, given.shares, device.clusters, stream);
+    const LaunchShape shape{int64_t(plan.column_blocks) * plan.shares, kWarp, kGeneralWarps, 1, 0};
+    const int error = launch(norm_backward_general_sums<X, Y>, given, shape, call.device, call.stream);
+    return error || plan.kinds == 0 ? error : add_partials<Y>(a, plan.kinds, plan.blocks, call.device.clusters, call.stream);
   };
   int error = 0;
   if (given.terms) {  // the sums need them, and come before anything is written: a result may stand where an input does
@@ -53,18 +32,15 @@ int run(const NormBackward& a, const Device& device, void* stream) {
     if (!error) error = sums();
     return error || !over ? error : rows(given);
   }
-  if (a.partials) error = sums();
+  if (plan.column_blocks > 0) error = sums();
   return error || !a.wants_rows() ? error : rows(given);
 }
 
 }  // namespace
 
-int norm_backward_general(const NormBackward& a, int dtype, int y_dtype, const Device& device, void* stream) {
-  return with_dtypes(dtype, y_dtype, [&](auto x, auto y) { return run<decltype(x), decltype(y)>(a, device, stream); });
-}
-
-int64_t norm_backward_general_bytes(int64_t rows, int64_t n, bool x_bias, const Device& device) {
-  return floats_of_sums(rows, n, device) * int64_t(sizeof(float)) + (x_bias ? rows * int64_t(sizeof(float2)) : 0);
+int launch_norm_backward_general(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call) {
+  return with_dtypes(call.dtype, call.y_dtype,
+                     [&](auto x, auto y) { return launch_general<decltype(x), decltype(y)>(a, plan, call); });
 }
 
 }  // namespace fuseline

@@ -4,8 +4,8 @@
 // Moves: x and grad_y (and grad_sum) twice or three times, of which the caches give some; grad_x (and grad_dropped) once. Limit:
 // HBM bandwidth, and instructions: an element is an access. A kernel has the gradients of rows, another the sums over rows.
 //
-// Threads: a row is a warp's, a block's or, of more elements than its threads have at once, a cluster's. A thread has every so
-// manieth element, kGeneralHeld at once; those that it began with stay in registers until the row has met, the others are read
+// Threads: a row is a warp's, a block's or, of more elements than its threads have at once, a cluster's. A thread has every
+// stride-th element, kGeneralHeld at once; those that it began with stay in registers until the row has met, the others are read
 // again. Sums over rows: a warp has neighbouring columns, and the warps of a block, and some blocks (`shares`), have rows of
 // their own.
 #pragma once
@@ -15,10 +15,10 @@
 
 namespace fuseline {
 
-constexpr int kGeneralThreads = 384;  // whose registers hold what they have on its way
-constexpr int kGeneralHeld = 8;  // elements that a thread has on their way at once
+using norm_backward_plans::kGeneralHeld;
+using norm_backward_plans::kGeneralThreads;
+using norm_backward_plans::kGeneralWarps;
 constexpr int kGeneralRows = 6;  // rows of which a thread reads its column at once
-constexpr int kGeneralWarps = kGeneralThreads / kWarp;
 
 struct GeneralNorm {
   NormBackward norm;

@@ -14,8 +14,8 @@
 
 namespace fuseline {
 
-constexpr int kMostRingStages = 6;
-constexpr int kMostRingGroups = 16;
+using norm_backward_plans::kMostRingGroups;
+using norm_backward_plans::kMostRingStages;
 
 template <class XType, class YType, int kSlotsOfThread, int kSumsOfColumn, bool kCentredRows>
 struct RingKind {
@@ -25,7 +25,7 @@ struct RingKind {
   static constexpr bool kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kSize = kVector<Y>;
   static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
-  static constexpr int kThreads = kSlots > 2 ? (kWide ? 384 : 512) : kWide ? 512 : 640;
+  static constexpr int kThreads = norm_backward_plans::ring_threads(kSlots, kWide);
   static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
   template <class T>
   static constexpr int kPart = kColumns * int(sizeof(T));  // bytes of a warp's part of a row

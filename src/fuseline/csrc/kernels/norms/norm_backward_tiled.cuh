@@ -13,12 +13,11 @@
 
 #include "kept.cuh"
 #include "norm_backward_ring_parts.cuh"
-#include "norm_sums.h"
 
 namespace fuseline {
 
-constexpr int kTileTurns = 4;
-constexpr int kMostTileStages = 4, kLeastTileStages = 3;
+using norm_backward_plans::kMostTileStages;
+using norm_backward_plans::kTileTurns;
 
 // How rows lie: as whole vectors, or at any place, of more than a vector's elements. Of the second kind a thread that the row's
 // end leaves fewer elements takes those before them, too: it adds nothing of them to sums, and writes what their own thread
@@ -32,7 +31,7 @@ struct TileKind {
   static constexpr int kSlots = 1, kSums = kSumsOfColumn, kSize = kVector<Y>;
   static constexpr TileRows kRows = kRowsOfTile;
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
-  static constexpr int kThreads = kAdded ? 384 : 512;
+  static constexpr int kThreads = norm_backward_plans::tile_threads(kAdded);
 
   // Bytes of a tile: whole vectors of each tensor.
   static __host__ __device__ constexpr int stage(int elements) {
@@ -281,59 +280,5 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   write_partials<Kind>(a, columns, reinterpret_cast<float*>(ring), int(blockIdx.x));
 #endif
 }
-
-// The host's half.
-struct TilePlan {
-  int threads = 0;  // of a row; 0: such rows have no tiles
-  int warps = 0, stages = 0, blocks = 0;
-  size_t shared = 0;
-};
-
-template <class X, class Y, int kSums, bool kCentred, TileRows kRows>
-struct TileFamily {
-  using Kind = TileKind<X, Y, kSums, kCentred, kRows>;
-  static constexpr int kSize = kVector<Y>;
-
-  static bool takes(int64_t n) {
-    if (kRows == TileRows::kVectors) return n % kSize == 0 && n <= kWarp * kSize;
-    return n % kSize != 0 && n > kSize && n <= kLongestOddTile;
-  }
-
-  static TilePlan plan(int64_t rows, int64_t n, const Device& device) {
-    constexpr int kMostWarps = Kind::kThreads / kWarp;
-    TilePlan plan;
-    if (!device.clusters || !takes(n)) return plan;
-    plan.threads = power_of_two_from(divide_up(n, kSize));
-    const int rows_of_tile = kTileTurns * (kWarp / plan.threads);
-    const int64_t tiles = divide_up(rows, rows_of_tile);
-    const int stage = Kind::stage(rows_of_tile * int(n));
-    const int room = device.shared_a_block - 1024;
-    plan.blocks = int(std::min<int64_t>(tiles, device.processors));
-    plan.warps = int(std::min<int64_t>({kMostWarps, room / stage / kLeastTileStages, divide_up(tiles, plan.blocks)}));
-    plan.stages = std::min(kMostTileStages, room / (stage * plan.warps));
-    const size_t sums = size_t(kSums) * plan.warps * plan.threads * kSize * sizeof(float);
-    plan.shared = std::max(size_t(plan.stages) * plan.warps * stage, sums);
-    return plan;
-  }
-
-  // False if there are no tiles of these rows.
-  static bool run(NormBackward a, const Device& device, void* stream, int& error) {
-    const TilePlan plan = TileFamily::plan(a.rows, a.n, device);
-    if (plan.threads == 0) return false;
-    for (const void* tensor : {a.grad_y, a.grad_sum, a.x, static_cast<const void*>(a.grad_x),
-                               static_cast<const void*>(a.grad_dropped)}) {
-      if (offset_in_vector(tensor) != 0) return false;
-    }
-    a.stages = plan.stages;
-    const dim3 block(unsigned(plan.threads), unsigned(plan.warps * (kWarp / plan.threads)));
-    const auto kernel = norm_backward_tiled<Kind>;
-    int count = 0;
-    const cudaError_t found = resident_clusters(kernel, device, plan.warps * kWarp, plan.shared, 1, count);
-    error = int(found);
-    if (found == cudaSuccess) error = launch(kernel, a, plan.blocks, block, plan.shared, 1, stream, true);
-    if (!error && a.partials) error = add_partials<Y>(a, kSums, plan.blocks, true, stream);
-    return true;
-  }
-};
 
 }  // namespace fuseline

@@ -12,10 +12,7 @@
 
 namespace fuseline {
 
-constexpr int kAddedHeld = 4;       // slots of a row that a thread has
-constexpr int kAddedThreads = 256;  // of a block; two of them share a multiprocessor,
-constexpr int kAddedMost = 512;     // but for rows that take more
-constexpr int kAddedStages = 4;     // rows in a warp's ring, at most
+using namespace norm_forward_plans;  // kAddedHeld, kAddedMost, kAddedStages
 
 struct AddedNorm {
   NormForward norm;
@@ -160,47 +157,15 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
 #endif
 }
 
-// The host's half. False for rows that it does not take.
 template <class X, class Y>
-bool run_forward_added(NormForward a, const Device& device, void* stream, int& error) {
-  using Part = AddedPart<X, Y>;
-  constexpr int kLeastVectors = 64;  // a warp has more than one slot a thread
-  constexpr int64_t kRowsEach = 8;   // of a group: with more, those multiprocessors that are slower hold up the end
-  constexpr int kWarps = kAddedThreads / kWarp;
-  if (!device.clusters || a.n % Part::kSize != 0 || a.n < kLeastVectors * Part::kSize || a.n > (int64_t(1) << 30)) {
-    return false;
-  }
-  for (const void* tensor : {a.x, a.residual, a.x_bias, a.weight, a.bias, static_cast<const void*>(a.y),
-                             static_cast<const void*>(a.sum)}) {
-    if (offset_in_vector(tensor) != 0) return false;
-  }
-  // A cluster for each longer row reads 0.87 of the copy bandwidth at 16,384, blocks that end with their rows 0.90, and
-  // with a mask 0.69.
-  const int64_t warps = divide_up(a.n, Part::kColumns);
-  if (warps > (a.dropout.seed ? kMostBlocks * kWarps : kWarps)) return false;
-  if (a.rows * a.n < int64_t(device.processors) * 8 * Part::kColumns) return false;
-  a.cluster = 1;
-  const int most = warps <= kAddedMost / kWarp ? kAddedMost / kWarp : kWarps;
-  while (warps > a.cluster * most) a.cluster *= 2;
-  const int each = int(divide_up(warps, a.cluster));
-  const int groups = a.cluster > 1 ? 1 : std::max(1, kWarps / each);
-  const int64_t stage = int64_t(groups) * each * Part::kBytes;
-  const int64_t states = kMeetings * int64_t(groups) * a.cluster * each * int64_t(sizeof(Moments));
-  const auto stages_in = [&](int64_t room) { return int(std::min<int64_t>(kAddedStages, (room - states) / stage)); };
-  int stages = each > kWarps ? 0 : stages_in(device.shared_a_processor / 2 - 2048);
-  if (stages < 3) stages = stages_in(device.shared_a_block - 1024);  // then a multiprocessor has one block
-  if (stages < 3) return false;
-  const size_t bytes = size_t(stages * stage + states);
+int launch_added(NormForward a, const NormForwardPlan& plan, const NormCall& call) {
   const auto kernel = norm_forward_added<X, Y>;
   int count = 0;
-  if (a.cluster > kMaxCluster) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  const cudaError_t failed = resident_clusters(kernel, device, each * groups * kWarp, bytes, a.cluster, count);
-  if (failed != cudaSuccess || count == 0) return cudaGetLastError(), false;
-  const int64_t turns = divide_up(a.rows, groups);
-  const int64_t blocks = std::max(divide_up(turns, kRowsEach), std::min<int64_t>(count, turns));
-  error = launch(kernel, AddedNorm{a, stages}, blocks * a.cluster, dim3(each * kWarp, groups), bytes, a.cluster, stream,
-                 true);
-  return true;
+  if (const int error = grant(kernel, plan.shape, call, count)) return error;
+  a.cluster = plan.shape.cluster;
+  LaunchShape shape = plan.shape;
+  shape.grid = norm_forward_plans::blocks_of_added(plan.turns_of_all, count) * a.cluster;
+  return launch(kernel, AddedNorm{a, plan.stages}, shape, call.device, call.stream);
 }
 
 }  // namespace fuseline

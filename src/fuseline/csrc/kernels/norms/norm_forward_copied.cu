@@ -1,18 +1,16 @@
-// The forward of norms whose rows come to shared memory in bulk copies (sm_90), for x of y's dtype: long rows, and short rows
-// at odd addresses.
+// The forward of norms, of x or of residual + dropout(x + x_bias), whose rows come to shared memory in bulk copies (sm_90), for
+// tensors of one dtype.
 #include "norm_forward_copied.cuh"
 
 namespace fuseline {
 
-bool norm_forward_copied(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                         const RowChoice* requested) {
-  bool taken = false;
-  error = with_dtype(dtype, [&](auto type) {
-    int failed = 0;
-    taken = run_copied<decltype(type), false>(a, device, stream, failed, requested);
-    return failed;
+int launch_norm_copied(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  return with_dtype(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!a.residual) return launch_copied<T, false, false>(a, plan, call);
+    if (a.x_bias || a.dropout.seed) return launch_copied<T, true, true>(a, plan, call);
+    return launch_copied<T, true, false>(a, plan, call);
   });
-  return taken || error;
 }
 
 }  // namespace fuseline

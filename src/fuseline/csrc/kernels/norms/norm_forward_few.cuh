@@ -122,9 +122,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_few(const FewNor
 
 // ---- host ----
 
-// Rows of `threads` threads, a block each.
 template <class T, bool kAdded>
-int run_few(const NormForward& a, int threads, const Device& device, void* stream) {
+int launch_few(const NormForward& a, const LaunchShape& shape, const Device& device, void* stream) {
   const auto vectors = [](const void* at) { return static_cast<const uint4*>(at); };
   const FewNormForward few{vectors(a.x),
                            vectors(a.residual),
@@ -139,10 +138,10 @@ int run_few(const NormForward& a, int threads, const Device& device, void* strea
                            float(1.0 / double(a.n)),
                            a.eps};
   constexpr int kBlock = kMostThreads / kWarp;
-  const bool four = threads <= 4 * kWarp;
+  const bool four = shape.threads <= 4 * kWarp;
   const auto kernel = a.centred ? (four ? norm_forward_few<T, kAdded, true, 4> : norm_forward_few<T, kAdded, true, kBlock>)
                                 : (four ? norm_forward_few<T, kAdded, false, 4> : norm_forward_few<T, kAdded, false, kBlock>);
-  return launch(kernel, few, a.rows, dim3(unsigned(threads)), 0, 1, stream, device.clusters);
+  return launch(kernel, few, shape, device, stream);
 }
 
 }  // namespace fuseline

@@ -3,15 +3,8 @@
 
 namespace fuseline {
 
-bool norm_forward_held(const NormForward& a, int dtype, const Device& device, void* stream, int& error,
-                       const RowChoice* requested) {
-  bool taken = false;
-  error = with_dtype(dtype, [&](auto type) {
-    int failed = 0;
-    taken = run_held<decltype(type), false>(a, device, stream, failed, requested);
-    return failed;
-  });
-  return taken || error;
+int launch_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  return with_dtype(call.dtype, [&](auto type) { return launch_held<decltype(type), false>(a, plan, call); });
 }
 
 }  // namespace fuseline

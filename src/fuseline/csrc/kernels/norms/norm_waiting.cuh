@@ -3,37 +3,11 @@
 // piece as they arrive.
 #pragma once
 
+#include "../plans/waiting.h"
 #include "device/launch.cuh"
 #include "device/ring.cuh"
 
 namespace fuseline {
-
-constexpr int kPiece = 4;   // vectors a thread takes at a time
-constexpr int kPieces = 8;  // of them that a thread has in shared memory at most
-
-// How many threads of how many blocks share a row, 0 if none can hold it.
-struct NormWaiting {
-  int cluster, threads;
-};
-
-// For rows of `bytes` bytes in shared memory; `beside` is what a block has besides.
-inline NormWaiting plan_norm_waiting(int64_t bytes, int64_t beside, const Device& device) {
-  NormWaiting plan{1, 0};
-  beside += 1024;  // the system's part
-  const int64_t vectors = divide_up(bytes, 16);
-  const auto blocks_for = [&] {
-    const int64_t part = divide_up(vectors, plan.cluster) * 16;
-    return part > device.shared_a_block - beside ? int64_t(0) : device.shared_a_processor / (part + beside);
-  };
-  while (device.clusters && plan.cluster < kMaxCluster && blocks_for() < 2) plan.cluster *= 2;
-  const int64_t blocks = std::min<int64_t>(blocks_for(), 8);
-  if (blocks == 0) return plan;
-  const int64_t each = divide_up(vectors, plan.cluster);
-  plan.threads = int(std::min<int64_t>(kMostThreads, 1024 / blocks / kWarp * kWarp));
-  plan.threads = int(std::min<int64_t>(plan.threads, std::max<int64_t>(2 * kWarp, divide_up(each, kWarp) * kWarp)));
-  if (each > int64_t(plan.threads) * kPiece * kPieces) plan.threads = 0;
-  return plan;
-}
 
 // The part of block `rank` of a row of n elements, neighbouring vectors: the first of this thread, and the end of all.
 template <class T>

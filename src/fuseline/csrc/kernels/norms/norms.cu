@@ -1,30 +1,10 @@
-// The C functions of the norms: they check what can be checked and pick the family's kernels.
+// The C functions of the norms: they check what can be checked, ask the plan, and launch what it says.
 #include "norm.cuh"
+
+#include <initializer_list>
 
 namespace fuseline {
 namespace {
-
-bool keeps_to_vectors(const fuseline_norm& norm) {
-  bool all = norm.n % (norm.dtype == FUSELINE_FLOAT32 ? kVector<float> : kVector<__half>) == 0;
-  for (const void* tensor : {norm.x, norm.residual, norm.x_bias, norm.weight, norm.bias, static_cast<const void*>(norm.y),
-                             static_cast<const void*>(norm.sum)}) {
-    all = all && offset_in_vector(tensor) == 0;
-  }
-  return all;
-}
-
-// The table's layout for many rows of one dtype; null where rules lay them out. `adds`: 1 of a sum, 2 with a mask or a bias.
-const RowChoice* choice_for_many(const fuseline_norm& norm, int adds, bool backward, const Device& device) {
-  const auto rules = backward ? FUSELINE_LAYER_NORM_BACKWARD : FUSELINE_LAYER_NORM_FORWARD;
-  if (norm.dtype != norm.y_dtype || !device.clusters || row_overrides[rules].given) return nullptr;
-  if (!backward && !keeps_to_vectors(norm)) return nullptr;
-  const int size = norm.dtype == FUSELINE_FLOAT32 ? 4 : 2;
-  const int kind = norm.kind == FUSELINE_LAYER_NORM ? 0 : 1;
-  const auto family = fuseline_family(FUSELINE_MANY_NORMS + 2 * (2 * adds + kind) + (backward ? 1 : 0));
-  if (!are_many(norm.rows, norm.rows * norm.n * size, device) && !row_overrides[family].given) return nullptr;
-  const RowChoice* const choice = choice_for(family, size, norm.n);
-  return choice && choice->kernel != RowKernel::rules ? choice : nullptr;
-}
 
 // y has the dtype of what is normalized, or 16 bits where that is fp32; weights have y's dtype or fp32.
 bool dtypes_fit(const fuseline_norm& norm, bool weights) {
@@ -33,24 +13,15 @@ bool dtypes_fit(const fuseline_norm& norm, bool weights) {
   return !weights || weights_fit(norm.weight_dtype, norm.y_dtype);
 }
 
-// The requested layout; false where there is no such kernel. `adds`: as above.
-bool forward_as(const RowChoice& requested, const NormForward& a, int adds, int dtype, const Device& device, void* stream,
-                int& error) {
-  switch (requested.kernel) {
-    case RowKernel::held:
-    case RowKernel::packed:
-      return (adds == 0   ? norm_forward_held
-              : adds == 1 ? add_norm_forward_held
-                          : add_norm_forward_masked)(a, dtype, device, stream, error, &requested);
-    case RowKernel::copied:
-    case RowKernel::light:
-      return (adds == 0 ? norm_forward_copied : add_norm_forward_copied)(a, dtype, device, stream, error, &requested);
-    default:
-      return false;
-  }
+int bytes_of(int dtype) { return dtype == FUSELINE_FLOAT32 ? 4 : 2; }
+
+bool are_aligned(std::initializer_list<const void*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const void* tensor) { return offset_in_vector(tensor) == 0; });
 }
 
-NormForward arguments_of(const fuseline_norm& norm) {
+// ---- forward ----
+
+NormForward arguments_of_forward(const fuseline_norm& norm) {
   NormForward a{};
   a.x = norm.x, a.residual = norm.residual, a.x_bias = norm.x_bias, a.weight = norm.weight, a.bias = norm.bias;
   a.y = norm.y, a.sum = norm.sum, a.mean = norm.mean, a.rstd = norm.rstd;
@@ -61,118 +32,146 @@ NormForward arguments_of(const fuseline_norm& norm) {
   return a;
 }
 
-// What a forward adds, as above.
-int added_by(const NormForward& a) { return !a.residual ? 0 : a.x_bias || a.dropout.seed ? 2 : 1; }
+NormForwardProblem problem_of(const NormForward& a, int dtype, int y_dtype) {
+  NormForwardProblem p{};
+  p.x_size = bytes_of(dtype), p.y_size = bytes_of(y_dtype), p.fp16 = y_dtype == FUSELINE_FLOAT16;
+  p.rows = a.rows, p.n = a.n, p.centred = a.centred;
+  p.drops = a.dropout.seed;
+  p.of = !a.residual ? NormOf::x : a.x_bias || p.drops ? NormOf::masked_sum : NormOf::sum;
+  p.fp32_weights = p.y_size == 2 && a.fp32_weights && (a.weight || a.bias);
+  p.rows_aligned = are_aligned({a.x, a.residual, a.y, a.sum});
+  p.weights_aligned = are_aligned({a.weight, a.bias, a.x_bias});
+  return p;
+}
+
+int launch_forward(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  switch (plan.kernel) {
+    case NormForwardKernel::held:
+    case NormForwardKernel::packed:
+    case NormForwardKernel::few:
+      return (!a.residual                     ? launch_norm_held
+              : a.x_bias || a.dropout.seed ? launch_masked_norm_held
+                                              : launch_add_norm_held)(a, plan, call);
+    case NormForwardKernel::fetched:
+    case NormForwardKernel::tiled:
+      return launch_norm_copied(a, plan, call);
+    case NormForwardKernel::added:
+      return launch_norm_added(a, plan, call);
+    case NormForwardKernel::rows:
+    case NormForwardKernel::waiting:
+      return launch_norm_rows(a, plan, call);
+    case NormForwardKernel::streamed:
+      return launch_norm_streamed(a, plan, call);
+    default:
+      return FUSELINE_UNSUPPORTED;
+  }
+}
 
 int forward(const fuseline_norm& norm, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
-  const bool weights = norm.weight || norm.bias || norm.x_bias;
-  if (!dtypes_fit(norm, weights)) return FUSELINE_UNSUPPORTED;
+  if (!dtypes_fit(norm, norm.weight || norm.bias || norm.x_bias)) return FUSELINE_UNSUPPORTED;
   if (norm.rows == 0 || norm.n == 0) return 0;
   Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
-  const NormForward a = arguments_of(norm);
-  const auto run = norm.residual ? add_norm_forward : norm_forward;
-  int failed = 0;
-  const int adds = added_by(a);
-  const RowChoice* const choice = choice_for_many(norm, adds, false, device);
-  const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
-  if (choice && forward_as(*choice, a, adds, norm.dtype, device, stream, failed)) return failed;
-  if (measured) return FUSELINE_UNSUPPORTED;
-  return run(a, norm.dtype, norm.y_dtype, device, stream);
-}
-
-// Whether the backward has more to do than that of a norm alone.
-bool adds(const fuseline_norm& norm) {
-  return norm.grad_sum || norm.grad_dropped || norm.grad_x_bias || (norm.kind == FUSELINE_RMS_NORM && norm.grad_bias);
-}
-
-// That of its sums, and its layout.
-int added_sums(const fuseline_norm& norm) {
-  return norm.grad_dropped || norm.grad_x_bias ? 2 : norm.grad_sum ? 1 : 0;
-}
-
-const RowChoice* choice_of_backward(const fuseline_norm& norm, const Device& device) {
-  if (norm.kind == FUSELINE_RMS_NORM && norm.grad_bias) return nullptr;
-  return choice_for_many(norm, added_sums(norm), true, device);
-}
-
-int backward(const fuseline_norm& norm, void* workspace, void* stream) {
-  const bool sums = norm.grad_weight || norm.grad_bias || norm.grad_x_bias;
-  if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
-  if (!dtypes_fit(norm, norm.weight || sums)) return FUSELINE_UNSUPPORTED;
-  if (norm.n == 0) return 0;
-  if (norm.rows == 0) {
-    const size_t bytes = size_t(norm.n) * (norm.weight_dtype == FUSELINE_FLOAT32 ? 4 : 2);
-    for (void* gradient : {norm.grad_weight, norm.grad_bias, norm.grad_x_bias}) {
-      if (!gradient) continue;
-      const cudaError_t error = cudaMemsetAsync(gradient, 0, bytes, static_cast<cudaStream_t>(stream));
-      if (error != cudaSuccess) return int(error);
-    }
-    return 0;
+  const cudaError_t failed = current_device(device);
+  if (failed != cudaSuccess) return int(failed);
+  const NormForward a = arguments_of_forward(norm);
+  const NormForwardProblem problem = problem_of(a, norm.dtype, norm.y_dtype);
+  NormGrants grants;
+  int error = kPlanAnew;
+  while (error == kPlanAnew) {
+    const NormForwardPlan plan = plan_norm_forward(problem, device, grants);
+    error = launch_forward(a, plan, {norm.dtype, norm.y_dtype, device, stream, grants});
   }
-  if (!norm.grad_x && !norm.grad_dropped && !sums) return 0;
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
+  return error;
+}
+
+// ---- backward ----
+
+NormBackward arguments_of_backward(const fuseline_norm& norm) {
   NormBackward a{};
   a.grad_y = norm.grad_y, a.grad_sum = norm.grad_sum, a.x = norm.x, a.weight = norm.weight;
   a.mean = norm.kind == FUSELINE_LAYER_NORM ? norm.mean : nullptr, a.rstd = norm.rstd;
   a.grad_x = norm.grad_x, a.grad_dropped = norm.grad_dropped;
   a.grad_weight = norm.grad_weight, a.grad_bias = norm.grad_bias, a.grad_x_bias = norm.grad_x_bias;
-  a.partials = sums ? static_cast<float*>(workspace) : nullptr;
-  a.rows = norm.rows, a.n = norm.n, a.columns = columns_of_partials(norm.n);
+  a.rows = norm.rows, a.n = norm.n, a.columns = norm_backward_plans::columns_of_partials(norm.n);
   a.inverse_n = float(1.0 / double(norm.n));
   a.dropout = dropout_of(norm.seed, norm.dropout);
   a.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
-  const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
-  const auto ring = added ? add_norm_backward_ring : centred ? layer_norm_backward_ring : rms_norm_backward_ring;
-  const auto run = added ? add_norm_backward : centred ? layer_norm_backward : rms_norm_backward;
-  int failed = 0;
-  const RowChoice* const choice = choice_of_backward(norm, device);
-  const bool measured = choice && choice->longest == INT64_MAX;  // it is to be
-  if (choice) {
-    if (choice->kernel == RowKernel::held) {
-      failed = run(a, norm.dtype, norm.y_dtype, device, stream, choice);
-      if (failed != FUSELINE_UNSUPPORTED) return failed;
-    } else if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, choice)) {
-      return failed;
-    }
-    if (measured) return FUSELINE_UNSUPPORTED;
-    failed = 0;
-  }
-  if (norm_backward_few(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  if (ring(a, norm.dtype, norm.y_dtype, device, stream, failed, nullptr)) return failed;
-  failed = run(a, norm.dtype, norm.y_dtype, device, stream, nullptr);
-  if (failed != FUSELINE_UNSUPPORTED || row_overrides[FUSELINE_LAYER_NORM_BACKWARD].given) return failed;
-  failed = 0;
-  if (norm_backward_odd_tiles(a, norm.dtype, norm.y_dtype, device, stream, failed)) return failed;
-  return norm_backward_general(a, norm.dtype, norm.y_dtype, device, stream);
+  return a;
 }
 
-// Of the largest partial sums of any kernel that may take the rows: some go by addresses, which are not known here.
-size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
-  Device device;
-  if (norm.rows <= 0 || norm.n <= 0 || !sums || current_device(device) != cudaSuccess) return 0;
-  const bool added = adds(norm), centred = norm.kind == FUSELINE_LAYER_NORM;
-  const int kinds = added ? kSumsOfAddedNorm : centred ? kSumsOfLayerNorm : kSumsOfRmsNorm;
-  const auto blocks_of =
-      added ? add_norm_backward_blocks : centred ? layer_norm_backward_blocks : rms_norm_backward_blocks;
-  const auto ring_blocks_of = added     ? add_norm_backward_ring_blocks
-                              : centred ? layer_norm_backward_ring_blocks
-                                        : rms_norm_backward_ring_blocks;
-  const int64_t few_blocks = norm.rows <= kMostFewRows ? kMostFewClusters : 0;
-  int64_t requested_blocks = 0;
-  if (const RowChoice* const choice = choice_of_backward(norm, device)) {
-    const int clusters = std::max(choice->cluster, 1), beside = choice->kernel == RowKernel::held && clusters > 1 ? 2 : 1;
-    requested_blocks = std::min(norm.rows, divide_up(beside * device.processors, clusters));
+NormBackwardProblem problem_of(const fuseline_norm& norm) {
+  NormBackwardProblem p{};
+  p.x_size = bytes_of(norm.dtype), p.y_size = bytes_of(norm.y_dtype);
+  p.rows = norm.rows, p.n = norm.n, p.centred = norm.kind == FUSELINE_LAYER_NORM;
+  p.drops = norm.seed && norm.dropout > 0;
+  p.weighted = norm.weight, p.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
+  p.rows_aligned = are_aligned({norm.grad_y, norm.grad_sum, norm.x, norm.grad_x, norm.grad_dropped});
+  p.weight_aligned = are_aligned({norm.weight});
+  p.grad_sum = norm.grad_sum, p.grad_x = norm.grad_x, p.grad_dropped = norm.grad_dropped;
+  p.grad_weight = norm.grad_weight, p.grad_bias = norm.grad_bias, p.grad_x_bias = norm.grad_x_bias;
+  for (const void* const result : {norm.grad_x, norm.grad_dropped}) {
+    p.over_inputs = p.over_inputs || (result && (result == norm.x || result == norm.grad_y));
   }
-  const int64_t blocks = std::max({requested_blocks, blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device),
-                                   ring_blocks_of(norm.rows, norm.n, norm.dtype, norm.y_dtype, device), few_blocks});
-  const int64_t odd_tiles = norm.n <= kLongestOddTile ? kSumsOfAddedNorm * std::min<int64_t>(norm.rows, device.processors) : 0;
-  const int64_t bytes = std::max(kinds * blocks, odd_tiles) * columns_of_partials(norm.n) * int64_t(sizeof(float));
-  return size_t(std::max(bytes, norm_backward_general_bytes(norm.rows, norm.n, norm.grad_x_bias, device)));
+  return p;
+}
+
+int launch_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call) {
+  switch (plan.kernel) {
+    case NormBackwardKernel::apart:
+    case NormBackwardKernel::few:
+      return launch_norm_backward_few(a, plan, call);
+    case NormBackwardKernel::tiled:
+    case NormBackwardKernel::ring:
+    case NormBackwardKernel::held:
+      return (plan.sums == kSumsOfAddedNorm   ? launch_add_norm_backward
+              : plan.sums == kSumsOfLayerNorm ? launch_layer_norm_backward
+                                              : launch_rms_norm_backward)(a, plan, call);
+    case NormBackwardKernel::tiled_odd:
+      return launch_norm_backward_odd_tiles(a, plan, call);
+    case NormBackwardKernel::general:
+      return launch_norm_backward_general(a, plan, call);
+    default:
+      return FUSELINE_UNSUPPORTED;
+  }
+}
+
+// Sums over no rows.
+int write_zeros(const fuseline_norm& norm, void* stream) {
+  for (void* gradient : {norm.grad_weight, norm.grad_bias, norm.grad_x_bias}) {
+    if (!gradient) continue;
+    const size_t bytes = size_t(norm.n) * bytes_of(norm.weight_dtype);
+    const cudaError_t error = cudaMemsetAsync(gradient, 0, bytes, static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return int(error);
+  }
+  return 0;
+}
+
+int backward(const fuseline_norm& norm, void* workspace, void* stream) {
+  if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
+  const NormBackwardProblem problem = problem_of(norm);
+  if (!dtypes_fit(norm, norm.weight || problem.wants_sums())) return FUSELINE_UNSUPPORTED;
+  if (norm.n == 0) return 0;
+  if (norm.rows == 0) return write_zeros(norm, stream);
+  if (!norm.grad_x && !norm.grad_dropped && !problem.wants_sums()) return 0;
+  Device device;
+  const cudaError_t failed = current_device(device);
+  if (failed != cudaSuccess) return int(failed);
+  NormBackward a = arguments_of_backward(norm);
+  a.partials = problem.wants_sums() ? static_cast<float*>(workspace) : nullptr;
+  NormGrants grants;
+  int error = kPlanAnew;
+  while (error == kPlanAnew) {
+    const NormBackwardPlan plan = plan_norm_backward(problem, device, grants);
+    error = launch_backward(a, plan, {norm.dtype, norm.y_dtype, device, stream, grants});
+  }
+  return error;
+}
+
+size_t workspace_bytes(const NormBackwardProblem& problem) {
+  Device device;
+  if (problem.rows <= 0 || problem.n <= 0 || !problem.wants_sums() || current_device(device) != cudaSuccess) return 0;
+  return norm_backward_workspace(problem, device);
 }
 
 }  // namespace
@@ -181,7 +180,7 @@ size_t workspace_bytes(const fuseline_norm& norm, bool sums) {
 int fuseline_norm_forward(const fuseline_norm* norm, void* stream) { return fuseline::forward(*norm, stream); }
 
 size_t fuseline_norm_backward_workspace(const fuseline_norm* norm) {
-  return fuseline::workspace_bytes(*norm, norm->grad_weight || norm->grad_bias || norm->grad_x_bias);
+  return fuseline::workspace_bytes(fuseline::problem_of(*norm));
 }
 
 int fuseline_norm_backward(const fuseline_norm* norm, void* workspace, void* stream) {
@@ -200,7 +199,18 @@ int fuseline_layer_norm_forward(const void* x, const void* weight, const void* b
 size_t fuseline_layer_norm_backward_workspace(int64_t rows, int64_t n, int dtype) {
   fuseline_norm norm{};
   norm.kind = FUSELINE_LAYER_NORM, norm.rows = rows, norm.n = n, norm.dtype = norm.y_dtype = dtype;
-  return fuseline::workspace_bytes(norm, true);
+  fuseline::NormBackwardProblem problem = fuseline::problem_of(norm);
+  problem.weighted = problem.grad_weight = problem.grad_bias = true;
+  size_t bytes = 0;
+  for (const bool aligned : {true, false}) {
+    for (const bool fp32_weights : {true, false}) {
+      for (const bool over_inputs : {true, false}) {  // of whose addresses nothing is known here
+        problem.rows_aligned = aligned, problem.fp32_weights = fp32_weights, problem.over_inputs = over_inputs;
+        bytes = std::max(bytes, fuseline::workspace_bytes(problem));
+      }
+    }
+  }
+  return bytes;
 }
 
 int fuseline_layer_norm_backward(const void* grad_out, const void* x, const void* weight, const float* mean,

@@ -48,4 +48,11 @@ struct LaunchShape {
   size_t shared = 0;  // bytes of dynamic shared memory of a block
 };
 
+// Clusters of a launch (blocks, where they are alone) that a device holds at once, if a multiprocessor holds `blocks` of them and
+// shared memory is the only other limit. The system keeps 1 KB of a block's.
+inline int estimated_clusters(int blocks, const LaunchShape& shape, const Device& device) {
+  const int by_memory = device.shared_a_processor / (int(shape.shared) + 1024);
+  return device.processors * std::min(blocks, by_memory) / shape.cluster;
+}
+
 }  // namespace fuseline

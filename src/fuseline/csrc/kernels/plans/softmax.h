@@ -117,14 +117,17 @@ struct SoftmaxForwardProblem {
   float scale;
   bool causal, masked;
   bool mask_vectors;  // the mask can be read a vector of x at a time
+  bool fp16 = false;
 };
 
 struct SoftmaxBackwardProblem {
   int element_size;
   int64_t rows, n;
   int grad_out_at, y_at, grad_x_at;  // addresses modulo 128
+  bool fp16 = false;
 };
 
+// No model takes a softmax of fp16 that is fast by special kernels: it has those of rows that wait and rows in registers alone.
 namespace softmax_plans {
 
 constexpr int kMostHeldBackward = 4, kMostHeldMasked = 4;  // four vectors of each row are 32 registers
@@ -200,7 +203,7 @@ constexpr int64_t kFewPacked = 8;
 
 // Those that a warp can hold are its.
 inline bool plan_packed(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, const Device& device) {
-  if (p.element_size != 2) return false;
+  if (p.element_size != 2 || p.fp16) return false;
   const int64_t vectors = p.n / 8, each = divide_up(vectors, kPackedVectors), threads = divide_up(each, kWarp) * kWarp;
   if (!(p.scale > 0) || each <= kWarp || threads > kMostThreads || !packs(threads, vectors)) return false;
   plan.kernel = SoftmaxKernel::packed, plan.held = kPackedVectors;
@@ -211,6 +214,7 @@ inline bool plan_packed(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, const
 }
 
 inline bool plan_tiled(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, const Device& device) {
+  if (p.fp16) return false;
   const int size = 16 / p.element_size, offsets = p.x_at % 16 + p.y_at % 16;
   const bool vectors = p.n % size == 0 && offsets == 0;
   const Tiling tiles =
@@ -225,7 +229,7 @@ inline bool plan_tiled(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, const 
 inline bool plan_long(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, bool aligned, const Device& device) {
   if (p.x_at % 16 != p.y_at % 16 || p.scale <= 0 || p.n <= (aligned ? kLongRow : kLongestTiled)) return false;
   Waiting layout = plan_waiting_together(p.element_size, p.n, 1, device);
-  const bool together = !aligned && layout.threads > 0;
+  const bool together = !aligned && !p.fp16 && layout.threads > 0;
   const Lines lines = lines_of(p.element_size, p.n, p.x_at, p.y_at, p.y_at);
   if (!together) {
     const int64_t most = aligned ? block_bytes(p.element_size) : kOddBlockBytes;
@@ -261,7 +265,7 @@ inline bool plan_requested(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, co
 // Under a mask or causal, in registers; false for rows that these do not take.
 inline bool plan_masked(SoftmaxPlan& plan, const SoftmaxForwardProblem& p, bool aligned, const Device& device) {
   const int64_t vectors = p.n / (16 / p.element_size);
-  if (!aligned || (p.masked && !p.mask_vectors) || vectors > kMostHeldMasked * kMostThreads) return false;
+  if (!aligned || p.fp16 || (p.masked && !p.mask_vectors) || vectors > kMostHeldMasked * kMostThreads) return false;
   const RowPlan layout = plan_spread(p.rows, vectors, 1, kMostHeldMasked, 1, device);
   shape_rows(plan, p.rows, layout);
   plan.kernel = SoftmaxKernel::masked, plan.shape.cluster = 1;
@@ -286,7 +290,7 @@ inline SoftmaxPlan plan_softmax_forward(const SoftmaxForwardProblem& p, const De
       (measuring || are_many(p.rows, p.rows * p.n * p.element_size, device))) {
     if (plan_requested(plan, p, *choice, refused, device) || measuring) return plan;
   }
-  if (plain && bare && !measuring && p.element_size == 2 && p.scale > 0) {
+  if (plain && bare && !measuring && p.element_size == 2 && !p.fp16 && p.scale > 0) {
     const FewRows few = plan_few_rows(p.rows, p.n / size, true, device);
     if (few.held > 0) return shape_few(plan, p.rows, few), plan;
   }
@@ -315,6 +319,7 @@ inline bool alike(const SoftmaxBackwardProblem& p) {
 }
 
 inline bool plan_tiled(SoftmaxPlan& plan, const SoftmaxBackwardProblem& p, const Device& device) {
+  if (p.fp16) return false;
   const int offsets = p.grad_out_at % 16 + p.y_at % 16 + p.grad_x_at % 16;
   const bool vectors = p.n % (16 / p.element_size) == 0 && offsets == 0;
   const Tiling tiles = vectors ? plan_vector_tiles(p.element_size, p.rows, p.n, kMostHeldBackward, 2, device)
@@ -328,7 +333,7 @@ inline bool plan_long(SoftmaxPlan& plan, const SoftmaxBackwardProblem& p, bool a
   const int64_t long_row = p.element_size == 4 && p.rows > kManyRows * device.processors ? kLongRowOfMany : kLongRow;
   if (!alike(p) || p.n <= (aligned ? long_row : kLongestTiled)) return false;
   Waiting layout = plan_waiting_together(p.element_size, p.n, 2, device);
-  const bool together = !aligned && layout.threads > 0;
+  const bool together = !aligned && !p.fp16 && layout.threads > 0;
   const Lines lines = lines_of(p.element_size, p.n, p.grad_out_at, p.y_at, p.grad_x_at);
   if (!together) layout = plan_waiting(p.element_size, p.rows, p.n, lines, 2, backward_room(), device);
   if (layout.threads == 0) return false;
@@ -363,7 +368,7 @@ inline SoftmaxPlan plan_softmax_backward(const SoftmaxBackwardProblem& p, const 
       (measuring || are_many(p.rows, p.rows * p.n * p.element_size, device))) {
     if (plan_requested(plan, p, *choice, refused, device) || measuring) return plan;
   }
-  if (aligned && !measuring) {
+  if (aligned && !measuring && !p.fp16) {
     const FewRows few = plan_few_rows(p.rows, p.n / size, false, device);
     if (few.held > 0) return shape_few(plan, p.rows, few), plan;
   }

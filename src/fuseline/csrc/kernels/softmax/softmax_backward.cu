@@ -277,19 +277,24 @@ int run_as(const SoftmaxPlan& plan, SoftmaxBackward a, bool aligned, const Devic
   const LaunchShape& shape = plan.shape;
   a.part = plan.part, a.together = plan.together, a.line = plan.line, a.cluster = shape.cluster;
   switch (plan.kernel) {
-    case SoftmaxKernel::few: {
-      const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y),
-                            static_cast<uint4*>(a.grad_x), a.rows, int(a.n / kVector<T>), shape.cluster, a.scale};
-      return launch(few_backward_kernel<T>(plan), few, shape, device, stream);
-    }
+    case SoftmaxKernel::few:
+      if constexpr (kSpecial<T>) {
+        const FewBackward few{static_cast<const uint4*>(a.grad_out), static_cast<const uint4*>(a.y),
+                              static_cast<uint4*>(a.grad_x), a.rows, int(a.n / kVector<T>), shape.cluster, a.scale};
+        return launch(few_backward_kernel<T>(plan), few, shape, device, stream);
+      }
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::tiled:
-      return launch_tiles(softmax_backward_tiled<T>, a, shape, device, stream);
+      if constexpr (kSpecial<T>) return launch_tiles(softmax_backward_tiled<T>, a, shape, device, stream);
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::tiled_vectors:
-      return launch_tiles(softmax_backward_tiled_vectors<T>, a, shape, device, stream);
+      if constexpr (kSpecial<T>) return launch_tiles(softmax_backward_tiled_vectors<T>, a, shape, device, stream);
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::waiting:
       return launch_waiting(softmax_backward_waiting<T, false>, a, shape, device, stream, fits);
     case SoftmaxKernel::waiting_together:
-      return launch_waiting(softmax_backward_waiting<T, true>, a, shape, device, stream, fits);
+      if constexpr (kSpecial<T>) return launch_waiting(softmax_backward_waiting<T, true>, a, shape, device, stream, fits);
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::rows:
       return launch(row_kernel<T>(plan, aligned), a, shape, device, stream);
     case SoftmaxKernel::streamed:
@@ -306,7 +311,7 @@ int run(SoftmaxBackward a, const Device& device, void* stream) {
   a.grad_x_vectors = offset_in_vector(a.grad_x) == offset;
   const bool aligned = a.n % kVector<T> == 0 && offset == 0 && a.y_vectors && a.grad_x_vectors;
   const SoftmaxBackwardProblem problem{int(sizeof(T)), a.rows, a.n, offset_in_line(a.grad_out), offset_in_line(a.y),
-                                       offset_in_line(a.grad_x)};
+                                       offset_in_line(a.grad_x), std::is_same_v<T, __half>};
   for (Refused refused = Refused::nothing;;) {
     const SoftmaxPlan plan = plan_softmax_backward(problem, device, refused);
     bool fits = true;

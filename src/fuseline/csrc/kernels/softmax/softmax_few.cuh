@@ -9,6 +9,10 @@
 
 namespace fuseline {
 
+// fp16 has no more than the kernels of rows in registers and of rows that wait (plans/softmax.h).
+template <class T>
+constexpr bool kSpecial = !std::is_same_v<T, __half>;
+
 constexpr int most_states(Meet how) {
   return how == Meet::kOne ? 1 : how == Meet::kFour ? 4 : kMostThreads / kWarp * (how == Meet::kCluster ? kMaxCluster : 1);
 }

@@ -217,22 +217,27 @@ int run_as(const SoftmaxPlan& plan, SoftmaxForward a, int dtype, bool plain, con
   a.part = plan.part, a.together = plan.together, a.line = plan.line, a.cluster = shape.cluster;
   switch (plan.kernel) {
     case SoftmaxKernel::few:
-      if constexpr (sizeof(T) == 2) return run_few<T>(a, plan, device, stream);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) return run_few<T>(a, plan, device, stream);
       return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::packed:
-      if constexpr (sizeof(T) == 2) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         return launch(plan.blocks == 3 ? softmax_forward_packed<T, 3> : softmax_forward_packed<T, 2>, a, shape, device, stream);
       }
       return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::tiled:
-      return launch_tiles(plan.held == kFewTiled ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>,
-                          a, shape, device, stream);
+      if constexpr (kSpecial<T>) {
+        return launch_tiles(plan.held == kFewTiled ? softmax_forward_tiled<T, kFewTiled> : softmax_forward_tiled<T, kManyTiled>,
+                            a, shape, device, stream);
+      }
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::tiled_vectors:
-      return launch_tiles(softmax_forward_tiled_vectors<T, kMostHeld<T>>, a, shape, device, stream);
+      if constexpr (kSpecial<T>) return launch_tiles(softmax_forward_tiled_vectors<T, kMostHeld<T>>, a, shape, device, stream);
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::waiting:
       return launch_waiting(softmax_forward_waiting<T, false>, a, shape, device, stream, fits);
     case SoftmaxKernel::waiting_together:
-      return launch_waiting(softmax_forward_waiting<T, true>, a, shape, device, stream, fits);
+      if constexpr (kSpecial<T>) return launch_waiting(softmax_forward_waiting<T, true>, a, shape, device, stream, fits);
+      return FUSELINE_UNSUPPORTED;
     case SoftmaxKernel::masked:
       return run_softmax_masked(a, plan, dtype, device, stream);
     case SoftmaxKernel::rows:
@@ -253,6 +258,7 @@ int run(SoftmaxForward a, int dtype, const Device& device, void* stream) {
   problem.causal = a.causal, problem.masked = a.mask_kind != FUSELINE_MASK_NONE;
   problem.mask_vectors = problem.masked && a.mask_strides[3] == 1 && offset_in_vector(a.mask) == 0 &&
                          a.mask_strides[0] % kSize == 0 && a.mask_strides[1] % kSize == 0 && a.mask_strides[2] % kSize == 0;
+  problem.fp16 = dtype == FUSELINE_FLOAT16;
   const bool aligned = a.n % kSize == 0 && offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0;
   a.y_vectors = offset_in_vector(a.x) == offset_in_vector(a.y);
   a.mask_vectors = aligned && problem.mask_vectors;

@@ -138,7 +138,8 @@ auto kernel_for(const SoftmaxPlan& plan) -> void (*)(SoftmaxForward) {
 }  // namespace
 
 int run_softmax_masked(const SoftmaxForward& a, const SoftmaxPlan& plan, int dtype, const Device& device, void* stream) {
-  return with_dtype(dtype, [&](auto type) { return launch(kernel_for<decltype(type)>(plan), a, plan.shape, device, stream); });
+  const auto kernel = dtype == FUSELINE_FLOAT32 ? kernel_for<float>(plan) : kernel_for<__nv_bfloat16>(plan);
+  return launch(kernel, a, plan.shape, device, stream);
 }
 
 }  // namespace fuseline

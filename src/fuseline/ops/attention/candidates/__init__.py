@@ -2,6 +2,7 @@
 
 from fuseline.ops.attention.candidate import Candidate
 from fuseline.ops.attention.candidates import (
+    borrowed,
     cudnn,
     efficient,
     fa2,
@@ -28,6 +29,7 @@ CANDIDATES: dict[str, Candidate] = {
         fa2.CANDIDATE,
         fa4.CANDIDATE,
         fuseline.CANDIDATE,
+        *borrowed.CANDIDATES,
         sdpa.CANDIDATE,
     )
 }

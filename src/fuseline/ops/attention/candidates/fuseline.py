@@ -39,7 +39,8 @@ def _seed(call: Call) -> torch.Tensor | None:
     return draw_seed(call.q.device) if call.seed is None and call.dropout_p > 0 else call.seed
 
 
-def _run(call: Call) -> Attended:
+def run(call: Call, forward_by: int = 0) -> Attended:
+    """`forward_by`: whose forward pass (see borrowed.py); 0 is ours."""
     out, lse = torch.ops.fuseline.attention.default(
         call.q,
         call.k,
@@ -57,11 +58,13 @@ def _run(call: Call) -> Attended:
         softmax_scale=call.softmax_scale,
         soft_cap=call.soft_cap,
         dropout_p=call.dropout_p,
+        forward_by=forward_by,
     )
     return out, lse if call.return_lse else None
 
 
-def _run_packed(call: Call, qkv: torch.Tensor) -> Attended:
+def run_packed(call: Call, qkv: torch.Tensor, forward_by: int = 0) -> Attended:
+    """As `run`, of one packed tensor."""
     out, lse = torch.ops.fuseline.attention_packed.default(
         qkv,
         call.mask,
@@ -74,6 +77,7 @@ def _run_packed(call: Call, qkv: torch.Tensor) -> Attended:
         call.softmax_scale,
         call.soft_cap,
         call.dropout_p,
+        forward_by,
     )
     return out, lse if call.return_lse else None
 
@@ -85,9 +89,10 @@ def _operator_reference(
     *,
     causal: int,
     seed: torch.Tensor | None,
+    forward_by: int,
     **options: Any,
 ) -> Attended:
-    """The reference by the operator's arguments."""
+    """The reference by the operator's arguments, whosever kernels were asked for."""
     dropout_p = options["dropout_p"]
     return attend(
         Call(
@@ -131,7 +136,7 @@ CANDIDATE = Candidate(
     "fuseline",
     "Fuseline's own kernels",
     _supports,
-    _run,
+    run,
     offered_on=("cuda",),
-    run_packed=_run_packed,
+    run_packed=run_packed,
 )
