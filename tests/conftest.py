@@ -25,6 +25,7 @@ LONGEST_FIRST = (
     "tests/bench/ladder/test_run.py",
     "tests/fuzz/test_files_and_kills.py",
     "tests/fuzz/test_fuzz.py",
+    "tests/docs/test_seeds.py",
     "tests/training/test_distributed.py",
     "tests/benchmarks/test_documents.py",
     "tests/ops/test_contract_autograd.py",
@@ -32,6 +33,7 @@ LONGEST_FIRST = (
     "tests/acceleration/test_transformers_models.py",
     "tests/bench/step/test_step_suite.py",
     "tests/report/test_page.py",
+    "tests/docs/test_python_blocks.py",
 )
 """Files of half a minute and more. A worker runs a whole file, so a long one must not begin last."""
 
