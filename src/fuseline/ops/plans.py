@@ -130,8 +130,8 @@ def explain(
     """Which kernels compute `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", the same
-            behind "add_" or "dropout_add_".
+        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", or one
+            of these behind "add_" or "dropout_add_".
         shape: of the input, [..., N].
         dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
@@ -258,16 +258,17 @@ def _norm(name: str) -> Callable[..., tuple[Plan, ...]]:
             raise InputError(f"x_bias is of the norms behind a dropout; {name} has none.")
         wide = 4 if fp32_stream else rows.itemsize
         given = rows.gpu.numbers(), rows.count, rows.length, [wide, rows.itemsize], rows.address
-        wide_weights = bool(fp32_weights) or rows.itemsize == 4
+        wide_weights, fp16 = bool(fp32_weights) or rows.itemsize == 4, rows.dtype == torch.float16
 
         def forward(refused: int) -> _Planned:
-            numbers = rows.dtype == torch.float16, centred, of, drops, wide_weights, refused
-            return torch.ops.fuseline.plan_norm_forward(*given, *numbers)
+            return torch.ops.fuseline.plan_norm_forward(
+                *given, fp16, centred, of, drops, wide_weights, refused
+            )
 
         def backward(refused: int) -> _Planned:
             of_branch = drops or (added and wide != rows.itemsize)
             there = [drops, added, True, of_branch, True, centred, bool(x_bias)]
-            return torch.ops.fuseline.plan_norm_backward(*given, centred, wide_weights, there, refused)
+            return torch.ops.fuseline.plan_norm_backward(*given, fp16, centred, wide_weights, there, refused)
 
         asks = {"forward": forward, "backward": backward}
         return tuple(_plan(work, ask) for work, ask in asks.items() if direction in (None, work))

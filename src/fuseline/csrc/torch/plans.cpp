@@ -111,9 +111,11 @@ Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape
 }
 
 void check_norm(int64_t rows, int64_t n, at::IntArrayRef sizes, int64_t refused) {
-    TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ", sizes.size(), ".");
+    TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ",
+                      sizes.size(), ".");
     check(rows, n, sizes[0], refused);
-    TORCH_CHECK_VALUE(sizes[1] == sizes[0] || sizes[1] == 2, "y has elements of ", sizes[0], " or of 2 bytes, not of ", sizes[1], ".");
+    TORCH_CHECK_VALUE(sizes[1] == sizes[0] || sizes[1] == 2, "y has elements of ", sizes[0], " or of 2 bytes, not of ",
+                      sizes[1], ".");
 }
 
 // `element_sizes`: of what is normalized, and of y. All tensors of rows are at `address`, weights at multiples of 16 bytes.
@@ -134,12 +136,13 @@ Planned norm_forward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArr
 // As above; `given` says what there is, or is wanted: a mask, grad_sum, and the gradients of x, of the branch, of weight, bias
 // and x_bias.
 Planned norm_backward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArrayRef element_sizes, int64_t address,
-                      bool centred, bool fp32_weights, const c10::List<bool>& given, int64_t refused) {
+                      bool fp16, bool centred, bool fp32_weights, const c10::List<bool>& given, int64_t refused) {
     check_norm(rows, n, element_sizes, refused);
-    TORCH_CHECK_VALUE(given.size() == 7, "a norm's backward is told of 7 things that there are or are not, not of ", given.size(), ".");
+    TORCH_CHECK_VALUE(given.size() == 7, "a norm's backward is told of 7 things that there are or are not, not of ",
+                      given.size(), ".");
     NormBackwardProblem problem{};
     problem.x_size = int(element_sizes[0]), problem.y_size = int(element_sizes[1]), problem.rows = rows, problem.n = n;
-    problem.centred = centred, problem.fp32_weights = fp32_weights, problem.weighted = true;
+    problem.fp16 = fp16, problem.centred = centred, problem.fp32_weights = fp32_weights, problem.weighted = true;
     problem.rows_aligned = address % 16 == 0, problem.weight_aligned = true;
     problem.drops = given[0], problem.grad_sum = given[1], problem.grad_x = given[2], problem.grad_dropped = given[3];
     problem.grad_weight = given[4], problem.grad_bias = given[5], problem.grad_x_bias = given[6];
@@ -195,8 +198,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "(str, str, int[])", gelu);
     m.def("plan_norm_forward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, bool centred, int of, "
           "bool drops, bool fp32_weights, int refused) -> (str, str, int[])", norm_forward);
-    m.def("plan_norm_backward(int[] device, int rows, int n, int[] element_sizes, int address, bool centred, "
-          "bool fp32_weights, bool[] given, int refused) -> (str, str, int[])", norm_backward);
+    m.def("plan_norm_backward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, "
+          "bool centred, bool fp32_weights, bool[] given, int refused) -> (str, str, int[])", norm_backward);
     m.def("plan_norm_layout(int[] device, int n, int element_size, bool centred, int of, bool backward, int[] layout) -> int[]",
           norm_layout);
     m.def("plan_glu(int[] device, int rows, int n, int element_size, int address, bool halves) -> (str, str, int[])", glu);
