@@ -34,7 +34,7 @@ PROBLEMS = 6000
 KINDS = {"norm_backward_held": 3, "norm_backward_ring": 1, "norm_backward_tiled": 0}
 """Which whole number among the template arguments of a kernel's kind says how many sums over rows it has."""
 STAYING = ("norm_forward_added", "norm_backward_ring", "norm_backward_held")
-"""Kernels of which no more blocks are launched than the GPU holds at once; here that is one a multiprocessor."""
+"""Kernels with no more blocks than the GPU holds at once; here that is one a multiprocessor."""
 
 
 class Norm(ctypes.Structure):

@@ -130,7 +130,7 @@ def explain(
     """Which kernels compute `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", the same
+        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", also
             behind "add_" or "dropout_add_".
         shape: of the input, [..., N].
         dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
