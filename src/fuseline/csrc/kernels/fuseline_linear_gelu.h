@@ -24,9 +24,9 @@ typedef struct {
   int approximate, dtype;
 } fuseline_linear_gelu;
 
-/* Whether this device takes both products of an MLP [rows, width] to [rows, inner] to [rows, out]: Hopper, bf16 or fp16, inner,
- * width and out multiples of 8, width and out 768 to 1,024, and so many tiles that each multiprocessor has some, and few are
- * left without work in the end. */
+/* Whether this device takes both products of an MLP [rows, width] to [rows, inner] to [rows, out]: Hopper, bf16, inner, width and
+ * out multiples of 8, width and out 768 to 1,024, and so many tiles that each multiprocessor has some, and few are left without
+ * work in the end. */
 FUSELINE_API int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int64_t out, int dtype);
 FUSELINE_API int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream);
 FUSELINE_API int fuseline_linear_gelu_backward(const fuseline_linear_gelu* call, void* stream);
