@@ -26,6 +26,8 @@ from fuseline.nn.fp8_linear import Fp8Linear, Fp8Step, put_on, take_off
 from fuseline.ops.fp8_rows import E4M3, ROW_STEP
 from fuseline.records.kernel_sources import family_hash
 
+LEAST_GAIN = 1.02
+"""bf16's time over fp8's, from which fp8 is worth its roundings."""
 _FAMILIES = ("activations", "linear")
 """Of the kernels in what is timed: other sources of them need other times."""
 
@@ -163,17 +165,25 @@ class Fp8Layers:
 
     def _agreed(self, sites: Sequence[_Site], inside: Inside) -> list[Times]:
         """The times of each site; with several processes those of the first, so that all compute alike."""
-        found = [self._times(site, inside) for site in sites]
+        times: dict[str, Times] = {}  # sites that are alike are timed once, and decided alike
+        for site in sites:
+            key = self._key(site)
+            if key not in times:
+                times[key] = self._times(key, site, inside)
+        found = [times[self._key(site)] for site in sites]
         if self._group is not None:
             torch.distributed.broadcast_object_list(found, group_src=0, group=self._group)
         return found
 
-    def _times(self, site: _Site, inside: Inside) -> Times:
-        """What is kept of such a site, or else what the clock says."""
+    def _key(self, site: _Site) -> str:
+        """Equal for sites that take the same time."""
         kind = f"{type(site.module).__module__}.{type(site.module).__qualname__}"
         shapes = [(*layer.weight.shape, layer.weight.dtype, layer.bias is None) for layer in site.layers]
         kernels = [family_hash(family) for family in _FAMILIES]
-        key = proof_key("fp8", kind, shapes, site.call, self._clock.recorded, self._gradient, kernels)
+        return proof_key("fp8", kind, shapes, site.call, self._clock.recorded, self._gradient, kernels)
+
+    def _times(self, key: str, site: _Site, inside: Inside) -> Times:
+        """What is kept of such a site, or else what the clock says."""
         if (kept := _kept(key)) is not None:
             return kept
         found = self._timed(site, inside)
@@ -203,7 +213,8 @@ class Fp8Layers:
                     take_off(layer)
 
         verdict = self._clock.compare(run, run_in_fp8, device)
-        return Times(verdict.original_us, verdict.swapped_us, verdict.pays)
+        clear = verdict.original_us >= LEAST_GAIN * verdict.swapped_us
+        return Times(verdict.original_us, verdict.swapped_us, verdict.pays and clear)
 
 
 def _why_not(layer: nn.Linear, in_block: bool) -> str:

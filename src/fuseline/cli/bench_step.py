@@ -64,7 +64,7 @@ def run(options: Options) -> int:
         records = suite.run(bench, file, observe)
     skipped = sorted({f"Skipped {r.peer}: {r.case['reason']}." for r in records if r.metric == "skipped"})
     in_fp8 = [
-        f"{r.peer}, {r.case['preset']} {r.case['batch']} x {r.case['seqlen_q']}: {r.case['layers']}."
+        f"{r.peer}, {r.case['preset']} {r.case['batch']} x {r.case['seqlen_q']}: {r.case['decided']}."
         for r in records
         if r.metric == "layers_in_fp8"
     ]

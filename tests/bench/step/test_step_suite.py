@@ -11,12 +11,14 @@ import torch
 from fuseline.bench.step import StepBench, find_cases, run
 from fuseline.bench.step.contenders import FORMS
 from fuseline.errors import InputError
+from fuseline.records import read
 
 # A model with nanoGPT's interface and ours inside.
 MODEL = """
 import torch
 from fuseline.models.gpt import GPT as Ours
 from fuseline.models.gpt_config import GPTConfig as OurConfig
+from fuseline.records import read
 
 class GPTConfig:
     def __init__(self, **given):
@@ -80,7 +82,8 @@ def test_a_step_in_fp8_says_which_layers_are(tmp_path: Path, monkeypatch: pytest
     bench = StepBench(torch.device("cpu"), cases, ("fuseline-fp8",), 1, 1)
     records = run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)
     (found,) = [r for r in records if r.metric == "layers_in_fp8"]
-    layers = found.case["layers"].split("; ")
+    assert found in read(tmp_path / "out.jsonl")
+    layers = found.case["decided"].split("; ")
     assert sum(int(line.split()[0]) for line in layers) == found.n
     assert sum(int(line.split()[0]) for line in layers if line.endswith(": fp8")) == found.value
 

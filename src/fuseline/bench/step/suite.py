@@ -190,7 +190,7 @@ def _records_of(
         records += [record("loss_error", outcome.errors[0]), record("grad_error", outcome.errors[1])]
     if (fp8 := outcome.contender.fp8) is not None:
         in_fp8 = sum(layer.in_fp8 for layer in fp8.layers)
-        layers = {**described, "layers": "; ".join(fp8.summary())}
+        layers = {**described, "decided": "; ".join(fp8.summary())}
         records.append(
             Record.of(SUITE, layers, "layers_in_fp8", in_fp8, environment, peer=name, n=len(fp8.layers))
         )
