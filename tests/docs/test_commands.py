@@ -20,8 +20,9 @@ from .documents import DOCUMENTS, ROOT, commands, inline_code, name
 PLACEHOLDERS = re.compile(r"\b[A-Z]{2,}\b|\.\.\.")
 """VERB, DIR, SMALLER: what a reader puts something in the place of."""
 
-ABSENT = ("DIR", "--checkpoint", "train.de", "path/to", "--model my_", "--resume", "--write-table", "--help")
-"""Parts of commands that want files of the reader's, or print their help."""
+FILES = ("DIR", "--checkpoint", "train.de", "path/to", "--model my_", "--resume")
+ABSENT = (*FILES, "--execution graph", "--write-table", "--help")
+"""Parts of commands that want files of the reader's or a GPU, or print their help."""
 
 QUICK = (
     "ladder",
