@@ -61,8 +61,6 @@ Tensor rows_of(const Tensor& x) {
     return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
-Tensor dense(const Tensor& weight) { return is_turned(weight) ? weight : weight.contiguous(); }
-
 std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
     auto sizes = x.sym_sizes().vec();
     sizes.back() = std::move(last);
