@@ -232,7 +232,7 @@ def test_turned_weights_have_gradients_in_their_own_order(device: str, which: tu
         grads = torch.autograd.grad(y, own, grad_out)
         torch.testing.assert_close(grads, plain)
     else:
-        x, weight_1, bias_1, weight_2, bias_2 = (tensor.detach().to("meta") for tensor in own)
+        x, weight_1, bias_1, weight_2, _ = (tensor.detach().to("meta") for tensor in own)
         z = torch.empty(5, 32, device="meta")
         grads = torch.ops.fuseline.mlp_backward(
             grad_out.to("meta"), x, weight_1, bias_1, weight_2, z, z, "tanh", [True] * 5
