@@ -70,6 +70,8 @@ SEEDS: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "seed-stability": ("ladder", seeds.stability),
     "seed-fused-kernels": ("ops", seeds.fused_kernels),
     "seed-masked-softmax": ("ops", seeds.masked_softmax),
+    "seed-clock": ("quality", seeds.clock),
+    "seed-memory": ("step", seeds.memory),
     "seed-epoch": ("translation", seeds.translation_epoch),
     "seed-compilers": ("compile", seeds.compilers),
     "seed-machine": ("hardware", seeds.machine),

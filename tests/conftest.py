@@ -20,18 +20,20 @@ from fuseline.records import describe
 ERROR_LENGTH = 4000
 
 LONGEST_FIRST = (
-    "bench/decode/test_suite.py",
-    "examples/test_custom_op.py",
-    "bench/ladder/test_run.py",
-    "fuzz/test_files_and_kills.py",
-    "fuzz/test_fuzz.py",
-    "training/test_distributed.py",
-    "benchmarks/test_documents.py",
-    "ops/test_contract_autograd.py",
-    "bench/compile/test_comparison.py",
-    "acceleration/test_transformers_models.py",
-    "bench/step/test_step_suite.py",
-    "report/test_page.py",
+    "tests/bench/decode/test_suite.py",
+    "tests/examples/test_custom_op.py",
+    "tests/bench/ladder/test_run.py",
+    "tests/fuzz/test_files_and_kills.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/docs/test_seeds.py",
+    "tests/training/test_distributed.py",
+    "tests/benchmarks/test_documents.py",
+    "tests/ops/test_contract_autograd.py",
+    "tests/bench/compile/test_comparison.py",
+    "tests/acceleration/test_transformers_models.py",
+    "tests/bench/step/test_step_suite.py",
+    "tests/report/test_page.py",
+    "tests/docs/test_python_blocks.py",
 )
 """Files of half a minute and more. A worker runs a whole file, so a long one must not begin last."""
 
@@ -105,5 +107,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _order(item: pytest.Item) -> int:
     """The place of the item's file in `LONGEST_FIRST`; other files keep their order behind those."""
     file = item.nodeid.split("::")[0]
-    places = (place for place, name in enumerate(LONGEST_FIRST) if file.endswith(name))
-    return next(places, len(LONGEST_FIRST))
+    return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)

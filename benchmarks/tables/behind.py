@@ -76,6 +76,7 @@ _SUITES = {
 _SECTIONS = {
     "short": "attention, short sequences, our kernel",
     "long": "attention, long sequences, our kernel",
+    "drawn": "attention, drawn lengths, our kernel",
     "decode": "attention over a cache, our kernel",
     "masks": "attention with masks, our kernel",
     "small": "whole small attention layer",

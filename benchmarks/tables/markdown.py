@@ -22,6 +22,8 @@ PEERS = {
     "tinygemm": "tinygemm",
     "gptfast": "gpt-fast's method",
     "transformers": "transformers",
+    "transformers-compiled": "transformers, compiled",
+    "mha": "`nn.MultiheadAttention`",
     "cudnn": "cuDNN",
     "flash": "FlashAttention-2",
     "efficient": "memory-efficient",

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from fuseline.bench.ladder.references import SEED_001, SEED_003
 from fuseline.bench.ops.seed_shapes import MASKS
 from fuseline.records import Record
+from fuseline.report.sections.loss_clock import seconds_to
 from tables.markdown import newest, source, table
 
 NOT_YET = "not on record yet"
@@ -65,6 +66,59 @@ def masked_softmax(records: Sequence[Record]) -> list[str]:
         body.append([mask, *cells])
     head = ["bf16, in a graph", "forward, against operations", "the fastest of the others"]
     return table([*head, "backward, against operations", "the fastest of the others"], body)
+
+
+def clock(records: Sequence[Record]) -> list[str]:
+    """GPT-2 by naive attention and by the fastest way: the validation loss against the clock."""
+    curves: dict[str, dict[float, float]] = {"naive": {}, "fastest": {}}
+    tokens: dict[str, float] = {}
+    for r in sorted(records, key=lambda r: r.time):
+        case = r.case
+        if case.get("model") != "gpt" or case.get("embed_dim") != 768 or r.value is None:
+            continue
+        way = "naive" if case.get("backend") == "naive" else "fastest"
+        if r.metric == "validation_loss" and "training_s" in case:
+            curves[way][float(str(case["training_s"]))] = r.value
+        elif r.metric == "tokens_per_s":
+            tokens[way] = r.value
+    body = []
+    for way, points in curves.items():
+        if not points or way not in tokens:
+            body.append([way, NOT_YET, "", "", ""])
+            continue
+        lowest = min(points, key=lambda at: points[at])
+        last = max(points)
+        naives = min(curves["naive"].values(), default=None)
+        reached = None if naives is None else seconds_to(sorted(points.items()), naives)
+        body.append(
+            [
+                way,
+                f"{tokens[way]:,.0f}",
+                f"{points[last]:.3f} after {last / 60:.1f} min",
+                f"{points[lowest]:.3f} after {lowest / 60:.1f} min",
+                f"{reached / 60:.1f} min" if reached else "",
+            ]
+        )
+    head = ["GPT-2, held-out text", "tokens/s", "validation loss at the end", "its lowest"]
+    return table([*head, "time to naive's lowest"], body)
+
+
+def memory(records: Sequence[Record]) -> list[str]:
+    """The training state of GPT-2 on a GPU: used and held at the peak, by moments and arena."""
+    found = {
+        (str(r.case["optimizer_state"]), bool(r.case["arena"]), r.metric): r.value
+        for r in sorted(records, key=lambda r: r.time)
+        if r.case.get("section") == "memory" and r.case.get("preset") == "gpt2" and r.value is not None
+    }
+    body = []
+    for state in ("fp32", "bf16", "8bit"):
+        cells = [
+            f"{value:.2f}" if (value := found.get((state, arena, metric))) is not None else NOT_YET
+            for metric in ("peak_memory_gib", "reserved_memory_gib")
+            for arena in (False, True)
+        ]
+        body.append([f"`{state}`", *cells])
+    return table(["GPT-2, moments in", "used, GiB", "in an arena", "held, GiB", "in an arena"], body)
 
 
 OTHERS = ("eager", "inductor", "max-autotune", "liger", "quack", "apex")

@@ -119,7 +119,16 @@ def test_the_table_puts_equal_sites_together() -> None:
     text = str(by(GivenClock(2.0), nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.LayerNorm(16))))
     assert "{1..2} (2)" in text
     assert "2 of 2 sites run Fuseline's ops." in text
-    assert "The whole step:" in text
+    assert "Whole step: 2000.00 ms before, 1000.00 ms now; in pairs 2.00x as fast (2.00 to 2.00)." in text
+
+
+def test_the_table_says_once_that_an_op_is_slower() -> None:
+    fast = by(GivenClock(0.5), nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)))
+    assert [site.reason for site in fast.sites] == ["slower here"]
+    text = str(fast)
+    assert "not faster" in text
+    assert "0.50x" in text
+    assert "slower here" not in text
 
 
 def test_a_model_with_nothing_in_it() -> None:

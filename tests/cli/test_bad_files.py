@@ -162,3 +162,42 @@ def test_the_command_line_itself(whole: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("fuseline: --prompt is not UTF-8 text")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"hidden_size": 1.5}, "hidden_size"),
+        ({"hidden_size": float("nan")}, "NaN, which is no number"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000"),
+        ({"hidden_size": 2**24, "intermediate_size": 2**24}, "GiB of memory are free"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it should be 4096 at most"),
+        ({"num_attention_heads": 0}, "transformers cannot read it: ZeroDivisionError"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "transformers cannot read it: KeyError"),
+        ({"model_type": ["llama"]}, "transformers cannot read it"),
+    ],
+)
+def test_folders_that_transformers_reads(
+    changes: dict[str, Any], message: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers to read the folder")
+    folder = copied(whole, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert run(["accelerate", str(folder), "--device", "cpu", "--seqlen", "8"]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("fuseline: "))
+    assert message in line
+    assert len(line) < 600
+
+
+@pytest.mark.parametrize("verb", [["accelerate"], ["ladder", "--model"]])
+def test_a_config_that_is_no_file_or_too_deep(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert run([*verb, str(tmp_path), "--device", "cpu"]) == 2
+    assert "is a pipe, not a file" in capsys.readouterr().err
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert run([*verb, str(tmp_path), "--device", "cpu"]) == 2
+    assert "nested more than 64 levels deep" in capsys.readouterr().err

@@ -201,3 +201,11 @@ def test_a_dry_run_of_a_model_lists_its_rungs(model_file, capsys, tmp_path):
     assert lines["recorded-step"] == "CUDA graphs need a CUDA device"
     assert {"bf16", "fused-adamw", "accelerate", "inductor"} <= set(lines)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_rung_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fuseline.bench.ladder.run", lambda *_: pytest.fail("the ladder began"))
+    assert run(["ladder", "--rungs", "bf61", "--device", "cpu"]) == 2
+    assert "Did you mean 'bf16'" in capsys.readouterr().err

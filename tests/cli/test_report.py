@@ -61,6 +61,15 @@ def test_a_folder_stands_for_its_files_but_not_for_those_set_aside(records_file,
     assert "from 4 records" in (out / "index.html").read_text()
 
 
+def test_the_folder_of_a_training_run_stands_for_its_records(records_file, tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    (run_folder / "records").mkdir(parents=True)
+    (run_folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n')
+    (run_folder / "records" / "quality.jsonl").write_bytes(records_file.read_bytes())
+    assert run(["report", str(run_folder), "--out", str(tmp_path / "page")]) == 0
+    assert (tmp_path / "page" / "index.html").exists()
+
+
 def test_figures_alone(records_file, tmp_path, capsys):
     figures = tmp_path / "figures"
     assert run(["report", str(records_file), "--figures", str(figures), "--json"]) == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from fuseline.data import corpora
-from fuseline.data.corpora import load_corpus
+from fuseline.data.corpora import check_corpus, load_corpus
 from fuseline.errors import InputError
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n"
@@ -195,3 +196,14 @@ def test_openwebtext_offline_or_without_the_package(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"pip install 'fuseline\[datasets\]'"):
         load_corpus("openwebtext")
+
+
+@pytest.mark.parametrize("become", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_pipes_and_devices_are_refused_and_not_read(become: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    become(tmp_path / "odd")
+    for spec in (tmp_path / "odd", tmp_path):
+        with pytest.raises(InputError, match=r"odd is a (pipe|device), not a file"):
+            load_corpus(spec)
+    with pytest.raises(InputError, match=r"odd is a (pipe|device), not a file"):
+        check_corpus(tmp_path / "odd")

@@ -10,7 +10,7 @@ import pytest
 from .documents import DOCUMENTS, ROOT, name
 
 _TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
-_NAMED = re.compile(r"\b((?:docs|examples|benchmarks)/[\w/.-]+\.(?:md|py|svg))\b")
+_NAMED = re.compile(r"(?<!/)\b((?:docs|examples|benchmarks)/[\w/.-]+\.(?:md|py|svg))\b")
 
 
 def slugs(document: Path) -> set[str]:

@@ -32,6 +32,19 @@ def test_torch_and_fuseline_compute_the_same(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(ours(TOKENS), plain(TOKENS), rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_of_torch_and_fuseline_are_the_same(tied: bool) -> None:
+    ours, plain = fresh(tied=tied).train(), fresh(tied=tied, kernels="torch").train()
+    targets = TOKENS.roll(-1, 1)
+    targets[:, -1] = -1
+    losses = [model(TOKENS, targets) for model in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_no_position_sees_a_later_one_or_one_before_the_window() -> None:
     model = fresh(window=5, num_layers=1)
     changed = TOKENS.clone()

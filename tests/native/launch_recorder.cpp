@@ -10,6 +10,8 @@
 
 namespace {
 
+bool many_blocks = false;  // a multiprocessor holds as many as its shared memory does, else one
+
 struct Gpu {
   int index, processors, shared_a_block, shared_a_processor, clusters, major, most_cluster;
 } gpu;
@@ -23,7 +25,7 @@ std::map<const void*, std::string>& names() {  // filled while libraries are loa
 
 void record(const void* kernel, dim3 grid, dim3 block, unsigned cluster, size_t shared) {
   char layout[128];
-  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", grid.x, block.x, block.y, cluster, shared);
+  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", grid.x * grid.y, block.x, block.y, cluster, shared);
   launches += names().at(kernel) + layout;
 }
 
@@ -39,6 +41,8 @@ extern "C" {
 void recorder_set_gpu(const int* numbers) {
   gpu = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
 }
+
+void recorder_hold_many_blocks() { many_blocks = true; }
 
 // What was launched since the last call, a launch a line: mangled name, blocks, threads in x and y, blocks of a cluster, bytes of
 // shared memory.
@@ -119,14 +123,30 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t shared, unsigned) {
-  *count = shared <= size_t(gpu.shared_a_block);
+  *count = shared > size_t(gpu.shared_a_block) ? 0 : many_blocks ? int(gpu.shared_a_processor / (shared + 1024)) : 1;
   return cudaSuccess;
 }
 
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t* config) {
   const int cluster = int(config->attrs[0].val.clusterDim.x);
-  *count = cluster <= gpu.most_cluster ? gpu.processors / cluster : 0;
+  const int blocks = many_blocks ? int(gpu.shared_a_processor / (config->dynamicSmemBytes + 1024)) : 1;
+  *count = cluster <= gpu.most_cluster ? gpu.processors * blocks / cluster : 0;
   return cluster <= gpu.most_cluster ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+// Tensor maps: no kernel reads them.
+int encode_nothing(...) { return 0; }
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *function = reinterpret_cast<void*>(encode_nothing);
+  if (found) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {

@@ -27,7 +27,7 @@ RACECHECKED_DTYPES = {"linear_cross_entropy": (torch.float32,)}
 RACECHECKED_FORWARD = ("quant_linear",)
 
 # What the ops' own cases of that size do not reach: rows that wait in shared memory, alone and in clusters,
-# aligned and not; tiles of short rows at odd addresses; longer ones by the norms' general kernels; losses in
+# aligned and not; tiles of short rows at odd addresses; those of the norms' general kernels; losses in
 # passing; weights of 4 and 8 bits whose columns a cluster shares.
 SUM = {"reduction": "sum", "ignored": 0.0}
 MASKED = {"p": 0.1, "x_bias": True}
@@ -44,9 +44,9 @@ def long_rows(**options: Any) -> tuple[Case, ...]:
 
 
 def odd_rows(**options: Any) -> tuple[Case, ...]:
-    """Many rows at odd addresses: in tiles, of a warp, of a block."""
+    """Many rows at odd addresses: of a warp, of a block."""
     return (
-        Case("tiles of rows of 67", (600, 67), options),
+        Case("rows of 67, of a warp", (600, 67), options),
         Case("rows of 257, of a warp", (600, 257), options),
         Case("rows of 2,049, of a block", (530, 2049), options),
     )
@@ -55,7 +55,7 @@ def odd_rows(**options: Any) -> tuple[Case, ...]:
 BEYOND: dict[str, tuple[Case, ...]] = {
     "layer_norm": (
         *long_rows(),
-        Case("tiles of rows of 31", (600, 31)),
+        Case("many rows of 31", (600, 31)),
         Case("few rows of 31", (300, 31)),
         *odd_rows(),
         Case("many long rows at odd addresses", (1061, 8193)),
@@ -67,7 +67,7 @@ BEYOND: dict[str, tuple[Case, ...]] = {
     "dropout_add_layer_norm": (
         *long_rows(**MASKED),
         Case("many rows of two blocks", (264, 16384), MASKED),
-        Case("rows that no ring has room for", (65, 131080), MASKED),
+        Case("rows that no ring has room for", (40, 131080), MASKED),
         Case("many long rows at odd addresses", (1061, 8193), MASKED),
     ),
     "dropout_add_rms_norm": (*long_rows(**MASKED), *odd_rows(**MASKED)),
@@ -75,7 +75,7 @@ BEYOND: dict[str, tuple[Case, ...]] = {
     "add_layer_norm": (
         *long_rows(),
         Case("many rows of two blocks", (264, 16384)),
-        Case("tiles of rows of 31", (600, 31)),
+        Case("many rows of 31", (600, 31)),
         Case("few rows of 31", (300, 31)),
         Case("rows of a cluster", (3, 20000)),
         Case("rows that wait in odd clusters", (2, 20001)),

@@ -17,7 +17,7 @@ from fuseline import native
 from fuseline.acceleration.precision import matmul_format
 from fuseline.ops import self_attention_layer
 
-ARITHMETIC = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ARITHMETIC = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 # Batch, length, embedding, heads, heads of keys, columns of the result.
 SIZES = ((8, 10, 64, 4, 4, 64), (3, 16, 512, 8, 8, 40), (2, 65, 192, 6, 2, 24), (2, 128, 256, 4, 4, 256))
 # Captured, these are two launches; heads of 64, of 64 in short sequences, and of 32.
@@ -89,7 +89,7 @@ def main() -> None:
             break
         if options.cases:
             print(f"{time.monotonic() - begin:.1f} s: {label}", flush=True)
-        with matmul_format("bf16" if arithmetic == "fp16" else arithmetic):
+        with matmul_format(arithmetic):
             make()()
             torch.cuda.synchronize()  # so that an error comes with its call
         ran += 1

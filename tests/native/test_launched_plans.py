@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from fuseline import native
-from fuseline.native.build import Recipe, Unit, build
-from fuseline.native.compilers import find_cxx, find_nvcc
-from fuseline.native.recipes import kernels_recipe
-from fuseline.ops.plans import GPUS, Gpu, Plan, explain
+from fuseline.native.compilers import find_nvcc
+from fuseline.ops.plans import GPUS, explain
+
+from .recorder import Recorder, agree, recorder_of
 
 pytestmark = [
     pytest.mark.full,
@@ -26,7 +24,7 @@ pytestmark = [
 
 SOURCES = (
     *("softmax_forward", "softmax_masked", "softmax_backward"),
-    *("cross_entropy", "gelu", "partials", "glu"),
+    *("cross_entropy", "gelu", "partials", "glu", "embedding", "embedding_backward"),
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (64, 197, 512, 1000, 1024, 4096, 16384, 50257, 65536, 131072, 262144, 1048576)
@@ -34,38 +32,9 @@ X, Y, Z, REST = (at << 40 for at in (1, 2, 3, 4))  # addresses; nothing reads th
 PROBLEMS = 1500
 
 
-class Recorder:
-    """The launchers' library; `launched` is the first launch of a call."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
-        library.recorder_take.restype = ctypes.c_char_p
-
-    def set(self, index: int, gpu: Gpu, most_cluster: int) -> None:
-        major = 9 if gpu.clusters else 8
-        shared = gpu.shared_per_block, gpu.shared_per_processor
-        numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, most_cluster)
-        self.library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
-
-    def launched(self, function: str, *arguments: object) -> tuple[str, int, int, int, int]:
-        """Mangled name, blocks, threads of a block, blocks of a cluster, bytes of shared memory."""
-        assert getattr(self.library, function)(*arguments) == 0
-        name, *numbers = self.library.recorder_take().decode().splitlines()[0].split()
-        blocks, across, down, cluster, shared = map(int, numbers)
-        return name, blocks, across * down, cluster, shared
-
-
 @pytest.fixture(scope="module")
 def recorder() -> Recorder:
-    nvcc, cxx = find_nvcc().compiler, find_cxx().compiler
-    assert nvcc is not None
-    assert cxx is not None
-    units = [unit for unit in kernels_recipe(nvcc, cxx, (9,)).units if unit.source.stem in SOURCES]
-    source = Path(__file__).with_name("launch_recorder.cpp")
-    flags = ("-std=c++17", "-Xcompiler=-fPIC")
-    units.append(Unit(source, nvcc, flags, (), (cxx.version,), source.name))
-    recipe = Recipe("launch_recorder", tuple(units), cxx, ("-shared", "-Wl,-Bsymbolic"))
-    return Recorder(ctypes.CDLL(str(build(recipe))))
+    return recorder_of("launch_recorder", SOURCES)
 
 
 def problems(recorder: Recorder) -> Iterator[tuple[random.Random, int, int, int, int, dict]]:
@@ -81,15 +50,6 @@ def problems(recorder: Recorder) -> Iterator[tuple[random.Random, int, int, int,
         dtype, address = draw.randrange(3), draw.choice([0, 0, 0, 4, 16, 64])
         asked = {"dtype": DTYPES[dtype], "gpu": gpu, "address": address}
         yield draw, rows, n, dtype, 8 if refuses else 16, asked
-
-
-def agree(plan: Plan, most_cluster: int, launched: tuple[str, int, int, int, int]) -> None:
-    if plan.fallback is not None and plan.blocks_per_row > most_cluster:
-        plan = plan.fallback
-    name, *layout = launched
-    assert re.search(rf"\d{plan.kernel}I", name), f"{name} is not {plan}"
-    threads = plan.threads_per_row * plan.rows_per_block
-    assert layout == [plan.blocks, threads, plan.blocks_per_row, plan.shared_bytes], plan
 
 
 P, L, I, D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
@@ -134,6 +94,28 @@ def test_gelu(recorder) -> None:
         agree(forward, most, recorder.launched("fuseline_gelu_forward", x, bias, y, *rest))
         given = grad, x, bias, y, bias, P(REST)
         agree(backward, most, recorder.launched("fuseline_gelu_backward", *given, *rest))
+
+
+def test_embedding(recorder) -> None:
+    for draw, items, n, dtype, most, asked in problems(recorder):
+        rows, positions = draw.choice([65, 1000, 30522, 50257, 128256, 400000]), draw.random() < 0.5
+        forward, backward = explain("embedding", (items, n), **asked, rows=rows, positions=positions).plans
+        at = asked["address"]
+        table, y, grad, more = P(X + at), P(Y + at), P(Z + at), P(REST)
+        sizes = L(items), L(n), L(rows), L(items), L(items)
+        rest = None, D(0), I(dtype), None
+        tables = None, P(REST + at) if positions else None
+        agree(
+            forward,
+            most,
+            recorder.launched("fuseline_embedding_forward", more, table, *tables, y, *sizes, *rest),
+        )
+        given = grad, more, L(items), L(-1), table, more, L(items), L(n), L(rows)
+        assert recorder.library.fuseline_embedding_backward(*given, *rest) == 0
+        launches = recorder.taken()
+        agree(
+            backward, most, launches[0] if len(launches) == 1 else launches[1]
+        )  # behind the kernel that sorts into bins
 
 
 def test_gated_units(recorder) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fuseline import native, ops
 from fuseline.errors import InputError
-from fuseline.ops.plans import GPUS, NORMS, PLANNED, Plan, explain
+from fuseline.ops.plans import GPUS, NORMS, Plan, explain
 
 pytestmark = pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing")
 
@@ -88,6 +88,61 @@ def test_gated_units_take_rows_with_gaps_whole_where_they_keep_to_8_bytes() -> N
 
 
 @pytest.mark.parametrize(
+    "rows, k, n, options, kernel",
+    [
+        (1, 4096, 12288, {"format": "plain"}, "gemv_kernel"),
+        (1, 11008, 4096, {"format": "plain"}, "gemv_team_kernel"),
+        (1, 1024, 1024, {}, "gemv_quantized_kernel"),
+        (1, 4096, 22016, {}, "linear_stream_kernel"),
+        (16, 4096, 12288, {}, "linear_slices_kernel"),
+        (30, 4096, 4096, {}, "linear_tiles_kernel"),
+        (30, 4096, 4096, {"format": "int4", "zero_points": True}, "linear_tiles_kernel"),
+        (100, 4096, 4096, {"format": "int4", "zero_points": True}, "linear_stream_kernel"),
+        (256, 4096, 4096, {}, "linear_65_to_256_kernel"),
+        (512, 4096, 4096, {}, "linear_tiles_kernel"),
+        (600, 4096, 4096, {}, ""),
+        (16, 4096, 4096, {"format": "plain"}, ""),
+        (1, 4097, 4096, {"format": "plain"}, ""),
+    ],
+)
+def test_linears_go_by_rows_weights_and_format(rows, k, n, options, kernel) -> None:
+    (plan,) = explain("quant_linear", (rows, k), gpu="h200", out_features=n, **options).plans
+    assert plan.kernel == kernel
+    assert plan.reason
+
+
+def test_linears_of_other_gpus_and_dtypes_go_by_streams_or_by_torch() -> None:
+    def kernel(rows: int, dtype: torch.dtype = torch.bfloat16, gpu: str = "h200") -> str:
+        return explain("quant_linear", (rows, 4096), dtype, gpu=gpu, out_features=4096).plans[0].kernel
+
+    assert (
+        kernel(30, gpu="a100")
+        == kernel(30, torch.float16)
+        == kernel(30, gpu="b200")
+        == "linear_stream_kernel"
+    )
+    assert kernel(200, gpu="a100") == kernel(200, torch.float16) == kernel(1, torch.float32) == ""
+    told = str(explain("quant_linear", (30, 4096), gpu="h200", out_features=4096))
+    assert "blocks of 384 threads in clusters of" in told
+    assert "16 elements an access" in told
+    with pytest.raises(InputError, match="a weight has one row or more"):
+        explain("quant_linear", (4, 64), gpu="h200", out_features=0)
+
+
+def test_the_loss_of_fp16_has_general_kernels_alone() -> None:
+    for shape, kernel in (((8192, 1000), "rows"), ((8192, 50257), "waiting")):
+        plans = explain("cross_entropy", shape, torch.float16, gpu="h200").plans
+        assert [plan.kernel for plan in plans] == [f"cross_entropy_{kernel}"] * 2
+
+
+def test_softmax_of_fp16_has_general_kernels_alone() -> None:
+    for shape in ((64, 1024), (100000, 197), (50000, 1000), (131072, 4096)):
+        kernels = both(shape, torch.float16)
+        assert kernels == ["softmax_forward_rows", "softmax_backward_rows"], shape
+    assert both((8192, 50257), torch.float16) == ["softmax_forward_waiting", "softmax_backward_waiting"]
+
+
+@pytest.mark.parametrize(
     "op, shape, options, forward, backward",
     [
         ("layer_norm", (65536, 768), {}, "norm_forward_held", "norm_backward_ring"),
@@ -126,6 +181,7 @@ OPTIONS: dict[str, dict[str, list[float]]] = {
     "gelu": {"bias": [False, True]},
     "swiglu": {},
     "geglu": {},
+    "embedding": {"rows": [65, 30522, 400000], "positions": [False, True]},
     **{
         name: {
             "fp32_stream": [False, True],
@@ -139,7 +195,7 @@ STAYING = ("waiting", "tiled", "added", "norm_backward")
 """In names of kernels of which a block has more rows than it has at a time."""
 
 
-@pytest.mark.parametrize("op", PLANNED)
+@pytest.mark.parametrize("op", OPTIONS)
 def test_every_problem_has_a_kernel_that_the_gpu_can_launch(op) -> None:
     draw = random.Random(op)
     made_up = replace(

@@ -255,10 +255,11 @@ def test_takes_an_empty_batch(heads: str, implementation: str, device: str) -> N
         (16, 512, 8, torch.float32, True, True),
         (64, 256, 4, torch.float32, False, True),
         (128, 256, 4, torch.float32, False, False),  # exact fp32
-        (129, 64, 4, torch.float16, False, False),
-        (128, 256, 2, torch.float16, False, False),  # heads of 128 do not fit
-        (64, 256, 2, torch.float16, False, True),
-        (16, 96, 4, torch.float16, False, False),  # heads of 24
+        (129, 64, 4, torch.bfloat16, False, False),
+        (128, 256, 2, torch.bfloat16, False, False),  # heads of 128 do not fit
+        (64, 256, 2, torch.bfloat16, False, True),
+        (64, 256, 2, torch.float16, False, False),  # composed
+        (16, 96, 4, torch.bfloat16, False, False),  # heads of 24
         (16, 96, 4, torch.float32, False, True),
         (16, 96, 4, torch.float64, False, False),
     ],

@@ -22,7 +22,7 @@ from fuseline.acceleration.find import is_wanted
 from fuseline.acceleration.observe import Observed, Sample, call_model
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
-from fuseline.acceleration.site import FOUND, NOT_FASTER, REFUSED, Site
+from fuseline.acceleration.site import FOUND, NOT_CERTAIN, NOT_FASTER, REFUSED, SLOWER, Site
 from fuseline.acceleration.swap import why_not_passed
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.wide import widened
@@ -72,7 +72,7 @@ def study_head(
         if verdict is not None:
             site = replace(site, time_us=verdict.swapped_us, original_time_us=verdict.original_us)
             if not verdict.pays:
-                reason = f"{verdict.ratio.value:.2f} times as fast here, and not surely faster"
+                reason = SLOWER if verdict.swapped_us > verdict.original_us else NOT_CERTAIN
                 return HeadStudy((replace(site, status=NOT_FASTER, reason=reason),))
         return HeadStudy((site,), head)
     return HeadStudy(() if left is None else (left,))

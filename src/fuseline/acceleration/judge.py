@@ -16,7 +16,7 @@ from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.probes import in_mode
 from fuseline.acceleration.prove import UnprovenError, prove
 from fuseline.acceleration.recipe import Match, Recipe
-from fuseline.acceleration.site import FOUND, KEPT, NOT_FASTER, REFUSED, Site
+from fuseline.acceleration.site import FOUND, KEPT, NOT_CERTAIN, NOT_FASTER, REFUSED, SLOWER, Site
 from fuseline.acceleration.swap import Key, Plan, Swapped, call_key, form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
@@ -228,9 +228,4 @@ def site(candidate: Candidate, status: str, reason: str) -> Site:
 
 
 def _slower(numbers: KeptRecipe) -> str:
-    ratio = (numbers.original_time_us or 0.0) / (numbers.time_us or 1.0)
-    return (
-        f"{ratio:.2f} times as fast here, and not surely faster"
-        if ratio >= 1
-        else f"{ratio:.2f} times as fast here"
-    )
+    return SLOWER if (numbers.original_time_us or 0.0) < (numbers.time_us or 1.0) else NOT_CERTAIN

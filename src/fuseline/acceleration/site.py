@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 KEPT, REFUSED, NOT_FASTER, FOUND = "kept", "refused", "not faster", "found"
 
+SLOWER = "slower here"
+NOT_CERTAIN = "faster in the median, but the 95% interval of the ratio reaches below 1"
+
 
 @dataclass(frozen=True)
 class Site:

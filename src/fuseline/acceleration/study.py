@@ -72,7 +72,7 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
         for candidate in candidates:
             around = taken.get(id(candidate.module))
             if around is not None:
-                reason = f"part of {around}, which is taken whole"
+                reason = f"part of {around}, which one op replaces"
                 result.sites.append(site(candidate, FOUND, reason))
                 continue
             if candidate.verdict.kind in NORMS:

@@ -211,7 +211,7 @@ def _why_not_made(
             reasons.append(f"{maker.path}, whose output is added, is not among the modules to change")
         around = taken.get(made.module)
         if around is not None and around not in maker.paths:
-            reasons.append(f"{maker.path}, whose output is added, is part of {around}, which is taken whole")
+            reasons.append(f"{maker.path}, whose output is added, is part of {around}, which one op replaces")
     return reasons[0] if reasons else ""
 
 

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from fuseline.acceleration.pay import Verdict
-from fuseline.acceleration.site import FOUND, KEPT, NOT_FASTER, REFUSED, Site
+from fuseline.acceleration.site import FOUND, KEPT, NOT_FASTER, REFUSED, SLOWER, Site
 
 ORDER = {KEPT: 0, FOUND: 1, NOT_FASTER: 2, REFUSED: 3}
-HEADINGS = ("site", "recognized as", "", "error", "original's", "time", "original's", "gain")
+HEADINGS = ("site", "recognized as", "result", "error", "original's", "time", "original's", "gain")
 
 
 def table(sites: Sequence[Site], whole: Verdict | None, notes: Sequence[str]) -> str:
@@ -23,14 +23,14 @@ def table(sites: Sequence[Site], whole: Verdict | None, notes: Sequence[str]) ->
     lines = [_line(HEADINGS, widths), "  ".join("-" * width for width in widths)]
     for row, (_, site) in zip(rows, groups, strict=True):
         lines.append(_line(row, widths))
-        if site.reason:
+        if site.reason and site.reason != SLOWER:  # the row says that itself
             lines += textwrap.wrap(site.reason, 104, initial_indent="    ", subsequent_indent="    ")
     kept = sum(site.status == KEPT for site in sites)
     lines += ["", f"{kept} of {len(sites)} sites run Fuseline's ops."]
     if whole is not None:
         lines.append(
-            f"The whole step: {_time(whole.swapped_us)}, {_time(whole.original_us)} before: "
-            f"{whole.ratio.value:.2f} times as fast ({whole.ratio.low:.2f} to {whole.ratio.high:.2f})."
+            f"Whole step: {_time(whole.original_us)} before, {_time(whole.swapped_us)} now; "
+            f"in pairs {whole.ratio.value:.2f}x as fast ({whole.ratio.low:.2f} to {whole.ratio.high:.2f})."
         )
     return "\n".join([*lines, *notes])
 

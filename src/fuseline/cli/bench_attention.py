@@ -29,7 +29,8 @@ DEFAULT_OUT = Path("fuseline-attention")
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     suite: tuple[str, ...] = ()
-    """Suites: small (whole layers), short, long, decode, masks, picker. All if none is named."""
+    """Suites: small (whole layers), short, long, drawn (lengths at which nothing was chosen), decode, masks,
+    picker. All if none is named."""
     budget: str | None = None
     """Stop after so long (90s, 10m); what is left waits for --resume."""
     resume: bool = False

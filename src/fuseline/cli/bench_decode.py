@@ -36,7 +36,7 @@ class Options(Recorded, Seeded):
     formats: tuple[str, ...] = ()
     """Of bf16, fp32, int8, int4, fp8; on a CPU fp32 and int8 if none is named, on a GPU all but fp32."""
     peers: tuple[str, ...] = ()
-    """Of fuseline, eager, gptfast, transformers. All if none is named."""
+    """Of fuseline, eager, gptfast, transformers, transformers-compiled. All if none is named."""
     steps: int = 10
     """Tokens of a timed run."""
     runs: int = 7

@@ -20,10 +20,10 @@ from fuseline.ops.plans import explain
 @dataclass(frozen=True)
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
-    """The op: softmax, cross_entropy, gelu, swiglu, geglu, layer_norm, rms_norm, or a norm behind add_ or
-    dropout_add_, such as add_rms_norm."""
+    """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding, quant_linear, layer_norm, rms_norm, or
+    a norm behind add_ or dropout_add_, such as add_rms_norm."""
     shape: tuple[int, ...]
-    """Sizes of the input. The op runs over the last dimension."""
+    """Sizes of the input, of embedding those of the output. The op runs over the last dimension."""
     dtype: str = "bf16"
     """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
@@ -46,6 +46,18 @@ class Options:
     """gelu: there is a bias, and its gradient is computed."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
+    rows: int = 50257
+    """embedding: rows of the table."""
+    positions: bool = False
+    """embedding: there is a table of positions."""
+    out_features: int = 4096
+    """quant_linear: rows of the weight."""
+    format: str = "int8"
+    """quant_linear: plain, int8 or int4."""
+    group_size: int = 128
+    """quant_linear in int4: columns that share a scale."""
+    zero_points: bool = False
+    """quant_linear in int4: there are zero points."""
     direction: str | None = None
     """Of norms: forward or backward. Default: both."""
     fp32_stream: bool = False

@@ -12,6 +12,7 @@ import tyro
 from fuseline.errors import InputError
 
 DEFAULT_OUT = Path("fuseline-report")
+RUN_METRICS, RUN_RECORDS = "metrics.jsonl", "records"  # of a run of `fuseline train`, in its folder
 SET_ASIDE = "-previous.jsonl"  # what a ladder that starts anew renames the file before it to
 
 
@@ -51,7 +52,7 @@ def run(options: Options) -> int:
 
 
 def _files(given: tuple[Path, ...]) -> list[Path]:
-    """The files named, and those in the folders named."""
+    """The files named, and those in the folders named; of a training run's folder its records."""
     if not given:
         raise InputError("Name files of records, or folders of them: `fuseline report fuseline-ladder`.")
     from fuseline.records.store import PATTERN
@@ -59,7 +60,8 @@ def _files(given: tuple[Path, ...]) -> list[Path]:
     files: list[Path] = []
     for path in given:
         if path.is_dir():
-            found = sorted(f for f in path.glob(PATTERN) if not f.name.endswith(SET_ASIDE))
+            folder = path / RUN_RECORDS if (path / RUN_METRICS).exists() else path
+            found = sorted(f for f in folder.glob(PATTERN) if not f.name.endswith(SET_ASIDE))
             if not found:
                 raise InputError(
                     f"There is no file of records (*.jsonl) in {path}. Name another folder, or a file."

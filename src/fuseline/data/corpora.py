@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import sysconfig
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from fuseline.errors import InputError, unknown_name
+from fuseline.files.reading import read_bytes, regular_size
 from fuseline.native.cache import cache_dir as default_cache_dir
 from fuseline.native.cache import make_once
 
@@ -48,19 +50,10 @@ def load_corpus(spec: str | Path, cache_dir: Path | None = None) -> Corpus:
     read with `datasets`. Downloads are kept in `cache_dir` (default: Fuseline's cache).
     Raises `InputError` for an unknown name, a corpus with no text, or a download that fails.
     """
-    known = {
-        "python": _python,
-        "python-packages": _packages,
-        "shakespeare": _shakespeare,
-        "openwebtext": _openwebtext,
-    }
-    if str(spec) in known:
-        return known[str(spec)](cache_dir or default_cache_dir())
+    check_corpus(spec)
+    if str(spec) in _known():
+        return _known()[str(spec)](cache_dir or default_cache_dir())
     path = Path(spec).expanduser()
-    if not path.exists():
-        if os.sep in str(spec) or path.suffix:
-            raise InputError(f"There is no file or folder {path} to take text from.")
-        raise unknown_name("file, folder or corpus", str(spec), known)
     if path.is_dir():
         files = list(_walk(path))
         parquet = [file for file in files if file.suffix == ".parquet"]
@@ -72,6 +65,28 @@ def load_corpus(spec: str | Path, cache_dir: Path | None = None) -> Corpus:
     return _from_files(path.stem, [path], str(path))
 
 
+def check_corpus(spec: str | Path) -> None:
+    """Raise `InputError` unless `spec` names a corpus, a folder or a regular file. Reads no text."""
+    if str(spec) in _known():
+        return
+    path = Path(spec).expanduser()
+    if not path.exists():
+        if os.sep in str(spec) or path.suffix:
+            raise InputError(f"There is no file or folder {path} to take text from.")
+        raise unknown_name("file, folder or corpus", str(spec), _known())
+    if not path.is_dir():
+        regular_size(path)
+
+
+def _known() -> dict[str, Callable[[Path], Corpus]]:
+    return {
+        "python": _python,
+        "python-packages": _packages,
+        "shakespeare": _shakespeare,
+        "openwebtext": _openwebtext,
+    }
+
+
 class TextFiles:
     """The text of files, one document each. A file is read when the iteration reaches it."""
 
@@ -80,7 +95,7 @@ class TextFiles:
 
     def __iter__(self) -> Iterator[str]:
         for path in self.paths:
-            yield path.read_bytes().decode("utf-8")
+            yield read_bytes(path, sys.maxsize).decode("utf-8")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -202,10 +217,7 @@ def _from_files(name: str, paths: list[Path], where: str) -> Corpus:
     digest = hashlib.sha256()
     texts, num_bytes, binary = [], 0, 0
     for path in paths:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"Cannot read {path}: {error.strerror}.") from error
+        content = read_bytes(path, sys.maxsize)
         if not _is_text(content):
             binary += 1
         elif content:

@@ -1,8 +1,8 @@
 """`model.generate` of a live `transformers` decoder through a static cache and recorded steps.
 
 `fast = fuseline.accelerate_generate(model)` puts such a `generate` on that model, with the arguments and
-the result of the model's own. What it does not do (beams, logits processors, adapters, ..) goes to the
-model's own `generate`, and `fast.reason` says why. Greedy tokens in fp32 are the model's own.
+the result of the model's own. Calls that it does not support (beams, logits processors, adapters, ..) go to
+the model's own `generate`, and `fast.reason` says why. In fp32 greedy tokens are the same as the model's own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class NotTakenError(Exception):
 class FastGenerate:
     """The `generate` of one model on a static cache; see `accelerate_generate`.
 
-    `reason` says why the last call went to the model's own `generate`; it is empty where it did not. `calls`
-    counts the calls that ran here, `declined` those that did not, by reason.
+    `reason` says why the last call went to the model's own `generate`; it is empty if the call ran here.
+    `calls` counts the calls that ran here, `declined` the others by reason.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,7 +84,7 @@ class FastGenerate:
         model.__dict__["generate"] = self
 
     def undo(self) -> nn.Module:
-        """Give the model its own `generate` back, and let go of the copy of its weights."""
+        """Give the model its own `generate` back, and free the copy of its weights."""
         self.model.__dict__.pop("generate", None)
         if self._before is not None:
             self.model.__dict__["generate"] = self._before
@@ -173,12 +173,12 @@ def accelerate_generate(model: nn.Module) -> FastGenerate:
     """Run `model.generate` on a static cache, and on a GPU with steps recorded as CUDA graphs.
 
     Args:
-        model: a decoder of `transformers` with its head: GPT-2, Llama, Mistral, Qwen2 or Qwen3. It stays as
-            it is; generation holds a copy of its weights, with q, k and v (gate and up) as one matrix each,
-            and makes a new one when they have changed.
+        model: a decoder of `transformers` with its head: GPT-2, Llama, Mistral, Qwen2 or Qwen3. The model
+            does not change. Generation uses a copy of its weights, in which q, k and v (and gate and up) are
+            one matrix, and copies them again when they have changed.
 
-    Returns a handle: `undo()` takes it back, `reason` says why the last call ran the model's own `generate`.
-    Raises `InputError` for what has no `generate`.
+    Returns a handle: `undo()` gives the model its own `generate` back, and `reason` says why the last call
+    ran that one. Raises `InputError` for a model without `generate`.
     """
     return FastGenerate(model)
 

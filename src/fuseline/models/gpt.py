@@ -205,6 +205,7 @@ class Transformer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
+        self.fused = config.norm == "fuseline"
         self.wte = nn.Embedding(config.padded_vocab_size, config.embed_dim)
         self.wpe = nn.Embedding(config.block_size, config.embed_dim)
         self.drop = _dropout(config)
@@ -218,8 +219,11 @@ class Transformer(nn.Module):
                 f"The sequence has {T} tokens, and this model's block_size is {self.block_size}. "
                 "Crop the sequence, or make the model with a larger block_size."
             )
-        # Rows of the table itself, rather than a lookup by arange: one op less each way.
-        x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
+        if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
+            x_BTC = ops.embedding(tokens_BT, self.wte.weight, self.wpe.weight, p=_dropout_p(self.drop))
+        else:
+            # Rows of the table itself, rather than a lookup by arange: one op less each way.
+            x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
         found = None
         for block in self.h:
             x_BTC, found = block(x_BTC, found)

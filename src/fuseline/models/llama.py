@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fuseline import ops
 from fuseline.errors import InputError
 from fuseline.models.heads import Attend, Heads, whole_sequence
 from fuseline.models.llama_config import PRESETS, LlamaConfig, RopeScaling, preset
@@ -206,17 +207,29 @@ class Llama(nn.Module):
                 f"The sequence has {T} tokens, and this model's block_size is {self.config.block_size}. "
                 "Crop the sequence."
             )
-        logits_BTV = self.logits(self.hidden(tokens_BT, None, whole_sequence))
+        x_BTC = self.hidden(tokens_BT, None, whole_sequence)
         if targets_BT is None:
-            return logits_BTV
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.reshape(-1), ignore_index=IGNORE_INDEX
-        )
+            return self.logits(x_BTC)
+        if self.config.kernels == "fuseline" and is_plain(self.head, nn.Linear):
+            return self._fused_loss(self.norm(x_BTC).flatten(0, 1), targets_BT.reshape(-1))
+        logits_NV = self.logits(x_BTC).flatten(0, 1).float()
+        return F.cross_entropy(logits_NV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
+
+    def _fused_loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
+        """The head and its loss; the logits are never stored whole."""
+        device = x_NC.device.type
+        if torch.is_autocast_enabled(device):
+            x_NC = x_NC.to(torch.get_autocast_dtype(device))
+        return ops.linear_cross_entropy(x_NC, self.head.weight, targets_N, ignore_index=IGNORE_INDEX)
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
         """The stream after the last layer, [B, T, C]. `attend` knows where the tokens stand, and gathers for
         each layer; `positions_BT` is for models that add positions to their tokens, and goes unread."""
-        x_BTC = self.embedding(tokens_BT)
+        fused = self.config.kernels == "fuseline" and self.training
+        if fused and is_plain(self.embedding, nn.Embedding):  # its gradient needs no sort
+            x_BTC = ops.embedding(tokens_BT, self.embedding.weight)
+        else:
+            x_BTC = self.embedding(tokens_BT)
         blocks = cast(Sequence[Block], self.blocks)
         for layer, block in enumerate(blocks):
             following = self.head if layer + 1 == len(blocks) else blocks[layer + 1].attention.qkv

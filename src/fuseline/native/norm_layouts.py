@@ -43,7 +43,7 @@ def every_layout(direction: str) -> Iterator[Layout]:
     yield RULES
     if direction == "backward":
         yield Layout(1, WARP, kernel="tiles")
-        for held, cluster in product((1, 2, 4), CLUSTERS):
+        for held, cluster in product((1, 2), CLUSTERS):
             yield Layout(held, 512, cluster, kernel="held")
         for held, block, cluster, stages in product((2, 3, 4), RING_BLOCKS, CLUSTERS, (3, 4, 5, 6)):
             yield Layout(held, block, cluster, stages, "ring")

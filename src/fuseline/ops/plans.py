@@ -58,6 +58,8 @@ class Plan:
         if self.elements_per_access:
             access = _count(self.elements_per_access, "element")
             blocks = f"{_count(self.blocks, 'block')} of {self.threads_per_row} threads"
+            if self.blocks_per_row > 1:
+                blocks += f" in clusters of {self.blocks_per_row}"
             return ", ".join([blocks, f"{access} an access", *self._memory()])
         threads = self.threads_per_row * self.blocks_per_row
         parts = [_count(self.blocks, "block"), f"{_count(threads, 'thread')} a row"]
@@ -109,6 +111,10 @@ class _Rows:
     gpu: Gpu
 
     @property
+    def fp16(self) -> bool:
+        return self.dtype is torch.float16
+
+    @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
@@ -130,15 +136,18 @@ def explain(
     """Which kernels compute `op` over the last dimension of a contiguous tensor, and why.
 
     Args:
-        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", or a norm: "layer_norm", "rms_norm", the same
-            behind "add_" or "dropout_add_".
-        shape: of the input, [..., N].
+        op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", "embedding", "quant_linear", or a norm:
+            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_".
+        shape: of the input, [..., N]; of embedding, of the output.
         dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
         options: of softmax: `causal`, `masked` (dense and aligned) and `scale`; of cross_entropy: `weight`
             (there are class weights), `label_smoothing` and `soft_cap`; of gelu: `bias`; of swiglu and
-            geglu: `halves` (the shape is that of one tensor with gate and up beside each other); of norms:
+            geglu: `halves` (the shape is that of one tensor with gate and up beside each other); of
+            embedding: `rows` of the table and `positions` (there is a table of them); of
+            quant_linear: `out_features`, `format` ("plain", "int8" or "int4"), and for int4 `group_size` and
+            `zero_points`; of norms:
             `direction` ("forward" or "backward"; by default both), `fp32_stream` (what is normalized is
             float32, as under autocast), `fp32_weights`, and behind "dropout_add_" `x_bias`.
 
@@ -192,11 +201,13 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
 def _softmax(rows: _Rows, causal: bool = False, masked: bool = False, scale: float = 1.0) -> tuple[Plan, ...]:
     def forward(refused: int) -> _Planned:
         mask_in_vectors = rows.length * rows.itemsize % 16 == 0
-        options = (scale, bool(causal), bool(masked), mask_in_vectors)
+        options = (scale, bool(causal), bool(masked), mask_in_vectors, rows.fp16)
         return torch.ops.fuseline.plan_softmax_forward(*rows.arguments, [rows.address] * 2, *options, refused)
 
     def backward(refused: int) -> _Planned:
-        return torch.ops.fuseline.plan_softmax_backward(*rows.arguments, [rows.address] * 3, refused)
+        return torch.ops.fuseline.plan_softmax_backward(
+            *rows.arguments, [rows.address] * 3, rows.fp16, refused
+        )
 
     return _plan("forward", forward), _plan("backward", backward)
 
@@ -208,7 +219,7 @@ def _cross_entropy(
 
     def with_gradient(grad: bool) -> Callable[[int], _Planned]:
         return lambda refused: torch.ops.fuseline.plan_cross_entropy(
-            *rows.arguments, [rows.address] * 2, grad, plain, refused
+            *rows.arguments, [rows.address] * 2, grad, plain, rows.fp16, refused
         )
 
     return (
@@ -236,6 +247,34 @@ def _glu(rows: _Rows, halves: bool = False) -> tuple[Plan, ...]:
     return _plan("forward", ask), _plan("backward", ask)
 
 
+def _embedding(tokens: _Rows, rows: int = 50257, positions: bool = False) -> tuple[Plan, ...]:
+    def ask(backward: bool) -> Callable[[int], _Planned]:
+        options = tokens.address, rows, bool(positions), backward
+        return lambda refused: torch.ops.fuseline.plan_embedding(*tokens.arguments, *options)
+
+    return _plan("forward", ask(False)), _plan("backward", ask(True))
+
+
+def _quant_linear(
+    rows: _Rows,
+    out_features: int = 4096,
+    format: str = "int8",
+    group_size: int = 128,
+    zero_points: bool = False,
+) -> tuple[Plan, ...]:
+    if out_features < 1:
+        raise InputError(f"out_features is {out_features}; a weight has one row or more.")
+    if rows.itemsize != 2:
+        return (Plan("forward", "", "torch multiplies float32 with the dequantized weight"),)
+    whole = rows.address % 16 == 0
+    weight = out_features, rows.length, format, not rows.fp16, whole, group_size, bool(zero_points)
+
+    def ask(refused: int) -> _Planned:
+        return torch.ops.fuseline.plan_linear(rows.gpu.numbers(), rows.count, *weight)
+
+    return (_plan("forward", ask),)
+
+
 _NORM_OF = {"": 0, "add": 1, "dropout_add": 2}
 """What a norm is of, as NormOf of csrc/kernels/plans/norms.h counts it."""
 
@@ -258,16 +297,17 @@ def _norm(name: str) -> Callable[..., tuple[Plan, ...]]:
             raise InputError(f"x_bias is of the norms behind a dropout; {name} has none.")
         wide = 4 if fp32_stream else rows.itemsize
         given = rows.gpu.numbers(), rows.count, rows.length, [wide, rows.itemsize], rows.address
-        wide_weights = bool(fp32_weights) or rows.itemsize == 4
+        wide_weights, fp16 = bool(fp32_weights) or rows.itemsize == 4, rows.dtype == torch.float16
 
         def forward(refused: int) -> _Planned:
-            numbers = rows.dtype == torch.float16, centred, of, drops, wide_weights, refused
-            return torch.ops.fuseline.plan_norm_forward(*given, *numbers)
+            return torch.ops.fuseline.plan_norm_forward(
+                *given, fp16, centred, of, drops, wide_weights, refused
+            )
 
         def backward(refused: int) -> _Planned:
             of_branch = drops or (added and wide != rows.itemsize)
             there = [drops, added, True, of_branch, True, centred, bool(x_bias)]
-            return torch.ops.fuseline.plan_norm_backward(*given, centred, wide_weights, there, refused)
+            return torch.ops.fuseline.plan_norm_backward(*given, fp16, centred, wide_weights, there, refused)
 
         asks = {"forward": forward, "backward": backward}
         return tuple(_plan(work, ask) for work, ask in asks.items() if direction in (None, work))
@@ -283,6 +323,8 @@ PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
     "gelu": _gelu,
     "swiglu": _glu,
     "geglu": _glu,
+    "embedding": _embedding,
+    "quant_linear": _quant_linear,
     **{name: _norm(name) for name in NORMS},
 }
 """The ops that `explain` knows; each takes the rows and the op's own options."""

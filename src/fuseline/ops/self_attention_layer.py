@@ -361,7 +361,7 @@ def _is_small(
             captured = MOST_CAPTURED_EXACT_WORK
             if S > 64 or work > MOST_EXACT_WORK:
                 return False
-    elif dtype not in (torch.float16, torch.bfloat16) or (S > 64 and head_dim > 112):
+    elif dtype is not torch.bfloat16 or (S > 64 and head_dim > 112):
         return False
     if work > captured and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         return False

@@ -29,8 +29,8 @@ NO_TIME = 0.0005  # milliseconds under which a row is nothing to speak of
 
 @dataclass(frozen=True)
 class Entry:
-    """A piece of the step as it is shown: times in microseconds from the step's begin. `us` is what counts
-    for it, `elapsed_us` how long it ran; `bytes`, `flops` and `floor_us` are None where they are not
+    """A piece of the step as shown: times in microseconds from the step's start. `us` is its share of the
+    busy time, `elapsed_us` how long it ran; `bytes`, `flops` and `floor_us` are None if not
     known."""
 
     name: str
@@ -77,8 +77,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: milliseconds a step (median of the steps, with the 95% interval), their share of the
-    step by the clock, and how far they are from their floor. `saving_ms` counts what has a known floor;
+    """A line of a table: milliseconds a step (the median over steps, with its 95% interval), their share of
+    the step by the clock, and their distance from the floor. `saving_ms` counts only work with a known floor;
     `covered` is the share of the time that has one."""
 
     name: str
@@ -137,25 +137,25 @@ class Profile:
 
     @property
     def busy_ms(self) -> float:
-        """The time in which the device was at work."""
+        """The time in which the device was busy."""
         return summarize([sum(s.us for s in step) / 1e3 for step in self.samples]).median
 
     @property
     def waiting_ms(self) -> float:
-        """The rest of the step by the clock: the profiler lengthens what the host does, and so the gaps that
-        it sees, but not what a GPU does."""
+        """The step by the clock, minus the busy time. The profiler slows the host down, and so lengthens the
+        gaps in the trace, but it does not slow a GPU down."""
         if self.on_gpu:
             return max(0.0, self.step_ms.median - self.busy_ms)
         return sum(gap.us for gap in self.gaps) / 1e3
 
     @property
     def whole_ms(self) -> float:
-        """What shares are of: the step by the clock; on a CPU, where every op that is recorded takes longer,
-        the step as it was recorded."""
+        """The time that shares refer to: the step by the clock; on a CPU, where recording slows every op
+        down, the recorded step."""
         return self.step_ms.median if self.on_gpu else self.busy_ms + self.waiting_ms
 
     def by_kind(self) -> list[Row]:
-        """A row for each kind of work that the step has, and one for the time without work."""
+        """A row for each kind of work in the step, and one for the time without work."""
         rows = self._rows(lambda kind, name: kind, lambda kind, name: kind)
         waiting = self.waiting_ms
         if waiting > NO_TIME:

@@ -20,7 +20,7 @@ FORMAT = "fuseline profile 1"
 
 
 def write(profile: Profile, folder: Path | str) -> Path:
-    """Write the profile into `folder`, which is made; what is there of a profile before is replaced. Returns
+    """Write the profile into `folder`, which is made if needed; an earlier profile there is replaced. Returns
     the path of `profile.json`. Raises `InputError` if it cannot be written."""
     folder = Path(folder)
     fields = [f.name for f in dataclasses.fields(Profile) if f.name != "files"]

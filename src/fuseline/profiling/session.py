@@ -1,4 +1,4 @@
-"""What stands inside `with fuseline.profile() as p:` is profiled as one step.
+"""Profile the code inside `with fuseline.profile() as p:` as one step.
 
     for _ in range(3):
         train_step()                                  # compiles, fills caches
@@ -7,9 +7,9 @@
     print(p)                                          # the tables
     p.save("my-profile")                              # page, traces, records
 
-Several steps are told apart by `p.step()` after each. Everything is recorded at once here, so the host is
-slower than without: of the gaps believe the places, and of a CPU's ops the shares. `profile_step` takes the
-step as a function, and measures it without that.
+To profile several steps, call `p.step()` after each. Everything is recorded at once here, which slows the
+host down. So the places of gaps are right, but not their lengths, and the shares of a CPU's ops, but not
+their times. `profile_step` takes the step as a function and measures it without this.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Write = Callable[[Profile, Path], Path]
 
 
 class Session:
-    """A block that is profiled. `profile` is there when it has ended.
+    """A profiled block. `profile` is available after the block has ended.
 
     Args:
-        model, optimizer: whose modules name the places, and whose tensors the memory is told apart by. Where
-            torch.compile has compiled anything, modules are not named.
-        device: what is profiled: that of the model, else a GPU if there is one.
-        write: how `save` writes; the data alone if not given.
+        model, optimizer: the model's modules name the places, and the tensors of both tell kinds of memory
+            apart. If torch.compile has compiled anything, modules are not named.
+        device: the device to profile; by default the model's, or a GPU if there is one.
+        write: how `save` writes; by default the data alone.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Session:
         )
 
     def step(self) -> None:
-        """One step has ended, and another begins."""
+        """End one step and begin the next."""
         if self._range is None:
             raise InputError("step() tells steps apart inside `with fuseline.profile() as p:`.")
         self._end_step()

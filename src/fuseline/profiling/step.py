@@ -41,23 +41,23 @@ def profile_step(
     memory: bool = True,
     observe: Observer = lambda what: None,
 ) -> Profile:
-    """Warm `step` up, time it by the clock, record `steps` steps and then one in detail.
+    """Warm up `step`, time it by the clock, then record `steps` steps and one more in detail.
 
     Args:
-        step: called without arguments, it takes one step and waits for nothing.
-        device: what it runs on; that of the model, else a GPU if there is one.
-        model, optimizer: whose modules name the places of a step that is not compiled, and whose tensors the
-            memory is told apart by.
-        unrecorded: the same step launched kernel by kernel, where `step` replays a CUDA graph: inside one
-            only the names of kernels are known, and this says what launched them.
-        name_modules: whether the model's modules run one by one in the step, so that each can be a named
-            range: not in compiled code. None: unless something was compiled in this process.
-        case: what runs, for records.
-        precision: `fp32` if products of fp32 are computed in full, any other if in TF32; as torch is set now
-            if not given.
-        ceilings: as measured before; measured here if not given.
-        memory: record the allocator as well.
-        observe: called with what is done, as it is done.
+        step: a function without arguments that takes one step and does not wait for the device.
+        device: the device it runs on; by default the model's, or a GPU if there is one.
+        model, optimizer: the model's modules name the places of a step that is not compiled, and the tensors
+            of both tell kinds of memory apart.
+        unrecorded: if `step` replays a CUDA graph, the same step launched kernel by kernel. A replayed graph
+            shows only names of kernels; this step shows which op launched each.
+        name_modules: whether to name modules, which needs modules that run one by one, not compiled code.
+            None: yes, unless something was compiled in this process.
+        case: a description of what runs, for the records.
+        precision: `fp32` if fp32 products are computed in full, any other name if in TF32; by default as
+            torch is set now.
+        ceilings: earlier measured ceilings; measured here by default.
+        memory: whether to record the allocator, too.
+        observe: called with a line about each thing as it is done.
 
     Raises `InputError` if the device did nothing in the step.
     """
@@ -133,8 +133,8 @@ def assembled(
 
 
 def step_device(device: torch.device | str | None, model: nn.Module | None) -> torch.device:
-    """The device that was named, or that of the model, or a GPU if there is one. `InputError` for a GPU where
-    there is none."""
+    """The named device, or the model's, or a GPU if there is one. Raises `InputError` for a GPU that is not
+    there."""
     if device is not None:
         place = torch.device(device)
         if place.type == "cuda" and not torch.cuda.is_available():
@@ -149,7 +149,7 @@ def step_device(device: torch.device | str | None, model: nn.Module | None) -> t
 
 
 def _by_the_clock(step: Step, device: torch.device) -> Summary:
-    """Milliseconds a step over runs of several, as long as half a second takes them and two at least."""
+    """Milliseconds of a step, over runs of several steps: half a second of runs, but at least two."""
     one = time_steps(step, device, steps=1)
     each = max(1, min(20, int(100 / max(one, 0.01))))
     return summarize([time_steps(step, device, steps=each) for _ in range(5)])

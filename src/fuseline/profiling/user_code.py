@@ -28,8 +28,8 @@ WANTED = "It should return (model, batch) or (model, batch, loss_fn)"
 
 @dataclass(frozen=True)
 class Work:
-    """A model with a batch for it. `tensors` are the batch's, in order, and `names` their names where the
-    batch is a dict; `rest` are its other entries."""
+    """A model with a batch for it. `tensors` are the tensors of the batch in order, `names` their names if
+    the batch is a dict, and `rest` its other entries."""
 
     model: nn.Module
     tensors: tuple[torch.Tensor, ...]

@@ -106,7 +106,8 @@ def quantize(
     keep_original: bool = False,
 ) -> Quantization:
     """Replace the `torch.nn.Linear` layers of `model`, and transformers' `Conv1D`, by quantized ones, in
-    place. A `model` that is a linear layer itself stays as it is: the quantized one is the answer's `model`.
+    place. If `model` is a linear layer itself, it stays as it is, and the result's `model` is the quantized
+    one.
 
     Three kinds of layers are left, and the result lists them with the reason: subclasses of
     `torch.nn.Linear`; layers whose weight another module reads without calling them, which that module

@@ -191,7 +191,7 @@ _NEEDED: Mapping[tuple[str, str | None], Mapping[str, tuple[str, ...]]] = {
             ),
             (),
         )
-        for section in ("short", "long", "decode", "masks", "picker")
+        for section in ("short", "long", "drawn", "decode", "masks", "picker")
     },
     ("compile", "*"): dict.fromkeys(("model", "rung"), ()),
     ("decode", "climb"): dict.fromkeys(("lever", "order", "rung"), ()),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from fuseline.data.corpora import check_corpus
 from fuseline.models.gpt import GPT
 from fuseline.training.checkpoint import LATEST, peek
 from fuseline.training.config import TrainConfig
@@ -23,13 +24,14 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
     its vocabulary is a guess.
 
     Raises:
-        InputError: the folder holds a run already (or none to resume), or the device cannot do what the
-            configuration says.
+        InputError: the folder holds a run already (or none to resume), there is no such data, or the device
+            cannot do what the configuration says.
     """
     start = peek(folder / LATEST)[1] if resume else 0
     if not resume:
         check_vacant(folder)
     group = Group(rank=0, world_size=1, device=torch.device(device))
+    check_corpus(config.data)
     config = resolved(config, group)
     check_machine(config, group)
     vocab_size = config.vocab_size or _VOCAB_SIZES[config.tokenizer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,9 +64,18 @@ def test_bar_has_its_own_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not small.SmallBench(CPU, forms=("bar",)).cases()
     bench = small.SmallBench(CPU, rounds=1)
     monkeypatch.setattr(small.SmallBench, "cases", lambda bench: [small.Case("bar", "tf32", 2, 2, 3, 16)])
+    compiled: list[object] = []
+
+    def compile_here(function: Callable[..., object], *, mode: str | None, **_: object) -> object:
+        compiled.append(mode)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_here)
     records, _ = small.run_small(bench, tmp_path, lambda now, done, total: None)
     assert {r.case["dtype"] for r in records} == {"tf32"}
     assert {r.case["baseline"] for r in records if r.metric == "paired_speedup"} == {"sdpa"}
+    assert compiled == [None, "max-autotune-no-cudagraphs"]
+    assert {r.peer for r in records if r.metric == "time_us"} == set(PEERS["bar"])
 
 
 def test_a_sample_has_as_many_calls_as_its_seconds_hold() -> None:

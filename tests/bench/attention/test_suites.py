@@ -13,6 +13,7 @@ from fuseline.bench.attention.suites import (
     LONG_LENGTHS,
     MASKS,
     RANDOM_CASES,
+    SHORT_LENGTHS,
     SUITES,
     TABLE_SEEDS,
     problems_of,
@@ -54,6 +55,10 @@ def test_suites_cover_what_they_say() -> None:
     assert max(LONG_LENGTHS) == 65536
     assert all(p.seqlen_q <= 16 and p.direction == "fw" for p in problems_of("decode", GPU))
     assert len(problems_of("masks", GPU)) == len(MASKS)
+    drawn = {p.seqlen_q for p in problems_of("drawn", GPU)}
+    assert len(drawn) == 5
+    assert not drawn & {*SHORT_LENGTHS, *LONG_LENGTHS}
+    assert problems_of("drawn", GPU) == problems_of("drawn", GPU)
     for name in SUITES:
         for problem in problems_of(name, GPU):
             assert CANDIDATES["math"].supports(problem) is None

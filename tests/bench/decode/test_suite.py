@@ -14,7 +14,13 @@ import torch
 from fuseline import report
 from fuseline.bench.compiling import Compilers, Task
 from fuseline.bench.decode import DecodeBench, contenders, left, run
-from fuseline.bench.decode.contenders import Compiled, contender, in_plain_torch, tinygemm_weight
+from fuseline.bench.decode.contenders import (
+    Compiled,
+    CompiledTransformers,
+    contender,
+    in_plain_torch,
+    tinygemm_weight,
+)
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT, GPTConfig
@@ -49,6 +55,12 @@ def model() -> Llama:
 
 def test_all_write_the_same(model: Llama) -> None:
     options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     expected = written(contender("fuseline", model, **options))
     assert written(contender("eager", model, **options)) == expected
     assert written(Compiled(in_plain_torch(model), **options, backend="eager")) == expected
@@ -56,11 +68,20 @@ def test_all_write_the_same(model: Llama) -> None:
         warnings.simplefilter("ignore")  # its own deprecations are not ours to mend
         pytest.importorskip("transformers", reason="needs transformers to compare with")
         assert written(contender("transformers", model, **options)) == expected
+        compiled = CompiledTransformers(model, **options, backend=count)
+        assert written(compiled) == expected
+        assert graphs
 
 
 def test_int8_is_compared_in_the_same_integers(model: Llama) -> None:
     quantize(model, "int8")
     options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     expected = written(contender("fuseline", model, **options))
     plain = in_plain_torch(model)
     assert not any(isinstance(layer, QuantLinear) for layer in plain.modules())
@@ -132,6 +153,12 @@ def test_a_gpt_is_compared_too() -> None:
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(64, 37, 1, 2, 16, norm="fuseline")).eval()
     options: dict[str, Any] = {"batch": 2, "capacity": 32}
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     expected = written(contender("fuseline", gpt, **options))
     assert written(contender("eager", gpt, **options)) == expected
     with pytest.raises(InputError, match="only Llamas"):

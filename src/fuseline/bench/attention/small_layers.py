@@ -24,10 +24,13 @@ PEERS = {
     "shared": ("python", "aten", "fuseline", "sdpa"),
     "full": ("python", "aten", "fuseline", "sdpa", "mha"),
     "block": ("python", "fuseline", "sdpa", "eager"),
-    "bar": ("fuseline", "sdpa"),
+    "bar": ("fuseline", "sdpa", "mha", "inductor", "max-autotune"),
 }
-"""The peers of each form. `sdpa`: the module over torch's attention; `mha` and `eager`: torch's own
-MultiheadAttention and TransformerEncoderLayer."""
+"""The peers of each form. `sdpa`: the module over torch's attention, which `inductor` and `max-autotune`
+compile; `mha` and `eager`: torch's own MultiheadAttention and TransformerEncoderLayer, in evaluation, where
+a forward without gradients takes torch's fast path."""
+
+MODES = {"inductor": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 IMPLEMENTATIONS = {"python": "python", "aten": "aten", "fuseline": "fused"}
 
@@ -50,6 +53,7 @@ def build(
     if form == "block":
         return _block(peer, embed_dim, heads, device, dtype)
     theirs = torch.nn.MultiheadAttention(embed_dim, heads, batch_first=True, device=device, dtype=dtype)
+    theirs.eval()
     if peer == "mha":
         return Layer(lambda x: theirs(x, x, x, need_weights=False)[0], tuple(theirs.parameters()))
     qkv_weight, qkv_bias = theirs.in_proj_weight, theirs.in_proj_bias
@@ -64,8 +68,11 @@ def build(
     else:
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            return _composed(peer, x, qkv_weight, qkv_bias, *last, heads)
+            attend = "sdpa" if peer in MODES else peer
+            return _composed(attend, x, qkv_weight, qkv_bias, *last, heads)
 
+    if peer in MODES:
+        run = torch.compile(run, dynamic=False, fullgraph=True, mode=MODES[peer])
     return Layer(run, (qkv_weight, qkv_bias, *last))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from fuseline.bench.attention.random_problems import random_problem
+from fuseline.bench.drawn import drawn_lengths
 from fuseline.ops.attention.problem import Problem
 
 Item = TypeVar("Item")
@@ -17,6 +18,7 @@ TOKENS = 32768
 CHANNELS = 2048
 SHORT_LENGTHS = (16, 32, 64, 128, 256)
 LONG_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+DRAWN_SPAN, DRAWN_SEED = (16, 16384), 1337
 RANDOM_CASES = 200
 COMPILED_CASES = 30
 BAR_SEEDS, TABLE_SEEDS, COMPILED_SEEDS = 0, 100_000, 200_000
@@ -111,6 +113,18 @@ def _long(device: torch.device) -> list[Problem]:
     ]
 
 
+def _drawn(device: torch.device) -> list[Problem]:
+    """As the two before, at lengths that nothing was chosen at."""
+    known, longest = (*SHORT_LENGTHS, *LONG_LENGTHS), DRAWN_SPAN[1] if device.type == "cuda" else 512
+    return [
+        _plain(device, length, head_dim, causal, direction)
+        for length in drawn_lengths(DRAWN_SEED, DRAWN_SPAN[0], longest, known)
+        for head_dim in (64, 128)
+        for causal in ("bottom_right", "none")
+        for direction in ("fw", "fwbw")
+    ]
+
+
 def _decode(device: torch.device) -> list[Problem]:
     lengths = (1024, 4096, 16384, 65536) if device.type == "cuda" else (1024,)
     return [
@@ -184,6 +198,7 @@ def _shrunk(problem: Problem) -> Problem:
 SUITES: Mapping[str, Callable[[torch.device], list[Problem]]] = {
     "short": _short,
     "long": _long,
+    "drawn": _drawn,
     "decode": _decode,
     "masks": _masks,
     "picker": _random,

@@ -1,4 +1,5 @@
-"""Who decodes: Fuseline, the same model in plain torch, eager or compiled as gpt-fast does, `transformers`.
+"""Who decodes: Fuseline, the same model in plain torch, eager or compiled as gpt-fast does, `transformers` as
+it comes and compiled.
 
 All hold the same weights and go on from the same prompts. Greedy: drawing is not what is compared.
 """
@@ -26,7 +27,7 @@ from fuseline.nn import QuantLinear
 from fuseline.ops.quant_layout import unpack_groups, unpack_int4, unpack_int8
 from fuseline.quant.linears import replace as replace_module
 
-PEERS = ("fuseline", "eager", "gptfast", "transformers")
+PEERS = ("fuseline", "eager", "gptfast", "transformers", "transformers-compiled")
 FLOATS = ("bf16", "fp32")
 # What each can decode; others' own quantized kernels are measured as products, by `fuseline bench linear`.
 FORMATS = {"fuseline": (*FLOATS, "int8", "int4", "fp8"), "gptfast": (*FLOATS, "int8", "int4")}
@@ -46,6 +47,8 @@ def contender(peer: str, model: LanguageModel, *, batch: int, capacity: int) -> 
         return Decoder(model, batch=batch, capacity=capacity)
     if peer == "transformers":
         return _Transformers(model, batch, capacity)
+    if peer == "transformers-compiled":
+        return CompiledTransformers(model, batch, capacity)
     plain = in_plain_torch(model)
     if peer == "eager":
         return Decoder(plain, batch=batch, capacity=capacity, graphs=False)
@@ -235,6 +238,24 @@ class _Transformers:
 
     def close(self) -> None:
         del self._model, self._cache
+
+
+class CompiledTransformers(_Transformers):
+    """The same with its forward compiled for one token, as `generate` does it for a static cache: replayed as
+    CUDA graphs. Prompts are read by the forward as it came."""
+
+    def __init__(self, model: LanguageModel, batch: int, capacity: int, backend: str = "inductor") -> None:
+        super().__init__(model, batch, capacity)
+        mode: dict[str, Any] = {"mode": "reduce-overhead"} if backend == "inductor" else {}
+        self._plain = self._model.forward
+        self._compiled: Callable[..., Any] = torch.compile(
+            self._plain, dynamic=False, backend=backend, **mode
+        )
+
+    def _taken(self, tokens_BT: Tensor, first: int) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        self._model.forward = self._compiled if tokens_BT.shape[1] == 1 else self._plain
+        return super()._taken(tokens_BT, first)
 
 
 def _theirs(model: Llama, transformers: Any) -> Any:

@@ -131,7 +131,7 @@ def _measured(
     finally:
         _tidy()
     environment = describe(bench.device)
-    version = _version("transformers") if problem.peer == "transformers" else None
+    version = _version("transformers") if problem.peer.startswith("transformers") else None
 
     def record(metric: str, value: float | None, **interval: Any) -> Record:
         return Record.of(

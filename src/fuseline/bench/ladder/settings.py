@@ -54,6 +54,7 @@ class Settings:
                 raise InputError(f"{flag} {value}: it must be 1 or more.")
         if self.out.exists() and not self.out.is_dir():
             raise InputError(f"--out {self.out} is a file; name a folder to write to.")
+        _ = self.selection  # names that are not known, before anything is built or read
 
     @property
     def selection(self) -> Selection:

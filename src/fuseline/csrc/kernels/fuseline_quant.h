@@ -28,11 +28,12 @@ typedef enum {
 typedef enum {
   FUSELINE_LINEAR_ANY = 0,
   FUSELINE_LINEAR_STREAM = 1, /* up to 32 rows of x */
-  FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper; nothing around them but a bias */
-  FUSELINE_LINEAR_GEMV = 3,   /* 16-bit weights and up to 4 rows of x, or 8; few quantized weights and one row alone */
+  FUSELINE_LINEAR_TILES = 2,  /* quantized weights on Hopper, x in bf16; nothing around them but a bias; up to 32 rows of */
+                              /* x where there are zero points or groups of fewer than 128 columns */
+  FUSELINE_LINEAR_GEMV = 3,   /* 16-bit weights and up to 4 rows of x; few quantized weights and one row in bf16 */
   FUSELINE_LINEAR_65_TO_256 = 4, /* quantized weights on Hopper and 65 to 256 rows of x in bf16 at multiples of 16 bytes; */
                                /* nothing around them but a bias, no zero points, groups of 128 and more */
-  FUSELINE_LINEAR_SLICES = 5   /* quantized weights on Hopper and up to 32 rows of x (int4 16); likewise */
+  FUSELINE_LINEAR_SLICES = 5   /* quantized weights on Hopper and up to 32 rows of x in bf16 (int4 16); likewise */
 } fuseline_linear_kernel;
 
 typedef enum { FUSELINE_NORM_NONE = 0, FUSELINE_NORM_RMS = 1, FUSELINE_NORM_LAYER = 2 } fuseline_linear_norm;
@@ -55,8 +56,7 @@ typedef struct {
   void* y;            /* [m, n] */
   int64_t m, n, k;
   int64_t x_stride;
-  /* 16 bits: elements between rows. Rows that begin at no multiple of 16 bytes, or are not so many long, are for up to 8 rows
-   * of x, without norm or SwiGLU, and no shorter than 7. */
+  /* 16 bits: elements between rows, a multiple of 8; rows begin at multiples of 16 bytes. */
   int64_t weight_stride;
   int64_t group_size;    /* int4: 32 or more, a power of two */
   int kernel;            /* for measuring, a fuseline_linear_kernel; 0 takes the plan */

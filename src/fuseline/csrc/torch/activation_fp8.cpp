@@ -2,18 +2,16 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include <optional>
 #include <tuple>
 
 #include "fuseline_fp8.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::activation_fp8_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
@@ -102,21 +100,10 @@ Four backward_cuda(const Tensor& grad_out, const Tensor& x, const OptionalTensor
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("fp8_activation(Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor, Tensor)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("fp8_activation_backward(Tensor grad_out, Tensor x, Tensor? bias, Tensor columns, str activation, bool e5m2, "
-          "bool bias_wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("fp8_activation", forward_cuda);
-    m.impl("fp8_activation_backward", backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("fp8_activation", forward_meta);
-    m.impl("fp8_activation_backward", backward_meta);
+    define_on_cuda(m, "fp8_activation(Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor, Tensor)",
+                   forward_cuda, forward_meta);
+    define_on_cuda(m, "fp8_activation_backward(Tensor grad_out, Tensor x, Tensor? bias, Tensor columns, str activation, bool e5m2, "
+                      "bool bias_wanted) -> (Tensor, Tensor, Tensor, Tensor)", backward_cuda, backward_meta);
 }
 
 }  // namespace fuseline::activation_fp8_op

@@ -3,10 +3,9 @@
 //
 // Tokens and lengths are written, so that the op has no gradient and is for inference alone.
 
-#include <torch/library.h>
 
 #include "fuseline_argmax_step.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::argmax_step_op {
 namespace {
@@ -40,11 +39,8 @@ void argmax_step_meta(const Tensor&, const Tensor&, const Tensor&) {}
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("argmax_step(Tensor logits, Tensor(a!) tokens, Tensor(b!) lengths) -> ()", {at::Tag::pt2_compliant_tag});
+    define_on_cuda(m, "argmax_step(Tensor logits, Tensor(a!) tokens, Tensor(b!) lengths) -> ()",
+                   argmax_step_cuda, argmax_step_meta);
 }
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("argmax_step", argmax_step_cuda); }
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("argmax_step", argmax_step_meta); }
 
 }  // namespace fuseline::argmax_step_op

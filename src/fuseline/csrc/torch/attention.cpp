@@ -7,16 +7,13 @@
 
 #include "attention.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <cmath>
 
 #include "fuseline_attention.h"
-#include "transforms.h"
 
 namespace fuseline {
 
@@ -47,22 +44,10 @@ constexpr const char* kName = "attention";
     q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, causal, window_left,       \
         window_right, softmax_scale, soft_cap, dropout_p
 
-AttentionOut forward_op(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fuseline::attention", "")
-                               .typed<AttentionOut(FUSELINE_ATTENTION_TYPES, int64_t)>();
-    return op.call(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
-}
+constexpr Op<"attention", AttentionOut(FUSELINE_ATTENTION_TYPES, int64_t)> forward_op;
 
-AttentionGradients backward_op(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                               const Tensor& lse, const Wanted& wanted, FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("fuseline::attention_backward", "")
-            .typed<AttentionGradients(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, Wanted,
-                                      FUSELINE_ATTENTION_TYPES)>();
-    return op.call(grad_out, grad_lse, out, lse, wanted, FUSELINE_ATTENTION_ARGUMENTS);
-}
+constexpr Op<"attention_backward", AttentionGradients(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, Wanted,
+                                                      FUSELINE_ATTENTION_TYPES)> backward_op;
 
 void check_packing(const Tensor& q, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
     TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), kName,
@@ -251,7 +236,6 @@ struct Attend : torch::autograd::Function<Attend> {
         variable_list result(17);
         if (!grads[0].defined() && !grads[1].defined()) return result;
         const auto saved = ctx->get_saved_variables();
-        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
         const Tensor &out = saved[8], &lse = saved[9];
         const c10::List<bool> flags = ctx->saved_data["wanted"].toBoolList();
         Wanted wanted;
@@ -279,33 +263,12 @@ struct Attend : torch::autograd::Function<Attend> {
 };
 
 AttentionOut attention_autograd(FUSELINE_ATTENTION_PARAMETERS(c10::SymInt), int64_t forward_by) {
-    const bool tracked = wants_grad(q) || wants_grad(k) || wants_grad(v) || wants_grad(mask) || wants_grad(sinks);
-    if (at::GradMode::is_enabled() && tracked) {
+    if (tracked(q, k, v, mask, sinks)) {
         check<c10::SymInt>(FUSELINE_ATTENTION_ARGUMENTS);
         const auto made = Attend::apply(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
         return {made[0], made[1]};
     }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
-}
-
-AttentionGradients attention_backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_lse,
-                                               const Tensor& out, const Tensor& lse, Wanted wanted,
-                                               FUSELINE_ATTENTION_PARAMETERS(c10::SymInt)) {
-    AttentionGradients made = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, grad_lse, out, lse, wanted, FUSELINE_ATTENTION_ARGUMENTS);
-    }();
-    if (!at::GradMode::is_enabled()) return made;
-    const std::array<OptionalTensor, 7> given = {grad_out, grad_lse, q, k, v, mask, sinks};
-    const auto refuse = [&](Tensor x) {
-        for (const OptionalTensor& each : given) {
-            if (wants_grad(each)) x = NoSecondDerivative::apply(x, grad_out, *each, std::string(kName));
-        }
-        return x;
-    };
-    return {refuse(std::get<0>(made)), refuse(std::get<1>(made)), refuse(std::get<2>(made)), refuse(std::get<3>(made)),
-            refuse(std::get<4>(made))};
+    return forward_op.below_autograd(FUSELINE_ATTENTION_ARGUMENTS, forward_by);
 }
 
 }  // namespace
@@ -319,28 +282,10 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     const std::string backward =
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] wanted, " + tensors +
         ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks)";
-    m.def(forward.c_str(), {at::Tag::pt2_compliant_tag});
-    m.def(backward.c_str(), {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("attention", attention_cpu);
-    m.impl("attention_backward", attention_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("attention", attention_cuda);
-    m.impl("attention_backward", attention_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("attention", attention_meta);
-    m.impl("attention_backward", attention_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<attention_autograd>(m, "attention");
-    impl_autograd<attention_backward_autograd>(m, "attention_backward");
+    define(m, forward.c_str(), attention_cpu, attention_cuda, attention_meta);
+    define(m, backward.c_str(), attention_backward_cpu, attention_backward_cuda, attention_backward_meta);
+    differentiate<attention_autograd>(m, "attention");
+    refuse_second_derivative<"attention_backward", "attention", attention_backward_meta>(m);
 }
 
 }  // namespace fuseline::attention_op

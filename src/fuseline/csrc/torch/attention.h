@@ -7,11 +7,9 @@
 #include <optional>
 #include <tuple>
 
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline {
-
-using OptionalTensor = std::optional<Tensor>;
 
 struct AttentionCall {
     Tensor q, k, v;  // [B, H, T, D], [B, Hkv, S, D], the same

@@ -2,13 +2,10 @@
 // the same form: the kernels write it in place, so that nothing is put together afterwards. The forward is that of
 // attention.cpp over views.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "attention.h"
-#include "transforms.h"
 
 namespace fuseline::attention_packed_op {
 namespace {
@@ -24,21 +21,10 @@ constexpr const char* kName = "attention_packed";
 #define FUSELINE_PACKED_ARGUMENTS                                                                                   \
     qkv, mask, seed, num_heads, num_kv_heads, causal, window_left, window_right, softmax_scale, soft_cap, dropout_p
 
-AttentionOut forward_op(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fuseline::attention_packed", "")
-                               .typed<AttentionOut(FUSELINE_PACKED_TYPES, int64_t)>();
-    return op.call(FUSELINE_PACKED_ARGUMENTS, forward_by);
-}
+constexpr Op<"attention_packed", AttentionOut(FUSELINE_PACKED_TYPES, int64_t)> forward_op;
 
-Tensor backward_op(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                   FUSELINE_PACKED_PARAMETERS) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fuseline::attention_packed_backward", "")
-                               .typed<Tensor(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                             FUSELINE_PACKED_TYPES)>();
-    return op.call(grad_out, grad_lse, out, lse, FUSELINE_PACKED_ARGUMENTS);
-}
+constexpr Op<"attention_packed_backward", Tensor(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                                                 FUSELINE_PACKED_TYPES)> backward_op;
 
 // q [B, H, T, D], k and v [B, Hkv, T, D] of a packed tensor [B, T, (H + 2 Hkv) D].
 HeadGradients heads_of(const Tensor& packed, int64_t num_heads, int64_t num_kv_heads) {
@@ -72,14 +58,12 @@ AttentionCall call_of(FUSELINE_PACKED_PARAMETERS) {
 AttentionOut packed(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
     check(qkv, mask, num_heads, num_kv_heads);
     const HeadGradients heads = heads_of(qkv, num_heads, num_kv_heads);
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("fuseline::attention", "")
-            .typed<AttentionOut(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
-                                c10::SymInt, int64_t, int64_t, int64_t, double, double, double, int64_t)>();
+    constexpr Op<"attention", AttentionOut(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                           const OptionalTensor&, c10::SymInt, c10::SymInt, int64_t, int64_t, int64_t, double,
+                                           double, double, int64_t)> op;
     const c10::SymInt T = qkv.sym_size(1);
-    return op.call(heads[0], heads[1], heads[2], mask, std::nullopt, std::nullopt, std::nullopt, seed, T, T, causal,
+    return op(heads[0], heads[1], heads[2], mask, std::nullopt, std::nullopt, std::nullopt, seed, T, T, causal,
                    window_left, window_right, softmax_scale, soft_cap, dropout_p, forward_by);
 }
 
@@ -128,7 +112,6 @@ struct AttendPacked : torch::autograd::Function<AttendPacked> {
         variable_list result(12);
         if (!grads[0].defined() && !grads[1].defined()) return result;
         const auto saved = ctx->get_saved_variables();
-        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
         const auto n = ctx->saved_data["numbers"].toIntList();
         const auto o = ctx->saved_data["options"].toDoubleList();
         const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_symint(saved[3].sym_sizes(), saved[3].options());
@@ -140,26 +123,12 @@ struct AttendPacked : torch::autograd::Function<AttendPacked> {
 };
 
 AttentionOut packed_autograd(FUSELINE_PACKED_PARAMETERS, int64_t forward_by) {
-    if (at::GradMode::is_enabled() && wants_grad(qkv)) {
+    if (tracked(qkv)) {
         check(qkv, mask, num_heads, num_kv_heads);
         const auto made = AttendPacked::apply(FUSELINE_PACKED_ARGUMENTS, forward_by);
         return {made[0], made[1]};
     }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(FUSELINE_PACKED_ARGUMENTS, forward_by);
-}
-
-Tensor packed_backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                                const Tensor& lse, FUSELINE_PACKED_PARAMETERS) {
-    Tensor grad = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, grad_lse, out, lse, FUSELINE_PACKED_ARGUMENTS);
-    }();
-    if (!at::GradMode::is_enabled()) return grad;
-    for (const OptionalTensor& each : {OptionalTensor(grad_out), grad_lse, OptionalTensor(qkv)}) {
-        if (wants_grad(each)) grad = NoSecondDerivative::apply(grad, grad_out, *each, std::string("attention"));
-    }
-    return grad;
+    return forward_op.below_autograd(FUSELINE_PACKED_ARGUMENTS, forward_by);
 }
 
 }  // namespace
@@ -172,28 +141,10 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     const std::string backward =
         "attention_packed_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, " + tensors +
         ") -> Tensor grad_qkv";
-    m.def(forward.c_str(), {at::Tag::pt2_compliant_tag});
-    m.def(backward.c_str(), {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("attention_packed", packed);
-    m.impl("attention_packed_backward", packed_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("attention_packed", packed);
-    m.impl("attention_packed_backward", packed_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("attention_packed", packed);
-    m.impl("attention_packed_backward", packed_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<packed_autograd>(m, "attention_packed");
-    impl_autograd<packed_backward_autograd>(m, "attention_packed_backward");
+    define(m, forward.c_str(), packed, packed, packed);
+    define(m, backward.c_str(), packed_backward_cpu, packed_backward_cuda, packed_backward_meta);
+    differentiate<packed_autograd>(m, "attention_packed");
+    refuse_second_derivative<"attention_packed_backward", "attention", packed_backward_meta>(m);
 }
 
 }  // namespace fuseline::attention_packed_op

@@ -4,15 +4,12 @@
 // returns what the backward starts from, statistics of each row and the divisor of the mean, or, on request, the
 // gradient itself. `cross_entropy_` and `cross_entropy_forward_` write that gradient in place of the logits.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <tuple>
 
 #include "cross_entropy.h"
-#include "transforms.h"
 
 namespace fuseline::cross_entropy_op {
 namespace {
@@ -33,39 +30,31 @@ using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Tensor cross_entropy_op(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Options& o,
                         bool grad_in_forward) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES, bool)>();
-    return op.call(logits, target, weight, FUSELINE_OPTION_VALUES(o), grad_in_forward);
+    constexpr Op<"cross_entropy", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES, bool)> op;
+    return op(logits, target, weight, FUSELINE_OPTION_VALUES(o), grad_in_forward);
 }
 
 Four cross_entropy_forward_op(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                               const Options& o, bool gradient) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward", "").typed<
-        Four(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES, bool)>();
-    return op.call(logits, target, weight, FUSELINE_OPTION_VALUES(o), gradient);
+    constexpr Op<"cross_entropy_forward", Four(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES, bool)> op;
+    return op(logits, target, weight, FUSELINE_OPTION_VALUES(o), gradient);
 }
 
 Tensor cross_entropy_forward_in_place_op(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                                          const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward_", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES)>();
-    return op.call(logits, target, weight, FUSELINE_OPTION_VALUES(o));
+    constexpr Op<"cross_entropy_forward_", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES)> op;
+    return op(logits, target, weight, FUSELINE_OPTION_VALUES(o));
 }
 
 Tensor cross_entropy_backward_op(const Tensor& grad_out, const Tensor& logits, const Tensor& target,
                                  const Tensor& statistics, const Tensor& total, const OptionalTensor& weight,
                                  const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_backward", "").typed<
-        Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-               FUSELINE_OPTION_TYPES)>();
-    return op.call(grad_out, logits, target, statistics, total, weight, FUSELINE_OPTION_VALUES(o));
+    constexpr Op<"cross_entropy_backward", Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                  const OptionalTensor&, FUSELINE_OPTION_TYPES)> op;
+    return op(grad_out, logits, target, statistics, total, weight, FUSELINE_OPTION_VALUES(o));
 }
 
-void scale_rows_op(const Tensor& x, const Tensor& factors) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::scale_rows_", "").typed<
-        void(const Tensor&, const Tensor&)>();
-    op.call(x, factors);
-}
+constexpr Op<"scale_rows_", void(const Tensor&, const Tensor&)> scale_rows_op;
 
 void check(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, const Options& o) {
     cpu_type(logits, kName);
@@ -94,8 +83,7 @@ void check(const Tensor& logits, const Tensor& target, const OptionalTensor& wei
     const c10::SymInt columns = o.vocab_size.has_value() ? *o.vocab_size : logits.sym_size(-1);
     TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == columns, kName, ": weight has shape ",
                       weight->sym_sizes(), "; it is [", columns, "], one for each class.");
-    TORCH_CHECK_VALUE(weight->device() == logits.device(), kName, ": weight is on ", weight->device(),
-                      " and logits on ", logits.device(), ".");
+    check_device(kName, *weight, "weight", logits, "logits");
     TORCH_CHECK_TYPE(at::isFloatingType(weight->scalar_type()), kName, ": weight is ", weight->scalar_type(),
                      "; it is of a floating dtype.");
 }
@@ -185,8 +173,6 @@ void scale_rows(const Tensor& x, const Tensor& factors) {
     fill(x, factors);
 }
 
-bool tracks(const Tensor& logits) { return at::GradMode::is_enabled() && wants_grad(logits); }
-
 struct CrossEntropyLoss : torch::autograd::Function<CrossEntropyLoss> {
     static constexpr bool is_traceable = true;
 
@@ -216,8 +202,7 @@ struct CrossEntropyLoss : torch::autograd::Function<CrossEntropyLoss> {
                         cap > 0 ? std::optional<double>(cap) : std::nullopt,
                         ctx->saved_data["z_loss"].toDouble(),
                         size == ctx->saved_data.end() ? OptionalSize() : OptionalSize(size->second.toSymInt())};
-        const auto weight = saved[4].defined() ? OptionalTensor(saved[4]) : std::nullopt;
-        const Tensor grad = cross_entropy_backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], weight, o);
+        const Tensor grad = cross_entropy_backward_op(grads[0], saved[0], saved[1], saved[2], saved[3], optional(saved[4]), o);
         return {grad, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     }
 };
@@ -264,7 +249,7 @@ struct CrossEntropyWithGradient : torch::autograd::Function<CrossEntropyWithGrad
 
 Tensor cross_entropy_autograd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                               FUSELINE_OPTION_PARAMETERS, bool grad_in_forward) {
-    if (tracks(logits)) {
+    if (tracked(logits)) {
         if (grad_in_forward) {
             return CrossEntropyWithGradient::apply(logits, target, weight, ignore_index, label_smoothing, reduction,
                                                    soft_cap, z_loss, vocab_size, false);
@@ -279,7 +264,7 @@ Tensor cross_entropy_autograd(const Tensor& logits, const Tensor& target, const 
 // With nobody to give a gradient to, the logits stay as they are.
 Tensor cross_entropy_in_place_autograd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                                        FUSELINE_OPTION_PARAMETERS) {
-    if (tracks(logits)) {
+    if (tracked(logits)) {
         TORCH_CHECK_VALUE(!logits.is_leaf(), kName, ": inplace would overwrite a leaf tensor, whose values nobody "
                           "could compute again. Call it without inplace.");
         return CrossEntropyWithGradient::apply(logits, target, weight, ignore_index, label_smoothing, reduction,
@@ -289,60 +274,33 @@ Tensor cross_entropy_in_place_autograd(const Tensor& logits, const Tensor& targe
     return cross_entropy_op(logits, target, weight, FUSELINE_OPTIONS, false);
 }
 
-Tensor cross_entropy_backward_autograd(const Tensor& grad_out, const Tensor& logits, const Tensor& target,
-                                       const Tensor& statistics, const Tensor& total, const OptionalTensor& weight,
-                                       FUSELINE_OPTION_PARAMETERS) {
-    const Tensor result = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return cross_entropy_backward_op(grad_out, logits, target, statistics, total, weight, FUSELINE_OPTIONS);
-    }();
-    const bool tracked = at::GradMode::is_enabled() && (wants_grad(grad_out) || wants_grad(logits));
-    return tracked ? NoSecondDerivative::apply(result, grad_out, logits, std::string(kName)) : result;
-}
-
 }  // namespace
 
 #define FUSELINE_OPTION_SCHEMA \
     "int ignore_index, float label_smoothing, str reduction, float? soft_cap, float z_loss, SymInt? vocab_size"
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("cross_entropy(Tensor logits, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
-          "float label_smoothing=0.0, str reduction=\"mean\", float? soft_cap=None, float z_loss=0.0, "
-          "SymInt? vocab_size=None, bool grad_in_forward=False) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
+    define(m, "cross_entropy(Tensor logits, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
+              "float label_smoothing=0.0, str reduction=\"mean\", float? soft_cap=None, float z_loss=0.0, "
+              "SymInt? vocab_size=None, bool grad_in_forward=False) -> Tensor",
+           cross_entropy<forward_cpu>, cross_entropy<forward_cuda>, cross_entropy<forward_meta>);
     m.def("cross_entropy_(Tensor(a!) logits, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
           "float label_smoothing=0.0, str reduction=\"mean\", float? soft_cap=None, float z_loss=0.0, "
-          "SymInt? vocab_size=None) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, " FUSELINE_OPTION_SCHEMA
-          ", bool gradient) -> (Tensor loss, Tensor statistics, Tensor total, Tensor grad)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? weight, " FUSELINE_OPTION_SCHEMA
-          ") -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, Tensor statistics, Tensor total, "
-          "Tensor? weight, " FUSELINE_OPTION_SCHEMA ") -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("scale_rows_(Tensor(a!) x, Tensor factors) -> ()", {at::Tag::pt2_compliant_tag});
-}
-
-#define FUSELINE_CROSS_ENTROPY_IMPL(key, device) \
-    TORCH_LIBRARY_IMPL(fuseline, key, m) { \
-        m.impl("cross_entropy", cross_entropy<forward_##device>); \
-        m.impl("cross_entropy_forward", cross_entropy_forward<forward_##device>); \
-        m.impl("cross_entropy_forward_", cross_entropy_forward_in_place<forward_##device>); \
-        m.impl("cross_entropy_backward", cross_entropy_backward<backward_##device>); \
-        m.impl("scale_rows_", scale_rows<scale_rows_##device>); \
-    }
-
-FUSELINE_CROSS_ENTROPY_IMPL(CPU, cpu)
-FUSELINE_CROSS_ENTROPY_IMPL(CUDA, cuda)
-FUSELINE_CROSS_ENTROPY_IMPL(Meta, meta)
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<cross_entropy_autograd>(m, "cross_entropy");
-    impl_autograd<cross_entropy_in_place_autograd>(m, "cross_entropy_");
-    impl_autograd<cross_entropy_backward_autograd>(m, "cross_entropy_backward");
+          "SymInt? vocab_size=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+    define(m, "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, " FUSELINE_OPTION_SCHEMA
+              ", bool gradient) -> (Tensor loss, Tensor statistics, Tensor total, Tensor grad)",
+           cross_entropy_forward<forward_cpu>, cross_entropy_forward<forward_cuda>, cross_entropy_forward<forward_meta>);
+    define(m, "cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? weight, " FUSELINE_OPTION_SCHEMA
+              ") -> Tensor",
+           cross_entropy_forward_in_place<forward_cpu>, cross_entropy_forward_in_place<forward_cuda>, cross_entropy_forward_in_place<forward_meta>);
+    define(m, "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, Tensor statistics, Tensor total, "
+              "Tensor? weight, " FUSELINE_OPTION_SCHEMA ") -> Tensor",
+           cross_entropy_backward<backward_cpu>, cross_entropy_backward<backward_cuda>, cross_entropy_backward<backward_meta>);
+    define(m, "scale_rows_(Tensor(a!) x, Tensor factors) -> ()",
+           scale_rows<scale_rows_cpu>, scale_rows<scale_rows_cuda>, scale_rows<scale_rows_meta>);
+    differentiate<cross_entropy_autograd>(m, "cross_entropy");
+    differentiate<cross_entropy_in_place_autograd>(m, "cross_entropy_");
+    refuse_second_derivative<"cross_entropy_backward", "cross_entropy", cross_entropy_backward<backward_meta>>(m);
 }
 
 // Another file compiled after this one has its own.

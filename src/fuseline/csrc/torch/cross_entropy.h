@@ -4,11 +4,10 @@
 
 #include <string>
 
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::losses {
 
-using OptionalTensor = std::optional<Tensor>;
 using OptionalSize = std::optional<c10::SymInt>;
 
 constexpr const char* kName = "cross_entropy";

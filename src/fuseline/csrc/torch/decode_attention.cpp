@@ -3,15 +3,13 @@
 // Key and value are written into the cache, so that the op has no gradient and is for inference alone.
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "fuseline_decode.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::decode_attention_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "decode_attention";
 
@@ -126,14 +124,10 @@ Tensor decode_attention_meta(const Tensor& qkv, const Tensor& k, const Tensor&, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("decode_attention(Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor lengths, Tensor(c!)? k_scales, "
-          "Tensor(d!)? v_scales, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor(e!) arrivals, "
-          "int heads, int count, int window, float eps, float scale, bool overlap=False) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
+    define_on_cuda(m, "decode_attention(Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor lengths, Tensor(c!)? k_scales, "
+                      "Tensor(d!)? v_scales, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, Tensor(e!) arrivals, "
+                      "int heads, int count, int window, float eps, float scale, bool overlap=False) -> Tensor",
+                   decode_attention_cuda, decode_attention_meta);
 }
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("decode_attention", decode_attention_cuda); }
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("decode_attention", decode_attention_meta); }
 
 }  // namespace fuseline::decode_attention_op

@@ -3,15 +3,12 @@
 // The cache, the token and the workspace are written, so that the op has no gradient and is for inference alone.
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "fuseline_decode_step.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::decode_step_op {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "decode_step";
 constexpr int64_t kParts = 6;  // norm, qkv, out, norm, up, down
@@ -150,20 +147,13 @@ Tensor decode_step_meta(const Tensor&, const Tensor&, const Tensor&, const Tenso
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("decode_step(Tensor(a!) token, Tensor(b!) workspace, Tensor(c!) k, Tensor(d!) v, Tensor(e!) length, Tensor[] weights, "
-          "Tensor?[] biases, Tensor token_table, Tensor? position_table, Tensor? cos, Tensor? sin, Tensor norm, "
-          "Tensor? norm_bias, Tensor head, int heads, int vocab_size, int window, float eps, float scale, str norm_kind, "
-          "str activation) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
+    define_on_cuda(m, "decode_step(Tensor(a!) token, Tensor(b!) workspace, Tensor(c!) k, Tensor(d!) v, Tensor(e!) length, Tensor[] weights, "
+                      "Tensor?[] biases, Tensor token_table, Tensor? position_table, Tensor? cos, Tensor? sin, Tensor norm, "
+                      "Tensor? norm_bias, Tensor head, int heads, int vocab_size, int window, float eps, float scale, str norm_kind, "
+                      "str activation) -> Tensor", decode_step_cuda, decode_step_meta);
     m.def("decode_step_workspace(Tensor like, int num_layers, int embed_dim, int heads, int kv_heads, int head_dim, "
           "int ffn_dim, int vocab_size) -> int");
+    m.impl("decode_step_workspace", torch::dispatch(c10::DispatchKey::CUDA, decode_step_workspace));
 }
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("decode_step", decode_step_cuda);
-    m.impl("decode_step_workspace", decode_step_workspace);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("decode_step", decode_step_meta); }
 
 }  // namespace fuseline::decode_step_op

@@ -6,42 +6,25 @@
 
 #include "dropout.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "fuseline_dropout.h"
-#include "transforms.h"
+#include "op.h"
 
 namespace fuseline::dropout_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr const char* kName = "dropout";
 
-Tensor dropout_op(const Tensor& x, const Tensor& seed, double p, bool relu) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::dropout", "").typed<
-        Tensor(const Tensor&, const Tensor&, double, bool)>();
-    return op.call(x, seed, p, relu);
-}
+constexpr Op<"dropout", Tensor(const Tensor&, const Tensor&, double, bool)> dropout_op;
 
-Tensor dropout_backward_op(const Tensor& grad_y, double p, const OptionalTensor& seed, const OptionalTensor& y) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::dropout_backward", "").typed<
-        Tensor(const Tensor&, double, const OptionalTensor&, const OptionalTensor&)>();
-    return op.call(grad_y, p, seed, y);
-}
-
-void check_probability(double p) {
-    TORCH_CHECK_VALUE(p >= 0 && p <= 1, kName, ": dropout probability p=", p, " is not between 0 and 1.");
-}
+constexpr Op<"dropout_backward", Tensor(const Tensor&, double, const OptionalTensor&,
+              const OptionalTensor&)> dropout_backward_op;
 
 void check(const Tensor& x, double p, const Tensor& seed) {
     cpu_type(x, kName);
-    check_probability(p);
-    TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, kName, ": seed is ", seed.scalar_type(), ", not Long.");
-    TORCH_CHECK_VALUE(seed.sym_numel() == 1, kName, ": seed has shape ", seed.sym_sizes(), "; it is one element.");
-    TORCH_CHECK_VALUE(seed.device() == x.device(), kName, ": seed is on ", seed.device(), " and x on ", x.device(), ".");
+    check_probability(kName, p);
+    check_seed(kName, seed, x);
 }
 
 // Of the seed of dropout(x), or y = dropout(relu(x)).
@@ -49,11 +32,9 @@ void check_backward(const Tensor& grad_y, double p, const OptionalTensor& seed, 
     TORCH_CHECK_VALUE(seed.has_value() != y.has_value(), "dropout_backward: give the seed, or y where ReLU was applied.");
     if (seed.has_value()) return check(grad_y, p, *seed);
     cpu_type(*y, kName);
-    check_probability(p);
-    TORCH_CHECK_VALUE(grad_y.sym_sizes() == y->sym_sizes(), "dropout_backward: grad_y has shape ", grad_y.sym_sizes(),
-                      " and y ", y->sym_sizes(), "; they are the same.");
-    TORCH_CHECK_TYPE(grad_y.scalar_type() == y->scalar_type(), "dropout_backward: grad_y is ", grad_y.scalar_type(),
-                     " and y ", y->scalar_type(), "; they are the same.");
+    check_probability(kName, p);
+    check_same_shape("dropout_backward", grad_y, "grad_y", *y, "y");
+    check_same_dtype("dropout_backward", grad_y, "grad_y", *y, "y");
 }
 
 Tensor dropout_cpu(const Tensor& x, const Tensor& seed, double p, bool relu) {
@@ -128,45 +109,18 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
 };
 
 Tensor dropout_autograd(const Tensor& x, const Tensor& seed, double p, bool relu) {
-    if (at::GradMode::is_enabled() && wants_grad(x)) return DropoutFunction::apply(x, seed, p, relu);
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return dropout_op(x, seed, p, relu);
-}
-
-Tensor dropout_backward_autograd(const Tensor& grad_y, double p, const OptionalTensor& seed, const OptionalTensor& y) {
-    const Tensor grad_x = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return dropout_backward_op(grad_y, p, seed, y);
-    }();
-    if (!at::GradMode::is_enabled() || !(wants_grad(grad_y) || wants_grad(y))) return grad_x;
-    return NoSecondDerivative::apply(grad_x, grad_y, y.value_or(grad_y), std::string(kName));
+    return tracked(x) ? DropoutFunction::apply(x, seed, p, relu) : dropout_op.below_autograd(x, seed, p, relu);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("dropout(Tensor x, Tensor seed, float p=0.5, bool relu=False) -> Tensor", {at::Tag::pt2_compliant_tag});
-    m.def("dropout_backward(Tensor grad_y, float p, Tensor? seed, Tensor? y) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("dropout", dropout_cpu);
-    m.impl("dropout_backward", dropout_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("dropout", dropout_cuda);
-    m.impl("dropout_backward", dropout_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("dropout", dropout_meta);
-    m.impl("dropout_backward", dropout_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<dropout_autograd>(m, "dropout");
-    impl_autograd<dropout_backward_autograd>(m, "dropout_backward");
+    define(m, "dropout(Tensor x, Tensor seed, float p=0.5, bool relu=False) -> Tensor",
+           dropout_cpu, dropout_cuda, dropout_meta);
+    define(m, "dropout_backward(Tensor grad_y, float p, Tensor? seed, Tensor? y) -> Tensor",
+           dropout_backward_cpu, dropout_backward_cuda, dropout_backward_meta);
+    differentiate<dropout_autograd>(m, "dropout");
+    refuse_second_derivative<"dropout_backward", "dropout", dropout_backward_meta>(m);
 }
 
 }  // namespace fuseline::dropout_op

@@ -2,43 +2,28 @@
 //
 // On the CPU it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
 #include "cpu/philox.h"
-#include "fuseline_torch.h"
-#include "transforms.h"
+#include "op.h"
 
 namespace fuseline::embedding_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "embedding";
 
-Tensor forward_op(const Tensor& tokens, const Tensor& weight, const OptionalTensor& position_weight,
-                  const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::embedding", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
-               const OptionalTensor&, double)>();
-    return op.call(tokens, weight, position_weight, positions, padding_idx, seed, p);
-}
+constexpr Op<"embedding", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
+              const OptionalTensor&, double)> forward_op;
 
-Two backward_op(const Tensor& grad_out, const Tensor& tokens, c10::SymInt rows, c10::SymInt position_rows,
-                const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p,
-                std::array<bool, 2> wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::embedding_backward", "").typed<
-        Two(const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&, int64_t,
-            const OptionalTensor&, double, std::array<bool, 2>)>();
-    return op.call(grad_out, tokens, rows, position_rows, positions, padding_idx, seed, p, wanted);
-}
+constexpr Op<"embedding_backward", Two(const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&,
+              int64_t, const OptionalTensor&, double, std::array<bool, 2>)> backward_op;
 
 void check_ids(const Tensor& ids, const char* name, const Tensor& weight) {
     TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong, kName, ": ", name, " are ", ids.scalar_type(),
@@ -52,24 +37,17 @@ void check(const Tensor& tokens, const Tensor& weight, const OptionalTensor& pos
     cpu_type(weight, kName);
     check_ids(tokens, "tokens", weight);
     TORCH_CHECK_VALUE(weight.dim() == 2, kName, ": weight has shape ", weight.sym_sizes(), "; it is [vocabulary, N].");
-    TORCH_CHECK_VALUE(p >= 0 && p <= 1, kName, ": dropout probability p=", p, " is not between 0 and 1.");
+    check_probability(kName, p);
     TORCH_CHECK_VALUE(p == 0 || seed.has_value(), kName, ": dropout with p=", p, " wants a seed: one int64.");
-    if (seed.has_value()) {
-        TORCH_CHECK_VALUE(seed->sym_numel() == 1 && seed->scalar_type() == at::kLong &&
-                              seed->device() == weight.device(),
-                          kName, ": seed is ", seed->scalar_type(), " of shape ", seed->sym_sizes(), " on ",
-                          seed->device(), "; it is one int64 on ", weight.device(), ".");
-    }
+    if (seed.has_value()) check_seed(kName, *seed, weight);
     TORCH_CHECK_VALUE(position_weight.has_value() || !positions.has_value(), kName,
                       ": positions are given without a position_weight.");
     if (!position_weight.has_value()) return;
     TORCH_CHECK_VALUE(position_weight->dim() == 2 && position_weight->sym_size(1) == weight.sym_size(1), kName,
                       ": position_weight has shape ", position_weight->sym_sizes(), " and weight ", weight.sym_sizes(),
                       "; their rows are equally long.");
-    TORCH_CHECK_VALUE(position_weight->device() == weight.device(), kName, ": position_weight is on ",
-                      position_weight->device(), " and weight on ", weight.device(), ".");
-    TORCH_CHECK_TYPE(position_weight->scalar_type() == weight.scalar_type(), kName, ": position_weight is ",
-                     position_weight->scalar_type(), " and weight ", weight.scalar_type(), "; they are the same.");
+    check_device(kName, *position_weight, "position_weight", weight, "weight");
+    check_same_dtype(kName, *position_weight, "position_weight", weight, "weight");
     TORCH_CHECK_VALUE(tokens.dim() >= 1, kName, ": tokens have no dimension to count positions in.");
     if (!positions.has_value()) {
         TORCH_CHECK_VALUE(tokens.sym_size(-1) <= position_weight->sym_size(0), kName, ": ", tokens.sym_size(-1),
@@ -220,8 +198,6 @@ Two embedding_backward_cuda(const Tensor& grad_out, const Tensor& tokens, c10::S
     return {grad_weight, grad_positions};
 }
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 struct Embedding : torch::autograd::Function<Embedding> {
     static constexpr bool is_traceable = true;
 
@@ -254,56 +230,22 @@ struct Embedding : torch::autograd::Function<Embedding> {
 
 Tensor embedding_autograd(const Tensor& tokens, const Tensor& weight, const OptionalTensor& position_weight,
                           const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p) {
-    if (at::GradMode::is_enabled() && (wants_grad(weight) || wants_grad(position_weight))) {
+    if (tracked(weight, position_weight)) {
         return Embedding::apply(tokens, weight, position_weight, positions, padding_idx, seed, p);
     }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(tokens, weight, position_weight, positions, padding_idx, seed, p);
-}
-
-Two embedding_backward_autograd(const Tensor& grad_out, const Tensor& tokens, c10::SymInt rows,
-                                c10::SymInt position_rows, const OptionalTensor& positions, int64_t padding_idx,
-                                const OptionalTensor& seed, double p, std::array<bool, 2> wanted) {
-    auto [grad_weight, grad_positions] = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, tokens, rows, position_rows, positions, padding_idx, seed, p, wanted);
-    }();
-    if (!at::GradMode::is_enabled() || !wants_grad(grad_out)) return {grad_weight, grad_positions};
-    const auto refuse = [&](const Tensor& result) {
-        return result.defined() ? NoSecondDerivative::apply(result, grad_out, grad_out, std::string(kName)) : result;
-    };
-    return {refuse(grad_weight), refuse(grad_positions)};
+    return forward_op.below_autograd(tokens, weight, position_weight, positions, padding_idx, seed, p);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("embedding(Tensor tokens, Tensor weight, Tensor? position_weight=None, Tensor? positions=None, "
-          "int padding_idx=-1, Tensor? seed=None, float p=0.0) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("embedding_backward(Tensor grad_out, Tensor tokens, SymInt rows, SymInt position_rows, Tensor? positions, "
-          "int padding_idx, Tensor? seed, float p, bool[2] wanted) -> (Tensor grad_weight, Tensor grad_positions)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("embedding", embedding_cpu);
-    m.impl("embedding_backward", embedding_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("embedding", embedding_cuda);
-    m.impl("embedding_backward", embedding_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("embedding", embedding_meta);
-    m.impl("embedding_backward", embedding_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<embedding_autograd>(m, "embedding");
-    impl_autograd<embedding_backward_autograd>(m, "embedding_backward");
+    define(m, "embedding(Tensor tokens, Tensor weight, Tensor? position_weight=None, Tensor? positions=None, "
+              "int padding_idx=-1, Tensor? seed=None, float p=0.0) -> Tensor", embedding_cpu, embedding_cuda, embedding_meta);
+    define(m, "embedding_backward(Tensor grad_out, Tensor tokens, SymInt rows, SymInt position_rows, Tensor? positions, "
+              "int padding_idx, Tensor? seed, float p, bool[2] wanted) -> (Tensor grad_weight, Tensor grad_positions)",
+           embedding_backward_cpu, embedding_backward_cuda, embedding_backward_meta);
+    differentiate<embedding_autograd>(m, "embedding");
+    refuse_second_derivative<"embedding_backward", "embedding", embedding_backward_meta>(m);
 }
 
 }  // namespace fuseline::embedding_op

@@ -2,18 +2,16 @@
 // (fuseline/ops/fp8_rows.py has the rest).
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <optional>
 #include <tuple>
 
 #include "fuseline_fp8.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::fp8_rows_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "fp8_rows";
@@ -73,18 +71,9 @@ Tensor fp8_transpose_cuda(const Tensor& x) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("fp8_rows(Tensor x, Tensor? columns=None, bool e5m2=False) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
-    m.def("fp8_transpose(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("fp8_rows", fp8_rows_cuda);
-    m.impl("fp8_transpose", fp8_transpose_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("fp8_rows", fp8_rows_meta);
-    m.impl("fp8_transpose", fp8_transpose_meta);
+    define_on_cuda(m, "fp8_rows(Tensor x, Tensor? columns=None, bool e5m2=False) -> (Tensor, Tensor)",
+                   fp8_rows_cuda, fp8_rows_meta);
+    define_on_cuda(m, "fp8_transpose(Tensor x) -> Tensor", fp8_transpose_cuda, fp8_transpose_meta);
 }
 
 }  // namespace fuseline::fp8_rows_op

@@ -4,15 +4,13 @@
 // `next_weight` is what the layer after this one reads: the L2 is asked for some of it while this launch ends.
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "fuseline_quant.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::fused_linear_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "fused_linear";
 
@@ -127,14 +125,9 @@ Tensor fused_linear_meta(const Tensor& x, const Tensor&, const OptionalTensor&, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? zeros, Tensor? bias, Tensor? norm_weight, "
-          "Tensor? norm_bias, Tensor? residual, int out_features, str format, int group_size, str norm, float eps, "
-          "str activation, Tensor? next_weight=None) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
+    define_on_cuda(m, "fused_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? zeros, Tensor? bias, Tensor? norm_weight, "
+                      "Tensor? norm_bias, Tensor? residual, int out_features, str format, int group_size, str norm, float eps, "
+                      "str activation, Tensor? next_weight=None) -> Tensor", fused_linear_cuda, fused_linear_meta);
 }
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("fused_linear", fused_linear_cuda); }
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { m.impl("fused_linear", fused_linear_meta); }
 
 }  // namespace fuseline::fused_linear_op

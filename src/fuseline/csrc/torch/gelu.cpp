@@ -2,40 +2,28 @@
 //
 // On the CPU it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 #include <vector>
 
-#include "fuseline_torch.h"
+#include "op.h"
 #include "pieces.h"
-#include "transforms.h"
 
 namespace fuseline::gelu_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "gelu";
 
-Tensor gelu_op(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu", "").typed<
-        Tensor(const Tensor&, const OptionalTensor&, c10::string_view)>();
-    return op.call(x, bias, approximate);
-}
+constexpr Op<"gelu", Tensor(const Tensor&, const OptionalTensor&, c10::string_view)> gelu_op;
 
-Two gelu_backward_op(const Tensor& grad_out, const Tensor& x, const OptionalTensor& bias, c10::string_view approximate,
-                     std::array<bool, 2> wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu_backward", "").typed<
-        Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)>();
-    return op.call(grad_out, x, bias, approximate, wanted);
-}
+constexpr Op<"gelu_backward", Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool,
+              2>)> gelu_backward_op;
 
 void check(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
     cpu_type(x, kName);
@@ -44,8 +32,7 @@ void check(const Tensor& x, const OptionalTensor& bias, c10::string_view approxi
     if (!bias.has_value()) return;
     TORCH_CHECK_VALUE(x.dim() >= 1 && bias->dim() == 1 && bias->sym_size(0) == x.sym_size(-1), kName, ": bias has shape ",
                       bias->sym_sizes(), " and x ", x.sym_sizes(), "; bias has one dimension, the last of x.");
-    TORCH_CHECK_VALUE(bias->device() == x.device(), kName, ": bias is on ", bias->device(), " and x on ", x.device(),
-                      ".");
+    check_device(kName, *bias, "bias", x);
     TORCH_CHECK_TYPE(bias->scalar_type() == x.scalar_type() || bias->scalar_type() == at::kFloat, kName, ": bias is ",
                      bias->scalar_type(), " and x ", x.scalar_type(), ". It has x's dtype or float32.");
 }
@@ -93,10 +80,8 @@ Tensor gelu_meta(const Tensor& x, const OptionalTensor& bias, c10::string_view a
 }
 
 void check_backward(const Tensor& grad_out, const Tensor& x) {
-    TORCH_CHECK_VALUE(grad_out.sym_sizes() == x.sym_sizes(), "gelu_backward: grad_out has shape ", grad_out.sym_sizes(),
-                      " and x ", x.sym_sizes(), "; they are the same.");
-    TORCH_CHECK_TYPE(grad_out.scalar_type() == x.scalar_type(), "gelu_backward: grad_out is ", grad_out.scalar_type(),
-                     " and x ", x.scalar_type(), "; they are the same.");
+    check_same_shape("gelu_backward", grad_out, "grad_out", x);
+    check_same_dtype("gelu_backward", grad_out, "grad_out", x);
 }
 
 // The sum of each column, in double, the rows in order: the same bits for any number of threads.
@@ -181,7 +166,7 @@ struct Gelu : torch::autograd::Function<Gelu> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto saved = ctx->get_saved_variables();
-        const OptionalTensor bias = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
+        const OptionalTensor bias = optional(saved[1]);
         const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), bias.has_value() && ctx->needs_input_grad(1)};
         auto [grad_x, grad_bias] =
             gelu_backward_op(grads[0], saved[0], bias, ctx->saved_data["approximate"].toStringRef(), wanted);
@@ -190,56 +175,18 @@ struct Gelu : torch::autograd::Function<Gelu> {
 };
 
 Tensor gelu_autograd(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
-    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(bias))) {
-        return Gelu::apply(x, bias, std::string(approximate));
-    }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return gelu_op(x, bias, approximate);
-}
-
-Two gelu_backward_autograd(const Tensor& grad_out, const Tensor& x, const OptionalTensor& bias,
-                           c10::string_view approximate, std::array<bool, 2> wanted) {
-    auto [grad_x, grad_bias] = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return gelu_backward_op(grad_out, x, bias, approximate, wanted);
-    }();
-    if (!at::GradMode::is_enabled() || !(wants_grad(grad_out) || wants_grad(x) || wants_grad(bias))) {
-        return {grad_x, grad_bias};
-    }
-    const Tensor& other = wants_grad(bias) ? *bias : x;
-    const auto refuse = [&](const Tensor& result, const Tensor& saved) {
-        return result.defined() ? NoSecondDerivative::apply(result, grad_out, saved, std::string(kName)) : result;
-    };
-    return {refuse(refuse(grad_x, other), x), refuse(refuse(grad_bias, other), x)};
+    if (tracked(x, bias)) return Gelu::apply(x, bias, std::string(approximate));
+    return gelu_op.below_autograd(x, bias, approximate);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("gelu(Tensor x, Tensor? bias=None, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
-    m.def("gelu_backward(Tensor grad_out, Tensor x, Tensor? bias, str approximate, bool[2] wanted) "
-          "-> (Tensor grad_x, Tensor grad_bias)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("gelu", gelu_cpu);
-    m.impl("gelu_backward", gelu_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("gelu", gelu_cuda);
-    m.impl("gelu_backward", gelu_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("gelu", gelu_meta);
-    m.impl("gelu_backward", gelu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<gelu_autograd>(m, "gelu");
-    impl_autograd<gelu_backward_autograd>(m, "gelu_backward");
+    define(m, "gelu(Tensor x, Tensor? bias=None, str approximate=\"tanh\") -> Tensor", gelu_cpu, gelu_cuda, gelu_meta);
+    define(m, "gelu_backward(Tensor grad_out, Tensor x, Tensor? bias, str approximate, bool[2] wanted) "
+              "-> (Tensor grad_x, Tensor grad_bias)", gelu_backward_cpu, gelu_backward_cuda, gelu_backward_meta);
+    differentiate<gelu_autograd>(m, "gelu");
+    refuse_second_derivative<"gelu_backward", "gelu", gelu_backward_meta>(m);
 }
 
 }  // namespace fuseline::gelu_op

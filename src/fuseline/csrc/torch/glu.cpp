@@ -4,25 +4,21 @@
 // without a copy. On the CPU it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded
 // once at the end.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
-#include "fuseline_torch.h"
+#include "op.h"
 #include "pieces.h"
-#include "transforms.h"
 
 namespace fuseline::glu_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 
 // "silu", or the `approximate` of a gelu.
@@ -47,21 +43,15 @@ struct Activation {
 };
 
 Tensor forward_op(const Tensor& x, const OptionalTensor& up, const Activation& activation) {
-    if (activation.silu()) {
-        static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::swiglu", "").typed<
-            Tensor(const Tensor&, const OptionalTensor&)>();
-        return op.call(x, up);
-    }
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::geglu", "").typed<
-        Tensor(const Tensor&, const OptionalTensor&, c10::string_view)>();
-    return op.call(x, up, activation.name);
+    constexpr Op<"swiglu", Tensor(const Tensor&, const OptionalTensor&)> swiglu_op;
+    constexpr Op<"geglu", Tensor(const Tensor&, const OptionalTensor&, c10::string_view)> geglu_op;
+    return activation.silu() ? swiglu_op(x, up) : geglu_op(x, up, activation.name);
 }
 
 Two backward_op(const Tensor& grad_out, const Tensor& x, const OptionalTensor& up, const Activation& activation,
                 std::array<bool, 2> wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::glu_backward", "").typed<
-        Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)>();
-    return op.call(grad_out, x, up, activation.name, wanted);
+    constexpr Op<"glu_backward", Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)> op;
+    return op(grad_out, x, up, activation.name, wanted);
 }
 
 void check(const Tensor& x, const OptionalTensor& up, const Activation& activation) {
@@ -74,11 +64,9 @@ void check(const Tensor& x, const OptionalTensor& up, const Activation& activati
                           "halves of its last dimension, but x has shape ", x.sym_sizes(), ".");
         return;
     }
-    TORCH_CHECK_VALUE(up->sym_sizes() == x.sym_sizes(), op, ": up has shape ", up->sym_sizes(), " and the gate ",
-                      x.sym_sizes(), "; they are the same.");
-    TORCH_CHECK_VALUE(up->device() == x.device(), op, ": up is on ", up->device(), " and the gate on ", x.device(), ".");
-    TORCH_CHECK_TYPE(up->scalar_type() == x.scalar_type(), op, ": up is ", up->scalar_type(), " and the gate ",
-                     x.scalar_type(), "; they are the same.");
+    check_same_shape(op, *up, "up", x, "the gate");
+    check_device(op, *up, "up", x, "the gate");
+    check_same_dtype(op, *up, "up", x, "the gate");
 }
 
 Tensor empty_output(const Tensor& x, const OptionalTensor& up) {
@@ -149,8 +137,7 @@ Tensor geglu(const Tensor& x, const OptionalTensor& up, c10::string_view approxi
 
 Two backward_meta(const Tensor& grad_out, const Tensor& x, const OptionalTensor& up, c10::string_view,
                   std::array<bool, 2> wanted) {
-    TORCH_CHECK_TYPE(grad_out.scalar_type() == x.scalar_type(), "glu_backward: grad_out is ", grad_out.scalar_type(),
-                     " and x ", x.scalar_type(), "; they are the same.");
+    check_same_dtype("glu_backward", grad_out, "grad_out", x);
     Tensor grad_x, grad_up;
     if (wanted[0]) grad_x = at::empty_symint(x.sym_sizes(), x.options());
     if (wanted[1] && up.has_value()) grad_up = at::empty_symint(up->sym_sizes(), up->options());
@@ -206,7 +193,7 @@ struct Glu : torch::autograd::Function<Glu> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto saved = ctx->get_saved_variables();
-        const OptionalTensor up = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
+        const OptionalTensor up = optional(saved[1]);
         const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), up.has_value() && ctx->needs_input_grad(1)};
         auto [grad_x, grad_up] =
             backward_op(grads[0], saved[0], up, Activation{ctx->saved_data["activation"].toStringRef()}, wanted);
@@ -215,7 +202,7 @@ struct Glu : torch::autograd::Function<Glu> {
 };
 
 Tensor forward_autograd(const Tensor& x, const OptionalTensor& up, const Activation& activation) {
-    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(up))) return Glu::apply(x, up, activation.name);
+    if (tracked(x, up)) return Glu::apply(x, up, activation.name);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return forward_op(x, up, activation);
 }
@@ -223,53 +210,26 @@ Tensor forward_autograd(const Tensor& x, const OptionalTensor& up, const Activat
 Two backward_autograd(const Tensor& grad_out, const Tensor& x, const OptionalTensor& up, c10::string_view name,
                       std::array<bool, 2> wanted) {
     const Activation activation{std::string(name)};
-    auto [grad_x, grad_up] = [&] {
+    const Two made = [&] {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return backward_op(grad_out, x, up, activation, wanted);
     }();
-    if (!at::GradMode::is_enabled() || !(wants_grad(grad_out) || wants_grad(x) || wants_grad(up))) {
-        return {grad_x, grad_up};
-    }
-    const Tensor& other = wants_grad(up) ? *up : x;
-    const auto refuse = [&](const Tensor& result, const Tensor& saved) {
-        const std::string op = activation.op();
-        return result.defined() ? NoSecondDerivative::apply(result, grad_out, saved, op) : result;
-    };
-    return {refuse(refuse(grad_x, other), x), refuse(refuse(grad_up, other), x)};
+    variable_list given;
+    if (at::GradMode::is_enabled()) add_tracked(given, grad_out), add_tracked(given, x), add_tracked(given, up);
+    return refused(made, given, activation.op());
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("swiglu(Tensor x, Tensor? up=None) -> Tensor", {at::Tag::pt2_compliant_tag});
-    m.def("geglu(Tensor x, Tensor? up=None, str approximate=\"tanh\") -> Tensor", {at::Tag::pt2_compliant_tag});
-    m.def("glu_backward(Tensor grad_out, Tensor x, Tensor? up, str activation, bool[2] wanted) "
-          "-> (Tensor grad_x, Tensor grad_up)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("swiglu", swiglu<forward_cpu>);
-    m.impl("geglu", geglu<forward_cpu>);
-    m.impl("glu_backward", backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("swiglu", swiglu<forward_cuda>);
-    m.impl("geglu", geglu<forward_cuda>);
-    m.impl("glu_backward", backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("swiglu", swiglu<forward_meta>);
-    m.impl("geglu", geglu<forward_meta>);
-    m.impl("glu_backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<swiglu<forward_autograd>>(m, "swiglu");
-    impl_autograd<geglu<forward_autograd>>(m, "geglu");
-    impl_autograd<backward_autograd>(m, "glu_backward");
+    define(m, "swiglu(Tensor x, Tensor? up=None) -> Tensor", swiglu<forward_cpu>, swiglu<forward_cuda>, swiglu<forward_meta>);
+    define(m, "geglu(Tensor x, Tensor? up=None, str approximate=\"tanh\") -> Tensor",
+           geglu<forward_cpu>, geglu<forward_cuda>, geglu<forward_meta>);
+    define(m, "glu_backward(Tensor grad_out, Tensor x, Tensor? up, str activation, bool[2] wanted) "
+              "-> (Tensor grad_x, Tensor grad_up)", backward_cpu, backward_cuda, backward_meta);
+    differentiate<swiglu<forward_autograd>>(m, "swiglu");
+    differentiate<geglu<forward_autograd>>(m, "geglu");
+    differentiate<backward_autograd>(m, "glu_backward");
 }
 
 }  // namespace fuseline::glu_op

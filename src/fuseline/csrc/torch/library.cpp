@@ -1,7 +1,8 @@
 // The door to libfuseline_kernels, opened by Python with the library's path, and what the ops' files share.
 
-#include "fuseline_torch.h"
+#include "op.h"
 
+#include <c10/util/accumulate.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -83,6 +84,40 @@ Tensor of_running_node(const Tensor& kept) {
     const Tensor result = kept.detach();  // `kept` itself would hold the node that holds it
     torch::autograd::impl::set_gradient_edge(result, {torch::autograd::get_current_node(), 0});
     return result;
+}
+
+void check_device(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name) {
+    TORCH_CHECK_VALUE(given.device() == x.device(), op, ": ", name, " is on ", given.device(), " and ", x_name, " on ",
+                      x.device(), ".");
+}
+
+void check_same_shape(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name) {
+    TORCH_CHECK_VALUE(given.sym_sizes() == x.sym_sizes(), op, ": ", name, " has shape ", given.sym_sizes(), " and ", x_name, " ",
+                      x.sym_sizes(), "; they are the same.");
+}
+
+void check_same_dtype(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name) {
+    TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), op, ": ", name, " is ", given.scalar_type(), " and ", x_name, " ",
+                     x.scalar_type(), "; they are the same.");
+}
+
+void check_probability(const char* op, double p) {
+    TORCH_CHECK_VALUE(p >= 0 && p <= 1, op, ": dropout probability p=", p, " is not between 0 and 1.");
+}
+
+void check_seed(const char* op, const Tensor& seed, const Tensor& x) {
+    TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong, op, ": seed is ", seed.scalar_type(), ", not Long.");
+    TORCH_CHECK_VALUE(seed.sym_numel() == 1, op, ": seed has shape ", seed.sym_sizes(), "; it is one element.");
+    check_device(op, seed, "seed", x);
+}
+
+Tensor aligned(const Tensor& x) {
+    const Tensor dense = x.contiguous();
+    return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+}
+
+Tensor rows_of(const Tensor& x) {
+    return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
 }  // namespace fuseline

@@ -1,64 +1,41 @@
 // A linear layer, and its gradients: three products (product.cpp).
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
 #include "column_sums.h"
-#include "fuseline_torch.h"
+#include "op.h"
 #include "product.h"
-#include "transforms.h"
 
 namespace fuseline::linear_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 3>;
 
 constexpr const char* kName = "linear";
 
-Tensor forward_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>();
-    return op.call(x, weight, bias);
-}
+constexpr Op<"linear", Tensor(const Tensor&, const Tensor&, const OptionalTensor&)> forward_op;
 
-Three backward_op(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, const Wanted& wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_backward", "").typed<
-        Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, Wanted)>();
-    return op.call(grad_out, x, weight, wanted);
-}
+constexpr Op<"linear_backward", Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, Wanted)> backward_op;
 
 void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     cpu_type(x, kName);
     TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 2 && x.sym_size(-1) == weight.sym_size(1), kName, ": x has shape ",
                       x.sym_sizes(), " and weight ", weight.sym_sizes(), "; they are [..., C] and [D, C].");
     const auto like_x = [&](const Tensor& given, const char* name) {
-        TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ", x.device(),
-                          ".");
-        TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), kName, ": ", name, " is ", given.scalar_type(), " and x ",
-                         x.scalar_type(), "; they are the same.");
+        check_device(kName, given, name, x);
+        check_same_dtype(kName, given, name, x);
     };
     like_x(weight, "weight");
     if (!bias.has_value()) return;
     like_x(*bias, "bias");
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), kName, ": bias has shape ",
                       bias->sym_sizes(), "; it is [", weight.sym_size(0), "].");
-}
-
-// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
-struct WithoutAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
-Tensor rows_of(const Tensor& x) {
-    return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
 std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
@@ -128,7 +105,6 @@ struct Linear : torch::autograd::Function<Linear> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto saved = ctx->get_saved_variables();
-        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
         const bool bias = ctx->saved_data["bias"].toBool();
         const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), bias && ctx->needs_input_grad(2)};
         const auto [grad_x, grad_weight, grad_bias] = backward_op(grads[0], optional(saved[0]), optional(saved[1]), wanted);
@@ -137,57 +113,18 @@ struct Linear : torch::autograd::Function<Linear> {
 };
 
 Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(weight) || wants_grad(bias))) {
-        return Linear::apply(x, weight, bias);
-    }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op(x, weight, bias);
-}
-
-Three linear_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, Wanted wanted) {
-    Three made = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, x, weight, wanted);
-    }();
-    if (!at::GradMode::is_enabled()) return made;
-    const auto refuse = [&](Tensor result) {
-        for (const OptionalTensor& each : {OptionalTensor(grad_out), x, weight}) {
-            if (result.defined() && wants_grad(each)) {
-                result = NoSecondDerivative::apply(result, grad_out, *each, std::string(kName));
-            }
-        }
-        return result;
-    };
-    return {refuse(std::get<0>(made)), refuse(std::get<1>(made)), refuse(std::get<2>(made))};
+    return tracked(x, weight, bias) ? Linear::apply(x, weight, bias) : forward_op.below_autograd(x, weight, bias);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", {at::Tag::pt2_compliant_tag});
-    m.def("linear_backward(Tensor grad_out, Tensor? x, Tensor? weight, bool[3] wanted) "
-          "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("linear", linear);
-    m.impl("linear_backward", linear_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("linear", linear);
-    m.impl("linear_backward", linear_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("linear", linear_meta);
-    m.impl("linear_backward", linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<linear_autograd>(m, "linear");
-    impl_autograd<linear_backward_autograd>(m, "linear_backward");
+    define(m, "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", linear, linear, linear_meta);
+    define(m, "linear_backward(Tensor grad_out, Tensor? x, Tensor? weight, bool[3] wanted) "
+              "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+           linear_backward, linear_backward, linear_backward_meta);
+    differentiate<linear_autograd>(m, "linear");
+    refuse_second_derivative<"linear_backward", "linear", linear_backward_meta>(m);
 }
 
 }  // namespace fuseline::linear_op

@@ -8,12 +8,10 @@
 // of the loss and what divisor is left. A loss for each row has its gradients computed in the backward
 // (`linear_cross_entropy_rows_backward`), from logits computed again.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <array>
 #include <initializer_list>
@@ -24,7 +22,7 @@
 
 #include "linear_head.h"
 #include "spent_gradient.h"
-#include "transforms.h"
+#include "op.h"
 
 namespace fuseline::linear_cross_entropy_op {
 namespace {
@@ -47,39 +45,28 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Tensor whole_op(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
                 const OptionalTensor& class_weight, const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy", "").typed<
-        Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-               FUSELINE_OPTION_TYPES)>();
-    return op.call(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o));
+    constexpr Op<"linear_cross_entropy", Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                const OptionalTensor&, FUSELINE_OPTION_TYPES)> op;
+    return op(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o));
 }
 
 Five forward_op(const Tensor& hidden, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
                 const OptionalTensor& class_weight, const Options& o, std::array<bool, 3> wanted) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_forward", "").typed<
-            Five(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                 FUSELINE_OPTION_TYPES, std::array<bool, 3>)>();
-    return op.call(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
+    constexpr Op<"linear_cross_entropy_forward", Five(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                      const OptionalTensor&, FUSELINE_OPTION_TYPES, std::array<bool, 3>)> op;
+    return op(hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
 }
 
-Three backward_op(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden, const Tensor& grad_weight,
-                  const Tensor& grad_bias, int64_t weight_dtype, std::array<bool, 3> wanted) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_backward", "").typed<
-            Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ScalarType,
-                  std::array<bool, 3>)>();
-    return op.call(grad_out, total, grad_hidden, grad_weight, grad_bias, static_cast<at::ScalarType>(weight_dtype),
-                   wanted);
-}
+constexpr Op<"linear_cross_entropy_backward", Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                    at::ScalarType, std::array<bool, 3>)> backward_op;
 
 Three rows_backward_op(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight, const Tensor& target,
                        const OptionalTensor& bias, const OptionalTensor& class_weight, const Options& o,
                        std::array<bool, 3> wanted) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::linear_cross_entropy_rows_backward", "").typed<
-            Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                  const OptionalTensor&, FUSELINE_OPTION_TYPES, std::array<bool, 3>)>();
-    return op.call(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
+    constexpr Op<"linear_cross_entropy_rows_backward",
+                 Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                       FUSELINE_OPTION_TYPES, std::array<bool, 3>)> op;
+    return op(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTION_VALUES(o), wanted);
 }
 
 // ---- kernels, for any device ----
@@ -286,7 +273,6 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         if (ctx->saved_data["rows"].toBool()) {
             const double cap = ctx->saved_data["soft_cap"].toDouble();
             const auto size = ctx->saved_data.find("vocab_size");
-            const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
             const Options o{ctx->saved_data["ignore_index"].toInt(),
                             ctx->saved_data["label_smoothing"].toDouble(),
                             "none",
@@ -311,7 +297,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
                 result = {scaled[0], scaled[1], scaled[2]};
             } else {
                 const Tensor total = at::GradMode::is_enabled() ? of_running_node(saved[0]) : saved[0];
-                result = backward_op(grads[0], total, saved[1], saved[2], saved[3], static_cast<int64_t>(type), wanted);
+                result = backward_op(grads[0], total, saved[1], saved[2], saved[3], type, wanted);
             }
         }
         auto [grad_hidden, grad_weight, grad_bias] = result;
@@ -324,48 +310,12 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
 Tensor linear_cross_entropy_autograd(const Tensor& hidden, const Tensor& weight, const Tensor& target,
                                      const OptionalTensor& bias, const OptionalTensor& class_weight,
                                      FUSELINE_OPTION_PARAMETERS) {
-    if (at::GradMode::is_enabled() && (wants_grad(hidden) || wants_grad(weight) || wants_grad(bias))) {
+    if (tracked(hidden, weight, bias)) {
         return LinearCrossEntropy::apply(hidden, weight, target, bias, class_weight, ignore_index, label_smoothing,
                                          reduction, soft_cap, z_loss, vocab_size, chunk_size);
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
     return whole_op(hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS);
-}
-
-// The gradients as they are, refusing to be differentiated by any of `given`.
-Three refused(const Three& results, std::initializer_list<OptionalTensor> given) {
-    if (!at::GradMode::is_enabled()) return results;
-    const auto refuse = [&](Tensor result) {
-        for (const OptionalTensor& each : given) {
-            if (!result.defined() || !wants_grad(each)) continue;
-            result = NoSecondDerivative::apply(result, *each, *each, std::string(kName));
-        }
-        return result;
-    };
-    const auto& [grad_hidden, grad_weight, grad_bias] = results;
-    return {refuse(grad_hidden), refuse(grad_weight), refuse(grad_bias)};
-}
-
-Three linear_cross_entropy_backward_autograd(const Tensor& grad_out, const Tensor& total, const Tensor& grad_hidden,
-                                             const Tensor& grad_weight, const Tensor& grad_bias,
-                                             at::ScalarType weight_dtype, std::array<bool, 3> wanted) {
-    const Three results = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, total, grad_hidden, grad_weight, grad_bias, static_cast<int64_t>(weight_dtype),
-                           wanted);
-    }();
-    return refused(results, {grad_out, total, grad_hidden, grad_weight, grad_bias});
-}
-
-Three linear_cross_entropy_rows_backward_autograd(const Tensor& grad_out, const Tensor& hidden, const Tensor& weight,
-                                                  const Tensor& target, const OptionalTensor& bias,
-                                                  const OptionalTensor& class_weight, FUSELINE_OPTION_PARAMETERS,
-                                                  std::array<bool, 3> wanted) {
-    const Three results = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return rows_backward_op(grad_out, hidden, weight, target, bias, class_weight, FUSELINE_OPTIONS, wanted);
-    }();
-    return refused(results, {grad_out, hidden, weight, bias});
 }
 
 }  // namespace
@@ -374,51 +324,27 @@ Three linear_cross_entropy_rows_backward_autograd(const Tensor& grad_out, const 
     "int ignore_index, float label_smoothing, str reduction, float? soft_cap, float z_loss, SymInt? vocab_size, " \
     "SymInt chunk_size"
 
-TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
-          "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, str reduction=\"mean\", "
-          "float? soft_cap=None, float z_loss=0.0, SymInt? vocab_size=None, SymInt chunk_size=4096) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
-          "Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor loss, Tensor total, "
-          "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("linear_cross_entropy_backward(Tensor grad_out, Tensor total, Tensor grad_hidden, Tensor grad_weight, "
-          "Tensor grad_bias, ScalarType weight_dtype, bool[3] wanted) -> (Tensor grad_hidden, Tensor grad_weight, "
-          "Tensor grad_bias)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("linear_cross_entropy_rows_backward(Tensor grad_out, Tensor hidden, Tensor weight, Tensor target, "
-          "Tensor? bias, Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor grad_hidden, "
-          "Tensor grad_weight, Tensor grad_bias)",
-          {at::Tag::pt2_compliant_tag});
-}
-
 // The same code on every device: the work is done by matrix products and the ops it calls.
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("linear_cross_entropy", linear_cross_entropy);
-    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
-    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
-    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("linear_cross_entropy", linear_cross_entropy);
-    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward);
-    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward);
-    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("linear_cross_entropy", linear_cross_entropy_meta);
-    m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_meta);
-    m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_meta);
-    m.impl("linear_cross_entropy_rows_backward", linear_cross_entropy_rows_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<linear_cross_entropy_autograd>(m, "linear_cross_entropy");
-    impl_autograd<linear_cross_entropy_backward_autograd>(m, "linear_cross_entropy_backward");
-    impl_autograd<linear_cross_entropy_rows_backward_autograd>(m, "linear_cross_entropy_rows_backward");
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    define(m, "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+              "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, str reduction=\"mean\", "
+              "float? soft_cap=None, float z_loss=0.0, SymInt? vocab_size=None, SymInt chunk_size=4096) -> Tensor",
+           linear_cross_entropy, linear_cross_entropy, linear_cross_entropy_meta);
+    define(m, "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
+              "Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor loss, Tensor total, "
+              "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+           linear_cross_entropy_forward, linear_cross_entropy_forward, linear_cross_entropy_forward_meta);
+    define(m, "linear_cross_entropy_backward(Tensor grad_out, Tensor total, Tensor grad_hidden, Tensor grad_weight, "
+              "Tensor grad_bias, ScalarType weight_dtype, bool[3] wanted) -> (Tensor grad_hidden, Tensor grad_weight, "
+              "Tensor grad_bias)",
+           linear_cross_entropy_backward, linear_cross_entropy_backward, linear_cross_entropy_backward_meta);
+    define(m, "linear_cross_entropy_rows_backward(Tensor grad_out, Tensor hidden, Tensor weight, Tensor target, "
+              "Tensor? bias, Tensor? class_weight, " FUSELINE_OPTION_SCHEMA ", bool[3] wanted) -> (Tensor grad_hidden, "
+              "Tensor grad_weight, Tensor grad_bias)",
+           linear_cross_entropy_rows_backward, linear_cross_entropy_rows_backward, linear_cross_entropy_rows_backward_meta);
+    differentiate<linear_cross_entropy_autograd>(m, "linear_cross_entropy");
+    refuse_second_derivative<"linear_cross_entropy_backward", "linear_cross_entropy", linear_cross_entropy_backward>(m);
+    refuse_second_derivative<"linear_cross_entropy_rows_backward", "linear_cross_entropy", linear_cross_entropy_rows_backward>(m);
 }
 
 // Another file compiled after this one has its own.

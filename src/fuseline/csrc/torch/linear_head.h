@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
@@ -10,16 +9,15 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 
 #include "cross_entropy.h"
+#include "op.h"
 
 namespace fuseline::linear_head {
 
 using losses::OptionalSize;
-using losses::OptionalTensor;
 
 constexpr const char* kName = "linear_cross_entropy";
 
@@ -33,28 +31,22 @@ struct Options : losses::Options {
 // The loss of the rows of a chunk of logits: summed, of each, or of all rows their mean.
 inline Tensor chunk_loss(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight, const Options& o,
                          c10::string_view reduction) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
-               std::optional<double>, double, OptionalSize, bool)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap,
+    constexpr Op<"cross_entropy", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
+                                         std::optional<double>, double, OptionalSize, bool)> op;
+    return op(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap,
                    o.z_loss, o.vocab_size, false);
 }
 
 // The same loss, summed or their mean, and its gradient over the logits.
 inline Tensor chunk_loss_and_gradient(const Tensor& logits, const Tensor& target, const OptionalTensor& class_weight,
                                       const Options& o, c10::string_view reduction) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::cross_entropy_forward_", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, c10::string_view,
-               std::optional<double>, double, OptionalSize)>();
-    return op.call(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap, o.z_loss,
+    constexpr Op<"cross_entropy_forward_", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double,
+                                                  c10::string_view, std::optional<double>, double, OptionalSize)> op;
+    return op(logits, target, class_weight, o.ignore_index, o.label_smoothing, reduction, o.soft_cap, o.z_loss,
                    o.vocab_size);
 }
 
-inline void scale_rows_op(const Tensor& x, const Tensor& factors) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::scale_rows_", "").typed<
-        void(const Tensor&, const Tensor&)>();
-    op.call(x, factors);
-}
+constexpr Op<"scale_rows_", void(const Tensor&, const Tensor&)> scale_rows_op;
 
 // ---- chunks ----
 
@@ -70,8 +62,7 @@ inline void check(const Tensor& hidden, const Tensor& weight, const Tensor& targ
     TORCH_CHECK_VALUE(target.device() == hidden.device(), kName, ": target is on ", target.device(), " and hidden on ",
                       hidden.device(), ". Move it with target.to(hidden.device).");
     const auto same_place = [&](const Tensor& given, const char* name) {
-        TORCH_CHECK_VALUE(given.device() == hidden.device(), kName, ": ", name, " is on ", given.device(),
-                          " and hidden on ", hidden.device(), ".");
+        check_device(kName, given, name, hidden, "hidden");
         TORCH_CHECK_TYPE(given.scalar_type() == hidden.scalar_type() || given.scalar_type() == at::kFloat, kName, ": ",
                          name, " is ", given.scalar_type(), " and hidden ", hidden.scalar_type(),
                          ". It has hidden's dtype or float32.");
@@ -90,11 +81,6 @@ inline void check(const Tensor& hidden, const Tensor& weight, const Tensor& targ
     }
     TORCH_CHECK_VALUE(o.chunk_size >= 1, kName, ": chunk_size is ", o.chunk_size, "; it is at least one row.");
 }
-
-// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
-struct WithoutAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
 
 // The products of a head where a kernel of ours is faster than the matrix library's, into `out`; false elsewhere. `factors`
 // of rows, if they are given, multiply those of the gradient of hidden.

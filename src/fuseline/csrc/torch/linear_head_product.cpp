@@ -11,7 +11,7 @@ bool taken(int product, const Tensor& left, const Tensor& right, const Tensor& o
     constexpr int64_t kLeast = 768;  // of each that a sum is over: fewer rows or columns are not worth asking about
     const auto type = left.scalar_type();
     if (!left.is_cuda() || rows < kLeast || words < kLeast || width < 8) return false;
-    if (!(type == at::kHalf || type == at::kBFloat16) || right.scalar_type() != type || out.scalar_type() != type) return false;
+    if (type != at::kBFloat16 || right.scalar_type() != type || out.scalar_type() != type) return false;
     if (!left.is_contiguous() || !right.is_contiguous() || !out.is_contiguous()) return false;
     static const auto launch = FUSELINE_KERNEL(fuseline_head_product_forward);
     const fuseline_head_product call{left.const_data_ptr(), right.const_data_ptr(), out.mutable_data_ptr(), rows, words, width,

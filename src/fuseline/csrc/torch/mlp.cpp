@@ -5,27 +5,23 @@
 // GELU's slope. Elsewhere both are passes of their own (gelu.cpp), and the forward keeps z = x weight_1^T, their input.
 // Weights that are views of transposed ones, such as those of transformers' Conv1D, are read as they lie.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
 #include "column_sums.h"
 #include "fuseline_linear_gelu.h"
-#include "fuseline_torch.h"
+#include "op.h"
 #include "product.h"
-#include "transforms.h"
 
 namespace fuseline::mlp_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -35,34 +31,16 @@ constexpr const char* kName = "mlp";
 
 // ---- the ops that are called ----
 
-Three forward_op(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
-                 const OptionalTensor& bias_2, c10::string_view approximate) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_forward", "").typed<
-        Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, c10::string_view)>();
-    return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
-}
+constexpr Op<"mlp_forward", Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+              c10::string_view)> forward_op;
 
-Five backward_op(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
-                 const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
-                 const Wanted& wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp_backward", "").typed<
-        Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-             const OptionalTensor&, c10::string_view, std::array<bool, 5>)>();
-    return op.call(grad_out, x, weight_1, bias_1, weight_2, kept, inner, approximate, wanted);
-}
+constexpr Op<"mlp_backward", Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, Wanted)> backward_op;
 
-Tensor gelu_op(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu", "").typed<
-        Tensor(const Tensor&, const OptionalTensor&, c10::string_view)>();
-    return op.call(x, bias, approximate);
-}
+constexpr Op<"gelu", Tensor(const Tensor&, const OptionalTensor&, c10::string_view)> gelu_op;
 
-Two gelu_backward_op(const Tensor& grad_out, const Tensor& x, const OptionalTensor& bias, c10::string_view approximate,
-                     bool bias_wanted) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::gelu_backward", "").typed<
-        Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)>();
-    return op.call(grad_out, x, bias, approximate, {true, bias_wanted});
-}
+constexpr Op<"gelu_backward", Two(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view, std::array<bool, 2>)>
+    gelu_backward_op;
 
 // ---- what is given ----
 
@@ -76,10 +54,8 @@ void check(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
                       kName, ": x has shape ", x.sym_sizes(), ", weight_1 ", weight_1.sym_sizes(), " and weight_2 ",
                       weight_2.sym_sizes(), "; they are [..., C], [F, C] and [D, F].");
     const auto like_x = [&](const Tensor& given, const char* name) {
-        TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ", x.device(),
-                          ".");
-        TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), kName, ": ", name, " is ", given.scalar_type(), " and x ",
-                         x.scalar_type(), "; they are the same.");
+        check_device(kName, given, name, x);
+        check_same_dtype(kName, given, name, x);
     };
     const auto check_bias = [&](const OptionalTensor& bias, const Tensor& weight, const char* name) {
         if (!bias.has_value()) return;
@@ -93,11 +69,6 @@ void check(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
     check_bias(bias_2, weight_2, "bias_2");
 }
 
-// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
-struct WithoutAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
 // The shape of x but for the last dimension.
 std::vector<int64_t> sizes_of(const Tensor& x, int64_t last) {
     auto sizes = x.sizes().vec();
@@ -105,26 +76,16 @@ std::vector<int64_t> sizes_of(const Tensor& x, int64_t last) {
     return sizes;
 }
 
-Tensor rows_of(const Tensor& x) {
-    return x.contiguous().view({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
-}
-
 // ---- where kernels have both ----
 
 // Of `rows` rows: forward and backward agree on it, so that they agree on what is kept.
 bool fused(const Tensor& rows, const Tensor& weight_1, const Tensor& weight_2) {
-    if (!rows.is_cuda() || !(rows.scalar_type() == at::kHalf || rows.scalar_type() == at::kBFloat16)) return false;
+    if (!rows.is_cuda() || rows.scalar_type() != at::kBFloat16) return false;
     static const auto takes = FUSELINE_KERNEL(fuseline_linear_gelu_takes);
     return takes(rows.size(0), weight_1.size(0), weight_1.size(1), weight_2.size(0), kernel_dtype(rows, kName));
 }
 
-// Contiguous, from an address that bulk copies take.
-Tensor aligned(const Tensor& x) {
-    const Tensor whole = x.contiguous();
-    return reinterpret_cast<uintptr_t>(whole.const_data_ptr()) % 16 == 0 ? whole : whole.clone();
-}
-
-// A weight as it lies in memory, transposed where it is turned, from such an address.
+// A weight as it lies in memory, transposed where it is turned, from an address that bulk copies take.
 Tensor as_it_lies(const Tensor& weight) { return aligned(is_turned(weight) ? weight.t() : weight); }
 
 fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, bool turned, const Tensor& out) {
@@ -179,7 +140,7 @@ Two inner_of(const Tensor& rows, const Tensor& weight_1, const OptionalTensor& b
 Two inner_gradients(const Tensor& grad, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
                     const Tensor& kept, c10::string_view approximate, bool bias_wanted) {
     if (fused(grad, weight_1, weight_2)) return linear_gelu_gradient(grad, weight_2, kept, bias_wanted);
-    return gelu_backward_op(product(grad, false, dense(weight_2), false), kept, bias, approximate, bias_wanted);
+    return gelu_backward_op(product(grad, false, dense(weight_2), false), kept, bias, approximate, {true, bias_wanted});
 }
 
 // The second product of `inner`, in the shape of x but for the last dimension.
@@ -293,7 +254,6 @@ struct Mlp : torch::autograd::Function<Mlp> {
         const size_t second = 2 + biases.get(0);
         const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), biases.get(0) && ctx->needs_input_grad(2),
                                ctx->needs_input_grad(second), biases.get(1) && ctx->needs_input_grad(second + 1)};
-        const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
         auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] =
             backward_op(grads[0], optional(saved[0]), saved[1], optional(saved[2]), saved[3], optional(saved[4]),
                         optional(saved[5]), ctx->saved_data["approximate"].toStringRef(), wanted);
@@ -303,72 +263,26 @@ struct Mlp : torch::autograd::Function<Mlp> {
 
 Tensor mlp_autograd(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
                     const OptionalTensor& bias_2, c10::string_view approximate) {
-    if (at::GradMode::is_enabled() &&
-        (wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1) || wants_grad(weight_2) || wants_grad(bias_2))) {
+    if (tracked(x, weight_1, bias_1, weight_2, bias_2)) {
         return Mlp::apply(x, weight_1, bias_1, weight_2, bias_2, std::string(approximate));
     }
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::mlp", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, c10::string_view)>();
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(x, weight_1, bias_1, weight_2, bias_2, approximate);
-}
-
-Five mlp_backward_autograd(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1,
-                           const OptionalTensor& bias_1, const Tensor& weight_2, const OptionalTensor& kept,
-                           const OptionalTensor& inner, c10::string_view approximate, std::array<bool, 5> wanted) {
-    const Five results = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, x, weight_1, bias_1, weight_2, kept, inner, approximate, wanted);
-    }();
-    if (!at::GradMode::is_enabled()) return results;
-    const std::array<OptionalTensor, 6> given = {grad_out, x, weight_1, bias_1, weight_2, kept};
-    const auto refuse = [&](Tensor result) {
-        for (const OptionalTensor& each : given) {
-            if (!result.defined() || !wants_grad(each)) continue;
-            result = NoSecondDerivative::apply(result, grad_out, *each, std::string(kName));
-        }
-        return result;
-    };
-    return std::apply([&](const auto&... each) { return Five{refuse(each)...}; }, results);
+    constexpr Op<"mlp", decltype(mlp)> op;
+    return op.below_autograd(x, weight_1, bias_1, weight_2, bias_2, approximate);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("mlp(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2=None, str approximate=\"tanh\") "
-          "-> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
-          "-> (Tensor out, Tensor kept, Tensor inner)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? kept, "
-          "Tensor? inner, str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
-          "Tensor grad_weight_2, Tensor grad_bias_2)",
-          {at::Tag::pt2_compliant_tag});
-}
-
 // The same code on every device: the work is done by matrix products and the ops it calls.
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("mlp", mlp);
-    m.impl("mlp_forward", mlp_forward);
-    m.impl("mlp_backward", mlp_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("mlp", mlp);
-    m.impl("mlp_forward", mlp_forward);
-    m.impl("mlp_backward", mlp_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("mlp", mlp_meta);
-    m.impl("mlp_forward", mlp_forward_meta);
-    m.impl("mlp_backward", mlp_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<mlp_autograd>(m, "mlp");
-    impl_autograd<mlp_backward_autograd>(m, "mlp_backward");
+TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    define(m, "mlp(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2=None, str approximate=\"tanh\") "
+              "-> Tensor", mlp, mlp, mlp_meta);
+    define(m, "mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
+              "-> (Tensor out, Tensor kept, Tensor inner)", mlp_forward, mlp_forward, mlp_forward_meta);
+    define(m, "mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? kept, "
+              "Tensor? inner, str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
+              "Tensor grad_weight_2, Tensor grad_bias_2)", mlp_backward, mlp_backward, mlp_backward_meta);
+    differentiate<mlp_autograd>(m, "mlp");
+    refuse_second_derivative<"mlp_backward", "mlp", mlp_backward>(m);
 }
 
 }  // namespace fuseline::mlp_op

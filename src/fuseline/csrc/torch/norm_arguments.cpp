@@ -14,8 +14,7 @@ void check_affine(const NormArguments& a, const OptionalTensor& given, const cha
     if (!given.has_value()) return;
     TORCH_CHECK_VALUE(given->sym_sizes() == Shape(a.shape), a.op, ": ", name, " has shape ", given->sym_sizes(),
                       ", but normalized_shape is ", Shape(a.shape), "; they are the same.");
-    TORCH_CHECK_VALUE(given->device() == a.x.device(), a.op, ": ", name, " is on ", given->device(), " and x on ",
-                      a.x.device(), ".");
+    check_device(a.op, *given, name, a.x);
     TORCH_CHECK_TYPE(given->scalar_type() == a.y_type() || given->scalar_type() == at::kFloat, a.op, ": ", name, " is ",
                      given->scalar_type(), " and the result ", a.y_type(), ". It has the result's dtype or float32.");
 }
@@ -42,10 +41,8 @@ void check_norm(const NormArguments& a) {
     const OptionalTensor& affine = a.weight.has_value() ? a.weight : a.bias;
     check_same(a, affine, a.x_bias, "the norm's weights and x_bias");
     if (a.residual.has_value()) {
-        TORCH_CHECK_VALUE(a.residual->sym_sizes() == a.x.sym_sizes(), a.op, ": residual has shape ",
-                          a.residual->sym_sizes(), " and x ", a.x.sym_sizes(), "; they are the same.");
-        TORCH_CHECK_VALUE(a.residual->device() == a.x.device(), a.op, ": residual is on ", a.residual->device(),
-                          " and x on ", a.x.device(), ".");
+        check_same_shape(a.op, *a.residual, "residual", a.x);
+        check_device(a.op, *a.residual, "residual", a.x);
         TORCH_CHECK_TYPE(a.residual->scalar_type() == a.x.scalar_type() ||
                              narrows(a.residual->scalar_type(), a.x.scalar_type()),
                          a.op, ": residual is ", a.residual->scalar_type(), " and x ", a.x.scalar_type(),
@@ -54,21 +51,14 @@ void check_norm(const NormArguments& a) {
     TORCH_CHECK_TYPE(a.y_type() == a.x.scalar_type() || narrows(a.x.scalar_type(), a.y_type()), a.op,
                      ": out_dtype is ", a.y_type(), " and x ", a.x.scalar_type(),
                      "; they are the same, or x is Float and out_dtype Half or BFloat16.");
-    TORCH_CHECK_VALUE(a.p >= 0 && a.p <= 1, a.op, ": dropout probability p=", a.p, " is not between 0 and 1.");
+    check_probability(a.op, a.p);
     TORCH_CHECK_VALUE(a.p == 0 || a.seed.has_value(), a.op, ": p is ", a.p, " and there is no seed.");
-    if (a.seed.has_value()) {
-        TORCH_CHECK_TYPE(a.seed->scalar_type() == at::kLong, a.op, ": seed is ", a.seed->scalar_type(), ", not Long.");
-        TORCH_CHECK_VALUE(a.seed->sym_numel() == 1, a.op, ": seed has shape ", a.seed->sym_sizes(),
-                          "; it is one element.");
-        TORCH_CHECK_VALUE(a.seed->device() == a.x.device(), a.op, ": seed is on ", a.seed->device(), " and x on ",
-                          a.x.device(), ".");
-    }
+    if (a.seed.has_value()) check_seed(a.op, *a.seed, a.x);
 }
 
 void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow) {
     if (!grad.has_value()) return;
-    TORCH_CHECK_VALUE(grad->sym_sizes() == x.sym_sizes(), "norm_backward: ", name, " has shape ", grad->sym_sizes(),
-                      " and x ", x.sym_sizes(), "; they are the same.");
+    check_same_shape("norm_backward", *grad, name, x);
     TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type() ||
                          (may_narrow && narrows(x.scalar_type(), grad->scalar_type())),
                      "norm_backward: ", name, " is ", grad->scalar_type(), " and x ", x.scalar_type(), ".");

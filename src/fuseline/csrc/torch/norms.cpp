@@ -8,12 +8,9 @@
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
 
 #include "norms.h"
-#include "transforms.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include <array>
 #include <limits>
@@ -117,19 +114,11 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
 }
 
 Four norm_forward_op(const NormArguments& a) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_forward", "").typed<
-        decltype(norm_forward<Device::cpu>)>();
-    return op.call(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred,
-                   a.out_dtype);
+    constexpr Op<"norm_forward", decltype(norm_forward<Device::cpu>)> op;
+    return op(a.op, a.x, a.residual, a.shape, a.weight, a.bias, a.eps, a.x_bias, a.p, a.seed, a.centred, a.out_dtype);
 }
 
-const auto& norm_backward_op() {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::norm_backward", "").typed<
-        decltype(norm_backward<Device::cpu>)>();
-    return op;
-}
-
-OptionalTensor given(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
+constexpr Op<"norm_backward", decltype(norm_backward<Device::cpu>)> norm_backward_op;
 
 struct NormFunction : torch::autograd::Function<NormFunction> {
     static constexpr bool is_traceable = true;
@@ -176,9 +165,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         const bool drops = p > 0 || (added && y_type != saved[0].scalar_type());
         const Wanted wanted = {wants[1] || (wants[0] && !drops), wants[0] && drops, wants[2], wants[3], wants[4]};
         const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0], y_type);
-        const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op().call(
-            ctx->saved_data["op"].toStringRef(), grad_y, given(grad_sum), saved[0], shape, given(saved[1]), saved[2],
-            given(saved[3]), given(saved[4]), given(saved[5]), p, given(saved[6]), wanted);
+        const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op(
+            ctx->saved_data["op"].toStringRef(), grad_y, optional(grad_sum), saved[0], shape, optional(saved[1]), saved[2],
+            optional(saved[3]), optional(saved[4]), optional(saved[5]), p, optional(saved[6]), wanted);
         if (wants[0]) result[0] = drops ? grad_x : grad_residual;
         if (wants[1]) result[1] = grad_residual;
         result[2] = grad_weight, result[3] = grad_bias, result[4] = grad_x_bias;
@@ -186,10 +175,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
 };
 
-bool needs_graph(const NormArguments& a) {
-    return at::GradMode::is_enabled() && (wants_grad(a.x) || wants_grad(a.residual) || wants_grad(a.weight) ||
-                                          wants_grad(a.bias) || wants_grad(a.x_bias));
-}
+bool needs_graph(const NormArguments& a) { return tracked(a.x, a.residual, a.weight, a.bias, a.x_bias); }
 
 variable_list with_graph(const NormArguments& a) {
     return NormFunction::apply(a.x, a.residual, a.weight, a.bias, a.x_bias, a.seed, &a);
@@ -199,29 +185,19 @@ Five norm_backward_autograd(const std::string& op, const Tensor& grad_y, const O
                             const Tensor& x, Shape shape, const OptionalTensor& mean, const Tensor& rstd,
                             const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
                             double p, const OptionalTensor& seed, Wanted wanted) {
-    auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return norm_backward_op().call(op, grad_y, grad_sum, x, shape, mean, rstd, weight, bias, x_bias, p, seed,
-                                       wanted);
-    }();
-    const bool differentiated = wants_grad(grad_y) || wants_grad(grad_sum) || wants_grad(x) || wants_grad(weight);
-    if (!at::GradMode::is_enabled() || !differentiated) {
-        return {grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias};
+    variable_list tracked;
+    if (at::GradMode::is_enabled()) {
+        for (const OptionalTensor& each : {OptionalTensor(grad_y), grad_sum, OptionalTensor(x), weight}) add_tracked(tracked, each);
     }
-    const auto refuse = [&](const Tensor& result, const Tensor& saved) {
-        return result.defined() ? NoSecondDerivative::apply(result, grad_y, saved, op) : result;
-    };
-    const Tensor& affine = weight.has_value() ? *weight : x;
-    const Tensor& other = grad_sum.has_value() ? *grad_sum : x;
-    const auto refuse_all = [&](const Tensor& result) { return refuse(refuse(refuse(result, affine), other), x); };
-    return {refuse_all(grad_residual), refuse_all(grad_x), refuse_all(grad_weight), refuse_all(grad_bias),
-            refuse_all(grad_x_bias)};
+    const Five made = norm_backward_op.below_autograd(op, grad_y, grad_sum, x, shape, mean, rstd, weight, bias, x_bias, p, seed,
+                                                      wanted);
+    return refused(made, tracked, op.c_str());
 }
 
 // ---- the ops by name ----
 
 struct LayerNorm {
-    static constexpr const char* kName = "fuseline::layer_norm";
+    static constexpr OpName kName{"layer_norm"};
     using Schema = Tensor(const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
                           std::optional<at::ScalarType>);
 
@@ -234,7 +210,7 @@ struct LayerNorm {
 };
 
 struct RmsNorm {
-    static constexpr const char* kName = "fuseline::rms_norm";
+    static constexpr OpName kName{"rms_norm"};
     using Schema = Tensor(const Tensor&, const OptionalTensor&, std::optional<double>, std::optional<at::ScalarType>);
 
     static NormArguments arguments(const Tensor& x, const OptionalTensor& weight, std::optional<double> eps,
@@ -245,7 +221,7 @@ struct RmsNorm {
 };
 
 struct AddLayerNorm {
-    static constexpr const char* kName = "fuseline::add_layer_norm";
+    static constexpr OpName kName{"add_layer_norm"};
     using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double);
 
     static NormArguments arguments(const Tensor& x, const Tensor& residual, Shape shape, const OptionalTensor& weight,
@@ -256,7 +232,7 @@ struct AddLayerNorm {
 };
 
 struct AddRmsNorm {
-    static constexpr const char* kName = "fuseline::add_rms_norm";
+    static constexpr OpName kName{"add_rms_norm"};
     using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>);
 
     static NormArguments arguments(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
@@ -267,7 +243,7 @@ struct AddRmsNorm {
 };
 
 struct DropoutAddLayerNorm {
-    static constexpr const char* kName = "fuseline::dropout_add_layer_norm";
+    static constexpr OpName kName{"dropout_add_layer_norm"};
     using Schema = Two(const Tensor&, const Tensor&, Shape, const OptionalTensor&, const OptionalTensor&, double,
                        const OptionalTensor&, double, const OptionalTensor&);
 
@@ -279,7 +255,7 @@ struct DropoutAddLayerNorm {
 };
 
 struct DropoutAddRmsNorm {
-    static constexpr const char* kName = "fuseline::dropout_add_rms_norm";
+    static constexpr OpName kName{"dropout_add_rms_norm"};
     using Schema = Two(const Tensor&, const Tensor&, const OptionalTensor&, std::optional<double>,
                        const OptionalTensor&, double, const OptionalTensor&);
 
@@ -292,14 +268,14 @@ struct DropoutAddRmsNorm {
 };
 
 // An op's kernel for a device, and for autograd.
-template <class Op, class Schema = typename Op::Schema>
+template <class Named, class Schema = typename Named::Schema>
 struct Kernels;
 
-template <class Op, class Result, class... Given>
-struct Kernels<Op, Result(Given...)> {
+template <class Named, class Result, class... Given>
+struct Kernels<Named, Result(Given...)> {
     template <Device device>
     static Result on(Given... given) {
-        const auto made = forward<device>(Op::arguments(given...), false);
+        const auto made = forward<device>(Named::arguments(given...), false);
         if constexpr (std::is_same_v<Result, Tensor>) {
             return made.y;
         } else {
@@ -308,7 +284,7 @@ struct Kernels<Op, Result(Given...)> {
     }
 
     static Result autograd(Given... given) {
-        const NormArguments a = Op::arguments(given...);
+        const NormArguments a = Named::arguments(given...);
         if (needs_graph(a)) {
             const auto made = with_graph(a);
             if constexpr (std::is_same_v<Result, Tensor>) {
@@ -317,65 +293,43 @@ struct Kernels<Op, Result(Given...)> {
                 return {made[0], made[1]};
             }
         }
-        static const auto op =
-            c10::Dispatcher::singleton().findSchemaOrThrow(Op::kName, "").template typed<Result(Given...)>();
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return op.call(given...);
+        constexpr fuseline::Op<Named::kName, Result(Given...)> op;
+        return op.below_autograd(given...);
     }
 };
 
-template <Device device>
-void register_on(torch::Library& m) {
-    m.impl("layer_norm", Kernels<LayerNorm>::on<device>);
-    m.impl("rms_norm", Kernels<RmsNorm>::on<device>);
-    m.impl("add_layer_norm", Kernels<AddLayerNorm>::on<device>);
-    m.impl("add_rms_norm", Kernels<AddRmsNorm>::on<device>);
-    m.impl("dropout_add_layer_norm", Kernels<DropoutAddLayerNorm>::on<device>);
-    m.impl("dropout_add_rms_norm", Kernels<DropoutAddRmsNorm>::on<device>);
-    m.impl("norm_forward", norm_forward<device>);
-    m.impl("norm_backward", norm_backward<device>);
+template <class Named>
+void define_norm(torch::Library& m, const char* schema) {
+    using Made = Kernels<Named>;
+    define(m, schema, Made::template on<Device::cpu>, Made::template on<Device::cuda>, Made::template on<Device::meta>);
+    differentiate<Made::autograd>(m, Named::kName.text);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    for (const char* schema : {
-             "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
-             "*, ScalarType? out_dtype=None) -> Tensor",
-             "rms_norm(Tensor x, Tensor? weight=None, float? eps=None, *, ScalarType? out_dtype=None) -> Tensor",
-             "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-             "Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor sum)",
-             "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None) -> (Tensor y, Tensor sum)",
-             "dropout_add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-             "Tensor? bias=None, float eps=1e-5, *, Tensor? x_bias=None, float p=0.0, Tensor? seed=None) "
-             "-> (Tensor y, Tensor sum)",
-             "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None, *, "
-             "Tensor? x_bias=None, float p=0.0, Tensor? seed=None) -> (Tensor y, Tensor sum)",
-             "norm_forward(str op, Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
-             "Tensor? bias, float eps, Tensor? x_bias, float p, Tensor? seed, bool centred, "
-             "ScalarType? out_dtype=None) "
-             "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
-             "norm_backward(str op, Tensor grad_y, Tensor? grad_sum, Tensor x, SymInt[] normalized_shape, "
-             "Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, "
-             "bool[5] wanted) "
-             "-> (Tensor grad_residual, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_x_bias)",
-         }) {
-        m.def(schema, {at::Tag::pt2_compliant_tag});
-    }
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) { register_on<Device::cpu>(m); }
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { register_on<Device::cuda>(m); }
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) { register_on<Device::meta>(m); }
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<Kernels<LayerNorm>::autograd>(m, "layer_norm");
-    impl_autograd<Kernels<RmsNorm>::autograd>(m, "rms_norm");
-    impl_autograd<Kernels<AddLayerNorm>::autograd>(m, "add_layer_norm");
-    impl_autograd<Kernels<AddRmsNorm>::autograd>(m, "add_rms_norm");
-    impl_autograd<Kernels<DropoutAddLayerNorm>::autograd>(m, "dropout_add_layer_norm");
-    impl_autograd<Kernels<DropoutAddRmsNorm>::autograd>(m, "dropout_add_rms_norm");
-    impl_autograd<norm_backward_autograd>(m, "norm_backward");
+    define_norm<LayerNorm>(m, "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+                              "float eps=1e-5, *, ScalarType? out_dtype=None) -> Tensor");
+    define_norm<RmsNorm>(m, "rms_norm(Tensor x, Tensor? weight=None, float? eps=None, *, ScalarType? out_dtype=None) -> Tensor");
+    define_norm<AddLayerNorm>(m, "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+                                 "Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor sum)");
+    define_norm<AddRmsNorm>(m, "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None) -> "
+                               "(Tensor y, Tensor sum)");
+    define_norm<DropoutAddLayerNorm>(
+        m, "dropout_add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+           "float eps=1e-5, *, Tensor? x_bias=None, float p=0.0, Tensor? seed=None) -> (Tensor y, Tensor sum)");
+    define_norm<DropoutAddRmsNorm>(
+        m, "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=None, *, Tensor? x_bias=None, "
+           "float p=0.0, Tensor? seed=None) -> (Tensor y, Tensor sum)");
+    define(m, "norm_forward(str op, Tensor x, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+              "float eps, Tensor? x_bias, float p, Tensor? seed, bool centred, ScalarType? out_dtype=None) -> (Tensor y, "
+              "Tensor sum, Tensor mean, Tensor rstd)",
+           norm_forward<Device::cpu>, norm_forward<Device::cuda>, norm_forward<Device::meta>);
+    define(m, "norm_backward(str op, Tensor grad_y, Tensor? grad_sum, Tensor x, SymInt[] normalized_shape, Tensor? mean, "
+              "Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, bool[5] wanted) -> "
+              "(Tensor grad_residual, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_x_bias)",
+           norm_backward<Device::cpu>, norm_backward<Device::cuda>, norm_backward<Device::meta>);
+    differentiate<norm_backward_autograd>(m, "norm_backward");
 }
 
 }  // namespace fuseline::norms_op

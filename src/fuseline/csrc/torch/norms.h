@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline {
 
-using OptionalTensor = std::optional<Tensor>;
 using Shape = c10::SymIntArrayRef;
 
 // What callers pass, whatever the op.

@@ -7,8 +7,10 @@
 #include <tuple>
 
 #include "plans/cross_entropy.h"
+#include "plans/embedding.h"
 #include "plans/gelu.h"
 #include "plans/glu.h"
+#include "plans/linear.h"
 #include "plans/norm_backward.h"
 #include "plans/norm_forward.h"
 #include "plans/softmax.h"
@@ -48,34 +50,34 @@ Planned planned(const Plan& plan, const std::string& kernel) {
 int in_line(int64_t address) { return int(address % 128); }
 
 Planned softmax_forward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
-                        double scale, bool causal, bool masked, bool mask_vectors, int64_t refused) {
+                        double scale, bool causal, bool masked, bool mask_vectors, bool fp16, int64_t refused) {
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 2, "softmax's forward has the addresses of x and y, not ", addresses.size(), ".");
     const SoftmaxForwardProblem problem{int(element_size), rows,   n,      in_line(addresses[0]), in_line(addresses[1]),
-                                        float(scale),      causal, masked, mask_vectors};
+                                        float(scale),      causal, masked, mask_vectors,          fp16};
     const SoftmaxPlan plan = plan_softmax_forward(problem, device_of(device), Refused(refused));
     return planned(plan, plan.kernel == SoftmaxKernel::masked ? "softmax_masked_rows"
                                                               : std::string("softmax_forward_") + name_of(plan.kernel));
 }
 
 Planned softmax_backward(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
-                         int64_t refused) {
+                         bool fp16, int64_t refused) {
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 3, "softmax's backward has the addresses of grad_out, y and grad_x, not ",
                       addresses.size(), ".");
     const SoftmaxBackwardProblem problem{int(element_size),     rows, n, in_line(addresses[0]), in_line(addresses[1]),
-                                         in_line(addresses[2])};
+                                         in_line(addresses[2]), fp16};
     const SoftmaxPlan plan = plan_softmax_backward(problem, device_of(device), Refused(refused));
     return planned(plan, std::string("softmax_backward_") + name_of(plan.kernel));
 }
 
 // `grad`: the gradient is written together with the loss. `plain`: without cap, label smoothing and class weights.
 Planned cross_entropy(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, at::IntArrayRef addresses,
-                      bool grad, bool plain, int64_t refused) {
+                      bool grad, bool plain, bool fp16, int64_t refused) {
     check(rows, n, element_size, refused);
     TORCH_CHECK_VALUE(addresses.size() == 2, "cross_entropy has the addresses of logits and grad, not ", addresses.size(), ".");
     const CrossEntropyProblem problem{int(element_size), rows, n, n, in_line(addresses[0]), grad ? in_line(addresses[1]) : 0,
-                                      grad,              plain};
+                                      grad,              plain, fp16};
     const CrossEntropyPlan plan = plan_cross_entropy(problem, device_of(device), Refused(refused));
     return planned(plan, name_of(plan.kernel));
 }
@@ -103,6 +105,45 @@ Planned glu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_siz
     return by_elements("glu", plan.reason, plan.shape, 0, plan.wide);
 }
 
+// All tensors are at `address`; `rows` of the table, n elements each. `backward`: of the table's gradient.
+Planned embedding(at::IntArrayRef device, int64_t items, int64_t n, int64_t element_size, int64_t address, int64_t rows,
+                  bool positions, bool backward) {
+    check(items, n, element_size, 0);
+    TORCH_CHECK_VALUE(rows > 0, "a table has one row at least, not ", rows, ".");
+    const bool vectors = address % 16 == 0 && n * element_size % 16 == 0;
+    const EmbeddingProblem problem{int(element_size), items, n, rows, vectors ? int(16 / element_size) : 1, positions};
+    if (backward) {
+        const EmbeddingBackwardPlan plan = plan_embedding_backward(problem, device_of(device));
+        return by_elements("embedding_row_sums", plan.reason, plan.shape, embedding_workspace(items, n), problem.wide);
+    }
+    EmbeddingForwardPlan plan = plan_embedding_forward(problem, device_of(device));
+    plan.shape.grid *= plan.slices;
+    return by_elements("embedding_forward", plan.reason, plan.shape, 0, problem.wide);
+}
+
+// x [m, k] and the weight [n, k]. `whole`: they begin at multiples of 16 bytes.
+Planned linear(at::IntArrayRef device, int64_t m, int64_t n, int64_t k, c10::string_view format, bool bf16, bool whole,
+               int64_t group_size, bool zero_points) {
+    check(m, n, 2, 0);
+    TORCH_CHECK_VALUE(format == "plain" || format == "int8" || format == "int4", "format is '", format,
+                      "'; it is 'plain', 'int8' or 'int4'.");
+    LinearProblem problem{format == "plain" ? FUSELINE_WEIGHT_16 : format == "int8" ? FUSELINE_WEIGHT_INT8 : FUSELINE_WEIGHT_INT4,
+                          bf16, m, n, k};
+    while (problem.int4() && (int64_t(32) << problem.group_shift) < group_size) ++problem.group_shift;
+    problem.zeros = problem.int4() && zero_points;
+    problem.x_vectors = whole && k % 8 == 0;
+    problem.weight_vectors = !problem.plain() || problem.x_vectors;
+    problem.workspace = m > kRowsWithoutWorkspace;
+    const Device on = device_of(device);
+    LinearPlan plan;
+    if (m <= most_linear_rows(problem.format, n, k)) plan = plan_linear(problem, on, EstimatedResidents{problem, on});
+    if (plan.kernel == LinearKernel::unsupported) return {"", plan.reason, {}};
+    const int elements = problem.plain() ? 8 : problem.int4() ? 32 : 16;  // of 16 bytes
+    return {name_of(plan.kernel), plan.reason,
+            {plan.shape.grid, plan.shape.threads, 1, plan.shape.cluster, int64_t(plan.shape.shared), 0, int64_t(plan.workspace),
+             elements}};
+}
+
 Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape& shape, size_t workspace) {
     if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
     const bool refusable = shape.cluster > kMaxCluster;
@@ -111,9 +152,11 @@ Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape
 }
 
 void check_norm(int64_t rows, int64_t n, at::IntArrayRef sizes, int64_t refused) {
-    TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ", sizes.size(), ".");
+    TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ",
+                      sizes.size(), ".");
     check(rows, n, sizes[0], refused);
-    TORCH_CHECK_VALUE(sizes[1] == sizes[0] || sizes[1] == 2, "y has elements of ", sizes[0], " or of 2 bytes, not of ", sizes[1], ".");
+    TORCH_CHECK_VALUE(sizes[1] == sizes[0] || sizes[1] == 2, "y has elements of ", sizes[0], " or of 2 bytes, not of ",
+                      sizes[1], ".");
 }
 
 // `element_sizes`: of what is normalized, and of y. All tensors of rows are at `address`, weights at multiples of 16 bytes.
@@ -134,12 +177,13 @@ Planned norm_forward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArr
 // As above; `given` says what there is, or is wanted: a mask, grad_sum, and the gradients of x, of the branch, of weight, bias
 // and x_bias.
 Planned norm_backward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArrayRef element_sizes, int64_t address,
-                      bool centred, bool fp32_weights, const c10::List<bool>& given, int64_t refused) {
+                      bool fp16, bool centred, bool fp32_weights, const c10::List<bool>& given, int64_t refused) {
     check_norm(rows, n, element_sizes, refused);
-    TORCH_CHECK_VALUE(given.size() == 7, "a norm's backward is told of 7 things that there are or are not, not of ", given.size(), ".");
+    TORCH_CHECK_VALUE(given.size() == 7, "a norm's backward is told of 7 things that there are or are not, not of ",
+                      given.size(), ".");
     NormBackwardProblem problem{};
     problem.x_size = int(element_sizes[0]), problem.y_size = int(element_sizes[1]), problem.rows = rows, problem.n = n;
-    problem.centred = centred, problem.fp32_weights = fp32_weights, problem.weighted = true;
+    problem.fp16 = fp16, problem.centred = centred, problem.fp32_weights = fp32_weights, problem.weighted = true;
     problem.rows_aligned = address % 16 == 0, problem.weight_aligned = true;
     problem.drops = given[0], problem.grad_sum = given[1], problem.grad_x = given[2], problem.grad_dropped = given[3];
     problem.grad_weight = given[4], problem.grad_bias = given[5], problem.grad_x_bias = given[6];
@@ -186,20 +230,24 @@ std::vector<int64_t> norm_layout(at::IntArrayRef device, int64_t n, int64_t elem
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("plan_softmax_forward(int[] device, int rows, int n, int element_size, int[] addresses, float scale, bool causal, "
-          "bool masked, bool mask_vectors, int refused) -> (str, str, int[])", softmax_forward);
-    m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, int refused) -> "
-          "(str, str, int[])", softmax_backward);
+          "bool masked, bool mask_vectors, bool fp16, int refused) -> (str, str, int[])", softmax_forward);
+    m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, bool fp16, "
+          "int refused) -> (str, str, int[])", softmax_backward);
     m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
-          "int refused) -> (str, str, int[])", cross_entropy);
+          "bool fp16, int refused) -> (str, str, int[])", cross_entropy);
     m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient) -> "
           "(str, str, int[])", gelu);
     m.def("plan_norm_forward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, bool centred, int of, "
           "bool drops, bool fp32_weights, int refused) -> (str, str, int[])", norm_forward);
-    m.def("plan_norm_backward(int[] device, int rows, int n, int[] element_sizes, int address, bool centred, "
-          "bool fp32_weights, bool[] given, int refused) -> (str, str, int[])", norm_backward);
+    m.def("plan_norm_backward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, "
+          "bool centred, bool fp32_weights, bool[] given, int refused) -> (str, str, int[])", norm_backward);
     m.def("plan_norm_layout(int[] device, int n, int element_size, bool centred, int of, bool backward, int[] layout) -> int[]",
           norm_layout);
     m.def("plan_glu(int[] device, int rows, int n, int element_size, int address, bool halves) -> (str, str, int[])", glu);
+    m.def("plan_embedding(int[] device, int items, int n, int element_size, int address, int rows, bool positions, "
+          "bool backward) -> (str, str, int[])", embedding);
+    m.def("plan_linear(int[] device, int m, int n, int k, str format, bool bf16, bool whole, int group_size, "
+          "bool zero_points) -> (str, str, int[])", linear);
 }
 
 }  // namespace fuseline::plans_op

@@ -1,24 +1,23 @@
 // Linear layers with quantized weights, or plain ones read at full bandwidth for few rows, and the gradient to x.
 //
 // Formats: "int8" and "int4" in the kernels' layout (kernels/fuseline_quant.h), and "plain", the [N, K] weight of
-// torch.nn.Linear in x's dtype. The kernels take up to `kernel_rows` rows of activations; more rows, float32 activations
+// torch.nn.Linear in x's dtype. The kernels take up to `most_linear_rows` rows (kernels/plans/linear.h) of activations; more rows, float32 activations
 // on CUDA, and the backward go over the dequantized weight and torch's matrix product.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <string>
 
 #include "cpu/quant_linear.h"
+#include "plans/linear.h"
 #include "quant_weight.h"
-#include "transforms.h"
 #include "unmodified_since_last_read.h"
+#include "op.h"
 
 namespace fuseline::quant_linear_op {
 namespace {
@@ -34,23 +33,16 @@ int64_t tile_grain(int64_t K, int64_t M) {
 }
 
 Tensor forward_op(const Tensor& x, const Weight& w, const OptionalTensor& bias) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-               int64_t, c10::string_view, int64_t)>();
-    return op.call(x, w.weight, w.scales, w.zeros, bias, w.out_features, w.format, w.group_size);
+    constexpr Op<"quant_linear", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                        const OptionalTensor&, int64_t, c10::string_view, int64_t)> op;
+    return op(x, w.weight, w.scales, w.zeros, bias, w.out_features, w.format, w.group_size);
 }
 
 Tensor backward_op(const Tensor& grad_out, const Weight& w, c10::SymInt in_features) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::quant_linear_backward", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt, int64_t,
-               c10::string_view, int64_t)>();
-    return op.call(grad_out, w.weight, w.scales, w.zeros, in_features, w.out_features, w.format, w.group_size);
+    constexpr Op<"quant_linear_backward", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                                 c10::SymInt, int64_t, c10::string_view, int64_t)> op;
+    return op(grad_out, w.weight, w.scales, w.zeros, in_features, w.out_features, w.format, w.group_size);
 }
-
-// Inside a kernel dtypes are what they are, whatever autocast says.
-struct NoAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
 
 c10::SymDimVector output_sizes(const Tensor& x, const c10::SymInt& last) {
     c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
@@ -100,7 +92,7 @@ Tensor dequantize_cpu(const Weight& w, int64_t K, at::ScalarType type) {
 
 Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                         FUSELINE_FORMAT_PARAMETERS) {
-    const NoAutocast exact;
+    const WithoutAutocast off;
     const Weight w = FUSELINE_WEIGHT;
     check(x, w, bias);
     const int64_t K = x.size(-1), M = count_rows(x);
@@ -138,7 +130,7 @@ Tensor quant_linear_cpu(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const Optio
 
 Tensor backward_cpu(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
                     FUSELINE_FORMAT_PARAMETERS) {
-    const NoAutocast exact;
+    const WithoutAutocast off;
     const Weight w = FUSELINE_WEIGHT;
     check_weight(grad_out, in_features, w);
     const int64_t K = in_features.expect_int();
@@ -147,12 +139,6 @@ Tensor backward_cpu(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::Sym
 }
 
 // ---- CUDA ----
-
-// A contiguous tensor that starts at a multiple of 16 bytes.
-Tensor aligned(const Tensor& x) {
-    const Tensor flat = x.contiguous();
-    return reinterpret_cast<uintptr_t>(flat.const_data_ptr()) % 16 == 0 ? flat : flat.clone();
-}
 
 // The weight as a kernel takes it, held while it is queued.
 struct WeightOnCuda {
@@ -195,26 +181,15 @@ Tensor dequantize_cuda(const Weight& w, int64_t K, const Tensor& like) {
     return to;
 }
 
-// Rows beyond which a kernel wants room to put x in order.
-constexpr int64_t kStreamRows = 8;
-
-// Rows that the kernels take, by measurement; with more, torch's matrix product over the whole weight is faster. It takes
-// four times as long as the weight's bytes for 8 rows where those of the weight begin at any element.
-int64_t kernel_rows(const Weight& w, int64_t K) {
-    constexpr int64_t kManyWeights = 32 << 20;
-    if (w.plain()) return K % 8 == 0 ? 4 : 8;
-    return w.out_features * K < kManyWeights ? 512 : 1024;
-}
-
 Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const OptionalTensor& bias,
                          FUSELINE_FORMAT_PARAMETERS) {
-    const NoAutocast exact;
+    const WithoutAutocast off;
     const Weight w = FUSELINE_WEIGHT;
     check(given, w, bias);
     const c10::DeviceGuard guard(given.device());
     const int64_t K = given.size(-1), M = count_rows(given);
     const bool half = given.scalar_type() == at::kHalf || given.scalar_type() == at::kBFloat16;
-    if (!half || M > kernel_rows(w, K)) {
+    if (!half || M > most_linear_rows(w.code(), w.out_features, K)) {
         return at::linear(given.contiguous(), dequantize_cuda(w, K, given), bias);
     }
     Tensor y = at::empty_symint(output_sizes(given, out_features), given.options());
@@ -228,7 +203,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
     call.m = M, call.x_stride = x.stride(0);
     static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_quant_linear_workspace);
     Tensor workspace;
-    if (M > kStreamRows) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
+    if (M > kRowsWithoutWorkspace) workspace = at::empty({workspace_bytes(call.format, M, K)}, x.options().dtype(at::kByte));
     call.workspace = workspace.defined() ? workspace.data_ptr() : nullptr;
     static const auto launch = FUSELINE_KERNEL(fuseline_quant_linear);
     call.overlap = on.unmodified_since_last_read(w, current_stream(x));
@@ -241,7 +216,7 @@ Tensor quant_linear_cuda(const Tensor& given, FUSELINE_WEIGHT_PARAMETERS, const 
 
 Tensor backward_cuda(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
                      FUSELINE_FORMAT_PARAMETERS) {
-    const NoAutocast exact;
+    const WithoutAutocast off;
     const Weight w = FUSELINE_WEIGHT;
     check_weight(grad_out, in_features, w);
     const c10::DeviceGuard guard(grad_out.device());
@@ -261,8 +236,6 @@ Tensor backward_meta(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::Sy
     check_weight(grad_out, in_features, FUSELINE_WEIGHT);
     return at::empty_symint(output_sizes(grad_out, in_features), grad_out.options());
 }
-
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 struct QuantLinear : torch::autograd::Function<QuantLinear> {
     static constexpr bool is_traceable = true;
@@ -303,45 +276,16 @@ Tensor quant_linear_autograd(const Tensor& x, FUSELINE_WEIGHT_PARAMETERS, const 
     return forward_op(x, w, bias);
 }
 
-Tensor backward_autograd(const Tensor& grad_out, FUSELINE_WEIGHT_PARAMETERS, c10::SymInt in_features,
-                         FUSELINE_FORMAT_PARAMETERS) {
-    const Tensor result = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, FUSELINE_WEIGHT, in_features);
-    }();
-    const bool tracked = at::GradMode::is_enabled() && wants_grad(grad_out);
-    return tracked ? NoSecondDerivative::apply(result, grad_out, grad_out, std::string(kName)) : result;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("quant_linear(Tensor x, Tensor weight, Tensor? scales=None, Tensor? zeros=None, Tensor? bias=None, *, "
-          "int out_features, str format=\"int8\", int group_size=0) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("quant_linear_backward(Tensor grad_out, Tensor weight, Tensor? scales, Tensor? zeros, *, SymInt in_features, "
-          "int out_features, str format, int group_size) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("quant_linear", quant_linear_cpu);
-    m.impl("quant_linear_backward", backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("quant_linear", quant_linear_cuda);
-    m.impl("quant_linear_backward", backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("quant_linear", quant_linear_meta);
-    m.impl("quant_linear_backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<quant_linear_autograd>(m, "quant_linear");
-    impl_autograd<backward_autograd>(m, "quant_linear_backward");
+    define(m, "quant_linear(Tensor x, Tensor weight, Tensor? scales=None, Tensor? zeros=None, Tensor? bias=None, *, "
+              "int out_features, str format=\"int8\", int group_size=0) -> Tensor",
+           quant_linear_cpu, quant_linear_cuda, quant_linear_meta);
+    define(m, "quant_linear_backward(Tensor grad_out, Tensor weight, Tensor? scales, Tensor? zeros, *, SymInt in_features, "
+              "int out_features, str format, int group_size) -> Tensor", backward_cpu, backward_cuda, backward_meta);
+    differentiate<quant_linear_autograd>(m, "quant_linear");
+    refuse_second_derivative<"quant_linear_backward", "quant_linear", backward_meta>(m);
 }
 
 }  // namespace fuseline::quant_linear_op

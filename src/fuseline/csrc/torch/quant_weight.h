@@ -4,11 +4,9 @@
 #pragma once
 
 #include "fuseline_quant.h"
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::quantized {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "quant_linear";
 
@@ -34,11 +32,6 @@ struct Weight {
 
 inline c10::SymInt rounded(const c10::SymInt& value, int64_t by) { return (value + (by - 1)) / by; }
 
-inline void check_on(const Tensor& given, const char* name, const Tensor& x) {
-    TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ",
-                      x.device(), ".");
-}
-
 inline void check_groups(const Weight& w, const c10::SymInt& K) {
     const int64_t g = w.group_size;
     TORCH_CHECK_VALUE(g >= 32 && (g & (g - 1)) == 0, kName, ": group_size is ", g,
@@ -60,7 +53,7 @@ inline void check_weight(const Tensor& x, const c10::SymInt& K, const Weight& w)
     TORCH_CHECK_VALUE(w.plain() || w.int4() || w.format == "int8", kName, ": format is '", w.format,
                       "'; it is 'int8', 'int4' or 'plain'.");
     TORCH_CHECK_VALUE(w.out_features >= 0, kName, ": out_features is ", w.out_features, ".");
-    check_on(w.weight, "weight", x);
+    check_device(kName, w.weight, "weight", x);
     if (w.plain()) {
         TORCH_CHECK_VALUE(w.weight.dim() == 2 && w.weight.sym_size(0) == w.out_features && w.weight.sym_size(1) == K,
                           kName, ": weight has shape ", w.weight.sym_sizes(), " for ", w.out_features,
@@ -78,10 +71,10 @@ inline void check_weight(const Tensor& x, const c10::SymInt& K, const Weight& w)
                       K, " inputs; ", w.format, " is packed to [features / 16, inputs / 64, ", tile_bytes,
                       "], rounded up.");
     TORCH_CHECK_VALUE(w.scales.has_value(), kName, ": ", w.format, " has scales, and none are given.");
-    check_on(*w.scales, "scales", x);
+    check_device(kName, *w.scales, "scales", x);
     TORCH_CHECK_TYPE(w.scales->is_floating_point(), kName, ": scales are ", w.scales->scalar_type(), ".");
     TORCH_CHECK_VALUE(w.int4() || !w.zeros.has_value(), kName, ": zero points go with int4, not with ", w.format, ".");
-    if (w.zeros.has_value()) check_on(*w.zeros, "zeros", x);
+    if (w.zeros.has_value()) check_device(kName, *w.zeros, "zeros", x);
     if (w.int4()) return check_groups(w, K);
     TORCH_CHECK_VALUE(w.scales->dim() == 1 && w.scales->sym_size(0) == w.out_features, kName, ": scales have shape ",
                       w.scales->sym_sizes(), " for ", w.out_features, " features; int8 has one for each.");
@@ -92,7 +85,7 @@ inline void check(const Tensor& x, const Weight& w, const OptionalTensor& bias) 
     TORCH_CHECK_VALUE(x.dim() >= 1, kName, ": x has no dimensions; it is [.., inputs].");
     check_weight(x, x.sym_size(-1), w);
     if (!bias.has_value()) return;
-    check_on(*bias, "bias", x);
+    check_device(kName, *bias, "bias", x);
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == w.out_features, kName, ": bias has shape ",
                       bias->sym_sizes(), " for ", w.out_features, " features.");
     TORCH_CHECK_TYPE(bias->scalar_type() == x.scalar_type(), kName, ": bias is ", bias->scalar_type(), " and x ",

@@ -3,7 +3,6 @@
 // x is [.., H, T, D] or [.., T, H, D], read through its strides; the result lies in memory in the order x does. On the CPU
 // it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cos.h>
@@ -12,17 +11,13 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/sin.h>
 #include <ATen/ops/stack.h>
-#include <torch/library.h>
 
 #include <array>
 
-#include "fuseline_torch.h"
-#include "transforms.h"
+#include "op.h"
 
 namespace fuseline::rope_op {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "rope";
 
@@ -35,19 +30,17 @@ struct Turn {
     int64_t seq_dim;
 };
 
+using Signature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, bool,
+                         std::optional<int64_t>, int64_t);
+
 Tensor forward_op(const Tensor& x, const Turn& turn) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::rope", "").typed<
-        Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, bool,
-               std::optional<int64_t>, int64_t)>();
-    return op.call(x, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
+    constexpr Op<"rope", Signature> op;
+    return op(x, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
 }
 
 Tensor backward_op(const Tensor& grad_out, const Turn& turn) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::rope_backward", "").typed<
-        Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double, bool,
-               std::optional<int64_t>, int64_t)>();
-    return op.call(grad_out, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims,
-                   turn.seq_dim);
+    constexpr Op<"rope_backward", Signature> op;
+    return op(grad_out, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
 }
 
 // The dimension of x that counts tokens.
@@ -225,8 +218,6 @@ Tensor rope_meta(const Tensor& x, const OptionalTensor& cos, const OptionalTenso
     return empty_beside(x);
 }
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 struct Rope : torch::autograd::Function<Rope> {
     static constexpr bool is_traceable = true;
 
@@ -259,7 +250,7 @@ Tensor rope_autograd(const Tensor& x, const OptionalTensor& cos, const OptionalT
                      const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
                      int64_t seq_dim) {
     const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
-    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(cos) || wants_grad(sin))) {
+    if (tracked(x, cos, sin)) {
         check(x, turn);
         return Rope::apply(x, turn);
     }
@@ -267,46 +258,16 @@ Tensor rope_autograd(const Tensor& x, const OptionalTensor& cos, const OptionalT
     return forward_op(x, turn);
 }
 
-Tensor rope_backward_autograd(const Tensor& grad_out, const OptionalTensor& cos, const OptionalTensor& sin,
-                              const OptionalTensor& positions, double base, bool interleaved,
-                              std::optional<int64_t> dims, int64_t seq_dim) {
-    const Tensor result = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, {cos, sin, positions, base, interleaved, dims, seq_dim});
-    }();
-    const bool tracked = at::GradMode::is_enabled() && wants_grad(grad_out);
-    return tracked ? NoSecondDerivative::apply(result, grad_out, grad_out, std::string(kName)) : result;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("rope(Tensor x, Tensor? cos=None, Tensor? sin=None, *, Tensor? positions=None, float base=10000.0, "
-          "bool interleaved=False, int? dims=None, int seq_dim=-2) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("rope_backward(Tensor grad_out, Tensor? cos, Tensor? sin, Tensor? positions, float base, bool interleaved, "
-          "int? dims, int seq_dim) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("rope", rope_cpu<false>);
-    m.impl("rope_backward", rope_cpu<true>);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("rope", rope_cuda<false>);
-    m.impl("rope_backward", rope_cuda<true>);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("rope", rope_meta);
-    m.impl("rope_backward", rope_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<rope_autograd>(m, "rope");
-    impl_autograd<rope_backward_autograd>(m, "rope_backward");
+    define(m, "rope(Tensor x, Tensor? cos=None, Tensor? sin=None, *, Tensor? positions=None, float base=10000.0, "
+              "bool interleaved=False, int? dims=None, int seq_dim=-2) -> Tensor",
+           rope_cpu<false>, rope_cuda<false>, rope_meta);
+    define(m, "rope_backward(Tensor grad_out, Tensor? cos, Tensor? sin, Tensor? positions, float base, bool interleaved, "
+              "int? dims, int seq_dim) -> Tensor", rope_cpu<true>, rope_cuda<true>, rope_meta);
+    differentiate<rope_autograd>(m, "rope");
+    refuse_second_derivative<"rope_backward", "rope", rope_meta>(m);
 }
 
 }  // namespace fuseline::rope_op

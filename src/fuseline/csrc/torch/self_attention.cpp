@@ -4,15 +4,11 @@
 // fits, in kernels (self_attention_fused.cpp). Here are the ops: what they take, autograd, autocast and Meta.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <string>
 
 #include "self_attention.h"
-#include "transforms.h"
 
 namespace fuseline::self_attention_op {
 namespace {
@@ -32,30 +28,27 @@ using namespace self_attention;
 
 Tensor whole_op(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_bias, const Tensor& out_weight,
                 const OptionalTensor& out_bias, const OptionalTensor& mask, const OptionalTensor& seed, const Options& o) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::self_attention_layer", "").typed<
-        Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-               const OptionalTensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES)>();
-    return op.call(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTION_VALUES(o));
+    constexpr Op<"self_attention_layer", Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                FUSELINE_OPTION_TYPES)> op;
+    return op(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTION_VALUES(o));
 }
 
 Four forward_op(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_bias, const Tensor& out_weight,
                 const OptionalTensor& out_bias, const OptionalTensor& mask, const OptionalTensor& seed, const Options& o) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::self_attention_layer_forward", "").typed<
-            Four(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                 const OptionalTensor&, const OptionalTensor&, FUSELINE_OPTION_TYPES)>();
-    return op.call(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTION_VALUES(o));
+    constexpr Op<"self_attention_layer_forward", Four(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                                                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                      FUSELINE_OPTION_TYPES)> op;
+    return op(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTION_VALUES(o));
 }
 
 Five backward_op(const Tensor& grad_out, const Tensor& x, const Tensor& qkv_weight, const Tensor& out_weight,
                  const OptionalTensor& mask, const OptionalTensor& seed, const Tensor& qkv, const Tensor& attended,
                  const Tensor& weights, const Options& o, std::array<bool, 5> wanted) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::self_attention_layer_backward", "").typed<
-            Five(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                 const Tensor&, const Tensor&, const Tensor&, FUSELINE_OPTION_TYPES, std::array<bool, 5>)>();
-    return op.call(grad_out, x, qkv_weight, out_weight, mask, seed, qkv, attended, weights, FUSELINE_OPTION_VALUES(o),
-                   wanted);
+    constexpr Op<"self_attention_layer_backward", Five(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                       const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                                                       const Tensor&, FUSELINE_OPTION_TYPES, std::array<bool, 5>)> op;
+    return op(grad_out, x, qkv_weight, out_weight, mask, seed, qkv, attended, weights, FUSELINE_OPTION_VALUES(o), wanted);
 }
 
 // ---- what fits together ----
@@ -85,8 +78,7 @@ void check(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_
     TORCH_CHECK_VALUE(out_weight.sym_size(1) == o.num_heads * head_dim, kName, ": out_weight has shape ",
                       out_weight.sym_sizes(), " for ", o.num_heads, " heads of ", head_dim, "; it is [out, H D].");
     const auto matching = [&](const Tensor& given, const char* name) {
-        TORCH_CHECK_VALUE(given.device() == x.device(), kName, ": ", name, " is on ", given.device(), " and x on ",
-                          x.device(), ".");
+        check_device(kName, given, name, x);
         TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type(), kName, ": ", name, " is ", given.scalar_type(),
                          " and x ", x.scalar_type(), "; they have one dtype.");
     };
@@ -102,8 +94,7 @@ void check(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_
     bias_fits(out_bias, out_weight, "out_bias");
     if (mask.has_value()) {
         TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool, kName, ": mask is ", mask->scalar_type(), "; it is bool.");
-        TORCH_CHECK_VALUE(mask->device() == x.device(), kName, ": mask is on ", mask->device(), " and x on ", x.device(),
-                          ".");
+        check_device(kName, *mask, "mask", x);
         const std::array<c10::SymInt, 4> full = {x.sym_size(0), o.num_heads, x.sym_size(1), x.sym_size(1)};
         bool fits = mask->dim() == 4;
         for (int64_t i = 0; fits && i < 4; ++i) fits = mask->sym_size(i) == 1 || mask->sym_size(i) == full[i];
@@ -116,11 +107,6 @@ void check(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_
                                            seed->device() == x.device()),
                       kName, ": dropout wants a seed, one int64 on x's device.");
 }
-
-// Inside an op's kernel dtypes are what they are: nothing is cast because the caller is under autocast.
-struct WithoutAutocast {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
 
 // ---- kernels, for CPU and CUDA ----
 
@@ -201,8 +187,6 @@ Five self_attention_layer_backward_meta(const Tensor&, const Tensor& x, const Te
 
 // ---- autograd and autocast ----
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 struct SelfAttentionLayer : torch::autograd::Function<SelfAttentionLayer> {
     static constexpr bool is_traceable = true;
 
@@ -250,33 +234,11 @@ struct SelfAttentionLayer : torch::autograd::Function<SelfAttentionLayer> {
 Tensor self_attention_layer_autograd(const Tensor& x, const Tensor& qkv_weight, const OptionalTensor& qkv_bias,
                                      const Tensor& out_weight, const OptionalTensor& out_bias, const OptionalTensor& mask,
                                      const OptionalTensor& seed, FUSELINE_OPTION_PARAMETERS) {
-    const bool tracked = wants_grad(x) || wants_grad(qkv_weight) || wants_grad(qkv_bias) || wants_grad(out_weight) ||
-                         wants_grad(out_bias);
-    if (at::GradMode::is_enabled() && tracked) {
+    if (tracked(x, qkv_weight, qkv_bias, out_weight, out_bias)) {
         return SelfAttentionLayer::apply(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTIONS);
     }
     const at::AutoDispatchBelowADInplaceOrView guard;
     return whole_op(x, qkv_weight, qkv_bias, out_weight, out_bias, mask, seed, FUSELINE_OPTIONS);
-}
-
-Five self_attention_layer_backward_autograd(const Tensor& grad_out, const Tensor& x, const Tensor& qkv_weight,
-                                            const Tensor& out_weight, const OptionalTensor& mask,
-                                            const OptionalTensor& seed, const Tensor& qkv, const Tensor& attended,
-                                            const Tensor& weights, FUSELINE_OPTION_PARAMETERS, std::array<bool, 5> wanted) {
-    Five results = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op(grad_out, x, qkv_weight, out_weight, mask, seed, qkv, attended, weights, FUSELINE_OPTIONS, wanted);
-    }();
-    if (!at::GradMode::is_enabled()) return results;
-    const std::array<Tensor, 5> given = {grad_out, x, qkv_weight, out_weight, qkv};
-    const auto refuse = [&](Tensor result) {
-        for (const Tensor& each : given) {
-            if (!result.defined() || !wants_grad(each)) continue;
-            result = NoSecondDerivative::apply(result, grad_out, each, std::string(kName));
-        }
-        return result;
-    };
-    return std::apply([&](const auto&... each) { return Five{refuse(each)...}; }, results);
 }
 
 // Casts as torch's linear does, the weights once for all calls of a region.
@@ -296,40 +258,19 @@ Tensor self_attention_layer_autocast(const Tensor& x, const Tensor& qkv_weight, 
     "int num_heads, int num_kv_heads, bool causal, bool mask_hides, float dropout_p, float? softmax_scale, bool fused"
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("self_attention_layer(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, "
-          "Tensor? mask, Tensor? seed, " FUSELINE_OPTION_SCHEMA ") -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("self_attention_layer_forward(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, "
-          "Tensor? mask, Tensor? seed, " FUSELINE_OPTION_SCHEMA ") -> (Tensor out, Tensor qkv, Tensor attended, "
-          "Tensor weights)",
-          {at::Tag::pt2_compliant_tag});
-    m.def("self_attention_layer_backward(Tensor grad_out, Tensor x, Tensor qkv_weight, Tensor out_weight, Tensor? mask, "
-          "Tensor? seed, Tensor qkv, Tensor attended, Tensor weights, " FUSELINE_OPTION_SCHEMA ", bool[5] wanted) -> "
-          "(Tensor grad_x, Tensor grad_qkv_weight, Tensor grad_qkv_bias, Tensor grad_out_weight, Tensor grad_out_bias)",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("self_attention_layer", self_attention_layer);
-    m.impl("self_attention_layer_forward", self_attention_layer_forward);
-    m.impl("self_attention_layer_backward", self_attention_layer_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("self_attention_layer", self_attention_layer);
-    m.impl("self_attention_layer_forward", self_attention_layer_forward);
-    m.impl("self_attention_layer_backward", self_attention_layer_backward);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("self_attention_layer", self_attention_layer_meta);
-    m.impl("self_attention_layer_forward", self_attention_layer_forward_meta);
-    m.impl("self_attention_layer_backward", self_attention_layer_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<self_attention_layer_autograd>(m, "self_attention_layer");
-    impl_autograd<self_attention_layer_backward_autograd>(m, "self_attention_layer_backward");
+    define(m, "self_attention_layer(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, "
+              "Tensor? mask, Tensor? seed, " FUSELINE_OPTION_SCHEMA ") -> Tensor",
+           self_attention_layer, self_attention_layer, self_attention_layer_meta);
+    define(m, "self_attention_layer_forward(Tensor x, Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, "
+              "Tensor? mask, Tensor? seed, " FUSELINE_OPTION_SCHEMA ") -> (Tensor out, Tensor qkv, Tensor attended, "
+              "Tensor weights)",
+           self_attention_layer_forward, self_attention_layer_forward, self_attention_layer_forward_meta);
+    define(m, "self_attention_layer_backward(Tensor grad_out, Tensor x, Tensor qkv_weight, Tensor out_weight, Tensor? mask, "
+              "Tensor? seed, Tensor qkv, Tensor attended, Tensor weights, " FUSELINE_OPTION_SCHEMA ", bool[5] wanted) -> "
+              "(Tensor grad_x, Tensor grad_qkv_weight, Tensor grad_qkv_bias, Tensor grad_out_weight, Tensor grad_out_bias)",
+           self_attention_layer_backward, self_attention_layer_backward, self_attention_layer_backward_meta);
+    differentiate<self_attention_layer_autograd>(m, "self_attention_layer");
+    refuse_second_derivative<"self_attention_layer_backward", "self_attention_layer", self_attention_layer_backward>(m);
 }
 
 TORCH_LIBRARY_IMPL(fuseline, AutocastCUDA, m) {

@@ -8,11 +8,10 @@
 #include <optional>
 #include <tuple>
 
-#include "fuseline_torch.h"
+#include "op.h"
 
 namespace fuseline::self_attention {
 
-using OptionalTensor = std::optional<Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 

@@ -2,7 +2,6 @@
 // (docs/attention_backward.md): heads are gathered once, scores are scaled and masked inside the softmax, and the backward
 // multiplies nothing that nobody wants, its weights' gradients beside the rest where that pays.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/addmm.h>
@@ -26,15 +25,13 @@ namespace fuseline::self_attention {
 namespace {
 
 Tensor softmax_op(const Tensor& scores, double scale, bool causal, const OptionalTensor& mask) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::softmax", "").typed<
-        Tensor(const Tensor&, int64_t, double, bool, const OptionalTensor&)>();
-    return op.call(scores, -1, scale, causal, mask);
+    constexpr Op<"softmax", Tensor(const Tensor&, int64_t, double, bool, const OptionalTensor&)> op;
+    return op(scores, -1, scale, causal, mask);
 }
 
 Tensor softmax_backward_op(const Tensor& grad_out, const Tensor& y, double scale) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::softmax_backward", "").typed<
-        Tensor(const Tensor&, const Tensor&, int64_t, double)>();
-    return op.call(grad_out, y, -1, scale);
+    constexpr Op<"softmax_backward", Tensor(const Tensor&, const Tensor&, int64_t, double)> op;
+    return op(grad_out, y, -1, scale);
 }
 
 struct Composed {

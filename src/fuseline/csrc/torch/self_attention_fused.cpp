@@ -29,12 +29,6 @@ Tensor fresh(at::IntArrayRef sizes, const Tensor& x) {
     return at::detail::empty_generic(sizes, c10::GetAllocator(c10::kCUDA), keys, x.scalar_type(), std::nullopt);
 }
 
-// Contiguous, at a multiple of 16 bytes.
-Tensor settled(const Tensor& t) {
-    const Tensor one = t.contiguous();
-    return reinterpret_cast<uintptr_t>(one.const_data_ptr()) % 16 == 0 ? one : one.clone();
-}
-
 // The mask with strides to [B, H, S, S].
 void set_mask(fuseline_small_layer& layer, const Sizes& s, const OptionalTensor& mask) {
     if (!mask.has_value()) return;
@@ -55,7 +49,7 @@ Four fused_forward(const Sizes& s, const Tensor& given, const Tensor& qkv_weight
                    const Tensor& out_weight, const OptionalTensor& out_bias, const OptionalTensor& mask,
                    const OptionalTensor& seed, const Options& o, bool keep) {
     const c10::DeviceGuard guard(given.device());
-    const Tensor x = settled(given), projection = settled(qkv_weight), last = settled(out_weight);
+    const Tensor x = aligned(given), projection = aligned(qkv_weight), last = aligned(out_weight);
     const OptionalTensor in_bias = contiguous(qkv_bias), last_bias = contiguous(out_bias);
     const Tensor out = fresh({s.B, s.S, s.out}, x);
     const Tensor attended = fresh({s.tokens(), s.H * s.D}, x);
@@ -76,8 +70,8 @@ Five fused_backward(const Sizes& s, const Tensor& grad_out, const Tensor& given,
                     const Tensor& out_weight, const OptionalTensor& mask, const OptionalTensor& seed, const Tensor& qkv,
                     const Tensor& attended, const Options& o, std::array<bool, 5> wanted) {
     const c10::DeviceGuard guard(given.device());
-    const Tensor x = settled(given), projection = settled(qkv_weight), last = settled(out_weight);
-    const Tensor grad = settled(grad_out);
+    const Tensor x = aligned(given), projection = aligned(qkv_weight), last = aligned(out_weight);
+    const Tensor grad = aligned(grad_out);
     const auto like = [&](bool want, at::IntArrayRef sizes) { return want ? fresh(sizes, x) : Tensor(); };
     Five result{like(wanted[0], x.sizes()), like(wanted[1], qkv_weight.sizes()), like(wanted[2], {qkv_weight.size(0)}),
                 like(wanted[3], out_weight.sizes()), like(wanted[4], {s.out})};

@@ -1,35 +1,22 @@
 // softmax(scale * x + mask) over one dimension, causal if asked, and its gradient.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/clamp_min.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/promote_types.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/sum_to_size.h>
-#include <torch/library.h>
 
 #include <limits>
 
-#include "fuseline_torch.h"
-#include "transforms.h"
+#include "op.h"
 
 namespace fuseline::softmax_op {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
+constexpr Op<"softmax", Tensor(const Tensor&, int64_t, double, bool, const OptionalTensor&)> softmax_op;
 
-Tensor softmax_op(const Tensor& x, int64_t dim, double scale, bool causal, const OptionalTensor& mask) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::softmax", "").typed<
-        Tensor(const Tensor&, int64_t, double, bool, const OptionalTensor&)>();
-    return op.call(x, dim, scale, causal, mask);
-}
-
-Tensor softmax_backward_op(const Tensor& grad_out, const Tensor& y, int64_t dim, double scale) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fuseline::softmax_backward", "").typed<
-        Tensor(const Tensor&, const Tensor&, int64_t, double)>();
-    return op.call(grad_out, y, dim, scale);
-}
+constexpr Op<"softmax_backward", Tensor(const Tensor&, const Tensor&, int64_t, double)> softmax_backward_op;
 
 // `dim` counted from the front. A tensor without dimensions is a row of one element, as in torch.
 int64_t checked_dim(const Tensor& x, int64_t dim) {
@@ -145,10 +132,8 @@ Tensor softmax_meta(const Tensor& x, int64_t dim, double, bool causal, const Opt
 }
 
 void check_backward(const Tensor& grad_out, const Tensor& y) {
-    TORCH_CHECK_VALUE(grad_out.sym_sizes() == y.sym_sizes(), "softmax_backward: grad_out has shape ",
-                      grad_out.sym_sizes(), " and y ", y.sym_sizes(), "; they are the same.");
-    TORCH_CHECK_TYPE(grad_out.scalar_type() == y.scalar_type(), "softmax_backward: grad_out is ",
-                     grad_out.scalar_type(), " and y ", y.scalar_type(), "; they are the same.");
+    check_same_shape("softmax_backward", grad_out, "grad_out", y, "y");
+    check_same_dtype("softmax_backward", grad_out, "grad_out", y, "y");
 }
 
 Tensor softmax_backward_cpu(const Tensor& grad_out, const Tensor& y, int64_t dim, double scale) {
@@ -227,49 +212,19 @@ struct Softmax : torch::autograd::Function<Softmax> {
 };
 
 Tensor softmax_autograd(const Tensor& x, int64_t dim, double scale, bool causal, const OptionalTensor& mask) {
-    if (at::GradMode::is_enabled() && (wants_grad(x) || wants_grad(mask))) {
-        return Softmax::apply(x, dim, scale, causal, mask);
-    }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return softmax_op(x, dim, scale, causal, mask);
-}
-
-Tensor softmax_backward_autograd(const Tensor& grad_out, const Tensor& y, int64_t dim, double scale) {
-    const Tensor result = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return softmax_backward_op(grad_out, y, dim, scale);
-    }();
-    const bool tracked = at::GradMode::is_enabled() && (wants_grad(grad_out) || wants_grad(y));
-    return tracked ? NoSecondDerivative::apply(result, grad_out, y, std::string("softmax")) : result;
+    if (tracked(x, mask)) return Softmax::apply(x, dim, scale, causal, mask);
+    return softmax_op.below_autograd(x, dim, scale, causal, mask);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
-    m.def("softmax(Tensor x, int dim=-1, *, float scale=1.0, bool causal=False, Tensor? mask=None) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-    m.def("softmax_backward(Tensor grad_out, Tensor y, int dim, float scale) -> Tensor",
-          {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CPU, m) {
-    m.impl("softmax", softmax_cpu);
-    m.impl("softmax_backward", softmax_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, CUDA, m) {
-    m.impl("softmax", softmax_cuda);
-    m.impl("softmax_backward", softmax_backward_cuda);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Meta, m) {
-    m.impl("softmax", softmax_meta);
-    m.impl("softmax_backward", softmax_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
-    impl_autograd<softmax_autograd>(m, "softmax");
-    impl_autograd<softmax_backward_autograd>(m, "softmax_backward");
+    define(m, "softmax(Tensor x, int dim=-1, *, float scale=1.0, bool causal=False, Tensor? mask=None) -> Tensor",
+           softmax_cpu, softmax_cuda, softmax_meta);
+    define(m, "softmax_backward(Tensor grad_out, Tensor y, int dim, float scale) -> Tensor",
+           softmax_backward_cpu, softmax_backward_cuda, softmax_backward_meta);
+    differentiate<softmax_autograd>(m, "softmax");
+    refuse_second_derivative<"softmax_backward", "softmax", softmax_backward_meta>(m);
 }
 
 }  // namespace fuseline::softmax_op

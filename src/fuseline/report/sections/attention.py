@@ -27,7 +27,7 @@ from fuseline.report.numbers import percent, plain, tick, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
-SUITES = ("short", "long", "decode", "masks", "picker")
+SUITES = ("short", "long", "drawn", "decode", "masks", "picker")
 DIRECTIONS = {"fw": "forward", "bw": "backward", "fwbw": "forward and backward"}
 # Of each peer: its colour, its dash.
 PEERS: Mapping[str, tuple[str, tuple[float, ...]]] = {
@@ -49,6 +49,7 @@ BAR = 0.95
 _TITLES = {
     "short": "Short sequences",
     "long": "Long sequences",
+    "drawn": "Lengths drawn at random, at which nothing was chosen",
     "decode": "Few queries over a long cache",
     "masks": "Features, alone and together",
     "picker": "The pick against the fastest",

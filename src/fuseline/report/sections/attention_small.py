@@ -40,6 +40,8 @@ PEERS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "sdpa": ("module over torch's SDPA", "tensor", ()),
     "mha": ("nn.MultiheadAttention", "quantize", (4.0, 3.0)),
     "eager": ("nn.TransformerEncoderLayer", "quantize", (4.0, 3.0)),
+    "inductor": ("the module, compiled", "overhead", (2.0, 3.0)),
+    "max-autotune": ("the module, compiled with max-autotune", "other", (2.0, 3.0)),
 }
 AS_OTHERS = ("sdpa", "eager", "mha", "python")  # whom the contents compare with, as far as measured
 SHOWN = ("fw", "fwbw")  # in figures; tables have all three

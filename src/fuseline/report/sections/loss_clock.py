@@ -26,7 +26,7 @@ def sections(records: Sequence[Record]) -> list[Section]:
     """A section for each model and text of which two runs or more have a clock."""
     points = [r for r in records if r.metric == "validation_loss" and "training_s" in r.case and r.value]
     models = grouped(points, lambda r: (r.device, r.torch, tuple(str(r.case.get(key)) for key in MODEL)))
-    made = []
+    made: list[Section] = []
     for (device, _, _), group in models.items():
         runs = grouped(group, lambda r: tuple(sorted((k, str(v)) for k, v in _way(r).items())))
         if len(runs) > 1:

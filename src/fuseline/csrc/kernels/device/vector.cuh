@@ -34,6 +34,13 @@ __device__ __forceinline__ T from_float(float value) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);
 }
 
+// Reads one element of a fuseline_dtype.
+__device__ __forceinline__ float load_as(const void* from, int dtype, int64_t at) {
+  if (dtype == FUSELINE_FLOAT32) return static_cast<const float*>(from)[at];
+  if (dtype == FUSELINE_BFLOAT16) return to_float(static_cast<const __nv_bfloat16*>(from)[at]);
+  return to_float(static_cast<const __half*>(from)[at]);
+}
+
 // Writes one element of a fuseline_dtype.
 __device__ __forceinline__ void store_as(void* to, int dtype, int64_t at, float value) {
   if (dtype == FUSELINE_FLOAT32) {

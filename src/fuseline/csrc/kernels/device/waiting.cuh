@@ -22,17 +22,6 @@ __device__ __forceinline__ void copy_in(void* shared, const void* global, int by
 #endif
 }
 
-// The same, to that place in each of a cluster's two blocks, whose barriers there count them.
-__device__ __forceinline__ void copy_in_both(void* shared, const void* global, int bytes, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)), "h"(uint16_t(3))
-      : "memory");
-#endif
-}
-
 // The same, of what leaves the L2 before all else, for one block.
 __device__ __forceinline__ void copy_in_leaving(void* shared, const void* global, int bytes, uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900

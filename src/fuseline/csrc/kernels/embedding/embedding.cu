@@ -8,10 +8,10 @@
 
 #include "embedding.cuh"
 
-#include <limits>
-
 namespace fuseline {
 namespace {
+
+using embedding_plans::kFewRows, embedding_plans::kManyRows;
 
 struct EmbeddingForward {
   const int64_t* tokens;
@@ -26,13 +26,6 @@ struct EmbeddingForward {
   int64_t items, row_factor, row_step;  // a thread's items are row_step apart
   bool streams;                // y is more than the L2 keeps for its reader: leave the room to the table
 };
-
-// Rows of a thread, all on their way before the first is used. Measured on an H100 in bf16: 512 rows of 1,024 2.5 us by two
-// and 2.8 by four, of 16,384 13.1 and 15.9; one is up to 1% better where a row has 128 KB, and 3% worse elsewhere.
-constexpr int kManyRows = 4, kFewRows = 2;
-constexpr int64_t kFewItems = 1024;
-
-constexpr int64_t kResident = 16 << 20;  // bytes that stay in the L2 beside what passes through: measured on an H100
 
 // The 16 bytes (or one element) of a table's row from column `first`; NaN if there is no such row.
 template <class T, int kWide>
@@ -120,14 +113,15 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
 
 // ---- launcher ----
 
-// Accesses of a row that are taken for all items before the next ones: so many that this part of the table stays in the
-// L2, and HBM is read once. 128 bytes at least.
-int64_t accesses_of_slice(int64_t rows, int64_t access_bytes) {
-  constexpr int64_t kLeast = 128;
-  if (access_bytes < 16) return std::numeric_limits<int64_t>::max();
-  int64_t bytes = kLeast;
-  while (2 * bytes * rows <= kResident && bytes < (1 << 20)) bytes *= 2;
-  return bytes / access_bytes;
+template <class T, int kWide>
+auto kernel_of(const EmbeddingForwardPlan& plan) -> void (*)(EmbeddingForward) {
+  if constexpr (kWide > 1) {
+    if (!plan.positions) {
+      return plan.rows_of_thread == kFewRows ? embedding_forward<T, kWide, false, kFewRows> : embedding_forward<T, kWide, false, kManyRows>;
+    }
+    if (plan.rows_of_thread == kFewRows) return embedding_forward<T, kWide, true, kFewRows>;
+  }
+  return embedding_forward<T, kWide, true, kManyRows>;
 }
 
 }  // namespace
@@ -147,31 +141,21 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
   EmbeddingForward a{};
   a.tokens = tokens, a.table = table, a.positions = positions, a.position_table = position_table, a.y = y;
   a.rows = rows, a.position_rows = position_rows, a.n = n;
-  a.streams = items * n * (dtype == FUSELINE_FLOAT32 ? 4 : 2) > kResident;
+  a.items = items;
   a.period = Divisor(uint32_t(std::max<int64_t>(1, std::min(period, items))));
   a.dropout = dropout_of(seed, p);
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     return with_width<T>(n, {table, position_table, y}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
-      const auto run = [&](auto rows_of_thread) {
-        constexpr int kRows = decltype(rows_of_thread)::value;
-        const WalkPlan walk = plan_walk(items * n, n, kWide, kRows, device);
-        a.items = items, a.row_factor = walk.row_factor, a.row_step = walk.row_step;
-        const int64_t accesses = n / kWide, slice = std::min(accesses, accesses_of_slice(rows, kWide * sizeof(T)));
-        a.slice = Divisor(uint32_t(slice));
-        const dim3 grid(unsigned(divide_up(walk.groups * slice, kElementwiseBlock)),
-                        unsigned(divide_up(accesses, slice)));
-        auto kernel = embedding_forward<T, kWide, true, kRows>;
-        if constexpr (kWide > 1) kernel = position_table ? kernel : embedding_forward<T, kWide, false, kRows>;
-        if (device.clusters) return launch_overlapping(kernel, a, grid, kElementwiseBlock, 0, 1, stream);
-        kernel<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
-        return int(cudaGetLastError());
-      };
-      if constexpr (kWide > 1) {
-        if (items <= kFewItems) return run(std::integral_constant<int, kFewRows>{});
-      }
-      return run(std::integral_constant<int, kManyRows>{});
+      const EmbeddingProblem problem{int(sizeof(T)), items, n, rows, kWide, position_table != nullptr};
+      const EmbeddingForwardPlan plan = plan_embedding_forward(problem, device);
+      a.row_factor = plan.walk.row_factor, a.row_step = plan.walk.row_step, a.streams = plan.streams;
+      a.slice = Divisor(uint32_t(plan.slice));
+      const dim3 grid(unsigned(plan.shape.grid), unsigned(plan.slices));
+      if (device.clusters) return launch_overlapping(kernel_of<T, kWide>(plan), a, grid, kElementwiseBlock, 0, 1, stream);
+      kernel_of<T, kWide>(plan)<<<grid, kElementwiseBlock, 0, static_cast<cudaStream_t>(stream)>>>(a);
+      return int(cudaGetLastError());
     });
   });
 }

@@ -4,6 +4,7 @@
 
 #include "device/elementwise.cuh"
 #include "device/philox.cuh"
+#include "plans/embedding.h"
 
 #include <initializer_list>
 

@@ -9,13 +9,7 @@
 
 namespace fuseline {
 
-constexpr int kBinBlock = 1024;
-constexpr int kBinWarps = kBinBlock / kWarp;
-constexpr int kOfThread = 16;  // ids of a thread, in registers
-constexpr int kMostTile = kBinBlock * kOfThread;
-constexpr int kMostBins = 2 * kBinBlock;
 constexpr int kTileBits = 14;
-constexpr int kMostBinRows = 80;  // 2,048 bins reach 163,840 rows, and a list has room for a bin like that
 static_assert(kMostTile == 1 << kTileBits && kMostBins == 1 << 11 && kMostBinRows <= 256);
 
 struct Bins {
@@ -28,11 +22,6 @@ struct Bins {
   uint32_t items, rows, tile, tiles, bins;
   Divisor bin_rows;
 };
-
-inline size_t bin_shared(uint32_t tile, uint32_t bins) {
-  const size_t even = (bins + 1) / 2 * 2;
-  return 4 * tile + 4 * even + 2 * kBinWarps * even;
-}
 
 __global__ void __launch_bounds__(kBinBlock) embedding_bin_ids(const Bins a) {
   let_next_start();

@@ -12,8 +12,6 @@
 
 namespace fuseline {
 
-constexpr int kSumBlock = 256;
-constexpr int kSumWarps = kSumBlock / kWarp;
 // Of a multiprocessor; before sm_90 code for four spills a mask's words.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kSumsAtOnce = 3;
@@ -45,12 +43,6 @@ struct RowSums {
   Divisor slices, slice;  // slices of a row, accesses of a slice
   Dropout dropout;
 };
-
-template <int kWide>
-size_t sum_shared(bool binned, uint32_t capacity, uint32_t bin_rows) {
-  const size_t list = size_t(capacity) * (binned ? 6 : 2), sums = size_t(2) * kSumBlock * kWide * 4;
-  return size_t(capacity) * 6 + divide_up(std::max(list, sums), 16) * 16 + 4 * (size_t(kSumWarps + 1) * bin_rows + 1);
-}
 
 template <int kWide>
 __device__ __forceinline__ void store_sums(float* at, const float (&sums)[kWide]) {

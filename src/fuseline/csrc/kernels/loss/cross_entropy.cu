@@ -307,17 +307,22 @@ int run_as(const CrossEntropyPlan& plan, CrossEntropy a, bool plain, const Devic
   const LaunchShape& shape = plan.shape;
   a.cluster = shape.cluster, a.part = plan.part, a.line = plan.line;
   switch (plan.kernel) {
-    case CrossEntropyKernel::short_rows: {
-      const auto kernel = a.grad ? short_kernel<T, true>(plan.held) : short_kernel<T, false>(plan.held);
-      return launch(kernel, a, shape.grid, dim3(unsigned(shape.threads * shape.beside)), 0, 1, stream, device.clusters);
-    }
+    case CrossEntropyKernel::short_rows:
+      if constexpr (!std::is_same_v<T, __half>) {
+        const auto kernel = a.grad ? short_kernel<T, true>(plan.held) : short_kernel<T, false>(plan.held);
+        return launch(kernel, a, shape.grid, dim3(unsigned(shape.threads * shape.beside)), 0, 1, stream, device.clusters);
+      }
+      return FUSELINE_UNSUPPORTED;
     case CrossEntropyKernel::waiting:
       return launch_waiting(plain ? cross_entropy_waiting<T, true> : cross_entropy_waiting<T, false>, a, shape, device, stream,
                             fits);
     case CrossEntropyKernel::passing:
-      return launch(shape.threads == kMostPassing ? cross_entropy_passing<T, kMostPassing>
-                                                  : cross_entropy_passing<T, kFewerPassing>,
-                    a, shape, device, stream);
+      if constexpr (!std::is_same_v<T, __half>) {
+        return launch(shape.threads == kMostPassing ? cross_entropy_passing<T, kMostPassing>
+                                                    : cross_entropy_passing<T, kFewerPassing>,
+                      a, shape, device, stream);
+      }
+      return FUSELINE_UNSUPPORTED;
     case CrossEntropyKernel::rows:
       return launch(plan.held == kMostHeld<T> ? cross_entropy_rows<T, kMostHeld<T>> : cross_entropy_rows<T, 1>, a, shape,
                     device, stream);
@@ -333,7 +338,7 @@ int run(CrossEntropy a, const Device& device, void* stream) {
   a.grad_vectors = offset_in_vector(a.logits) == offset_in_vector(a.grad);
   const bool plain = a.soft_cap == 0.f && a.label_smoothing == 0.f && !a.weight;
   const CrossEntropyProblem problem{int(sizeof(T)),         a.rows, a.n, a.width, offset_in_line(a.logits),
-                                    offset_in_line(a.grad), a.grad != nullptr,   plain};
+                                    offset_in_line(a.grad), a.grad != nullptr,   plain,  std::is_same_v<T, __half>};
   for (Refused refused = Refused::nothing;;) {
     const CrossEntropyPlan plan = plan_cross_entropy(problem, device, refused);
     bool fits = true;

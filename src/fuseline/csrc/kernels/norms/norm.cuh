@@ -110,11 +110,15 @@ int grant(void (*kernel)(Arguments), const LaunchShape& shape, const NormCall& c
   return kPlanAnew;
 }
 
+// Adds up what a backward has left behind, `count` partial sums each, to the first `kinds` of grad_weight, grad_bias and
+// grad_x_bias, those that are wanted.
+int add_partials(const NormBackward& a, int kinds, int count, const NormCall& call);
+
 // The launchers, one or more for each kernel of a plan; norms.cu picks by the plan alone.
 int launch_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_add_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_masked_norm_held(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
-int launch_norm_copied(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
+int launch_norm_fetched(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_added(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_rows(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
 int launch_norm_streamed(const NormForward& a, const NormForwardPlan& plan, const NormCall& call);
@@ -123,7 +127,6 @@ int launch_norm_backward_few(const NormBackward& a, const NormBackwardPlan& plan
 int launch_layer_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_rms_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_add_norm_backward(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
-int launch_norm_backward_odd_tiles(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 int launch_norm_backward_general(const NormBackward& a, const NormBackwardPlan& plan, const NormCall& call);
 
 }  // namespace fuseline

@@ -3,8 +3,6 @@
 
 #include "norm_backward_apart.cuh"
 
-#include "norm_sums.h"
-
 namespace fuseline {
 namespace {
 
@@ -37,7 +35,7 @@ int launch_few(NormBackward a, const NormBackwardPlan& plan, const NormCall& cal
   if (clusters > count) return call.grants.few_clusters = count, kPlanAnew;
   const FewNorm few{a, plan.width, plan.across, plan.rows, clusters, plan.room};
   const int error = launch(kernel, few, plan.shape, call.device, call.stream);
-  return error || plan.kinds == 0 ? error : add_partials<Y>(a, plan.kinds, clusters, call.device.clusters, call.stream);
+  return error || plan.kinds == 0 ? error : add_partials(a, plan.kinds, clusters, call);
 }
 
 }  // namespace
@@ -46,7 +44,10 @@ int launch_norm_backward_few(const NormBackward& a, const NormBackwardPlan& plan
   return with_dtypes(call.dtype, call.y_dtype, [&](auto x, auto y) {
     using X = decltype(x);
     using Y = decltype(y);
-    return plan.kernel == NormBackwardKernel::apart ? launch_apart<X, Y>(a, plan, call) : launch_few<X, Y>(a, plan, call);
+    if constexpr (!std::is_same_v<Y, __half>) {
+      return plan.kernel == NormBackwardKernel::apart ? launch_apart<X, Y>(a, plan, call) : launch_few<X, Y>(a, plan, call);
+    }
+    return int(FUSELINE_UNSUPPORTED);
   });
 }
 

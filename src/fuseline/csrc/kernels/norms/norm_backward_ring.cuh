@@ -24,8 +24,7 @@ struct RingKind {
   static constexpr int kSlots = kSlotsOfThread, kSums = kSumsOfColumn;
   static constexpr bool kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kSize = kVector<Y>;
-  static constexpr bool kWide = kAdded || sizeof(X) > sizeof(Y);
-  static constexpr int kThreads = norm_backward_plans::ring_threads(kSlots, kWide);
+  static constexpr int kThreads = norm_backward_plans::ring_threads(kSlots, kAdded);
   static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
   template <class T>
   static constexpr int kPart = kColumns * int(sizeof(T));  // bytes of a warp's part of a row

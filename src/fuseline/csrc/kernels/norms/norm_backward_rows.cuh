@@ -13,6 +13,7 @@
 #include "norm_gradient.cuh"
 #include "device/overlap.cuh"
 #include "several_sums.cuh"
+#include "slot.cuh"
 
 namespace fuseline {
 
@@ -33,47 +34,22 @@ struct HeldKind {
 // Warps of the blocks that share a row, or of one block.
 constexpr int kMaxStatesOfCluster = 256;
 
-// A slot of a row as it comes from memory.
+// A slot of a row as it comes from memory, once.
 template <class T, int kSize>
-struct HeldSlot {
-  static constexpr int kVectors = kSize / kVector<T>;
-  uint4 raw[kVectors];
-
+struct HeldSlot : Slot<T, kSize> {
   // Elements first .. first + kSize of the row at `row`, which has `n` elements (0: it is not there).
   __device__ __forceinline__ void load(const T* row, int first, int n) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      raw[v] = first < n ? load_once(row + first + v * kVector<T>) : make_uint4(0, 0, 0, 0);
+    for (int v = 0; v < this->kVectors; ++v) {
+      this->raw[v] = first < n ? load_once(row + first + v * kVector<T>) : make_uint4(0, 0, 0, 0);
     }
-  }
-
-  __device__ __forceinline__ void values(float (&out)[kSize]) const {
-    float part[kVector<T>];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      unpack<T>(raw[v], part);
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) out[v * kVector<T> + i] = part[i];
-    }
-  }
-
-  // What was loaded is taken anew rather than kept unpacked.
-  __device__ __forceinline__ void forget_values() {
-    for (uint4& vector : raw) forget(vector);
   }
 };
 
 // Writes elements first .. first + kSize of a row of n elements.
 template <class T, int kSize>
 __device__ __forceinline__ void store_slot(T* row, int first, int n, const float (&values)[kSize]) {
-  constexpr int kVectors = kSize / kVector<T>;
-  float part[kVector<T>];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) part[i] = values[v * kVector<T> + i];
-    store_vector<T, true>(row, first + v * kVector<T>, n, false, part);
-  }
+  store_slot<T, true>(row, first, n, false, values);
 }
 
 template <class Kind>

@@ -1,6 +1,5 @@
-// The norms' backward for short rows (sm_90): several neighbours of them are whole vectors, whatever their length, and come
-// to shared memory and leave it in bulk copies. In between a thread takes vectors, or single elements where rows do not
-// keep to 16-byte steps.
+// The norms' backward for short rows of whole vectors (sm_90): several neighbours of them come to shared memory and leave it in
+// bulk copies, and in between a thread takes vectors.
 //
 // Moves: as norm_backward_rows.cuh. Limit: HBM bandwidth, if instructions are few: 48 an element with a mask, 14 of them the
 // mask's (80 read 0.89 of the copy bandwidth, these 0.925). So a warp's place is known to be that of all its lanes, masks are
@@ -19,17 +18,11 @@ namespace fuseline {
 using norm_backward_plans::kMostTileStages;
 using norm_backward_plans::kTileTurns;
 
-// How rows lie: as whole vectors, or at any place, of more than a vector's elements. Of the second kind a thread that the row's
-// end leaves fewer elements takes those before them, too: it adds nothing of them to sums, and writes what their own thread
-// writes.
-enum class TileRows { kVectors, kOdd };
-
-template <class XType, class YType, int kSumsOfColumn, bool kCentredRows, TileRows kRowsOfTile>
+template <class XType, class YType, int kSumsOfColumn, bool kCentredRows>
 struct TileKind {
   using X = XType;
   using Y = YType;
   static constexpr int kSlots = 1, kSums = kSumsOfColumn, kSize = kVector<Y>;
-  static constexpr TileRows kRows = kRowsOfTile;
   static constexpr bool kOneWarp = true, kCentred = kCentredRows, kAdded = kSumsOfColumn == kSumsOfAddedNorm;
   static constexpr int kThreads = norm_backward_plans::tile_threads(kAdded);
 
@@ -39,53 +32,16 @@ struct TileKind {
   }
 };
 
-// One lane sends for the first `count` elements of a tile; what fills no vector it brings itself, first.
-template <class T>
-__device__ __forceinline__ int prepare_tile(T* tile, const T* from, int count) {
-  const int whole = count / kVector<T> * kVector<T>;
-  for (int i = whole; i < count; ++i) tile[i] = from[i];
-  if (whole < count) show_to_copies();
-  return whole * int(sizeof(T));
-}
-
-template <class T>
-__device__ __forceinline__ void send_tile(T* to, const T* tile, int count) {
-  const int whole = count / kVector<T> * kVector<T>;
-  for (int i = whole; i < count; ++i) to[i] = tile[i];
-  if (whole > 0) copy_out(to, tile, whole * int(sizeof(T)));
-}
-
-// A thread's elements of a row from a tile, and to it; `inside`: how many of them are the row's, or none.
-template <class T, TileRows kRows, int kSize>
+// A thread's elements of a row from a tile.
+template <class T, int kSize>
 __device__ __forceinline__ void take_elements(const unsigned char* tile, int at, float (&values)[kSize]) {
-  const T* const from = reinterpret_cast<const T*>(tile) + at;
-  if constexpr (kRows == TileRows::kVectors) {
-    take_slot<T, kSize>(reinterpret_cast<const unsigned char*>(from), 0).values(values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = to_float(from[i]);
-  }
+  take_slot<T, kSize>(reinterpret_cast<const unsigned char*>(reinterpret_cast<const T*>(tile) + at), 0).values(values);
 }
 
-template <class T, TileRows kRows, int kSize>
+// And to it; `inside`: how many of them are the row's, or none.
+template <class T, int kSize>
 __device__ __forceinline__ void put_elements(unsigned char* tile, int at, int inside, const float (&values)[kSize]) {
-  T* const to = reinterpret_cast<T*>(tile) + at;
-  if constexpr (kRows == TileRows::kVectors) {
-    if (inside > 0) store_slot<T, kSize>(to, 0, kSize, values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) to[i] = from_float<T>(values[i]);
-  }
-}
-
-// Moves values down by so many places.
-template <int kSize>
-__device__ __forceinline__ void move_down(float (&values)[kSize], int by) {
-#pragma unroll
-  for (int step = 1; step < kSize; step *= 2) {
-#pragma unroll
-    for (int i = 0; i + step < kSize; ++i) values[i] = by & step ? values[i + step] : values[i];
-  }
+  if (inside > 0) store_slot<T, kSize>(reinterpret_cast<T*>(tile) + at, 0, kSize, values);
 }
 
 template <class Kind>
@@ -95,9 +51,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   using Y = typename Kind::Y;
   constexpr int kSize = Kind::kSize, kSums = Kind::kSums;
   constexpr bool kAdded = Kind::kAdded, kCentred = Kind::kCentred;
-  constexpr TileRows kRows = Kind::kRows;
-  constexpr bool kVectors = kRows == TileRows::kVectors, kOdd = kRows == TileRows::kOdd;
-  constexpr int kOfLane = kSize * kTileTurns;  // elements of a tile whose mask a lane makes
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ uint64_t arrived[kMostTileStages][Kind::kThreads / kWarp];
 
@@ -105,10 +58,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   const int thread = int(threadIdx.y) * threads + int(threadIdx.x), lane = thread % kWarp;
   const int warp = of_warp(thread / kWarp), warps = threads * int(blockDim.y) / kWarp;
   const int aside = lane / threads, first = int(threadIdx.x) * kSize;  // column
-  const int others = first - min(first, n - kSize), inside = n - first;
+  const int inside = n - first;
   const bool sends = lane == 0;
   const int rows_of_tile = kTileTurns * beside, turn = beside * n, full = kTileTurns * turn;  // the latter in elements
-  const int at = aside * n + (kVectors && inside <= 0 ? 0 : first - others);  // beside a row: of this row, too
+  const int at = aside * n + (inside <= 0 ? 0 : first);  // beside a row: of this row, too
   const int tiles = int((a.rows + rows_of_tile - 1) / rows_of_tile), step = int(gridDim.x) * warps;
   const bool centred = kCentred && (!kAdded || a.mean), wants_rows = a.wants_rows();
   const bool adds = kAdded && a.grad_sum, masks = kAdded && a.dropout.seed;
@@ -128,24 +81,15 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     const X* const grad_sum = adds ? static_cast<const X*>(a.grad_sum) + base : nullptr;
     unsigned char* const to = stage_at(stage);
     uint64_t* const barrier = &arrived[stage][warp];
-    int x_bytes = count * int(sizeof(X)), grad_bytes = count * int(sizeof(Y));
-    if (!kVectors && count < full) {
-      x_bytes = prepare_tile(reinterpret_cast<X*>(to), x, count);
-      grad_bytes = prepare_tile(reinterpret_cast<Y*>(to + grad_y_at), grad_y, count);
-      if (adds) prepare_tile(reinterpret_cast<X*>(to + grad_sum_at), grad_sum, count);
-    }
+    const int x_bytes = count * int(sizeof(X)), grad_bytes = count * int(sizeof(Y));
     barrier_expect(barrier, (adds ? 2 : 1) * x_bytes + grad_bytes);
-    if (kVectors || x_bytes > 0) copy_in(to, x, x_bytes, barrier);
-    if (kVectors || grad_bytes > 0) copy_in(to + grad_y_at, grad_y, grad_bytes, barrier);
-    if (adds && (kVectors || x_bytes > 0)) copy_in(to + grad_sum_at, grad_sum, x_bytes, barrier);
+    copy_in(to, x, x_bytes, barrier);
+    copy_in(to + grad_y_at, grad_y, grad_bytes, barrier);
+    if (adds) copy_in(to + grad_sum_at, grad_sum, x_bytes, barrier);
   };
   const auto send = [&](auto* to, const unsigned char* tile, int count) {
     const auto* const from = reinterpret_cast<decltype(to)>(const_cast<unsigned char*>(tile));
-    if constexpr (kVectors) {
-      copy_out(to, from, count * int(sizeof(*to)));
-    } else {
-      send_tile(to, from, count);
-    }
+    copy_out(to, from, count * int(sizeof(*to)));
   };
 
   int tile = int(blockIdx.x) * warps + warp;
@@ -161,20 +105,12 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   }
   __syncthreads();
 
-  float weight[kSize], own_weight[kOdd ? kSize : 1];  // of what the thread takes, and of what is its own
-  weights_of_columns<Y, true>(a, first - others, weight);
+  float weight[kSize];
+  weights_of_columns<Y, true>(a, first, weight);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    if constexpr (kOdd) own_weight[i] = i >= others ? weight[i] : 0.f;
-    if (kVectors && inside <= 0) weight[i] = 0.f;
+    if (inside <= 0) weight[i] = 0.f;
   }
-  const auto sums_weight = [&]() -> const float (&)[kSize] {
-    if constexpr (kOdd) {
-      return own_weight;
-    } else {
-      return weight;
-    }
-  };
   ColumnSums<kSize, kSums> columns[1] = {};
   float mean[kTileTurns], rstd[kTileTurns], next_mean[kTileTurns], next_rstd[kTileTurns];
   const auto statistics = [&](int of, float (&means)[kTileTurns], float (&rstds)[kTileTurns]) {
@@ -197,8 +133,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
     const int count = count_of(tile);
     [[maybe_unused]] uint32_t kept = 0;
     if constexpr (kAdded) {  // while the tile is on its way
-      if (masks && kVectors) kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, base + at, turn);
-      if (masks && !kVectors) kept = kept_of_slots<kOfLane, 1>(a.dropout, seed, base + lane * kOfLane, 0);
+      if (masks) kept = kept_of_slots<kSize, kTileTurns>(a.dropout, seed, base + at, turn);
     }
     if (sends) {  // the tile before has left: its place takes another
       wait_for_copies_out();
@@ -221,9 +156,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
 #pragma unroll
       for (int r = 0; r < kTogether; ++r) {
         const int place = (pair + r) * turn + at;
-        take_elements<X, kRows>(parts, place, values[r]);
-        take_elements<Y, kRows>(parts + grad_y_at, place, grad[r]);
-        first_pass<kSize, kSums, kCentred>(values[r], grad[r], sums_weight(), mean[pair + r], rstd[pair + r], columns[0],
+        take_elements<X>(parts, place, values[r]);
+        take_elements<Y>(parts + grad_y_at, place, grad[r]);
+        first_pass<kSize, kSums, kCentred>(values[r], grad[r], weight, mean[pair + r], rstd[pair + r], columns[0],
                                            sums[2 * r], sums[2 * r + 1]);
       }
       if (!wants_rows) continue;
@@ -237,25 +172,20 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
         terms.set(a, centred, sums[2 * r], sums[2 * r + 1]);
         second_pass<kSize, kCentred>(values[r], weight, terms, grad[r]);
         if (adds) {
-          take_elements<X, kRows>(parts + grad_sum_at, place, values[r]);
+          take_elements<X>(parts + grad_sum_at, place, values[r]);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) grad[r][i] += values[r][i];
         }
-        put_elements<X, kRows>(parts, place, inside, grad[r]);
+        put_elements<X>(parts, place, inside, grad[r]);
         if constexpr (kAdded) {
           if (masks) {
-            uint32_t bits = kept >> ((pair + r) * kSize);
-            if constexpr (!kVectors) {
-              const uint32_t low = __shfl_sync(kAllLanes, kept, place / kOfLane);
-              const uint32_t high = __shfl_sync(kAllLanes, kept, place / kOfLane + 1);
-              bits = kOfLane == 32 ? __funnelshift_r(low, high, place) : (low | high << kOfLane % 32) >> place % kOfLane;
-            }
+            const uint32_t bits = kept >> ((pair + r) * kSize);
 #pragma unroll
             for (int i = 0; i < kSize; ++i) grad[r][i] *= bits >> i & 1 ? a.dropout.scale : 0.f;
           }
 #pragma unroll
           for (int i = 0; i < kSize; ++i) columns[0].x_bias[i] += grad[r][i];
-          if (a.grad_dropped) put_elements<Y, kRows>(parts + grad_y_at, place, inside, grad[r]);
+          if (a.grad_dropped) put_elements<Y>(parts + grad_y_at, place, inside, grad[r]);
         }
       }
     }
@@ -271,11 +201,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_tiled(const N
   }
   if (sends) wait_for_copies_out();
   if (!a.partials) return;
-  if constexpr (kOdd) {
-    move_down(columns[0].weight, others);
-    if constexpr (kSums > 1) move_down(columns[0].bias, others);
-    if constexpr (kSums > 2) move_down(columns[0].x_bias, others);
-  }
   __syncthreads();  // the rings are done with
   write_partials<Kind>(a, columns, reinterpret_cast<float*>(ring), int(blockIdx.x));
 #endif

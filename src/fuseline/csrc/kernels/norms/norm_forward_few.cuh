@@ -7,7 +7,7 @@
 
 #include "device/few_rows.cuh"
 #include "device/launch.cuh"
-#include "norm_states.cuh"
+#include "norm_row.cuh"
 
 namespace fuseline {
 

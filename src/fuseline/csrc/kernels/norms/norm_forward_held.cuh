@@ -159,9 +159,9 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks) norm_forwar
       }
     }
     if constexpr (kLater) ask_for_weights();
-    Moments whole = moments_near<T>(
-        values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, [](int, int) { return false; },
-        sum, [&](float value) { return __shfl_sync(kAllLanes, value, 0, width); });
+    Moments whole = moments_near(
+        values, count, inverse, a.centred, [&](int k) { return start + k * step < n; }, sum,
+        [&](float value) { return __shfl_sync(kAllLanes, value, 0, width); });
     if (!alone) {
       const int warps = threads / kWarp, in_warp = lane % kWarp;
       if constexpr (kClusters) {

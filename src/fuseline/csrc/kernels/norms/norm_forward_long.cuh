@@ -1,16 +1,40 @@
 // The norms' forward for rows that are longer than registers: the same results as in norm_forward_rows.cuh, in parts of
 // kVector<X> elements, 16 bytes of what is normalized.
 //
-// Moves: as there; limit: HBM bandwidth. Threads: rows wait in shared memory (norm_waiting.cuh), each in that of a block or of
-// a cluster, until their moments have met; two blocks or more share a multiprocessor, and one computes while another's
-// row is on its way. Rows longer than a cluster can hold are read twice.
+// Moves: as there; limit: HBM bandwidth. Threads: rows wait in shared memory, each in that of a block or of a cluster, until
+// their moments have met. Each thread copies exactly the vectors that it will read, all at once, and takes them piece by piece
+// as they arrive; two blocks or more share a multiprocessor, and one computes while another's row is on its way. Rows longer
+// than a cluster can hold are read twice.
 #pragma once
 
+#include "../plans/waiting.h"
+#include "device/ring.cuh"
 #include "norm_elements.cuh"
-#include "norm_waiting.cuh"
 #include "slot.cuh"
 
 namespace fuseline {
+
+// The part of block `rank` of a row of n elements, neighbouring vectors: the first of this thread, and the end of all.
+template <class T>
+__device__ __forceinline__ void divide_row(const T* row, int n, int rank, int blocks, int lane, int& begin, int& end) {
+  constexpr int kSize = kVector<T>;
+  const int head = elements_into_vector(row);
+  const int each = ((n + head + kSize - 1) / kSize + blocks - 1) / blocks;
+  begin = (rank * each + lane) * kSize - head;
+  end = min((rank + 1) * each * kSize - head, n);
+}
+
+// The next piece, once it has arrived: with one more group of copies each time, an empty one, it has when all but the
+// last kPieces groups have.
+__device__ __forceinline__ void wait_for_piece(const uint4* slots, int threads, int first, int end, int step,
+                                               uint4 (&raw)[kPiece]) {
+  commit_copies();
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPieces) : "memory");
+#pragma unroll
+  for (int k = 0; k < kPiece; ++k) {
+    raw[k] = first + k * step < end ? slots[k * threads] : make_uint4(0, 0, 0, 0);
+  }
+}
 
 // The moments of one thread's elements, added piece by piece.
 template <int kSize, class Index>
@@ -83,29 +107,25 @@ struct LongRow {
         sum(added ? static_cast<X*>(a.sum) + row * a.n : nullptr),
         y(static_cast<Y*>(a.y) + row * a.n),
         head(elements_into_vector(normalized)),
-        branch_vectors(added && Part<Y, kSize>::in_place(branch, head)),
-        sum_vectors(added && Part<X, kSize>::in_place(sum, head)),
-        y_vectors(Part<Y, kSize>::in_place(y, head)) {}
+        branch_vectors(added && RowPart<Y, kSize>::in_place(branch, head)),
+        sum_vectors(added && RowPart<X, kSize>::in_place(sum, head)),
+        y_vectors(RowPart<Y, kSize>::in_place(y, head)) {}
 };
 
 // Copies a part of a row that will be read by this thread alone; nothing where it is outside of the row.
 template <class T, int kSize>
 __device__ __forceinline__ void fetch_part(void* to, const T* row, int first, int n, bool vectors) {
-  constexpr int kBytes = Part<T, kSize>::kBytes;
+  constexpr int kBytes = RowPart<T, kSize>::kBytes;
   if (vectors && first >= 0 && first + kSize <= n) {
     copy_async<kBytes>(to, row + first, true);
   } else if (first < n && first + kSize > 0) {
-    Part<T, kSize> part;
+    RowPart<T, kSize> part;
     part.load(row, first, n, false);
     part.put(to);
   }
 }
 
-// Bytes of shared memory for each part of a row.
-template <class X, class Y, bool kAdded>
-constexpr int kWaitingBytes = 16 + (kAdded ? Part<Y, kVector<X>>::kBytes : 0);
-
-template <class X, class Y, bool kAdded>
+template <class X, class Y>
 __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const NormForward a) {
   constexpr int kSize = kVector<X>;
   extern __shared__ uint4 slots[];
@@ -113,11 +133,12 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
   Group<Moments> group(shared, a.cluster);
   const int n = int(a.n), threads = group.threads, step = threads * kSize;
   const int64_t row = group.first;
-  const LongRow<X, Y> of(a, row, kAdded);
+  const bool added = a.residual;
+  const LongRow<X, Y> of(a, row, added);
   int begin, end;
   divide_row(of.normalized, n, group.rank, a.cluster, group.lane, begin, end);
   uint4* const held = slots + group.lane;
-  using Branch = Part<Y, kSize>;
+  using Branch = RowPart<Y, kSize>;
   // The parts of the branch stand after those of the residual.
   const int each = ((n + of.head + kSize - 1) / kSize + a.cluster - 1) / a.cluster;
   char* const branches = reinterpret_cast<char*>(slots + each) + group.lane * Branch::kBytes;
@@ -130,20 +151,20 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
         const int from = first + k * step, place = (piece * kPiece + k) * threads;
         if (from >= end) break;
         fetch_part<X, kSize>(held + place, of.normalized, from, n, true);
-        if constexpr (kAdded) {
+        if (added) {
           fetch_part<Y, kSize>(branches + place * Branch::kBytes, of.branch, from, n, of.branch_vectors);
         }
       }
     }
     commit_copies();
   }
-  [[maybe_unused]] const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
+  const uint64_t seed = added && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   Moments mine{0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int first = begin, place = 0; first < end; first += kPiece * step, place += kPiece * threads) {
     uint4 raw[kPiece];
     wait_for_piece(held + place, threads, first, end, step, raw);
-    if constexpr (kAdded) {  // the sum takes the residual's place
+    if (added) {  // the sum takes the residual's place
 #pragma unroll 1
       for (int k = 0; k < kPiece && first + k * step < end; ++k) {
         const int from = first + k * step, at = place + k * threads;
@@ -153,7 +174,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
         branch.take(branches + at * Branch::kBytes);
         branch.values(values);
         add_residual<Y, false>(a, seed, row * a.n, from, n, residual, values);
-        Part<X, kSize> sum;
+        RowPart<X, kSize> sum;
         sum.set(values);
         sum.put(held + at);
         sum.store(of.sum, from, n, of.sum_vectors);
@@ -177,7 +198,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward_waiting(const No
     float values[kSize];
     unpack<X>(held[place], values);
     normalize<Y, false>(a, first, n, whole.mean, rstd, values);
-    Part<Y, kSize> y;
+    RowPart<Y, kSize> y;
     y.set(values);
     y.store(of.y, first, n, of.y_vectors);
   }
@@ -199,7 +220,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const N
   Moments mine{0.f, 0.f, 0.f, 0.f};
   for (int64_t from = begin; from < end; from += kPiece * step) {
     float values[kPiece][kSize];
-    Part<X, kSize> raw[kPiece];
+    RowPart<X, kSize> raw[kPiece];
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) raw[k].load(of.normalized, from + k * step, end, true);
 #pragma unroll
@@ -209,7 +230,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const N
         const int64_t first = from + k * step;
         if (first >= end) continue;
         float residual[kSize];
-        Part<Y, kSize> branch;
+        RowPart<Y, kSize> branch;
         branch.load(of.branch, first, end, of.branch_vectors);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) residual[i] = values[k][i];
@@ -230,11 +251,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) norm_forward_streamed(const N
   const bool again_vectors = !added || of.sum_vectors;
   for (int64_t from = begin; from < end; from += step) {
     float values[kSize];
-    Part<X, kSize> part;
+    RowPart<X, kSize> part;
     part.load(again, from, end, again_vectors);
     part.values(values);
     normalize<Y, false>(a, from, a.n, whole.mean, rstd, values);
-    Part<Y, kSize> y;
+    RowPart<Y, kSize> y;
     y.set(values);
     y.store(of.y, from, end, of.y_vectors);
   }

@@ -9,7 +9,7 @@
 // a multiprocessor for it; seven vectors a lane of a warp read 0.966 at 1,600.
 #pragma once
 
-#include "norm_states.cuh"
+#include "norm_row.cuh"
 #include "device/packed_rows.cuh"
 
 namespace fuseline {

@@ -14,17 +14,17 @@
 
 namespace fuseline {
 
-// Blocks a multiprocessor has at least, by the registers that a thread holds rows in. A sum of rows whose elements have
-// addresses apart takes the registers that it needs.
-constexpr int forward_blocks(bool added, bool aligned, bool one_warp, int registers) {
-  if (!aligned) return added ? 1 : 2;
+// Blocks a multiprocessor has at least, by the registers that a thread holds rows in. Rows whose elements have addresses apart
+// take the registers that they need.
+constexpr int forward_blocks(bool aligned, bool one_warp, int registers) {
+  if (!aligned) return 1;
   return one_warp ? (registers <= 8 ? 6 : registers <= 16 ? 5 : 4) : 2;
 }
 
+// kAdded: of a sum; where rows are not aligned, of a sum or of x.
 template <class X, class Y, bool kAdded, int kHeld, bool kAligned, bool kOneWarp>
 __global__ void __launch_bounds__(most_threads(kOneWarp),
-                                  forward_blocks(kAdded, kAligned, kOneWarp,
-                                                 kHeld * kVector<Y> * (kAdded ? 2 : 1)))
+                                  forward_blocks(kAligned, kOneWarp, kHeld * kVector<Y> * (kAdded ? 2 : 1)))
     norm_forward_rows(const NormForward a) {
   __shared__ Moments shared[2 * kMaxStates];
   let_next_start();
@@ -39,11 +39,12 @@ __global__ void __launch_bounds__(most_threads(kOneWarp),
   const int head = kAligned ? 0 : elements_into_vector(y);
   int start = group.lane * kSize - head;
   Slot<X, kSize> held[kHeld];
-  const X* const normalized = static_cast<const X*>(kAdded ? a.residual : a.x) + row * a.n;
+  const bool added = kAdded && (kAligned || a.residual);
+  const X* const normalized = static_cast<const X*>(added ? a.residual : a.x) + row * a.n;
   const bool vectors = kAligned || in_vectors(normalized, head);
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) held[k].template load<kAligned>(normalized, start + k * step, inside, vectors);
-  if constexpr (kAdded) {
+  if (added) {
     Slot<Y, kSize> branch[kHeld];
     const Y* const x = static_cast<const Y*>(a.x) + row * a.n;
     X* const sum = static_cast<X*>(a.sum) + row * a.n;

@@ -1,5 +1,5 @@
-// The forward of norms, of x or of residual + dropout(x + x_bias), for rows that no cluster's shared memory holds: the last kernel
-// of norms/norm_forward_long.cuh.
+// The forward of norms, of x or of residual + dropout(x + x_bias), for rows that no cluster's shared memory holds: the last
+// kernel of norms/norm_forward_long.cuh.
 #include "norm_forward_long.cuh"
 
 namespace fuseline {

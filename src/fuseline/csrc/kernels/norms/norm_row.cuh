@@ -24,12 +24,11 @@ __device__ __forceinline__ float rstd_of(float squares, float inverse_n, float e
   return sizeof(T) == 4 ? 1.f / sqrtf(variance) : rsqrtf(variance);
 }
 
-// The moments of `count` elements of which each thread of a group has some, zeros where it has none: all of its vectors
-// k with whole(k), and of the others the elements i with inside(k, i). `sum` adds up over the group. What rounding left
-// in the mean matters beside the precision of fp32 rows only.
-template <class T, int kHeld, int kSize, class Whole, class Inside, class Sum>
-__device__ __forceinline__ Moments moments_of(const float (&values)[kHeld][kSize], float count, float inverse,
-                                              bool centred, Whole&& whole, Inside&& inside, Sum&& sum) {
+// The moments of `count` elements of fp32 of which each thread of a group has those of its vectors k with has(k), zeros in the
+// others. `sum` adds up over the group.
+template <int kHeld, int kSize, class Has, class Sum>
+__device__ __forceinline__ Moments moments_of(const float (&values)[kHeld][kSize], float count, float inverse, bool centred,
+                                              Has&& has, Sum&& sum) {
   float mean = 0.f;
   if (centred) {
     float totals[2] = {0.f, 0.f};
@@ -43,39 +42,25 @@ __device__ __forceinline__ Moments moments_of(const float (&values)[kHeld][kSize
   float squares[2] = {0.f, 0.f}, distances = 0.f;
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    const auto add = [&](int i) {
+    if (!has(k)) continue;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
       const float apart = values[k][i] - mean;
       squares[i % 2] = fmaf(apart, apart, squares[i % 2]);
-      if (sizeof(T) == 4) distances += apart;
-    };
-    if (whole(k)) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) add(i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (inside(k, i)) add(i);
-      }
+      distances += apart;
     }
   }
-  if constexpr (sizeof(T) == 4) {
-    const float2 sums = sum(make_float2(distances, squares[0] + squares[1]));
-    return centred ? corrected(mean, sums.x, sums.y, count) : Moments{0.f, sums.y, count, 0.f};
-  } else {
-    return {mean, sum(squares[0] + squares[1]), count, 0.f};
-  }
+  const float2 sums = sum(make_float2(distances, squares[0] + squares[1]));
+  return centred ? corrected(mean, sums.x, sums.y, count) : Moments{0.f, sums.y, count, 0.f};
 }
 
-// The moments of `count` elements of which each thread of a group has some, zeros where it has none: all of its vectors
-// k with whole(k), and of the others the elements i with inside(k, i). `sum` adds up over the group, and `from_first` takes
-// the value of its first thread, or the mean of all. One pass: distances are taken from the mean of the first vector, or
-// vectors, and what they have in common is taken out of their squares. Those elements are a share of the row, so that they
-// cannot be far from the mean without making the variance large: at worst its error is count / kSize units in the last
-// place of fp32, with one vector.
-template <class T, int kHeld, int kSize, class Whole, class Inside, class Sum, class FromFirst>
-__device__ __forceinline__ Moments moments_near(const float (&values)[kHeld][kSize], float count, float inverse,
-                                              bool centred, Whole&& whole, Inside&& inside, Sum&& sum,
-                                              FromFirst&& from_first) {
+// The same of any dtype in one pass; `from_first` takes the value of the group's first thread, or the mean of all. Distances are
+// taken from the mean of the first vector, or vectors, and what they have in common is taken out of their squares. Those
+// elements are a share of the row, so that they cannot be far from the mean without making the variance large: at worst its
+// error is count / kSize units in the last place of fp32, with one vector.
+template <int kHeld, int kSize, class Has, class Sum, class FromFirst>
+__device__ __forceinline__ Moments moments_near(const float (&values)[kHeld][kSize], float count, float inverse, bool centred,
+                                                Has&& has, Sum&& sum, FromFirst&& from_first) {
   float near = 0.f;
   if (centred) {
     float total[kSize];
@@ -91,19 +76,12 @@ __device__ __forceinline__ Moments moments_near(const float (&values)[kHeld][kSi
   float distances[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    const auto add = [&](int i) {
+    if (!has(k)) continue;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
       const float apart = values[k][i] - near;
       squares[i % 2] = fmaf(apart, apart, squares[i % 2]);
       distances[i % 2] += apart;
-    };
-    if (whole(k)) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) add(i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (inside(k, i)) add(i);
-      }
     }
   }
   if (!centred) return {0.f, sum(squares[0] + squares[1]), count, 0.f};
@@ -128,6 +106,22 @@ __device__ __forceinline__ Moments combine_near(const Moments* states, int count
   for (int by = kWarp / 2; by > 0; by /= 2) {
     if (by < width) sums = plus(sums, from_lane(sums, by));
   }
+  return centred ? about_mean(near, sums, n, inverse_n) : Moments{0.f, sums.y, n, 0.f};
+}
+
+// As combine_near, of kMost warps at most, a power of two, and with no branches.
+template <int kMost>
+__device__ __forceinline__ Moments combine_few(const Moments* states, int count, float n, float inverse_n, bool centred) {
+  const int lane = int(threadIdx.x) % kMost;
+  const float near = centred ? states[0].mean : 0.f;
+  float2 sums = make_float2(0.f, 0.f);
+  if (lane < count) {
+    const Moments state = states[lane];
+    const float apart = state.mean - near, distance = state.count * apart;
+    sums = make_float2(distance, fmaf(distance, apart, state.squares));
+  }
+#pragma unroll
+  for (int by = kMost / 2; by > 0; by /= 2) sums = plus(sums, from_lane(sums, by));
   return centred ? about_mean(near, sums, n, inverse_n) : Moments{0.f, sums.y, n, 0.f};
 }
 

@@ -1,7 +1,5 @@
 // Adds up the partial sums over rows that a norm's backward leaves behind, in fp64 and in a fixed order: the bits are the same
 // each run. The dtype of the results is an argument: this kernel is a small part of any backward, and one for all of them.
-#include "norm_sums.h"
-
 #include "norm.cuh"
 #include "device/overlap.cuh"
 
@@ -55,17 +53,17 @@ __global__ void __launch_bounds__(1024) norm_add_partials(const NormSums given) 
 
 }  // namespace
 
-int add_partials(const NormBackward& a, int dtype, int sums, int count, bool early, void* stream) {
+int add_partials(const NormBackward& a, int kinds, int count, const NormCall& call) {
   const bool wide = a.n >= kLongRow;
   const int most = power_of_two_from(divide_up(count, 4));  // four partial sums a warp are all on their way at once
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(divide_up(a.n, kWarp * (wide ? 4 : 1))), unsigned(sums));
+  config.gridDim = dim3(unsigned(divide_up(a.n, kWarp * (wide ? 4 : 1))), unsigned(kinds));
   config.blockDim = dim3(kWarp, unsigned(std::clamp(most, 4, kWarp)));
-  config.stream = static_cast<cudaStream_t>(stream);
+  config.stream = static_cast<cudaStream_t>(call.stream);
   config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  const NormSums given{a, count, a.fp32_weights ? int(FUSELINE_FLOAT32) : dtype};
+  config.numAttrs = call.device.clusters ? 1 : 0;
+  const NormSums given{a, count, a.fp32_weights ? int(FUSELINE_FLOAT32) : call.y_dtype};
   const cudaError_t launched = cudaLaunchKernelEx(&config, wide ? norm_add_partials<4> : norm_add_partials<1>, given);
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);

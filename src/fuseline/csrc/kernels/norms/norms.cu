@@ -53,8 +53,7 @@ int launch_forward(const NormForward& a, const NormForwardPlan& plan, const Norm
               : a.x_bias || a.dropout.seed ? launch_masked_norm_held
                                               : launch_add_norm_held)(a, plan, call);
     case NormForwardKernel::fetched:
-    case NormForwardKernel::tiled:
-      return launch_norm_copied(a, plan, call);
+      return launch_norm_fetched(a, plan, call);
     case NormForwardKernel::added:
       return launch_norm_added(a, plan, call);
     case NormForwardKernel::rows:
@@ -102,7 +101,7 @@ NormBackward arguments_of_backward(const fuseline_norm& norm) {
 
 NormBackwardProblem problem_of(const fuseline_norm& norm) {
   NormBackwardProblem p{};
-  p.x_size = bytes_of(norm.dtype), p.y_size = bytes_of(norm.y_dtype);
+  p.x_size = bytes_of(norm.dtype), p.y_size = bytes_of(norm.y_dtype), p.fp16 = norm.y_dtype == FUSELINE_FLOAT16;
   p.rows = norm.rows, p.n = norm.n, p.centred = norm.kind == FUSELINE_LAYER_NORM;
   p.drops = norm.seed && norm.dropout > 0;
   p.weighted = norm.weight, p.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
@@ -127,8 +126,6 @@ int launch_backward(const NormBackward& a, const NormBackwardPlan& plan, const N
       return (plan.sums == kSumsOfAddedNorm   ? launch_add_norm_backward
               : plan.sums == kSumsOfLayerNorm ? launch_layer_norm_backward
                                               : launch_rms_norm_backward)(a, plan, call);
-    case NormBackwardKernel::tiled_odd:
-      return launch_norm_backward_odd_tiles(a, plan, call);
     case NormBackwardKernel::general:
       return launch_norm_backward_general(a, plan, call);
     default:

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_slot(T* row, Index first, Index n, bool ve
 // kSize elements of T in one access of 8 or 16 bytes, or what there is of them: the elements first .. of a row, zero where
 // outside 0 .. limit. `vectors`: row + first is a multiple of their bytes.
 template <class T, int kSize>
-struct Part {
+struct RowPart {
   static constexpr int kBytes = kSize * int(sizeof(T));
   static_assert(kBytes == 8 || kBytes == 16);
   uint32_t words[kBytes / 4];

@@ -39,6 +39,7 @@ struct CrossEntropyProblem {
   int logits_at, grad_at;  // addresses modulo 128; grad_at is 0 without a gradient
   bool grad;               // the gradient is written, too
   bool plain;              // without cap, label smoothing and class weights
+  bool fp16 = false;       // no model needs more of it than the kernels that take any row
 };
 
 struct CrossEntropyPlan {
@@ -67,7 +68,7 @@ inline bool plan_short(CrossEntropyPlan& plan, const CrossEntropyProblem& p) {
   const int64_t vectors = p.n / size;
   const bool aligned = p.n % size == 0 && p.logits_at % 16 == 0 && p.grad_at % 16 == 0;
   const int fewest = p.element_size == 4 ? kWarp / 2 : 2 * kWarp;
-  if (!p.plain || p.n != p.width || !aligned || vectors <= fewest || vectors > kWarp * 32 / size) return false;
+  if (p.fp16 || !p.plain || p.n != p.width || !aligned || vectors <= fewest || vectors > kWarp * 32 / size) return false;
   plan.kernel = CrossEntropyKernel::short_rows, plan.held = divide_up(vectors, kWarp);
   plan.reason = "a warp's registers hold an aligned row";
   plan.shape = {divide_up(p.rows, kShortBlock / kWarp), kWarp, kShortBlock / kWarp, 1, 0};
@@ -102,7 +103,7 @@ inline bool plan_requested(CrossEntropyPlan& plan, const CrossEntropyProblem& p,
 // Long rows; false if they fit no cluster.
 inline bool plan_long(CrossEntropyPlan& plan, const CrossEntropyProblem& p, Refused refused, const Device& device) {
   if (p.width <= kShortRow || (p.grad && !grad_in_vectors(p))) return false;
-  if (p.plain && !p.grad && p.rows >= 2 * device.processors) {
+  if (p.plain && !p.fp16 && !p.grad && p.rows >= 2 * device.processors) {
     constexpr int64_t kVectors = 2 * kPiece * kMostPassing;
     const int threads = p.width >= kVectors * (16 / p.element_size) ? kMostPassing : kFewerPassing;
     plan.kernel = CrossEntropyKernel::passing, plan.shape = {p.rows, threads, 1, 1, 0};

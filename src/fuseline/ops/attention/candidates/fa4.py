@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 
 import torch
 
@@ -23,16 +24,25 @@ def _is_installed() -> bool:
     )
 
 
+@functools.cache
+def _differentiates_scores() -> bool:
+    """Whether this version has a gradient of what it does to scores, as its soft cap."""
+    from flash_attn.cute import flash_attn_func
+
+    return "score_mod_bwd" in inspect.signature(flash_attn_func).parameters
+
+
 def _supports(problem: Problem) -> str | None:
     if not _is_installed():
         return "flash-attn-4 is not installed"
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(problem.device)[0] == 9
     reason = (
-        refuse_cuda(problem, HALF, 128, (9, 0))
+        refuse_cuda(problem, HALF, 256 if on_hopper else 128, (9, 0))
         or refuse_extras(problem, "mask", "sinks", "seed", "dropout", "lse")
         or refuse_limits(problem)
     )
-    if reason is None and problem.wants_grad and problem.soft_cap:
-        return "its soft cap has no gradient"
+    if reason is None and problem.wants_grad and problem.soft_cap and not _differentiates_scores():
+        return "the soft cap of this version has no gradient"
     return reason
 
 

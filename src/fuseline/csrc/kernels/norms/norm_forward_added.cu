@@ -5,14 +5,14 @@
 // Limit: HBM bandwidth. Threads: a row belongs to some warps of a block, which has several such groups, or to the blocks of
 // a cluster. Each warp has neighbouring columns, the same ones row after row, and a ring of its own: rows ahead are on their
 // way while a mask is computed, the sum takes the place of the residual, y that of x, and both leave in bulk copies.
-#pragma once
-
 #include "norm_row.cuh"
 #include "device/waiting.cuh"
 
 namespace fuseline {
 
-using namespace norm_forward_plans;  // kAddedHeld, kAddedMost, kAddedStages
+using norm_forward_plans::kAddedHeld;
+using norm_forward_plans::kAddedMost;
+using norm_forward_plans::kAddedStages;
 
 struct AddedNorm {
   NormForward norm;
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
       }
     }
     send_part(static_cast<X*>(a.sum) + base + from, sums, elements * int(sizeof(X)));
-    Moments whole = moments_of<X>(
+    Moments whole = moments_of(
         values, float(elements), inverse, a.centred, [&](int k) { return start + k * kWarp * kSize < n; },
-        [](int, int) { return false; }, [](auto value) { return sum_over_warp(value); });
+        [](auto value) { return sum_over_warp(value); });
     if (!alone) {
       meeting.publish(turn, whole);
       whole = combine(meeting.await(turn), meeting.count(), float(n), a.centred);
@@ -157,6 +157,8 @@ __global__ void __launch_bounds__(kAddedMost, 1) norm_forward_added(const AddedN
 #endif
 }
 
+// ---- launcher ----
+
 template <class X, class Y>
 int launch_added(NormForward a, const NormForwardPlan& plan, const NormCall& call) {
   const auto kernel = norm_forward_added<X, Y>;
@@ -166,6 +168,11 @@ int launch_added(NormForward a, const NormForwardPlan& plan, const NormCall& cal
   LaunchShape shape = plan.shape;
   shape.grid = norm_forward_plans::blocks_of_added(plan.turns_of_all, count) * a.cluster;
   return launch(kernel, AddedNorm{a, plan.stages}, shape, call.device, call.stream);
+}
+
+int launch_norm_added(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  return call.y_dtype == FUSELINE_FLOAT16 ? launch_added<float, __half>(a, plan, call)
+                                          : launch_added<float, __nv_bfloat16>(a, plan, call);
 }
 
 }  // namespace fuseline

@@ -5,10 +5,8 @@
 // sends for the whole part at once; the warp takes pieces as they arrive, and what it writes takes their place and leaves in
 // bulk copies. Other blocks of the multiprocessor fill the time of the meeting (waiting.cuh). Weights come from the L2, which
 // gives them besides the rows: two rows a block, for half of that, read the same.
-#pragma once
-
 #include "kept.cuh"
-#include "norm_states.cuh"
+#include "norm_row.cuh"
 #include "device/waiting.cuh"
 
 namespace fuseline {
@@ -209,6 +207,32 @@ __global__ void __launch_bounds__(kLight ? 256 : kMasked ? kMaskedThreads : kMos
   }
   if (lane == 0) wait_for_copies_out();
 #endif
+}
+
+// ---- launcher ----
+
+template <class T, bool kAdded, bool kMasked>
+int launch_fetched(NormForward a, const NormForwardPlan& plan, const NormCall& call) {
+  static_assert(sizeof(FetchedBarriers) == norm_forward_plans::kFetchedBarriers && sizeof(Moments) == kMomentsBytes);
+  auto kernel = norm_forward_fetched<T, kAdded, false, kMasked>;
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && !kAdded) {
+    if (plan.light) kernel = norm_forward_fetched<T, false, true>;
+  }
+  int count = 0;
+  if (const int error = grant(kernel, plan.shape, call, count)) return error;
+  a.cluster = plan.shape.cluster;
+  return launch(kernel, FetchedNorm{a, plan.part, plan.leaves}, plan.shape, call.device, call.stream);
+}
+
+int launch_norm_fetched(const NormForward& a, const NormForwardPlan& plan, const NormCall& call) {
+  return with_dtype(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!std::is_same_v<T, __half>) {  // whose sums are held in registers
+      if (a.residual && (a.x_bias || a.dropout.seed)) return launch_fetched<T, true, true>(a, plan, call);
+      if (a.residual) return launch_fetched<T, true, false>(a, plan, call);
+    }
+    return launch_fetched<T, false, false>(a, plan, call);
+  });
 }
 
 }  // namespace fuseline
