@@ -10,10 +10,23 @@ import pytest
 import torch
 from torch import nn
 
+from fuseline import native
 from fuseline.acceleration import recording
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.forms import KERNELS, Choice, Form
 from fuseline.acceleration.standing import Standing
+from fuseline.native import direct
+
+
+@pytest.fixture(params=["C++", "Python"], autouse=True)
+def asked_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python":
+        monkeypatch.setattr(direct, "standing", lambda *_: None)
+        return
+    assert native.ready("cpu")
+    if direct.reason:
+        pytest.skip(direct.reason)
+    assert direct.standing([], [], [], [], []) == (b"", b"")
 
 
 def model() -> nn.Sequential:
@@ -62,6 +75,19 @@ def test_modes_are_noticed() -> None:
     whole[0][1].train()
     whole[2].requires_grad_(False)
     assert standing()[1] != modes
+
+
+def test_tensors_of_other_kinds_are_asked_in_python() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    whole = model()
+    standing = Standing(whole)
+    assert isinstance(standing()[0], bytes) == (direct.standing([], [], [], [], []) is not None)
+    whole[2].weight = Own(whole[2].weight.detach())
+    (*places,), modes = standing()
+    assert places[2 + 2] == whole[2].weight.data_ptr()
+    assert (places, modes) == ([*standing()[0]], standing()[1])
 
 
 def test_a_call_replays_what_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:

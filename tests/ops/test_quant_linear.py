@@ -139,7 +139,8 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
             again = torch.full_like(y, float("nan"))
             launch_quant_linear(kernels, x, weight, again, **arguments, **plan)
             assert torch.equal(y, again)
-    assert taken >= 4 or (name == "plain" and rows > 128)
+    alone = name in ("plain", "int4-64z", "int4-32z")  # no kernel of more rows takes these
+    assert taken >= 4 or (alone and rows > 128)
 
 
 @pytest.mark.gpu

@@ -149,15 +149,15 @@ class _Linear(torch.autograd.Function):
             return grad_back if own or grad_back is None else grad_back.clone(), None, None, None
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        adds = wants_x and grad_back is not None
+        back = grad_back if wants_x else None
         grad_x, grad_weight, grad_bias = torch.ops.fuseline.linear_backward.default(
-            grad, x, weight, [wants_x and not adds, wants_weight, wants_bias]
+            grad, x, weight, [wants_x and back is None, wants_weight, wants_bias]
         )
-        if adds:
-            rows = grad_back.reshape(-1, grad_back.shape[-1])
+        if back is not None:
+            rows = back.reshape(-1, back.shape[-1])
             product = grad.reshape(-1, grad.shape[-1]), weight
             grad_x = rows.addmm_(*product) if own else rows.addmm(*product)
-            grad_x = grad_x.view(grad_back.shape)
+            grad_x = grad_x.view(back.shape)
         return (
             grad_x if wants_x else None,
             grad_weight if wants_weight else None,

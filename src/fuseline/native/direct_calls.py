@@ -54,6 +54,11 @@ class Direct:
         setattr(self, name, call)
         return call
 
+    def standing(self, *lists: list[Any]) -> tuple[bytes, bytes] | None:
+        """What `acceleration.standing` asks of modules: where their tensors lie, and their modes. None: they
+        are to be asked in Python."""
+        return None if self._module is None else self._module.standing(*lists)
+
     def enable(self, device_type: str) -> None:
         """Take tensors of that type of device from now on: "cpu" or "cuda", whose ops are loaded."""
         with self._lock:

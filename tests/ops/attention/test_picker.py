@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -326,6 +328,66 @@ def test_a_candidate_of_two_parts_costs_what_its_parts_do(
     measured["kept"].clear()
     near = replace(trained, batch=3)
     assert "cudnn_fuseline" in decide(near).estimated_us
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """This machine seems to have an H200 with all kernels; what the package ships decides."""
+    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr("fuseline.native.ready", lambda device: True)
+    monkeypatch.setattr(torch.ops.fuseline, "attention", None, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(table_store, "gpu_name", lambda device: "nvidia-h200")
+    table_store.clear_caches()
+    yield
+    table_store.clear_caches()
+
+
+# batch, heads, key heads, length, causality as the models' attention asks for it
+MODELS = {
+    "Llama-1B": (4, 32, 8, 2048, "top_left"),
+    "Qwen2-0.5B": (4, 14, 2, 2048, "top_left"),
+    "GPT-2, 16": (16, 12, 12, 1024, "bottom_right"),
+    "GPT-2, 64": (64, 12, 12, 1024, "bottom_right"),
+    "ViT-B/16": (64, 12, 12, 197, "none"),
+}
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("model", list(MODELS))
+def test_on_an_h200_models_train_with_cudnns_forward_and_our_backward(model: str) -> None:
+    batch, heads, kv_heads, T, causal = MODELS[model]
+    asked = Problem(
+        torch.device("cuda"), torch.bfloat16, batch, heads, kv_heads, T, T, 64, "fwbw", causal=causal
+    )
+    explained = picker.explain_problem(asked)
+    assert (explained.picked, explained.why) == ("cudnn_fuseline", "the fastest in the package's table")
+    assert picker.explain_problem(replace(asked, deterministic=True)).picked == "cudnn_fuseline"
+    decision = decide(asked)
+    assert choice._name_of(decision, True) == "cudnn_fuseline", "of one packed tensor, too"
+    assert min(t for n, t in decision.times_us.items() if n != "cudnn_fuseline") == min(
+        decision.times_us["fuseline"], decision.times_us["cudnn"]
+    )
+    with picker.forbid("cudnn", "cudnn_fuseline"):
+        assert picker.explain_problem(asked).picked == "fuseline"
+    forward = replace(asked, direction="fw")
+    assert picker.explain_problem(forward).picked == "cudnn"
+    with picker.forbid("cudnn"):
+        assert picker.explain_problem(forward).picked == "fuseline", "its time is of the kernel that stands"
+
+
+@pytest.mark.usefixtures("h200")
+def test_on_an_h200_the_table_leaves_other_picks_to_what_is_faster() -> None:
+    bert = Problem(torch.device("cuda"), torch.bfloat16, 64, 12, 12, 128, 128, 64, "fwbw", dropout_p=0.1)
+    assert picker.explain_problem(bert).picked == "fuseline"
+    gpt2 = replace(bert, seqlen_q=1024, seqlen_k=1024, causal="bottom_right")
+    assert picker.explain_problem(gpt2).picked == "flash"
+    llama_7b = replace(gpt2, batch=8, heads=32, kv_heads=32, seqlen_q=2048, seqlen_k=2048, head_dim=128)
+    assert picker.explain_problem(replace(llama_7b, dropout_p=0.0)).picked == "cudnn"
+    not_there = replace(gpt2, seqlen_q=1000, seqlen_k=1000, dropout_p=0.0)
+    assert "estimated" in picker.explain_problem(not_there).why, "the nearest GPU's networks"
 
 
 def test_autocast_picks_for_what_it_casts_to() -> None:

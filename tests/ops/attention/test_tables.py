@@ -145,14 +145,17 @@ def test_what_is_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_shipped_tables_are_tables() -> None:
     for file in table_store.SHIPPED.glob("*.json"):
         entries = read_entries(file)
-        assert len(entries) > 100
+        # A table that lies over the nearest GPU's may be short.
+        assert len(entries) > (100 if file.stem in table_store.NEAREST.values() else 20)
+        assert json.loads(file.read_text())["about"]["gpu"] == file.stem, "a GPU finds its table by its name"
         assert all(entry.times_us and min(entry.times_us.values()) > 0 for entry in entries)
 
 
 def test_shipped_tables_know_the_fastest_of_the_suites_on_record() -> None:
     """What compiles among the candidates and not: the pick in the table is at 0.97 of the best at least."""
     root = Path(__file__).parents[3] / "benchmarks" / "results"
-    for file in table_store.SHIPPED.glob("*.json"):
+    for name in table_store.NEAREST.values():
+        file = table_store.SHIPPED / f"{name}.json"
         times: dict[str, dict[str, float]] = {}
         for record in read(*root.glob(f"attention-{file.stem}.jsonl*")):
             if record.metric == "time_us" and record.peer != "pick" and record.value is not None:

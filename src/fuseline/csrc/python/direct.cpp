@@ -183,7 +183,79 @@ PyObject* enable(PyObject*, PyObject* device) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"make", make, METH_O, nullptr}, {"enable", enable, METH_O, nullptr}, {}};
+// Calls see(value) for what the dictionary `name` of each of the modules, given by their __dict__, holds. False where
+// see is, or a module has no such dictionary.
+template <typename See>
+bool each_held(PyObject* modules, PyObject* name, const See& see) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
+        PyObject* held = PyDict_GetItemWithError(PyList_GET_ITEM(modules, i), name);
+        if (held == nullptr || !PyDict_Check(held)) return false;
+        PyObject* value = nullptr;
+        for (Py_ssize_t at = 0; PyDict_Next(held, &at, nullptr, &value);) {
+            if (!see(value)) return false;
+        }
+    }
+    return true;
+}
+
+PyObject* bytes_of(const void* from, size_t bytes) {
+    return PyBytes_FromStringAndSize(static_cast<const char*>(from), static_cast<Py_ssize_t>(bytes));
+}
+
+// standing(parents, children, with_parameters, with_buffers, all): lists of modules, given by their __dict__, and of the
+// parents' children. Returns the addresses of all parameters and buffers, and the modes of all modules and parameters,
+// each as bytes; None where the children are others, or something is not as torch's modules have it.
+PyObject* standing(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    static PyObject* const names[] = {
+        PyUnicode_InternFromString("_modules"), PyUnicode_InternFromString("_parameters"),
+        PyUnicode_InternFromString("_buffers"), PyUnicode_InternFromString("training")};
+    if (count != 5) Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!PyList_CheckExact(given[i])) Py_RETURN_NONE;
+        for (Py_ssize_t j = 0; i != 1 && j < PyList_GET_SIZE(given[i]); ++j) {
+            if (!PyDict_Check(PyList_GET_ITEM(given[i], j))) Py_RETURN_NONE;
+        }
+    }
+    PyObject *parents = given[0], *children = given[1], *all = given[4];
+    Py_ssize_t child = 0;
+    const bool same = each_held(parents, names[0], [&](PyObject* value) {
+        return child < PyList_GET_SIZE(children) && PyList_GET_ITEM(children, child++) == value;
+    });
+    std::vector<const void*> places;
+    std::string modes;
+    const auto see = [&](PyObject* value, bool parameter) {
+        if (value == Py_None) return true;
+        if (!THPVariable_CheckExact(value)) return false;
+        const at::Tensor& tensor = THPVariable_Unpack(value);
+        places.push_back(tensor.const_data_ptr());
+        if (parameter) modes.push_back(tensor.requires_grad() ? 1 : 0);
+        return true;
+    };
+    if (!same || child != PyList_GET_SIZE(children) ||
+        !each_held(given[2], names[1], [&](PyObject* value) { return see(value, true); }) ||
+        !each_held(given[3], names[2], [&](PyObject* value) { return see(value, false); })) {
+        if (PyErr_Occurred() != nullptr) return nullptr;
+        Py_RETURN_NONE;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
+        PyObject* training = PyDict_GetItemWithError(PyList_GET_ITEM(all, i), names[3]);
+        if (training == nullptr || !PyBool_Check(training)) {
+            if (PyErr_Occurred() != nullptr) return nullptr;
+            Py_RETURN_NONE;
+        }
+        modes.push_back(training == Py_True ? 1 : 0);
+    }
+    PyObject* lie = bytes_of(places.data(), places.size() * sizeof(void*));
+    return Py_BuildValue("NN", lie, bytes_of(modes.data(), modes.size()));
+    END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"make", make, METH_O, nullptr},
+    {"enable", enable, METH_O, nullptr},
+    {"standing", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(standing)), METH_FASTCALL, nullptr},
+    {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseline_direct", nullptr, -1, methods};
 
 }  // namespace

@@ -10,9 +10,6 @@ int launch_forward(const Attention& a, void* stream);
 // The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
 template <class T, bool kPlain>
 int launch_forward_panels(const Attention& a, const Device& device, void* stream);
-// The same of plain scores, where warpgroups share tiles; FUSELINE_UNSUPPORTED if the bulk copies do not take the tensors.
-template <class T>
-int launch_forward_fetched(const Attention& a, void* stream);
 
 namespace {
 
@@ -23,10 +20,6 @@ int launch_forward_of(const Attention& a, void* stream) {
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   if (device.warpgroups && a.call.head_dim <= 128 && !(plain && a.call.head_dim <= kNarrow)) {
-    if (plain && a.call.cu_seqlens_q == nullptr && a.left == kUnlimited) {
-      const int code = launch_forward_fetched<T>(a, stream);
-      if (code != FUSELINE_UNSUPPORTED) return code;
-    }
     const int code = plain ? launch_forward_panels<T, true>(a, device, stream)
                            : launch_forward_panels<T, false>(a, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;

@@ -1,12 +1,8 @@
-// Attention forward on Hopper: device/attention_forward_fetched.cuh and device/attention_forward_wgmma.cuh.
+// Attention forward on Hopper: device/attention_forward_wgmma.cuh.
 
-#include "device/attention_forward_fetched.cuh"
 #include "device/attention_forward_wgmma.cuh"
 
 namespace fuseline {
-
-template int launch_forward_fetched<__half>(const Attention& a, void* stream);
-template int launch_forward_fetched<__nv_bfloat16>(const Attention& a, void* stream);
 
 template int launch_forward_panels<__half, true>(const Attention& a, const Device& device, void* stream);
 template int launch_forward_panels<__half, false>(const Attention& a, const Device& device, void* stream);

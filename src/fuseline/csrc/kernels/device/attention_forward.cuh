@@ -33,14 +33,14 @@ struct ForwardTiles {
   using Order = KeyColumns<kKeys / 8>;
 };
 
-// Divides the warp's sums by their rows' totals, sinks among them, and writes them and lse. Blocks have kRows rows.
-template <class T, int kD, int kM, int kRows = 64 * kM>
+// Divides the warp's sums by their rows' totals, sinks among them, and writes them and lse.
+template <class T, int kD, int kM>
 __device__ __forceinline__ void store_sums(const Attention& a, int tiles, const float (&sums)[kM][kD / 8][4],
                                            const float (&reference)[kM][2], const float (&total)[kM][2], T* tile) {
   const fuseline_attention& c = a.call;
   const Task task(tiles, int(c.heads), c.causal != FUSELINE_CAUSAL_NONE);
   const Sequence sequence(c, task.sequence);
-  const int lane = threadIdx.x % 32, first = task.tile * kRows + threadIdx.x / 32 * 16 * kM;
+  const int lane = threadIdx.x % 32, first = task.tile * 64 * kM + threadIdx.x / 32 * 16 * kM;
   float factor[kM][2];
   const float sink = c.sinks != nullptr ? c.sinks[task.head] * kLog2E : -kInfinity;
 #pragma unroll

@@ -5,7 +5,7 @@
 // Arithmetic: 8 products and 8 conversions to 16 bytes and row of x, a fifth of what can be issued while they come.
 //
 // Threads: a warp has two rows of W (of SwiGLU: a gate and what it multiplies), or where these would not fill all places a
-// team of warps has one; see choose_gemv in plans/linear.h. 16-byte vectors go from memory to registers, each asked for anew as soon as it is
+// team of warps has one; see choose_gemv in plans/linear_few_rows.h. 16-byte vectors go from memory to registers, each asked for anew as soon as it is
 // used, across the ends of rows, so that nothing waits but for data: no barrier but a team's, no copy through shared memory.
 // x is in shared memory, normed there by every block anew. The first vectors are on their way before the launch before this
 // has ended.
