@@ -19,6 +19,7 @@ from .recorded import recorded
 NAMES = ("x", "weight_1", "bias_1", "weight_2", "bias_2")
 # rows, C, F and D: whole tiles, rows and columns that end inside one, and a D that the kernels do not take.
 SHAPES = [(16384, 768, 3072, 768), (20011, 800, 2056, 776), (9001, 768, 3080, 1608)]
+WIDEST = (16384, 1600, 6400, 1600)
 
 
 def draw(
@@ -35,6 +36,14 @@ def draw(
     return [tensor.requires_grad_() for tensor in given], of(rows, out)
 
 
+def turned(given: list[torch.Tensor], which: tuple[str, ...]) -> list[torch.Tensor]:
+    """The same tensors, but the weights named are views of transposed leaves."""
+    return [
+        tensor.detach().t().contiguous().requires_grad_().t() if name in which else tensor
+        for name, tensor in zip(NAMES, given, strict=True)
+    ]
+
+
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     found, wanted = found.detach().double(), wanted.detach().double()
     return float(torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted))
@@ -43,11 +52,13 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.gpu
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, WIDEST], ids=str)
+@pytest.mark.parametrize("which", [(), ("weight_1", "weight_2")], ids=["upright", "turned"])
 def test_is_as_near_as_torch_by_many_rows(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, approximate: str
+    which: tuple[str, ...], shape: tuple[int, int, int, int], dtype: torch.dtype, approximate: str
 ) -> None:
     given, grad_out = draw("cuda", dtype, *shape)
+    given = turned(given, which)
     y = ops.mlp(*given, approximate)
     grads = torch.autograd.grad(y, given, grad_out)
     wide = [tensor.detach().double().requires_grad_() for tensor in given]
@@ -76,18 +87,25 @@ def test_many_rows_are_repeatable() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, launches", [(SHAPES[0], 2), (SHAPES[1], 2), (SHAPES[2], 0)], ids=str)
-def test_kernels_take_many_rows(shape: tuple[int, int, int, int], launches: int) -> None:
-    """Forward and backward; neither where grad_y is 1,608 wide."""
+@pytest.mark.parametrize("which", [(), ("weight_1",), ("weight_2",), ("weight_1", "weight_2")], ids=str)
+@pytest.mark.parametrize(
+    "shape, launches", [(SHAPES[0], 2), (SHAPES[1], 2), (SHAPES[2], 0), (WIDEST, 2)], ids=str
+)
+def test_kernels_take_many_rows(
+    shape: tuple[int, int, int, int], launches: int, which: tuple[str, ...]
+) -> None:
+    """Forward and backward, with weights as they lie; neither where grad_y is 1,608 wide."""
     given, grad_out = draw("cuda", torch.bfloat16, *shape)
+    given = turned(given, which)
     torch.autograd.grad(ops.mlp(*given), given, grad_out)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
     ) as profile:
         torch.autograd.grad(ops.mlp(*given), given, grad_out)
         torch.cuda.synchronize()
-    names = [e.key for e in profile.key_averages() for _ in range(e.count) if "linear_gelu" in e.key]
-    assert len(names) == launches, names
+    keys = [e.key for e in profile.key_averages() for _ in range(e.count)]
+    assert sum("linear_gelu" in key for key in keys) == launches, keys
+    assert not any("copy" in key for key in keys), keys
 
 
 @pytest.mark.gpu
@@ -200,6 +218,27 @@ def test_keeps_what_wanted_gradients_take(wanting: tuple[str, ...], kept: list[s
     inputs = [tensor for tensor in own if tensor.requires_grad]
     grads = [torch.autograd.grad(each, inputs, grad_out) for each in (y, reference(*own))]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("which", [("weight_1",), ("weight_2",), ("weight_1", "weight_2")], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_turned_weights_have_gradients_in_their_own_order(device: str, which: tuple[str, ...]) -> None:
+    given, grad_out = draw("cpu", torch.float32, 5, 16, 32, 8)
+    plain = torch.autograd.grad(reference(*given), given, grad_out)
+    own = turned(given, which)
+    if device == "cpu":
+        y = ops.mlp(*own)
+        torch.testing.assert_close(y, reference(*given))
+        grads = torch.autograd.grad(y, own, grad_out)
+        torch.testing.assert_close(grads, plain)
+    else:
+        x, weight_1, bias_1, weight_2, _ = (tensor.detach().to("meta") for tensor in own)
+        z = torch.empty(5, 32, device="meta")
+        grads = torch.ops.fuseline.mlp_backward(
+            grad_out.to("meta"), x, weight_1, bias_1, weight_2, z, z, "tanh", [True] * 5
+        )
+    for name, grad, tensor in zip(NAMES, grads, own, strict=True):
+        assert grad.stride() == tensor.stride(), name
 
 
 @pytest.mark.parametrize("compiled", [False, True])

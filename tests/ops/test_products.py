@@ -10,7 +10,7 @@ import torch
 
 from fuseline import native
 from fuseline.ops import products
-from fuseline.ops.products import OWN, Choice, Product, measure_within
+from fuseline.ops.products import OWN, Choice, Product, chosen, measure_within
 
 SMALL, MIDDLE, LARGE = (Product(14, False, True, False, rows, 1024, 1024) for rows in (1024, 4096, 16384))
 TINY = Product(14, False, True, False, 64, 64, 64)
@@ -49,6 +49,22 @@ def test_the_largest_are_measured_first_and_tiny_ones_never() -> None:
     assert clock.measured == [LARGE, MIDDLE, SMALL]
     assert chosen == [(LARGE, 3), (MIDDLE, 3), (SMALL, 3)]
     assert list(new) == clock.measured
+
+
+@pytest.mark.parametrize(
+    "times, algorithm",
+    [
+        ({OWN: 403.2, 0: 400.0, 5: 395.8}, OWN),
+        ({OWN: 303.1, 0: 299.0, 5: 293.6}, 5),
+        ({OWN: 115.7, 3: 105.8, 5: 107.0}, 3),
+        ({OWN: 100.0, 3: 100.0}, OWN),
+        ({OWN: 100.0}, OWN),
+    ],
+)
+def test_an_algorithm_takes_the_place_of_torchs_for_3_percent(
+    times: dict[int, float], algorithm: int
+) -> None:
+    assert chosen(times) == algorithm
 
 
 @pytest.mark.parametrize("seconds, count", [(2.0, 2), (1.5, 1), (0.0, 0), (60.0, 3)])

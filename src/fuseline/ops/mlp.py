@@ -4,9 +4,10 @@
 
 x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases are optional. All have one
 dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the reference). GELU is that of
-`fuseline.ops.gelu`.
+`fuseline.ops.gelu`. A weight that is a view of a transposed one (`weight.t()` of a contiguous [C, F]) is read
+as it lies, and its gradient is written in the same order.
 
-On Hopper, in 16 bits, for many rows and C and D from 768 to 1,024, the first product computes GELU and its
+On Hopper, in bfloat16, for many rows and C and D from 768 to 1,600, the first product computes GELU and its
 slope at the end of each tile while the next tile's sums are made. In the backward the product
 grad_y @ weight_2 multiplies by the slope and adds up the gradient of bias_1 in the same way. Elsewhere each
 is a pass of its own. The forward keeps x if weight_1 needs a gradient, GELU's slope (elsewhere its input)

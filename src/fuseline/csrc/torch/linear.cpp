@@ -38,8 +38,6 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
                       bias->sym_sizes(), "; it is [", weight.sym_size(0), "].");
 }
 
-Tensor dense(const Tensor& weight) { return is_turned(weight) ? weight : weight.contiguous(); }
-
 std::vector<c10::SymInt> sizes_of(const Tensor& x, c10::SymInt last) {
     auto sizes = x.sym_sizes().vec();
     sizes.back() = std::move(last);

@@ -3,6 +3,7 @@
 // The GELU stands at the end of the first product and its gradient, with that of the bias, at the end of the backward's
 // product with the second weight, where kernels take both (kernels/linear/linear_gelu_sm90a.cu): the forward then keeps
 // GELU's slope. Elsewhere both are passes of their own (gelu.cpp), and the forward keeps z = x weight_1^T, their input.
+// Weights that are views of transposed ones, such as those of transformers' Conv1D, are read as they lie.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -84,19 +85,22 @@ bool fused(const Tensor& rows, const Tensor& weight_1, const Tensor& weight_2) {
     return takes(rows.size(0), weight_1.size(0), weight_1.size(1), weight_2.size(0), kernel_dtype(rows, kName));
 }
 
-fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, const Tensor& out) {
+// A weight as it lies in memory, transposed where it is turned, from an address that bulk copies take.
+Tensor as_it_lies(const Tensor& weight) { return aligned(is_turned(weight) ? weight.t() : weight); }
+
+fuseline_linear_gelu call_of(const Tensor& left, const Tensor& right, bool turned, const Tensor& out) {
     fuseline_linear_gelu call{};
     call.left = left.const_data_ptr(), call.right = right.const_data_ptr(), call.out = out.mutable_data_ptr();
-    call.rows = left.size(0), call.inner = out.size(1), call.width = left.size(1);
+    call.rows = left.size(0), call.inner = out.size(1), call.width = left.size(1), call.turned = turned;
     call.dtype = kernel_dtype(left, kName);
     return call;
 }
 
 // gelu's slope, undefined unless it is kept, and gelu(x weight^T + bias).
 Two linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view approximate, bool keep) {
-    const Tensor left = aligned(x), right = aligned(weight), shift = bias.has_value() ? aligned(*bias) : Tensor();
+    const Tensor left = aligned(x), right = as_it_lies(weight), shift = bias.has_value() ? aligned(*bias) : Tensor();
     const Tensor inner = at::empty({x.size(0), weight.size(0)}, x.options()), slope = keep ? at::empty_like(inner) : Tensor();
-    fuseline_linear_gelu call = call_of(left, right, inner);
+    fuseline_linear_gelu call = call_of(left, right, is_turned(weight), inner);
     call.approximate = approximate == "tanh" ? FUSELINE_GELU_TANH : FUSELINE_GELU_ERF;
     call.bias = shift.defined() ? shift.const_data_ptr() : nullptr;
     call.slope = keep ? slope.mutable_data_ptr() : nullptr;
@@ -108,9 +112,9 @@ Two linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
 // (grad_out weight) * slope, and where it is wanted the sum of its rows.
 Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& slope, bool bias_wanted) {
     constexpr int64_t kRows = 64;  // that the kernel adds up
-    const Tensor left = aligned(grad_out), right = aligned(weight), by = aligned(slope);
+    const Tensor left = aligned(grad_out), right = as_it_lies(weight), by = aligned(slope);
     const Tensor grad_z = at::empty({grad_out.size(0), weight.size(1)}, grad_out.options());
-    fuseline_linear_gelu call = call_of(left, right, grad_z);
+    fuseline_linear_gelu call = call_of(left, right, is_turned(weight), grad_z);
     call.slope = const_cast<void*>(by.const_data_ptr());
     Tensor sums;
     if (bias_wanted) {
@@ -128,7 +132,7 @@ Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Ten
 Two inner_of(const Tensor& rows, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
              c10::string_view approximate, bool keep) {
     if (fused(rows, weight_1, weight_2)) return linear_gelu(rows, weight_1, bias, approximate, keep);
-    const Tensor z = product(rows, false, weight_1.contiguous(), true);
+    const Tensor z = product(rows, false, dense(weight_1), true);
     return {keep ? z : Tensor(), gelu_op(z, bias, approximate)};
 }
 
@@ -136,12 +140,12 @@ Two inner_of(const Tensor& rows, const Tensor& weight_1, const OptionalTensor& b
 Two inner_gradients(const Tensor& grad, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
                     const Tensor& kept, c10::string_view approximate, bool bias_wanted) {
     if (fused(grad, weight_1, weight_2)) return linear_gelu_gradient(grad, weight_2, kept, bias_wanted);
-    return gelu_backward_op(product(grad, false, weight_2.contiguous(), false), kept, bias, approximate, {true, bias_wanted});
+    return gelu_backward_op(product(grad, false, dense(weight_2), false), kept, bias, approximate, {true, bias_wanted});
 }
 
 // The second product of `inner`, in the shape of x but for the last dimension.
 Tensor out_of(const Tensor& inner, const Tensor& weight, const OptionalTensor& bias, const Tensor& x) {
-    return product(inner, false, weight.contiguous(), true, bias).view(sizes_of(x, weight.size(0)));
+    return product(inner, false, dense(weight), true, bias).view(sizes_of(x, weight.size(0)));
 }
 
 Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -161,6 +165,11 @@ Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor&
     return {out_of(inner, weight_2, bias_2, x), kept, inner};
 }
 
+// Of y = x weight^T, in the weight's own order, so that the gradient of what it is a view of is contiguous.
+Tensor weight_gradient(const Tensor& grad_y, const Tensor& x, const Tensor& weight) {
+    return is_turned(weight) ? product(x, true, grad_y, false).t() : product(grad_y, true, x, false);
+}
+
 // x is there if weight_1's gradient is wanted, kept if x's, weight_1's or bias_1's is, inner if weight_2's is.
 Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
                   const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
@@ -173,10 +182,10 @@ Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor&
         Tensor grad_z;
         std::tie(grad_z, grad_bias_1) =
             inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, wanted[2]);
-        if (wanted[0]) grad_x = product(grad_z, false, weight_1.contiguous(), false).view(sizes_of(grad_out, weight_1.size(1)));
-        if (wanted[1]) grad_weight_1 = product(grad_z, true, rows_of(x.value()), false);
+        if (wanted[0]) grad_x = product(grad_z, false, dense(weight_1), false).view(sizes_of(grad_out, weight_1.size(1)));
+        if (wanted[1]) grad_weight_1 = weight_gradient(grad_z, rows_of(x.value()), weight_1);
     }
-    if (wanted[3]) grad_weight_2 = product(grad, true, inner.value(), false);
+    if (wanted[3]) grad_weight_2 = weight_gradient(grad, inner.value(), weight_2);
     if (wanted[4]) grad_bias_2 = column_sums(grad, grad.scalar_type());
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
@@ -206,10 +215,14 @@ Five mlp_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tens
     const auto of = [&](bool want, c10::SymIntArrayRef sizes) {
         return want ? at::empty_symint(sizes, grad_out.options()) : Tensor();
     };
+    const auto of_weight = [&](bool want, const Tensor& weight) {
+        if (!want || !is_turned(weight)) return of(want, weight.sym_sizes());
+        return of(want, std::array{weight.sym_size(1), weight.sym_size(0)}).t();
+    };
     auto sizes = grad_out.sym_sizes().vec();
     sizes.back() = weight_1.sym_size(1);
-    return {of(wanted[0], sizes), of(wanted[1], weight_1.sym_sizes()), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
-            of(wanted[3], weight_2.sym_sizes()), of(wanted[4], weight_2.sym_sizes().slice(0, 1))};
+    return {of(wanted[0], sizes), of_weight(wanted[1], weight_1), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
+            of_weight(wanted[3], weight_2), of(wanted[4], weight_2.sym_sizes().slice(0, 1))};
 }
 
 // ---- autograd ----

@@ -11,6 +11,9 @@ namespace fuseline {
 // Whether a matrix is a view that exchanges rows and columns of a contiguous one.
 inline bool is_turned(const Tensor& x) { return x.dim() == 2 && !x.is_contiguous() && x.t().is_contiguous(); }
 
+// Contiguous or turned, as `product` takes it.
+inline Tensor dense(const Tensor& x) { return is_turned(x) ? x : x.contiguous(); }
+
 // left right + bias, [m, n]; a turned operand is given transposed, [k, m] or [n, k]. bias is [n]. Matrices that are neither
 // contiguous nor such views, of 16 bits and on a GPU at multiples of 256 bytes go to torch's own product.
 Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,

@@ -115,10 +115,10 @@ struct GeluPart {
   }
 };
 
-template <class T, class Activation>
+template <class T, class Activation, bool kTurned>
 struct LinearGeluForward {
   using Given = LinearGelu;
-  static constexpr bool kTurnLeft = false, kTurnRight = false;
+  static constexpr bool kTurnLeft = false, kTurnRight = kTurned;
 
   static __device__ __forceinline__ void work(const LinearGelu& a, const GeluPart& part, const GeluMeeting& meeting, int,
                                               bool more) {
@@ -169,10 +169,10 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return product;
 }
 
-template <class T>
+template <class T, bool kTurned>
 struct LinearGeluBackward {
   using Given = LinearGelu;
-  static constexpr bool kTurnLeft = false, kTurnRight = true;
+  static constexpr bool kTurnLeft = false, kTurnRight = !kTurned;
 
   static __device__ __forceinline__ void load(const LinearGelu& a, const GeluPart& part, int unit, uint4 (&slope)[kGeluLines]) {
 #pragma unroll

@@ -10,7 +10,15 @@ namespace {
 // Where they were measured to be faster than cuBLAS and our GELU (gelu.cu): 16,384 rows of 768 and 3,072 in bf16 on an H100,
 // us: forward 138 and 181, of the error function 147; backward, with the bias's gradient, 192 and 230, of the error function
 // 184. cuBLASLt's epilogues: GELU_AUX_BIAS 156, DGELU 147 without the bias's gradient, DGELU_BGRAD 459.
-constexpr int64_t kLeastWidth = 768, kMostWidth = 1024;
+//
+// On an H200 with GELU's slope, us, and torch's product and pass, which another day's run read:
+//
+//                                 forward, tanh / erf / torch's    backward / torch's
+//   65,536 rows, 768 to 3,072                   529 / 551 / 815             518 / 904
+//   16,384 rows, 1,600 to 6,400                 520 / 554 / 700             520 / 748
+//
+// Widths over 1,600 were not measured.
+constexpr int64_t kLeastWidth = 768, kMostWidth = 1600;
 constexpr int64_t kLeastTurns = 8;
 constexpr double kFull = 0.85;  // of the time of the blocks that run at once
 
@@ -24,10 +32,16 @@ int run(const fuseline_linear_gelu& call, void* stream) {
   return run_linear_gelu<T, Work>(a, call.left, call.right, call.width, call.dtype, stream);
 }
 
+template <class Activation>
+int forward(const fuseline_linear_gelu& call, void* stream) {
+  return call.turned ? run<LinearGeluForward<T, Activation, true>>(call, stream)
+                     : run<LinearGeluForward<T, Activation, false>>(call, stream);
+}
+
 // The backward takes more shared memory than the forward. A part of a device may have no room for its clusters.
 bool has_room(const Device& device) {
   int clusters = 0;
-  return resident_linear_gelu<T, LinearGeluBackward<T>>(device, clusters) == cudaSuccess && clusters > 0;
+  return resident_linear_gelu<T, LinearGeluBackward<T, false>>(device, clusters) == cudaSuccess && clusters > 0;
 }
 
 bool taken(const fuseline_linear_gelu& call) {
@@ -55,10 +69,10 @@ int fuseline_linear_gelu_takes(int64_t rows, int64_t inner, int64_t width, int64
 
 int fuseline_linear_gelu_forward(const fuseline_linear_gelu* call, void* stream) {
   if (!taken(*call)) return FUSELINE_UNSUPPORTED;
-  return call->approximate == FUSELINE_GELU_TANH ? run<LinearGeluForward<T, GeluTanh<T>>>(*call, stream)
-                                                 : run<LinearGeluForward<T, GeluErf<T>>>(*call, stream);
+  return call->approximate == FUSELINE_GELU_TANH ? forward<GeluTanh<T>>(*call, stream) : forward<GeluErf<T>>(*call, stream);
 }
 
 int fuseline_linear_gelu_backward(const fuseline_linear_gelu* call, void* stream) {
-  return taken(*call) ? run<LinearGeluBackward<T>>(*call, stream) : FUSELINE_UNSUPPORTED;
+  if (!taken(*call)) return FUSELINE_UNSUPPORTED;
+  return call->turned ? run<LinearGeluBackward<T, true>>(*call, stream) : run<LinearGeluBackward<T, false>>(*call, stream);
 }
