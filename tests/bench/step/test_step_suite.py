@@ -18,7 +18,6 @@ MODEL = """
 import torch
 from fuseline.models.gpt import GPT as Ours
 from fuseline.models.gpt_config import GPTConfig as OurConfig
-from fuseline.records import read
 
 class GPTConfig:
     def __init__(self, **given):
