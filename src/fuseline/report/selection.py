@@ -15,7 +15,7 @@ _RUNG = ("model", "preset", "mode", "combination", "rung", "batch", "seqlen_q")
 _RAN_AS = ("dtype", "backend", "vocab", "optimizer", "kernels", "execution", "dropout", "bias")
 # What is said of any other run after the fact.
 _SAID_AFTERWARDS = frozenset(
-    {"order", "kept", "reason", "names", "baseline", "note", "text", "overflow", "models"}
+    {"order", "kept", "reason", "names", "decided", "baseline", "note", "text", "overflow", "models"}
 )
 
 

@@ -13,7 +13,7 @@ from fuseline.report.selection import Shelf, grouped
 
 DRAWN = ("ladder", "compile", "ops", "quality", "translation")  # suites with a section of their own
 # Metrics whose answer is words, and the key of the case that holds them.
-WORDS = {"skipped": "reason", "kernels": "names"}
+WORDS = {"skipped": "reason", "kernels": "names", "layers_in_fp8": "decided"}
 
 
 def sections(shelf: Shelf) -> list[Section]:
