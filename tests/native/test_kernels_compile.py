@@ -85,12 +85,14 @@ def _is_for_the_full_check(stem: str) -> bool:
     return stem.removesuffix("_sm90a").endswith(OLDER) or stem.endswith("_not_sm90")
 
 
-def test_every_source_of_16_bits_has_its_twin() -> None:
+def test_sources_in_fp16_have_a_twin_that_the_everyday_check_compiles() -> None:
     stems = {path.stem for path in KERNELS.rglob("*.cu")}
     for newer, older in (("_bf16", "_fp16"), ("_bfloat16", "_float16")):
         of_newer = {stem.removesuffix(newer) for stem in stems if stem.endswith(newer)}
         assert of_newer
-        assert of_newer == {stem.removesuffix(older) for stem in stems if stem.endswith(older)}
+        of_older = {stem.removesuffix(older) for stem in stems if stem.endswith(older)}
+        assert of_older
+        assert of_older <= of_newer
 
 
 def test_spills_reads_the_report() -> None:
@@ -124,7 +126,7 @@ def test_spills_reads_the_report() -> None:
 
 
 def test_there_are_kernels() -> None:
-    assert {"layer_norm_forward.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.rglob("*.cu")}
+    assert {"norm_forward_held.cu", "softmax_forward.cu"} <= {path.name for path in KERNELS.rglob("*.cu")}
 
 
 def test_arguments_of_kernels_have_names_of_their_own() -> None:
