@@ -166,11 +166,11 @@ class Fp8Layers:
     def _agreed(self, sites: Sequence[_Site], inside: Inside) -> list[Times]:
         """The times of each site; with several processes those of the first, so that all compute alike."""
         times: dict[str, Times] = {}  # sites that are alike are timed once, and decided alike
-        for site in sites:
-            key = self._key(site)
+        keys = [self._key(site) for site in sites]
+        for key, site in zip(keys, sites, strict=True):
             if key not in times:
                 times[key] = self._times(key, site, inside)
-        found = [times[self._key(site)] for site in sites]
+        found = [times[key] for key in keys]
         if self._group is not None:
             torch.distributed.broadcast_object_list(found, group_src=0, group=self._group)
         return found
