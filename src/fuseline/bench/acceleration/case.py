@@ -54,7 +54,7 @@ class Case:
 
 
 _LLAMA_1B = {
-    "vocab_size": 128256,
+    "vocab_size": 32000,
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -63,6 +63,7 @@ _LLAMA_1B = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+_LLAMA_3_2_1B = {**_LLAMA_1B, "vocab_size": 128256}
 _QWEN2_HALF_B = {
     "vocab_size": 151936,
     "hidden_size": 896,
@@ -77,6 +78,7 @@ _ENCODER = {"embed_dim": 512, "num_heads": 8, "ffn_dim": 2048, "num_layers": 6}
 
 _FULL = (
     Case("llama-1b", "Llama 1B", "LlamaForCausalLM", _LLAMA_1B, CAUSAL, 4, 2048),
+    Case("llama3.2-1b", "Llama 3.2 1B", "LlamaForCausalLM", _LLAMA_3_2_1B, CAUSAL, 4, 2048),
     Case("qwen2-0.5b", "Qwen2 0.5B", "Qwen2ForCausalLM", _QWEN2_HALF_B, CAUSAL, 4, 2048),
     Case("gpt2", "GPT-2", "GPT2LMHeadModel", _NO_DROPOUT_GPT2, CAUSAL, 16, 1024),
     Case("bert-base", "BERT-base MLM", "BertForMaskedLM", {}, MASKED, 64, 128, dropout=0.1),
@@ -125,6 +127,7 @@ _SMALL_VIT = {
 _SMALL_GPT2 = {**_NO_DROPOUT_GPT2, "vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
 _SMALL: Mapping[str, tuple[Mapping[str, Any], int, int]] = {
     "llama-1b": (_SMALL_LLAMA, 2, 16),
+    "llama3.2-1b": (_SMALL_LLAMA, 2, 16),
     "qwen2-0.5b": (_SMALL_LLAMA, 2, 16),
     "gpt2": (_SMALL_GPT2, 2, 16),
     "bert-base": (_SMALL_BERT, 2, 16),
