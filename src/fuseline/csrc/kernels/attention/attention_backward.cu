@@ -83,15 +83,15 @@ __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_co
   const int first = int(blockIdx.x % blocks) * kDeltaRows, row_tile = first / Bits::kRows;
   const int all = int((c.seqlen_k + 63) / 64), seen = c.causal != FUSELINE_CAUSAL_NONE ? min(all, row_tile + 1) : all;
   const int64_t row_tiles = g.statistic_rows / Bits::kRows, key_tiles = (c.seqlen_k + Bits::kKeys - 1) / Bits::kKeys;
-  uint32_t* const to = g.kept + (index * row_tiles + row_tile) * key_tiles * Bits::kWords + first % Bits::kRows / 16 * Bits::kStrip;
+  uint32_t* const to =
+      g.kept + (index * row_tiles + row_tile) * key_tiles * Bits::kWords + first % Bits::kRows / 16 * Bits::kStrip;
   const uint64_t seed = uint64_t(*g.a.dropout.seed);
   const unsigned blocks_a_row = unsigned(c.seqlen_k) / 8;
   const uint64_t of_first = (uint64_t(index) * unsigned(c.seqlen_q) + unsigned(first)) * blocks_a_row;
   for (int i = int(threadIdx.x); i < seen * kWords; i += kDeltaThreads) {
     const int half = i / kWords, strip = i % kWords / Bits::kStrip, word = i % Bits::kStrip;
-    to[half * Bits::kHalf + strip * Bits::kStrip + word] =
-        draw_kept(g.a.dropout, seed, of_first + unsigned(strip * 16 + word % 4 * 2) * blocks_a_row + unsigned(half * 8 + word / 4),
-                  blocks_a_row);
+    const uint64_t block = of_first + unsigned(strip * 16 + word % 4 * 2) * blocks_a_row + unsigned(half * 8 + word / 4);
+    to[half * Bits::kHalf + strip * Bits::kStrip + word] = draw_kept(g.a.dropout, seed, block, blocks_a_row);
   }
 }
 

@@ -1,5 +1,6 @@
-// Attention backward of plain scores, with dropout or without, in one pass (sm_90a), head dims to 64: a block of keys computes the scores of every tile of
-// rows that sees it once, for all three gradients. 10 * T * S * D operations a head, where attention_backward.cuh does 14.
+// Attention backward of plain scores, with dropout or without, in one pass (sm_90a), head dims to 64: a block of keys computes
+// the scores of every tile of rows that sees it once, for all three gradients. 10 * T * S * D operations a head, where
+// attention_backward.cuh does 14. What dropout keeps comes as bits, which the kernel of delta has drawn.
 //
 // A warpgroup multiplies. It has 128 keys, 64 at a time as the rows of its products, so that probabilities and dx are left
 // operands of grad_v and grad_k as they lie with the lanes; dx goes through shared memory once, to be the left side of grad_q.

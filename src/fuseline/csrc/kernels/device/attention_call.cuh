@@ -50,7 +50,8 @@ struct SinglePassScratch {
 // it. A word has four rows and eight neighbouring keys: byte b is row (0, 1, 8 or 9)[b] + 2 quad + 16 (rows / 16), bit i key i.
 struct KeptBits {
   static constexpr int kRows = 64, kKeys = 128;
-  static constexpr int kStrip = 32, kHalf = kRows / 16 * kStrip, kWords = 2 * kHalf;  // of 16 rows and 64 keys; of 64 keys; of all
+  // Of 16 rows and 64 keys; of all rows and 64 keys; of all.
+  static constexpr int kStrip = 32, kHalf = kRows / 16 * kStrip, kWords = 2 * kHalf;
   static constexpr int kBytes = kWords * int(sizeof(uint32_t));
 };
 
