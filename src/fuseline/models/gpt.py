@@ -33,6 +33,7 @@ from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.philox import draw_seeds
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -54,6 +55,19 @@ class Found(NamedTuple):
     y: Tensor
     bias: Tensor | None = None
     dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+
+class Seeds(NamedTuple):
+    """What a layer drops by, drawn with those of all layers: in attention, and of what attention and the MLP
+    add to the stream. None: whoever drops draws a seed."""
+
+    weights: Tensor | None = None
+    attention: Tensor | None = None
+    mlp: Tensor | None = None
+
+
+_OWN_SEEDS = Seeds()
 
 
 def _add_norm(norm: nn.Module, found: Found | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,18 +81,18 @@ def _add_norm(norm: nn.Module, found: Found | None, x_BTC: Tensor) -> tuple[Tens
             return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
         x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
         return ops.dropout_add_layer_norm(
-            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p
+            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=found.seed
         )
     y_BTC = found.y if found.bias is None else found.y + found.bias
     x_BTC = x_BTC + F.dropout(y_BTC, found.dropout_p)
     return norm(x_BTC), x_BTC
 
 
-def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
+def _found(branch: nn.Module, x_BTC: Tensor, seeds: Seeds) -> Found:
     """What a branch finds in x. One with hooks, a wrapper or a compiled call is called as a module."""
     called = "forward" in branch.__dict__ or branch._compiled_call_impl is not None
     if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not called:
-        return branch.found(x_BTC)
+        return branch.found(x_BTC, seeds)
     return Found(branch(x_BTC))
 
 
@@ -118,19 +132,20 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(self._gathered(x_BTC)))
 
-    def found(self, x_BTC: Tensor) -> Found:
+    def found(self, x_BTC: Tensor, seeds: Seeds) -> Found:
         if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
-            y_BTC = _product(self.c_proj, self._gathered(x_BTC))
-            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
+            y_BTC = _product(self.c_proj, self._gathered(x_BTC, seeds.weights))
+            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout), seeds.attention)
         return Found(self(x_BTC))
 
-    def _gathered(self, x_BTC: Tensor) -> Tensor:
+    def _gathered(self, x_BTC: Tensor, seed: Tensor | None = None) -> Tensor:
         plain = self.fused and is_plain(self.c_attn, nn.Linear)
         return ops.attention_packed(
             ops.linear(x_BTC, self.c_attn.weight, self.c_attn.bias) if plain else self.c_attn(x_BTC),
             self.num_heads,
             causal=True,
             dropout_p=self.dropout_p if self.training else 0.0,
+            spare_seed=seed,
             backend=self.backend,
         )
 
@@ -151,14 +166,14 @@ class MLP(nn.Module):
             return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
 
-    def found(self, x_BTC: Tensor) -> Found:
+    def found(self, x_BTC: Tensor, seeds: Seeds) -> Found:
         if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
             return Found(self(x_BTC))
         if self._is_one_op():
             y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
         else:
             y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
-        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
+        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout), seeds.mlp)
 
     def together(self) -> tuple[nn.Linear, ...]:
         """The layers that are one op in training."""
@@ -182,12 +197,14 @@ class Block(nn.Module):
         self.ln_2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, found: Found | None = None) -> tuple[Tensor, Found]:
+    def forward(
+        self, x_BTC: Tensor, found: Found | None = None, seeds: Seeds = _OWN_SEEDS
+    ) -> tuple[Tensor, Found]:
         """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
         before."""
         y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC)
-        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC)
-        return x_BTC, _found(self.mlp, y_BTC)
+        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC, seeds), x_BTC)
+        return x_BTC, _found(self.mlp, y_BTC, seeds)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""
@@ -219,15 +236,25 @@ class Transformer(nn.Module):
                 f"The sequence has {T} tokens, and this model's block_size is {self.block_size}. "
                 "Crop the sequence, or make the model with a larger block_size."
             )
+        seed, seeds = self._seeds(tokens_BT.device)
         if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
-            x_BTC = ops.embedding(tokens_BT, self.wte.weight, self.wpe.weight, p=_dropout_p(self.drop))
+            p = _dropout_p(self.drop)
+            x_BTC = ops.embedding(tokens_BT, self.wte.weight, self.wpe.weight, seed=seed, p=p)
         else:
             # Rows of the table itself, rather than a lookup by arange: one op less each way.
             x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
         found = None
-        for block in self.h:
-            x_BTC, found = block(x_BTC, found)
+        for block, of_block in zip(self.h, seeds, strict=True):
+            x_BTC, found = block(x_BTC, found, of_block)
         return _add_norm(self.ln_f, found, x_BTC)[0]
+
+    def _seeds(self, device: torch.device) -> tuple[Tensor | None, list[Seeds]]:
+        """The seed of the embeddings and those of each layer, drawn together."""
+        layers = len(self.h)
+        if not (self.fused and _dropout_p(self.drop) > 0):
+            return None, [_OWN_SEEDS] * layers
+        first, *rest = draw_seeds(device, 1 + 3 * layers)
+        return first, [Seeds(*rest[3 * i : 3 * i + 3]) for i in range(layers)]
 
 
 class GPT(nn.Module):

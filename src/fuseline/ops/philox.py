@@ -28,7 +28,12 @@ _PARTS = 2**16
 
 def draw_seed(device: torch.device) -> torch.Tensor:
     """A seed on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA graphs."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device, dtype=torch.int64)
+    return draw_seeds(device, 1)[0]
+
+
+def draw_seeds(device: torch.device, count: int) -> tuple[torch.Tensor, ...]:
+    """`count` seeds as `draw_seed` draws them, by one kernel in place of one each."""
+    return torch.randint(-(2**63), 2**63 - 1, (count,), device=device, dtype=torch.int64).split(1)
 
 
 def check_probability(p: float, op: str) -> None:
