@@ -28,6 +28,7 @@ from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.errors import InputError, first_line
+from fuseline.optim import Update
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
@@ -93,11 +94,12 @@ class TrainingStep(InForms):
         if grad_clip < 0:
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
-        self.accumulation, self.grad_clip = accumulation, grad_clip
+        self.accumulation = accumulation
         self._loss, self._prepare = loss, prepare
         self._forms: Sequence[Form] = ()
         self.choice: Choice | None = None
         self._scaler = make_scaler(self.precision, self.device, optimizer)
+        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self._scaler)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reason = _why_eager(model, optimizer, self.device)
         if precision == "fp8" and fp8 is None:
@@ -262,17 +264,6 @@ class TrainingStep(InForms):
         else:
             with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
                 yield
-
-    def _update(self) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        if self.grad_clip:
-            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
 
     def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
         if self._loss is not None:

@@ -17,6 +17,7 @@ from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
 from fuseline.acceleration.recording import Batch, StepGraph
 from fuseline.errors import InputError
+from fuseline.optim import Update
 from fuseline.timing import synchronize
 from fuseline.training.execution import Execution, compile_forward, find_execution
 
@@ -74,13 +75,13 @@ class TrainStep:
             _check_capturable(module, optimizer, execution)
         self.module, self.optimizer = module, optimizer
         self.precision, self.execution = precision, execution
-        self.accumulation, self.grad_clip = accumulation, grad_clip
+        self.accumulation = accumulation
         self.scaler = make_scaler(precision, self.device, optimizer)
         if precision == "fp8" and fp8 is None:
             fp8 = Fp8Layers(module, clock=Clock(recorded=how.whole_step))
         self.fp8 = fp8
         self.compile_seconds = 0.0
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self.scaler)
         self._trees = how.trees
         self._is_built = how.backend is not None or how.whole_step
         self._is_first = True
@@ -159,17 +160,6 @@ class TrainStep:
             # A compiled graph overwrites its outputs at its next run: keep a copy.
             losses.append(loss.detach().clone() if self._trees else loss.detach())
         return losses
-
-    def _update(self) -> None:
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.grad_clip:
-            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
 
     def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Processes exchange gradients once a step, at its last micro-batch."""

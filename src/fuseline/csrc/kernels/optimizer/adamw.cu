@@ -1,0 +1,258 @@
+// AdamW for all parameters in one launch, with the bits of torch's fused kernel.
+//
+// Moves: weights and both moments in and out, gradients in: 14 bytes an element of 16 bits, 28 of fp32; 2 more where a 16-bit
+// copy of the weights is written. Computes about 50 instructions an element: two divisions and a square root, rounded
+// correctly. Limit: memory; in 16 bits half of the issue slots are taken.
+//
+// Threads: a block has a piece of one parameter and takes it in two turns, of which each thread has two vectors of the
+// weights (16 bytes) on their way, and as many elements of the others: 128 bytes a thread. It looks for its parameter in the
+// launch's arguments while the kernel before it ends. Parameters that do not begin on whole vectors, and the last
+// elements of others, go one by one.
+//
+// Step counts stand on the device. Each block counts itself in when it has read that of its parameter; the last to do so
+// counts all of them up.
+//
+// Behind a norm the pieces are taken from the last to the first: what the norm has read last is still in the L2.
+
+#include "fuseline_optimizer.h"
+#include "optimizer/tensors.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int kMostParameters = 344;
+constexpr int kHeld = 2, kTurns = 2;
+constexpr int kAtOnce = 4;  // blocks of a multiprocessor
+
+template <class T>
+constexpr int kPiece = kTensorBlock * kVector<T> * kHeld * kTurns;
+
+struct AdamW {
+  fuseline_adamw_parameter parameters[kMostParameters];
+  uint32_t first[kMostParameters];
+  bool vectors[kMostParameters];  // whether all tensors of a parameter begin on whole vectors
+  const float *norm, *found_inf;
+  uint32_t* arrived;
+  float max_norm;
+  uint32_t pieces;
+  int count, copy_dtype;
+};
+static_assert(sizeof(AdamW) <= kMostArgumentBytes);
+
+// ---- one element ----
+
+// What a parameter's elements share in a step.
+struct Rates {
+  float clip, decay, step_size, root;
+};
+
+__device__ __forceinline__ float clipping(const AdamW& a) {
+  if (!a.norm) return 1.f;
+  const float factor = a.max_norm / (*a.norm + 1e-6f);
+  return factor > 1.f ? 1.f : factor;  // NaN stays NaN
+}
+
+__device__ __forceinline__ Rates rates_of(const fuseline_adamw_parameter& p, float step, float lr, float clip) {
+  return {clip, __fmul_rn(lr, p.weight_decay), __fdiv_rn(lr, 1.f - powf(p.beta1, step)),
+          __fsqrt_rn(1.f - powf(p.beta2, step))};
+}
+
+__device__ __forceinline__ void update(const fuseline_adamw_parameter& p, const Rates& r, float& weight, float grad, float& m,
+                                       float& v) {
+  const float g = __fmul_rn(grad, r.clip), square = __fmul_rn(g, g);
+  if (p.weight_decay != 0.f) weight = __fmaf_rn(-r.decay, weight, weight);
+  m = __fmaf_rn(p.beta1, m, __fmaf_rn(-p.beta1, g, g));
+  v = __fmaf_rn(p.beta2, v, __fmaf_rn(-p.beta2, square, square));
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), r.root), p.eps);
+  weight = __fsub_rn(weight, __fdiv_rn(__fmul_rn(r.step_size, m), denominator));
+}
+
+// ---- vectors ----
+
+// kWide elements of a tensor as they stand in memory: 8 or 16 bytes.
+template <class T, int kWide>
+struct Raw {
+  static constexpr int kWords = kWide * int(sizeof(T)) / 4;
+  static_assert(kWords == 2 || kWords == 4);
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void load(const T* at) {
+    if constexpr (kWords == 4) {
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "l"(at));
+    } else {
+      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(at));
+    }
+  }
+  __device__ __forceinline__ void store(T* at) const {
+    if constexpr (kWords == 4) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+    }
+  }
+  __device__ __forceinline__ float get(int i) const {
+    if constexpr (sizeof(T) == 4) return __uint_as_float(words[i]);
+    const float2 pair = unpack_pair<T>(words[i / 2]);
+    return i % 2 ? pair.y : pair.x;
+  }
+};
+
+// Rounds elements of a vector in place, one 4-byte word after the other.
+template <class T>
+__device__ __forceinline__ uint32_t word_of(const float (&values)[4 / int(sizeof(T))]) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(values[0]);
+  } else {
+    return pack_pair<T>(values[0], values[1]);
+  }
+}
+
+template <class T, class G>
+struct Held {
+  static constexpr int kWide = kVector<T>;
+  Raw<T, kWide> weight, m, v;
+  Raw<G, kWide> grad;
+};
+
+// Four weights, rounded to a dtype of 16 bits.
+__device__ __forceinline__ void store_copy(const Raw<float, 4>& weight, uint16_t* to, int dtype) {
+  const auto packed = [&](auto type) {
+    using C = decltype(type);
+    return make_uint2(pack_pair<C>(weight.get(0), weight.get(1)), pack_pair<C>(weight.get(2), weight.get(3)));
+  };
+  *reinterpret_cast<uint2*>(to) = dtype == FUSELINE_BFLOAT16 ? packed(__nv_bfloat16{}) : packed(__half{});
+}
+
+// ---- the kernel ----
+
+template <class T, class G>
+__global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_constant__ AdamW a) {
+  constexpr int kWide = kVector<T>;
+  const uint32_t piece = a.norm ? a.pieces - 1 - blockIdx.x : blockIdx.x;
+  const int index = tensor_of(a.first, 0, a.count, piece);
+  const fuseline_adamw_parameter& p = a.parameters[index];
+  const int64_t start = int64_t(piece - a.first[index]) * kPiece<T>;
+  const int left = int(max(int64_t(0), min(int64_t(kPiece<T>), p.count - start)));
+  const int whole = a.vectors[index] ? left / kWide : 0;
+  T* const weight = static_cast<T*>(p.weight) + start;
+  T* const m = static_cast<T*>(p.exp_avg) + start;
+  T* const v = static_cast<T*>(p.exp_avg_sq) + start;
+  const G* const grad = static_cast<const G*>(p.grad) + start;
+  const int thread = threadIdx.x;
+  __shared__ float shared_step;
+
+  wait_for_earlier();
+  if (a.found_inf && *a.found_inf == 1.f) return;
+  Held<T, G> held[kHeld];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int at = (first + k * kTensorBlock) * kWide;
+      if (first + k * kTensorBlock >= whole) break;
+      held[k].weight.load(weight + at), held[k].grad.load(grad + at);
+      held[k].m.load(m + at), held[k].v.load(v + at);
+    }
+  };
+  load(thread);
+  uint32_t before = 0;
+  if (thread == 0) {
+    shared_step = *p.step;
+    before = arrive(a.arrived);
+  }
+  const float lr = p.lr_at ? *p.lr_at : p.lr, clip = clipping(a);
+  __syncthreads();
+  const Rates rates = rates_of(p, shared_step + 1.f, lr, clip);
+
+  for (int first = thread; first < whole;) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int at = (first + k * kTensorBlock) * kWide;
+      if (first + k * kTensorBlock >= whole) break;
+      Held<T, G>& h = held[k];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        constexpr int kEach = kWide / 4;
+        float w[kEach], ms[kEach], vs[kEach];
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+          const int i = word * kEach + e;
+          w[e] = h.weight.get(i), ms[e] = h.m.get(i), vs[e] = h.v.get(i);
+          update(p, rates, w[e], h.grad.get(i), ms[e], vs[e]);
+        }
+        h.weight.words[word] = word_of<T>(w), h.m.words[word] = word_of<T>(ms), h.v.words[word] = word_of<T>(vs);
+      }
+      h.weight.store(weight + at), h.m.store(m + at), h.v.store(v + at);
+      if constexpr (sizeof(T) == 4) {
+        if (p.copy) store_copy(h.weight, static_cast<uint16_t*>(p.copy) + start + at, a.copy_dtype);
+      }
+    }
+    first += kHeld * kTensorBlock;
+    load(first);
+  }
+#pragma unroll 1
+  for (int i = whole * kWide + thread; i < left; i += kTensorBlock) {
+    float w = to_float(weight[i]), each_m = to_float(m[i]), each_v = to_float(v[i]);
+    update(p, rates, w, to_float(grad[i]), each_m, each_v);
+    weight[i] = from_float<T>(w), m[i] = from_float<T>(each_m), v[i] = from_float<T>(each_v);
+    if (sizeof(T) == 4 && p.copy) store_as(p.copy, a.copy_dtype, start + i, w);
+  }
+
+  if (!__syncthreads_or(thread == 0 && before == gridDim.x - 1)) return;
+  __threadfence();
+  for (int i = thread; i < a.count; i += kTensorBlock) *a.parameters[i].step += 1.f;
+  if (thread == 0) *a.arrived = 0;
+}
+
+// ---- launcher ----
+
+bool on_vectors(const fuseline_adamw_parameter& p, size_t grad_size) {
+  const auto at = [](const void* pointer, size_t size) { return reinterpret_cast<uintptr_t>(pointer) % size == 0; };
+  return at(p.weight, 16) && at(p.exp_avg, 16) && at(p.exp_avg_sq, 16) && at(p.grad, grad_size) && at(p.copy, 8);
+}
+
+template <class T, class G>
+int run(const fuseline_adamw_parameter* parameters, int64_t count, AdamW& a, void* stream) {
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return int(error);
+  for (int64_t begin = 0; begin < count; begin += a.count) {
+    int64_t pieces = 0;
+    a.count = int(std::min<int64_t>(kMostParameters, count - begin));
+    for (int i = 0; i < a.count; ++i) {
+      const fuseline_adamw_parameter& p = parameters[begin + i];
+      if (p.count < 0) return FUSELINE_BAD_SIZE;
+      a.parameters[i] = p, a.vectors[i] = on_vectors(p, kVector<T> * sizeof(G));
+      a.first[i] = uint32_t(pieces);
+      pieces += divide_up(p.count, kPiece<T>);
+      if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
+    }
+    a.pieces = uint32_t(std::max<int64_t>(1, pieces));  // steps are counted where there is nothing else to do, too
+    const int code = launch(adamw<T, G>, a, a.pieces, dim3(kTensorBlock), 0, 1, stream, device.clusters);
+    if (code != 0) return code;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, int grad_dtype, int copy_dtype,
+                   const float* norm, double max_norm, const float* found_inf, uint32_t* arrived, void* stream) {
+  using namespace fuseline;
+  if (count < 0) return FUSELINE_BAD_SIZE;
+  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
+  bool copies = false;
+  for (int64_t i = 0; i < count; ++i) copies |= parameters[i].copy != nullptr;
+  if (copies && (dtype != FUSELINE_FLOAT32 || copy_dtype == FUSELINE_FLOAT32 || !known_dtype(copy_dtype))) {
+    return FUSELINE_UNSUPPORTED;
+  }
+  AdamW a{};
+  a.norm = norm, a.found_inf = found_inf, a.arrived = arrived, a.max_norm = float(max_norm), a.copy_dtype = copy_dtype;
+  if (dtype == FUSELINE_FLOAT32 && grad_dtype == FUSELINE_BFLOAT16) {
+    return run<float, __nv_bfloat16>(parameters, count, a, stream);
+  }
+  if (grad_dtype != dtype) return FUSELINE_UNSUPPORTED;
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type), decltype(type)>(parameters, count, a, stream); });
+}
