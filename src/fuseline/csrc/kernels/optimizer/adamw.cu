@@ -44,7 +44,11 @@ static_assert(sizeof(AdamW) <= kMostArgumentBytes);
 // What a parameter's elements share in a step.
 struct Rates {
   float clip, decay, step_size, root;
+  float wide_root, reciprocal;  // root * kRootOfScale, and 1 over it
+  uint32_t limit;               // second moments below it, as bits, take the quick way
 };
+
+constexpr float kScale = 0x1p96f, kRootOfScale = 0x1p48f;  // no second moment so scaled is subnormal
 
 __device__ __forceinline__ float clipping(const AdamW& a) {
   if (!a.norm) return 1.f;
@@ -53,18 +57,64 @@ __device__ __forceinline__ float clipping(const AdamW& a) {
 }
 
 __device__ __forceinline__ Rates rates_of(const fuseline_adamw_parameter& p, float step, float lr, float clip) {
-  return {clip, __fmul_rn(lr, p.weight_decay), __fdiv_rn(lr, 1.f - powf(p.beta1, step)),
+  Rates r{clip, __fmul_rn(lr, p.weight_decay), __fdiv_rn(lr, 1.f - powf(p.beta1, step)),
           __fsqrt_rn(1.f - powf(p.beta2, step))};
+  r.wide_root = r.root * kRootOfScale;
+  r.reciprocal = __fdiv_rn(1.f, r.wide_root);
+  const bool quick = r.root >= 0x1p-20f && r.root <= 1.f && p.eps >= 0x1p-40f && p.eps <= 1.f;
+  r.limit = quick ? __float_as_uint(0x1p30f) : 0u;
+  return r;
 }
 
-__device__ __forceinline__ void update(const fuseline_adamw_parameter& p, const Rates& r, float& weight, float grad, float& m,
-                                       float& v) {
-  const float g = __fmul_rn(grad, r.clip), square = __fmul_rn(g, g);
-  if (p.weight_decay != 0.f) weight = __fmaf_rn(-r.decay, weight, weight);
-  m = __fmaf_rn(p.beta1, m, __fmaf_rn(-p.beta1, g, g));
-  v = __fmaf_rn(p.beta2, v, __fmaf_rn(-p.beta2, square, square));
-  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), r.root), p.eps);
-  weight = __fsub_rn(weight, __fdiv_rn(__fmul_rn(r.step_size, m), denominator));
+// `by` may be approximate in its last bits: a / b, correctly rounded, where nothing on the way overflows or is subnormal.
+__device__ __forceinline__ float divided(float a, float b, float by) {
+  float quotient = __fmul_rn(a, by);
+  quotient = __fmaf_rn(__fmaf_rn(-b, quotient, a), by, quotient);
+  return __fmaf_rn(__fmaf_rn(-b, quotient, a), by, quotient);
+}
+
+// The weight after its step: by the steps of the compilers' own square root and division where their checks pass, without the
+// checks. `rare`: whether they may not pass. A change below 2^-50 is none to a weight of 2^-20, whatever its last bits are.
+__device__ __forceinline__ float stepped(const Rates& r, float eps, float weight, float m, float v, bool& rare) {
+  const float change = __fmul_rn(r.step_size, m), size = fabsf(change);
+  rare |= (__float_as_uint(v) >= r.limit) | !(size < 0x1p60f) |
+          ((size < 0x1p-90f) & (fabsf(weight) < 0x1p-20f) & (__float_as_uint(change) != 0u));
+  const float scaled = __fmul_rn(v, kScale);
+  float by;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(fmaxf(scaled, 0x1p-60f)));
+  const float near = __fmul_rn(scaled, by);
+  const float root = __fmaf_rn(__fmaf_rn(-near, near, scaled), 0.5f * by, near);
+  const float denominator = __fadd_rn(divided(root, r.wide_root, r.reciprocal), eps);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(denominator));
+  by = __fmaf_rn(by, __fmaf_rn(-denominator, by, 1.f), by);
+  return __fsub_rn(weight, divided(change, denominator, by));
+}
+
+__device__ __forceinline__ float stepped_rarely(const Rates& r, float eps, float weight, float m, float v) {
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), r.root), eps);
+  return __fsub_rn(weight, __fdiv_rn(__fmul_rn(r.step_size, m), denominator));
+}
+
+// Some elements of one parameter, one after the other in registers.
+template <int kCount>
+__device__ __forceinline__ void update(const fuseline_adamw_parameter& p, const Rates& r, float (&weights)[kCount],
+                                       const float (&grads)[kCount], float (&ms)[kCount], float (&vs)[kCount]) {
+  float changed[kCount];
+  bool rare = false;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float g = __fmul_rn(grads[i], r.clip), square = __fmul_rn(g, g);
+    if (p.weight_decay != 0.f) weights[i] = __fmaf_rn(-r.decay, weights[i], weights[i]);
+    ms[i] = __fmaf_rn(p.beta1, ms[i], __fmaf_rn(-p.beta1, g, g));
+    vs[i] = __fmaf_rn(p.beta2, vs[i], __fmaf_rn(-p.beta2, square, square));
+    changed[i] = stepped(r, p.eps, weights[i], ms[i], vs[i], rare);
+  }
+  if (__builtin_expect(rare, false)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) changed[i] = stepped_rarely(r, p.eps, weights[i], ms[i], vs[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) weights[i] = changed[i];
 }
 
 // ---- vectors ----
@@ -141,7 +191,7 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
   T* const v = static_cast<T*>(p.exp_avg_sq) + start;
   const G* const grad = static_cast<const G*>(p.grad) + start;
   const int thread = threadIdx.x;
-  __shared__ float shared_step;
+  __shared__ Rates rates;
 
   wait_for_earlier();
   if (a.found_inf && *a.found_inf == 1.f) return;
@@ -156,14 +206,9 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
     }
   };
   load(thread);
-  uint32_t before = 0;
-  if (thread == 0) {
-    shared_step = *p.step;
-    before = arrive(a.arrived);
-  }
-  const float lr = p.lr_at ? *p.lr_at : p.lr, clip = clipping(a);
+  if (thread == 0) rates = rates_of(p, *p.step + 1.f, p.lr_at ? *p.lr_at : p.lr, clipping(a));
   __syncthreads();
-  const Rates rates = rates_of(p, shared_step + 1.f, lr, clip);
+  const uint32_t before = thread == 0 ? arrive(a.arrived) : 0;
 
   for (int first = thread; first < whole;) {
 #pragma unroll
@@ -174,13 +219,13 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         constexpr int kEach = kWide / 4;
-        float w[kEach], ms[kEach], vs[kEach];
+        float w[kEach], g[kEach], ms[kEach], vs[kEach];
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
           const int i = word * kEach + e;
-          w[e] = h.weight.get(i), ms[e] = h.m.get(i), vs[e] = h.v.get(i);
-          update(p, rates, w[e], h.grad.get(i), ms[e], vs[e]);
+          w[e] = h.weight.get(i), g[e] = h.grad.get(i), ms[e] = h.m.get(i), vs[e] = h.v.get(i);
         }
+        update(p, rates, w, g, ms, vs);
         h.weight.words[word] = word_of<T>(w), h.m.words[word] = word_of<T>(ms), h.v.words[word] = word_of<T>(vs);
       }
       h.weight.store(weight + at), h.m.store(m + at), h.v.store(v + at);
@@ -193,10 +238,11 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
   }
 #pragma unroll 1
   for (int i = whole * kWide + thread; i < left; i += kTensorBlock) {
-    float w = to_float(weight[i]), each_m = to_float(m[i]), each_v = to_float(v[i]);
-    update(p, rates, w, to_float(grad[i]), each_m, each_v);
-    weight[i] = from_float<T>(w), m[i] = from_float<T>(each_m), v[i] = from_float<T>(each_v);
-    if (sizeof(T) == 4 && p.copy) store_as(p.copy, a.copy_dtype, start + i, w);
+    float w[1] = {to_float(weight[i])}, ms[1] = {to_float(m[i])}, vs[1] = {to_float(v[i])};
+    const float g[1] = {to_float(grad[i])};
+    update(p, rates, w, g, ms, vs);
+    weight[i] = from_float<T>(w[0]), m[i] = from_float<T>(ms[0]), v[i] = from_float<T>(vs[0]);
+    if (sizeof(T) == 4 && p.copy) store_as(p.copy, a.copy_dtype, start + i, w[0]);
   }
 
   if (!__syncthreads_or(thread == 0 && before == gridDim.x - 1)) return;
