@@ -49,7 +49,7 @@ def why_not(optimizer: torch.optim.Optimizer, device: torch.device) -> str | Non
         return f"it is {type(optimizer).__name__}, not torch's AdamW"
     if device.type != "cuda":
         return f"its parameters are on {device.type}"
-    if torch._C._cuda_getDriverVersion() < LARGE_ARGUMENTS:
+    if torch._C._cuda_getDriverVersion() < LARGE_ARGUMENTS:  # type: ignore[attr-defined]
         return "the driver launches no kernels with so many arguments"
     if not native.ready("cuda"):
         return "the kernels are not there"

@@ -192,29 +192,33 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
   const G* const grad = static_cast<const G*>(p.grad) + start;
   const int thread = threadIdx.x;
   __shared__ Rates rates;
+  __shared__ bool is_last;
 
   wait_for_earlier();
   if (a.found_inf && *a.found_inf == 1.f) return;
   Held<T, G> held[kHeld];
-  const auto load = [&](int first) {
+  const auto vector = [&](int turn, int k) { return (turn * kHeld + k) * kTensorBlock + int(threadIdx.x); };
+  const auto load = [&](int turn) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int at = (first + k * kTensorBlock) * kWide;
-      if (first + k * kTensorBlock >= whole) break;
+      if (vector(turn, k) >= whole) break;
+      const int at = vector(turn, k) * kWide;
       held[k].weight.load(weight + at), held[k].grad.load(grad + at);
       held[k].m.load(m + at), held[k].v.load(v + at);
     }
   };
-  load(thread);
+  load(0);
   if (thread == 0) rates = rates_of(p, *p.step + 1.f, p.lr_at ? *p.lr_at : p.lr, clipping(a));
   __syncthreads();
-  const uint32_t before = thread == 0 ? arrive(a.arrived) : 0;
+  if (thread == 0) is_last = arrive(a.arrived) == gridDim.x - 1;
 
-  for (int first = thread; first < whole;) {
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if (turn > 0) load(turn);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      const int at = (first + k * kTensorBlock) * kWide;
-      if (first + k * kTensorBlock >= whole) break;
+      if (vector(turn, k) >= whole) break;
+      const int at = vector(turn, k) * kWide;
       Held<T, G>& h = held[k];
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
@@ -233,8 +237,6 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
         if (p.copy) store_copy(h.weight, static_cast<uint16_t*>(p.copy) + start + at, a.copy_dtype);
       }
     }
-    first += kHeld * kTensorBlock;
-    load(first);
   }
 #pragma unroll 1
   for (int i = whole * kWide + thread; i < left; i += kTensorBlock) {
@@ -245,7 +247,8 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
     if (sizeof(T) == 4 && p.copy) store_as(p.copy, a.copy_dtype, start + i, w[0]);
   }
 
-  if (!__syncthreads_or(thread == 0 && before == gridDim.x - 1)) return;
+  __syncthreads();
+  if (!is_last) return;
   __threadfence();
   for (int i = thread; i < a.count; i += kTensorBlock) *a.parameters[i].step += 1.f;
   if (thread == 0) *a.arrived = 0;
