@@ -8,7 +8,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ class Gathered:
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    copies: list[Tensor | None] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Parameters of each group."""
     rates: list[Tensor | None] = field(default_factory=list)
@@ -80,11 +79,9 @@ def why_not_now(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def gathered(
-    optimizer: torch.optim.Optimizer, device: torch.device, copies: Mapping[Tensor, Tensor]
-) -> Gathered | str:
-    """What the kernel needs for a step, or why it cannot take it. `copies` has for some float32 weights a
-    tensor of 16 bits, of the same shape, that gets the new weights."""
+def gathered(optimizer: torch.optim.Optimizer, device: torch.device) -> Gathered | str:
+    """What the kernel needs for a step, or why it cannot take it. Parameters without a state get one, as they
+    would in torch's own step."""
     if why := why_not_now(optimizer):
         return why
     found = Gathered()
@@ -94,9 +91,9 @@ def gathered(
             grad = weight.grad
             if grad is None:
                 continue
-            state: Mapping[str, Any] = optimizer.state[weight]
-            if "exp_avg_sq" not in state:
-                return "a parameter has no state yet"
+            state: dict[str, Any] = optimizer.state[weight]
+            if not state:
+                state.update(_fresh(weight))
             each = weight, grad, state["exp_avg"], state["exp_avg_sq"]
             if why := _why_unlike(each, state["step"], device):
                 return why
@@ -105,7 +102,6 @@ def gathered(
             found.exp_avgs.append(each[2])
             found.exp_avg_sqs.append(each[3])
             found.steps.append(state["step"])
-            found.copies.append(copies.get(weight))
         found.sizes.append(len(found.weights) - before)
         rate = group["lr"]
         on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
@@ -115,6 +111,12 @@ def gathered(
         number = 0.0 if on_device else float(rate)
         found.settings.extend((number, *group["betas"], group["eps"], group["weight_decay"]))
     return found if found.weights else "no parameter has a gradient"
+
+
+def _fresh(weight: Tensor) -> dict[str, Tensor]:
+    """A parameter's state as torch's fused AdamW makes it at its first step."""
+    step = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return {"step": step, **{name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}}
 
 
 def _why_unlike(each: Sequence[Tensor], step: Tensor, device: torch.device) -> str | None:

@@ -20,7 +20,6 @@ class Update:
         scaler: scales the losses of fp16; its update is part of this one.
 
     Attributes:
-        copies: for some float32 weights a tensor of 16 bits that holds the weight rounded after each update.
         reason: why the last update took the optimizer's own step; None where it was the kernel's.
 
     The norm is that of `torch.nn.utils.clip_grad_norm_`, in float32 whatever the gradients are. `.grad` is
@@ -35,7 +34,6 @@ class Update:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.optimizer, self.grad_clip, self.scaler = optimizer, grad_clip, scaler
-        self.copies: dict[Tensor, Tensor] = {}
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._device = self._parameters[0].device
         self._never = why_not(optimizer, self._device)
@@ -47,7 +45,7 @@ class Update:
     def __call__(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        found = self._never or gathered(self.optimizer, self._device, self.copies)
+        found = self._never or gathered(self.optimizer, self._device)
         if isinstance(found, str):
             self.reason = found
             self._by_itself()
@@ -64,9 +62,6 @@ class Update:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
-        if self.copies:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.copies.values()), list(self.copies))
 
     @torch.no_grad()
     def _in_one_launch(self, found: Gathered) -> None:
@@ -77,7 +72,7 @@ class Update:
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             norm = torch.ops.fuseline.gradient_norm(found.grads, of_norm) if self.grad_clip else None
             torch.ops.fuseline.adamw(
-                *(found.weights, found.grads, found.exp_avgs, found.exp_avg_sqs, found.steps, found.copies),
+                *(found.weights, found.grads, found.exp_avgs, found.exp_avg_sqs, found.steps),
                 *(found.sizes, found.rates, found.settings, norm, self.grad_clip, infinite, of_step),
             )
         if "step" in vars(optimizer):  # a scheduler looks whether the optimizer was called

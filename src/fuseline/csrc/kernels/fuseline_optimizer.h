@@ -10,11 +10,10 @@ extern "C" {
 
 /* One parameter with its state: `count` elements each, dense and in the same order. */
 typedef struct {
-  void *weight, *exp_avg, *exp_avg_sq; /* of dtype */
-  const void* grad;                    /* of grad_dtype */
-  void* copy;                          /* of copy_dtype: gets the new weights, rounded; may be null */
-  float* step;                         /* one value: the steps taken before, and one more afterwards */
-  const float* lr_at;                  /* one value: the learning rate; null: lr */
+  void *weight, *exp_avg, *exp_avg_sq;
+  const void* grad;
+  float* step;        /* one value: the steps taken before, and one more afterwards */
+  const float* lr_at; /* one value: the learning rate; null: lr */
   int64_t count;
   float lr, beta1, beta2, eps, weight_decay;
 } fuseline_adamw_parameter;
@@ -27,12 +26,10 @@ typedef struct {
  * in fp32, with the bits of torch's fused kernel; the results are rounded to dtype, and the weights use the moments
  * before rounding.
  *
- * dtype: of the weights and the moments. grad_dtype: dtype, or bf16 where that is fp32. copy_dtype: 16 bits, for fp32
- * weights. norm, found_inf: one value each, or null; where found_inf is 1 nothing changes. arrived: one word, zero before
- * and after. */
-FUSELINE_API int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, int grad_dtype,
-                                int copy_dtype, const float* norm, double max_norm, const float* found_inf,
-                                uint32_t* arrived, void* stream);
+ * dtype: of weights, gradients and moments. norm, found_inf: one value each, or null; where found_inf is 1 nothing changes.
+ * arrived: one word, zero before and after. */
+FUSELINE_API int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, const float* norm,
+                                double max_norm, const float* found_inf, uint32_t* arrived, void* stream);
 
 /* Floats of scratch that fuseline_gradient_norm needs on the current device for gradients of these lengths; -1 if the
  * device does not answer. */

@@ -1,11 +1,10 @@
 // A step of AdamW over many parameters, and the norm of many gradients, on CUDA; fuseline.optim runs torch's own
 // elsewhere.
 //
-// Versions of weights and state are not incremented, as torch's fused optimizers do not; those of 16-bit copies are.
+// Versions of weights and state are not incremented, as torch's fused optimizers do not.
 
 #include <ATen/ops/empty.h>
 
-#include <array>
 #include <map>
 #include <vector>
 
@@ -45,14 +44,13 @@ void check_like(const Tensor& x, const char* name, const Tensor& weight) {
 }
 
 void adamw_cuda(at::TensorList weights, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                at::TensorList steps, const OptionalTensors& copies, at::IntArrayRef sizes, const OptionalTensors& rates,
-                at::ArrayRef<double> settings, const OptionalTensor& norm, double max_norm, const OptionalTensor& found_inf,
-                const Tensor& arrived) {
+                at::TensorList steps, at::IntArrayRef sizes, const OptionalTensors& rates, at::ArrayRef<double> settings,
+                const OptionalTensor& norm, double max_norm, const OptionalTensor& found_inf, const Tensor& arrived) {
     const size_t count = weights.size();
     TORCH_CHECK_VALUE(grads.size() == count && exp_avgs.size() == count && exp_avg_sqs.size() == count &&
-                          steps.size() == count && copies.size() == count,
+                          steps.size() == count,
                       kAdamW, ": ", count, " weights have ", grads.size(), " gradients, ", exp_avgs.size(), " and ",
-                      exp_avg_sqs.size(), " moments, ", steps.size(), " steps and ", copies.size(), " copies; each has one.");
+                      exp_avg_sqs.size(), " moments and ", steps.size(), " steps; each has one.");
     TORCH_CHECK_VALUE(rates.size() == sizes.size() && settings.size() == kSettings * sizes.size(), kAdamW, ": ",
                       sizes.size(), " groups have ", rates.size(), " learning rates and ", settings.size(),
                       " settings; each has one and ", kSettings, ".");
@@ -62,7 +60,7 @@ void adamw_cuda(at::TensorList weights, at::TensorList grads, at::TensorList exp
     const float* const norm_at = one_float(kAdamW, norm, "norm", first);
     const float* const inf_at = one_float(kAdamW, found_inf, "found_inf", first);
 
-    std::map<std::array<int, 3>, std::vector<fuseline_adamw_parameter>> launches;  // by dtypes
+    std::map<int, std::vector<fuseline_adamw_parameter>> launches;  // by dtype
     size_t i = 0;
     for (size_t group = 0; group < sizes.size(); ++group) {
         const OptionalTensor rate = rates.get(group);
@@ -77,41 +75,35 @@ void adamw_cuda(at::TensorList weights, at::TensorList grads, at::TensorList exp
             check_like(grads[i], "a gradient", weight);
             check_like(exp_avgs[i], "exp_avg", weight);
             check_like(exp_avg_sqs[i], "exp_avg_sq", weight);
+            check_same_dtype(kAdamW, grads[i], "a gradient", weight, "its weight");
             check_same_dtype(kAdamW, exp_avgs[i], "exp_avg", weight, "its weight");
             check_same_dtype(kAdamW, exp_avg_sqs[i], "exp_avg_sq", weight, "its weight");
-            const OptionalTensor copy = copies.get(i);
-            if (copy.has_value()) {
-                check_like(*copy, "a copy", weight);
-                copy->unsafeGetTensorImpl()->bump_version();
-            }
             fuseline_adamw_parameter p{};
             p.weight = weight.mutable_data_ptr();
             p.grad = grads[i].const_data_ptr();
             p.exp_avg = exp_avgs[i].mutable_data_ptr();
             p.exp_avg_sq = exp_avg_sqs[i].mutable_data_ptr();
-            p.copy = copy.has_value() ? copy->mutable_data_ptr() : nullptr;
             p.step = const_cast<float*>(one_float(kAdamW, steps[i], "a step", first));
             p.lr_at = lr_at;
             p.count = weight.numel();
             p.lr = float(given[0]), p.beta1 = float(given[1]), p.beta2 = float(given[2]), p.eps = float(given[3]);
             p.weight_decay = float(given[4]);
-            const int copied = copy.has_value() ? kernel_dtype(*copy, kAdamW) : FUSELINE_BFLOAT16;
-            launches[{kernel_dtype(weight, kAdamW), kernel_dtype(grads[i], kAdamW), copied}].push_back(p);
+            launches[kernel_dtype(weight, kAdamW)].push_back(p);
         }
     }
     TORCH_CHECK_VALUE(i == count, kAdamW, ": groups have ", i, " parameters of the ", count, " given.");
     const c10::DeviceGuard guard(first.device());
     static const auto launch = FUSELINE_KERNEL(fuseline_adamw);
-    for (const auto& [dtypes, parameters] : launches) {
-        check_launch(launch(parameters.data(), int64_t(parameters.size()), dtypes[0], dtypes[1], dtypes[2], norm_at, max_norm,
-                            inf_at, static_cast<uint32_t*>(arrived.mutable_data_ptr()), current_stream(first)),
+    for (const auto& [dtype, parameters] : launches) {
+        check_launch(launch(parameters.data(), int64_t(parameters.size()), dtype, norm_at, max_norm, inf_at,
+                            static_cast<uint32_t*>(arrived.mutable_data_ptr()), current_stream(first)),
                      kAdamW);
     }
 }
 
-void adamw_meta(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, const OptionalTensors&,
-                at::IntArrayRef, const OptionalTensors&, at::ArrayRef<double>, const OptionalTensor&, double,
-                const OptionalTensor&, const Tensor&) {}
+void adamw_meta(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::IntArrayRef,
+                const OptionalTensors&, at::ArrayRef<double>, const OptionalTensor&, double, const OptionalTensor&,
+                const Tensor&) {}
 
 Tensor gradient_norm_cuda(at::TensorList grads, const Tensor& arrived) {
     TORCH_CHECK_VALUE(!grads.empty(), kNorm, ": there is no gradient.");
@@ -146,7 +138,7 @@ Tensor gradient_norm_meta(at::TensorList grads, const Tensor&) {
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define_on_cuda(m, "adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-                      "Tensor(d!)[] steps, Tensor?[] copies, int[] sizes, Tensor?[] rates, float[] settings, Tensor? norm, "
+                      "Tensor(d!)[] steps, int[] sizes, Tensor?[] rates, float[] settings, Tensor? norm, "
                       "float max_norm, Tensor? found_inf, Tensor(e!) arrived) -> ()",
                    adamw_cuda, adamw_meta);
     define_on_cuda(m, "gradient_norm(Tensor[] grads, Tensor(a!) arrived) -> Tensor", gradient_norm_cuda, gradient_norm_meta);

@@ -1,8 +1,8 @@
 // AdamW for all parameters in one launch, with the bits of torch's fused kernel.
 //
-// Moves: weights and both moments in and out, gradients in: 14 bytes an element of 16 bits, 28 of fp32; 2 more where a 16-bit
-// copy of the weights is written. Computes about 50 instructions an element: two divisions and a square root, rounded
-// correctly. Limit: memory; in 16 bits half of the issue slots are taken.
+// Moves: weights and both moments in and out, gradients in: 14 bytes an element of 16 bits, 28 of fp32. Computes about 45
+// instructions an element: two divisions and a square root are among them, rounded correctly. Limit: memory; in 16 bits half
+// of the issue slots are taken.
 //
 // Threads: a block has a piece of one parameter and takes it in two turns, of which each thread has two vectors of the
 // weights (16 bytes) on their way, and as many elements of the others: 128 bytes a thread. It looks for its parameter in the
@@ -20,7 +20,7 @@
 namespace fuseline {
 namespace {
 
-constexpr int kMostParameters = 344;
+constexpr int kMostParameters = 376;
 constexpr int kHeld = 2, kTurns = 2;
 constexpr int kAtOnce = 4;  // blocks of a multiprocessor
 
@@ -35,7 +35,7 @@ struct AdamW {
   uint32_t* arrived;
   float max_norm;
   uint32_t pieces;
-  int count, copy_dtype;
+  int count;
 };
 static_assert(sizeof(AdamW) <= kMostArgumentBytes);
 
@@ -119,39 +119,27 @@ __device__ __forceinline__ void update(const fuseline_adamw_parameter& p, const 
 
 // ---- vectors ----
 
-// kWide elements of a tensor as they stand in memory: 8 or 16 bytes.
-template <class T, int kWide>
-struct Raw {
-  static constexpr int kWords = kWide * int(sizeof(T)) / 4;
-  static_assert(kWords == 2 || kWords == 4);
-  uint32_t words[kWords];
-
-  __device__ __forceinline__ void load(const T* at) {
-    if constexpr (kWords == 4) {
-      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "l"(at));
-    } else {
-      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(at));
-    }
-  }
-  __device__ __forceinline__ void store(T* at) const {
-    if constexpr (kWords == 4) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
-      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
-    }
-  }
-  __device__ __forceinline__ float get(int i) const {
-    if constexpr (sizeof(T) == 4) return __uint_as_float(words[i]);
-    const float2 pair = unpack_pair<T>(words[i / 2]);
-    return i % 2 ? pair.y : pair.x;
-  }
+// A vector of each of a parameter's tensors.
+struct Held {
+  uint4 weight, grad, m, v;
 };
 
-// Rounds elements of a vector in place, one 4-byte word after the other.
+// The elements of one of a vector's four words: one of fp32, or two.
 template <class T>
-__device__ __forceinline__ uint32_t word_of(const float (&values)[4 / int(sizeof(T))]) {
+constexpr int kEach = 4 / int(sizeof(T));
+
+template <class T>
+__device__ __forceinline__ void unpack_word(uint32_t word, float (&values)[kEach<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    values[0] = __uint_as_float(word);
+  } else {
+    const float2 pair = unpack_pair<T>(word);
+    values[0] = pair.x, values[1] = pair.y;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack_word(const float (&values)[kEach<T>]) {
   if constexpr (sizeof(T) == 4) {
     return __float_as_uint(values[0]);
   } else {
@@ -159,25 +147,18 @@ __device__ __forceinline__ uint32_t word_of(const float (&values)[4 / int(sizeof
   }
 }
 
-template <class T, class G>
-struct Held {
-  static constexpr int kWide = kVector<T>;
-  Raw<T, kWide> weight, m, v;
-  Raw<G, kWide> grad;
-};
-
-// Four weights, rounded to a dtype of 16 bits.
-__device__ __forceinline__ void store_copy(const Raw<float, 4>& weight, uint16_t* to, int dtype) {
-  const auto packed = [&](auto type) {
-    using C = decltype(type);
-    return make_uint2(pack_pair<C>(weight.get(0), weight.get(1)), pack_pair<C>(weight.get(2), weight.get(3)));
-  };
-  *reinterpret_cast<uint2*>(to) = dtype == FUSELINE_BFLOAT16 ? packed(__nv_bfloat16{}) : packed(__half{});
+template <class T>
+__device__ __forceinline__ void update_word(const fuseline_adamw_parameter& p, const Rates& r, uint32_t& weight,
+                                            uint32_t grad, uint32_t& m, uint32_t& v) {
+  float weights[kEach<T>], grads[kEach<T>], ms[kEach<T>], vs[kEach<T>];
+  unpack_word<T>(weight, weights), unpack_word<T>(grad, grads), unpack_word<T>(m, ms), unpack_word<T>(v, vs);
+  update(p, r, weights, grads, ms, vs);
+  weight = pack_word<T>(weights), m = pack_word<T>(ms), v = pack_word<T>(vs);
 }
 
 // ---- the kernel ----
 
-template <class T, class G>
+template <class T>
 __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_constant__ AdamW a) {
   constexpr int kWide = kVector<T>;
   const uint32_t piece = a.norm ? a.pieces - 1 - blockIdx.x : blockIdx.x;
@@ -189,22 +170,21 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
   T* const weight = static_cast<T*>(p.weight) + start;
   T* const m = static_cast<T*>(p.exp_avg) + start;
   T* const v = static_cast<T*>(p.exp_avg_sq) + start;
-  const G* const grad = static_cast<const G*>(p.grad) + start;
+  const T* const grad = static_cast<const T*>(p.grad) + start;
   const int thread = threadIdx.x;
   __shared__ Rates rates;
   __shared__ bool is_last;
 
   wait_for_earlier();
   if (a.found_inf && *a.found_inf == 1.f) return;
-  Held<T, G> held[kHeld];
+  Held held[kHeld];
   const auto vector = [&](int turn, int k) { return (turn * kHeld + k) * kTensorBlock + int(threadIdx.x); };
   const auto load = [&](int turn) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       if (vector(turn, k) >= whole) break;
       const int at = vector(turn, k) * kWide;
-      held[k].weight.load(weight + at), held[k].grad.load(grad + at);
-      held[k].m.load(m + at), held[k].v.load(v + at);
+      held[k] = {load_once(weight + at), load_once(grad + at), load_once(m + at), load_once(v + at)};
     }
   };
   load(0);
@@ -219,23 +199,14 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
     for (int k = 0; k < kHeld; ++k) {
       if (vector(turn, k) >= whole) break;
       const int at = vector(turn, k) * kWide;
-      Held<T, G>& h = held[k];
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        constexpr int kEach = kWide / 4;
-        float w[kEach], g[kEach], ms[kEach], vs[kEach];
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          const int i = word * kEach + e;
-          w[e] = h.weight.get(i), g[e] = h.grad.get(i), ms[e] = h.m.get(i), vs[e] = h.v.get(i);
-        }
-        update(p, rates, w, g, ms, vs);
-        h.weight.words[word] = word_of<T>(w), h.m.words[word] = word_of<T>(ms), h.v.words[word] = word_of<T>(vs);
-      }
-      h.weight.store(weight + at), h.m.store(m + at), h.v.store(v + at);
-      if constexpr (sizeof(T) == 4) {
-        if (p.copy) store_copy(h.weight, static_cast<uint16_t*>(p.copy) + start + at, a.copy_dtype);
-      }
+      Held& h = held[k];
+      update_word<T>(p, rates, h.weight.x, h.grad.x, h.m.x, h.v.x);
+      update_word<T>(p, rates, h.weight.y, h.grad.y, h.m.y, h.v.y);
+      update_word<T>(p, rates, h.weight.z, h.grad.z, h.m.z, h.v.z);
+      update_word<T>(p, rates, h.weight.w, h.grad.w, h.m.w, h.v.w);
+      *reinterpret_cast<uint4*>(weight + at) = h.weight;
+      *reinterpret_cast<uint4*>(m + at) = h.m;
+      *reinterpret_cast<uint4*>(v + at) = h.v;
     }
   }
 #pragma unroll 1
@@ -244,7 +215,6 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
     const float g[1] = {to_float(grad[i])};
     update(p, rates, w, g, ms, vs);
     weight[i] = from_float<T>(w[0]), m[i] = from_float<T>(ms[0]), v[i] = from_float<T>(vs[0]);
-    if (sizeof(T) == 4 && p.copy) store_as(p.copy, a.copy_dtype, start + i, w[0]);
   }
 
   __syncthreads();
@@ -256,12 +226,12 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
 
 // ---- launcher ----
 
-bool on_vectors(const fuseline_adamw_parameter& p, size_t grad_size) {
-  const auto at = [](const void* pointer, size_t size) { return reinterpret_cast<uintptr_t>(pointer) % size == 0; };
-  return at(p.weight, 16) && at(p.exp_avg, 16) && at(p.exp_avg_sq, 16) && at(p.grad, grad_size) && at(p.copy, 8);
+bool on_vectors(const fuseline_adamw_parameter& p) {
+  return (offset_in_vector(p.weight) | offset_in_vector(p.exp_avg) | offset_in_vector(p.exp_avg_sq) |
+          offset_in_vector(p.grad)) == 0;
 }
 
-template <class T, class G>
+template <class T>
 int run(const fuseline_adamw_parameter* parameters, int64_t count, AdamW& a, void* stream) {
   Device device;
   const cudaError_t error = current_device(device);
@@ -272,13 +242,13 @@ int run(const fuseline_adamw_parameter* parameters, int64_t count, AdamW& a, voi
     for (int i = 0; i < a.count; ++i) {
       const fuseline_adamw_parameter& p = parameters[begin + i];
       if (p.count < 0) return FUSELINE_BAD_SIZE;
-      a.parameters[i] = p, a.vectors[i] = on_vectors(p, kVector<T> * sizeof(G));
+      a.parameters[i] = p, a.vectors[i] = on_vectors(p);
       a.first[i] = uint32_t(pieces);
       pieces += divide_up(p.count, kPiece<T>);
       if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
     }
     a.pieces = uint32_t(std::max<int64_t>(1, pieces));  // steps are counted where there is nothing else to do, too
-    const int code = launch(adamw<T, G>, a, a.pieces, dim3(kTensorBlock), 0, 1, stream, device.clusters);
+    const int code = launch(adamw<T>, a, a.pieces, dim3(kTensorBlock), 0, 1, stream, device.clusters);
     if (code != 0) return code;
   }
   return 0;
@@ -287,21 +257,11 @@ int run(const fuseline_adamw_parameter* parameters, int64_t count, AdamW& a, voi
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, int grad_dtype, int copy_dtype,
-                   const float* norm, double max_norm, const float* found_inf, uint32_t* arrived, void* stream) {
+int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, const float* norm,
+                   double max_norm, const float* found_inf, uint32_t* arrived, void* stream) {
   using namespace fuseline;
   if (count < 0) return FUSELINE_BAD_SIZE;
-  if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
-  bool copies = false;
-  for (int64_t i = 0; i < count; ++i) copies |= parameters[i].copy != nullptr;
-  if (copies && (dtype != FUSELINE_FLOAT32 || copy_dtype == FUSELINE_FLOAT32 || !known_dtype(copy_dtype))) {
-    return FUSELINE_UNSUPPORTED;
-  }
   AdamW a{};
-  a.norm = norm, a.found_inf = found_inf, a.arrived = arrived, a.max_norm = float(max_norm), a.copy_dtype = copy_dtype;
-  if (dtype == FUSELINE_FLOAT32 && grad_dtype == FUSELINE_BFLOAT16) {
-    return run<float, __nv_bfloat16>(parameters, count, a, stream);
-  }
-  if (grad_dtype != dtype) return FUSELINE_UNSUPPORTED;
-  return with_dtype(dtype, [&](auto type) { return run<decltype(type), decltype(type)>(parameters, count, a, stream); });
+  a.norm = norm, a.found_inf = found_inf, a.arrived = arrived, a.max_norm = float(max_norm);
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(parameters, count, a, stream); });
 }
