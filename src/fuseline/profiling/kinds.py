@@ -88,7 +88,7 @@ KERNELS: tuple[Rule, ...] = (
     _rule(
         "optimizer",
         r"multi_tensor_apply|FusedOptimizer|FusedAdam|\badam\w*kernel",
-        r"fuseline::(adamw|gradient_norm)",
+        r"fuseline::.*\b(adamw|gradient_norm)\b",
     ),
     _rule(
         "attention",

@@ -38,7 +38,8 @@ class TrainStep:
             `max-autotune-no-cudagraphs`; `graph`, the whole eager step as one CUDA graph; `inductor-graph`,
             the same over a compiled forward and backward.
         accumulation: micro-batches a step; their losses and gradients are averaged.
-        grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+        grad_clip: largest norm of all gradients together; 0 leaves them as they are. `.grad` is clipped or not
+            after a step (`fuseline.optim.Update`).
         fp8: the layers that may compute in fp8, where they are another step's too, or are not chosen by the
             clock of this device.
 
