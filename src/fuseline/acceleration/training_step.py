@@ -61,8 +61,8 @@ class TrainingStep(InForms):
             linear layers of the model's blocks compute in fp8 where that is faster.
         accumulation: the number of micro-batches in a step: `step(first, second, ..)`; losses and gradients
             are averaged.
-        grad_clip: the largest allowed norm of all gradients together; 0 for no clipping. `.grad` is clipped or
-            not after a step (`fuseline.optim.Update`).
+        grad_clip: the largest allowed norm of all gradients together; 0 for no clipping. `.grad` is clipped
+            or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
 

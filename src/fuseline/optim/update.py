@@ -18,6 +18,7 @@ class Update:
     Args:
         grad_clip: largest norm of all gradients together; 0 leaves them as they are.
         scaler: scales the losses of fp16; its update is part of this one.
+        kernels: whether ours may take the place of the optimizer's own step.
 
     Attributes:
         reason: why the last update took the optimizer's own step; None where it was the kernel's.
@@ -32,11 +33,12 @@ class Update:
         *,
         grad_clip: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
+        kernels: bool = True,
     ) -> None:
         self.optimizer, self.grad_clip, self.scaler = optimizer, grad_clip, scaler
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._device = self._parameters[0].device
-        self._never = why_not(optimizer, self._device)
+        self._never = why_not(optimizer, self._device) if kernels else "its own step was asked for"
         self.reason: str | None = self._never
         # The kernels count their blocks in these words, which are zero before and after.
         words = 0 if self._never else 2

@@ -38,8 +38,9 @@ class TrainStep:
             `max-autotune-no-cudagraphs`; `graph`, the whole eager step as one CUDA graph; `inductor-graph`,
             the same over a compiled forward and backward.
         accumulation: micro-batches a step; their losses and gradients are averaged.
-        grad_clip: largest norm of all gradients together; 0 leaves them as they are. `.grad` is clipped or not
-            after a step (`fuseline.optim.Update`).
+        grad_clip: largest norm of all gradients together; 0 leaves them as they are. `.grad` is clipped or
+            not after a step (`fuseline.optim.Update`).
+        kernels: whether ours may take the place of the optimizer's own step.
         fp8: the layers that may compute in fp8, where they are another step's too, or are not chosen by the
             clock of this device.
 
@@ -62,6 +63,7 @@ class TrainStep:
         execution: str = "eager",
         accumulation: int = 1,
         grad_clip: float = 1.0,
+        kernels: bool = True,
         fp8: Fp8Layers | None = None,
     ) -> None:
         self.device = next(module.parameters()).device
@@ -82,7 +84,7 @@ class TrainStep:
             fp8 = Fp8Layers(module, clock=Clock(recorded=how.whole_step))
         self.fp8 = fp8
         self.compile_seconds = 0.0
-        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self.scaler)
+        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self.scaler, kernels=kernels)
         self._trees = how.trees
         self._is_built = how.backend is not None or how.whole_step
         self._is_first = True
