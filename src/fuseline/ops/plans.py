@@ -193,6 +193,7 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
         found.multi_processor_count,
         found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         found.shared_memory_per_multiprocessor,
+        2 * found.memory_clock_rate * found.memory_bus_width // 8_000_000,  # two transfers a cycle
         clusters=found.major >= 9,
         warpgroups=(found.major, found.minor) == (9, 0),
     )

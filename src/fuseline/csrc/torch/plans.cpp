@@ -24,11 +24,12 @@ namespace {
 using Planned = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
 Device device_of(at::IntArrayRef numbers) {
-    TORCH_CHECK_VALUE(numbers.size() == 5, "a plan's device has 5 numbers: multiprocessors, shared memory of a block and of a "
-                      "multiprocessor in bytes, clusters (0 or 1), products of warpgroups (0 or 1); not ", numbers.size(), ".");
+    TORCH_CHECK_VALUE(numbers.size() == 6, "a plan's device has 6 numbers: multiprocessors, shared memory of a block and of a "
+                      "multiprocessor in bytes, memory in GB/s, clusters (0 or 1), products of warpgroups (0 or 1); not ",
+                      numbers.size(), ".");
     Device device;
     device.processors = int(numbers[0]), device.shared_a_block = int(numbers[1]), device.shared_a_processor = int(numbers[2]);
-    device.clusters = numbers[3] != 0, device.warpgroups = numbers[4] != 0;
+    device.memory_gbs = int(numbers[3]), device.clusters = numbers[4] != 0, device.warpgroups = numbers[5] != 0;
     return device;
 }
 
