@@ -33,6 +33,7 @@ from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.philox import draw_seed
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -56,18 +57,30 @@ class Found(NamedTuple):
     dropout_p: float = 0.0
 
 
-def _add_norm(norm: nn.Module, found: Found | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+def _first_norm(norm: nn.Module, x_BTC: Tensor) -> Tensor:
+    """The norm before the first branch; if fused it leaves in the dtype that the branch multiplies in."""
+    device = x_BTC.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not (autocast and x_BTC.dtype is torch.float32 and is_plain(norm, fuseline.nn.LayerNorm)):
+        return norm(x_BTC)
+    dtype = torch.get_autocast_dtype(device)
+    return ops.layer_norm(x_BTC, norm.normalized_shape, norm.weight, norm.bias, norm.eps, out_dtype=dtype)
+
+
+def _add_norm(
+    norm: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
-    the norm leaves in the dtype that the branch came in."""
+    the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped."""
     if found is None:
-        return norm(x_BTC), x_BTC
+        return _first_norm(norm, x_BTC), x_BTC
     if isinstance(norm, fuseline.nn.LayerNorm):
         shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         if found.bias is None and found.dropout_p == 0.0:
             return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
         x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
         return ops.dropout_add_layer_norm(
-            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p
+            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=seed
         )
     y_BTC = found.y if found.bias is None else found.y + found.bias
     x_BTC = x_BTC + F.dropout(y_BTC, found.dropout_p)
@@ -182,11 +195,13 @@ class Block(nn.Module):
         self.ln_2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTC: Tensor, found: Found | None = None) -> tuple[Tensor, Found]:
+    def forward(
+        self, x_BTC: Tensor, found: Found | None = None, seeds: Sequence[Tensor | None] = (None, None)
+    ) -> tuple[Tensor, Found]:
         """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
-        before."""
-        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC)
-        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC)
+        before. `seeds` fix what each of the two norms drops; they draw their own where they are None."""
+        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC, seeds[0])
+        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC, seeds[1])
         return x_BTC, _found(self.mlp, y_BTC)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
@@ -219,15 +234,23 @@ class Transformer(nn.Module):
                 f"The sequence has {T} tokens, and this model's block_size is {self.block_size}. "
                 "Crop the sequence, or make the model with a larger block_size."
             )
+        seeds = self._seeds(tokens_BT.device)
         if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
-            x_BTC = ops.embedding(tokens_BT, self.wte.weight, self.wpe.weight, p=_dropout_p(self.drop))
+            p, tables = _dropout_p(self.drop), (self.wte.weight, self.wpe.weight)
+            x_BTC = ops.embedding(tokens_BT, *tables, p=p, seed=seeds[0] if p else None)
         else:
             # Rows of the table itself, rather than a lookup by arange: one op less each way.
             x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
         found = None
-        for block in self.h:
-            x_BTC, found = block(x_BTC, found)
-        return _add_norm(self.ln_f, found, x_BTC)[0]
+        for layer, block in enumerate(self.h):
+            x_BTC, found = block(x_BTC, found, seeds[2 * layer : 2 * layer + 2])
+        return _add_norm(self.ln_f, found, x_BTC, seeds[-1])[0]
+
+    def _seeds(self, device: torch.device) -> Sequence[Tensor | None]:
+        """Of the embedding and of the norms after branches: drawn in one kernel where ops drop."""
+        count = 2 * len(self.h) + 1
+        drops = self.fused and _dropout_p(self.drop) > 0
+        return draw_seed(device, count).split(1) if drops else [None] * count
 
 
 class GPT(nn.Module):
