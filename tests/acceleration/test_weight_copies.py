@@ -1,4 +1,4 @@
-"""Copies of weights: ops take them while they are current, and every step makes them from the weights it finds."""
+"""Copies of weights: ops take them while they are current, and every step makes them from what it finds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_ends_is_forgotten() -> None:
 
 def test_a_step_copies_what_an_earlier_one_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    used, unused = module
+    used = module[0]
     made: list[int] = []
     foreach = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: made.append(len(of)) or foreach(to, of))
@@ -108,7 +108,7 @@ def test_nothing_is_copied_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trained(model: GPT) -> list[torch.Tensor]:
-    """Losses, and the weights at the end, of steps between which the weights are changed behind torch's back."""
+    """Losses, and the weights at the end, of steps between which weights are changed, also unseen by torch."""
     torch.manual_seed(0)
     step = TrainStep(model, make_optimizer(model, lr=1e-2), precision="bf16", accumulation=2)
     losses = []

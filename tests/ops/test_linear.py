@@ -83,7 +83,10 @@ def test_second_derivatives_by_a_float32_weight_are_refused() -> None:
 
 
 def test_problems_keep_their_numbers() -> None:
-    for problem in (Product(14, False, True, True, 64, 768, 3072), Product(2, True, False, False, 8, 16, 24, True)):
+    for problem in (
+        Product(14, False, True, True, 64, 768, 3072),
+        Product(2, True, False, False, 8, 16, 24, True),
+    ):
         assert Product.of(problem.numbers()) == problem
         assert problem.torch_dtype is (torch.float16 if problem.wide else torch.bfloat16)
     with products.measured(torch.device("cpu")):
@@ -92,7 +95,8 @@ def test_problems_keep_their_numbers() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "turned_left, turned_right, bias, wide", [(0, 1, 1, 0), (0, 1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0), (1, 0, 0, 1)]
+    "turned_left, turned_right, bias, wide",
+    [(0, 1, 1, 0), (0, 1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0), (1, 0, 0, 1)],
 )
 def test_every_algorithm_is_right(turned_left: bool, turned_right: bool, bias: bool, wide: bool) -> None:
     m, n, k = 520, 264, 1032

@@ -26,8 +26,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from fuseline.ops import linear as linear_op
-from fuseline.ops.linear import float_or
 from fuseline.ops.dropout_add_norm import is_native
+from fuseline.ops.linear import float_or
 
 MOST = 6
 """Tensors that are kept within `across_modules`: from a norm to the sum after its branch others are read."""

@@ -23,7 +23,13 @@ from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules

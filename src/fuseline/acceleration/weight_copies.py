@@ -1,9 +1,9 @@
 """Copies of a model's float32 weights in 16 bits, made once a step in one pass over them.
 
-Under autocast a product multiplies by weights in 16 bits. Cast one by one, GPT-2's are 73 kernels a micro-batch, most
-of which move too little to fill a GPU. The native ops that multiply by weights (`linear`, `mlp`,
-`linear_cross_entropy`) take a copy where a step has made one, and cast where it has not; both have the same
-bits.
+Under autocast a product multiplies by weights in 16 bits. Cast one by one, GPT-2's are 73 kernels a
+micro-batch, most of which move too little to fill a GPU. The native ops that multiply by weights (`linear`,
+`mlp`, `linear_cross_entropy`) take a copy where a step has made one, and cast where it has not; both have the
+same bits.
 """
 
 from __future__ import annotations

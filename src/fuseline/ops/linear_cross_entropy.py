@@ -47,8 +47,8 @@ def chunk_rows(classes: int, dtype: torch.dtype) -> int:
     0.25 in eight; torch.compile of the plain head and loss takes 3.81 ms. Without that pass two chunks take
     2.74. A chunk of 4-byte logits has half the rows (their products are slower, so the sums cost relatively
     no more), and no chunk has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach. Under
-    8,192 words a chunk has `SMALL_CHUNK` bytes: with the 128 words of characters, 16,384 rows of 384 in chunks
-    of 4,096 took 26 kernels of 2 to 5 us each.
+    8,192 words a chunk has `SMALL_CHUNK` bytes: with the 128 words of characters, 16,384 rows in chunks of
+    4,096 took 26 kernels of 2 to 5 us each.
     """
     row = max(1, classes) * dtype.itemsize
     rows = max(min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // row), SMALL_CHUNK // row)

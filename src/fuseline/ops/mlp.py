@@ -4,9 +4,9 @@
 
 x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases are optional. x is float32,
 float16, bfloat16 or float64 (on a GPU float64 runs the reference), weights and biases are of x's dtype or
-float32. They are multiplied in x's dtype; the gradient of a weight in float32 is not rounded to it. GELU is that
-of `fuseline.ops.gelu`. A weight that is a view of a transposed one (`weight.t()` of a contiguous [C, F]) is read
-as it lies, and its gradient is written in the same order.
+float32. They are multiplied in x's dtype; the gradient of a weight in float32 is not rounded to it. GELU is
+that of `fuseline.ops.gelu`. A weight that is a view of a transposed one (`weight.t()` of a contiguous [C, F])
+is read as it lies, and its gradient is written in the same order.
 
 On Hopper, in bfloat16, for many rows and C and D from 768 to 1,600, the first product computes GELU and its
 slope at the end of each tile while the next tile's sums are made. In the backward the product

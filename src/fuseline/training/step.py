@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import why_not_recordable
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recording import Batch, StepGraph
 from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError
