@@ -108,7 +108,7 @@ def test_nothing_is_copied_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trained(model: GPT) -> list[torch.Tensor]:
-    """Losses, and the weights at the end, of steps between which weights are changed, also unseen by torch."""
+    """Losses and last weights of steps between which weights are changed, also unseen by torch."""
     torch.manual_seed(0)
     step = TrainStep(model, make_optimizer(model, lr=1e-2), precision="bf16", accumulation=2)
     losses = []

@@ -235,7 +235,7 @@ def test_turned_weights_have_gradients_in_their_own_order(device: str, which: tu
         x, weight_1, bias_1, weight_2, _ = (tensor.detach().to("meta") for tensor in own)
         z = torch.empty(5, 32, device="meta")
         grads = torch.ops.fuseline.mlp_backward(
-            grad_out.to("meta"), x, weight_1, bias_1, weight_2, z, z, "tanh", torch.float32, [True] * 5
+            grad_out.to("meta"), x, weight_1, bias_1, weight_2, z, z, "tanh", [True] * 5
         )
     for name, grad, tensor in zip(NAMES, grads, own, strict=True):
         assert grad.stride() == tensor.stride(), name

@@ -153,7 +153,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         back = grad_back if wants_x else None
         grad_x, grad_weight, grad_bias = torch.ops.fuseline.linear_backward.default(
-            grad, x, weight, ctx.weight_dtype, [wants_x and back is None, wants_weight, wants_bias]
+            grad, x, weight, [wants_x and back is None, wants_weight, wants_bias], ctx.weight_dtype
         )
         if back is not None:
             rows = back.reshape(-1, back.shape[-1])

@@ -22,7 +22,8 @@ constexpr const char* kName = "linear";
 
 constexpr Op<"linear", Tensor(const Tensor&, const Tensor&, const OptionalTensor&)> forward_op;
 
-constexpr Op<"linear_backward", Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, at::ScalarType, Wanted)>
+constexpr Op<"linear_backward", Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, Wanted,
+                                  std::optional<at::ScalarType>)>
     backward_op;
 
 void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
@@ -57,9 +58,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
 }
 
 // x is there if the weight's gradient is wanted, weight, as it was multiplied, if x's is. Gradients of weight and bias are of
-// `weight_dtype`.
-Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight,
-                      at::ScalarType weight_dtype, Wanted wanted) {
+// `weight_dtype`, of grad_out's dtype if it is not given.
+Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight, Wanted wanted,
+                      std::optional<at::ScalarType> weight_dtype) {
     const WithoutAutocast off;
     const c10::DeviceGuard guard(grad_out.device());
     const Tensor grad = rows_of(grad_out);
@@ -73,7 +74,7 @@ Three linear_backward(const Tensor& grad_out, const OptionalTensor& x, const Opt
         grad_weight = turned ? product(rows_of(*x), true, grad, false, {}, weight_dtype).t()
                              : product(grad, true, rows_of(*x), false, {}, weight_dtype);
     }
-    if (wanted[2]) grad_bias = column_sums(grad, weight_dtype);
+    if (wanted[2]) grad_bias = column_sums(grad, weight_dtype.value_or(grad.scalar_type()));
     return {grad_x, grad_weight, grad_bias};
 }
 
@@ -83,9 +84,10 @@ Tensor linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& 
 }
 
 Three linear_backward_meta(const Tensor& grad_out, const OptionalTensor& x, const OptionalTensor& weight,
-                           at::ScalarType weight_dtype, Wanted wanted) {
+                           Wanted wanted, std::optional<at::ScalarType> weight_dtype) {
+    const auto options = grad_out.options().dtype(weight_dtype.value_or(grad_out.scalar_type()));
     const auto of = [&](bool is_wanted, c10::SymIntArrayRef sizes) {
-        return is_wanted ? at::empty_symint(sizes, grad_out.options().dtype(weight_dtype)) : Tensor();
+        return is_wanted ? at::empty_symint(sizes, options) : Tensor();
     };
     const c10::SymInt D = grad_out.sym_size(-1);
     Tensor grad_x, grad_weight;
@@ -119,7 +121,7 @@ struct Linear : torch::autograd::Function<Linear> {
         const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), bias && ctx->needs_input_grad(2)};
         const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
         const auto [grad_x, grad_weight, grad_bias] =
-            backward_op(grads[0], optional(saved[0]), optional(saved_weight(saved[1], dtype)), dtype, wanted);
+            backward_op(grads[0], optional(saved[0]), optional(saved_weight(saved[1], dtype)), wanted, dtype);
         return {grad_x, grad_weight, grad_bias};
     }
 };
@@ -132,7 +134,8 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTens
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define(m, "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", linear, linear, linear_meta);
-    define(m, "linear_backward(Tensor grad_out, Tensor? x, Tensor? weight, ScalarType weight_dtype, bool[3] wanted) "
+    define(m, "linear_backward(Tensor grad_out, Tensor? x, Tensor? weight, bool[3] wanted, "
+              "ScalarType? weight_dtype=None) "
               "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
            linear_backward, linear_backward, linear_backward_meta);
     differentiate<linear_autograd>(m, "linear");

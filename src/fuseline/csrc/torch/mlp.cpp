@@ -36,7 +36,8 @@ constexpr Op<"mlp_forward", Three(const Tensor&, const Tensor&, const OptionalTe
               c10::string_view)> forward_op;
 
 constexpr Op<"mlp_backward", Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, at::ScalarType, Wanted)>
+                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, Wanted,
+                                  std::optional<at::ScalarType>)>
     backward_op;
 
 constexpr Op<"gelu", Tensor(const Tensor&, const OptionalTensor&, c10::string_view)> gelu_op;
@@ -181,23 +182,24 @@ Tensor weight_gradient(const Tensor& grad_y, const Tensor& x, const Tensor& weig
 }
 
 // x is there if weight_1's gradient is wanted, kept if x's, weight_1's or bias_1's is, inner if weight_2's is. Weights are as
-// they were multiplied; gradients of weights and biases are of `weight_dtype`.
+// they were multiplied; gradients of weights and biases are of `weight_dtype`, of grad_out's dtype if it is not given.
 Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
                   const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
-                  at::ScalarType weight_dtype, std::array<bool, 5> wanted) {
+                  std::array<bool, 5> wanted, std::optional<at::ScalarType> weight_dtype) {
     const WithoutAutocast off;
     const c10::DeviceGuard guard(grad_out.device());
+    const auto dtype = weight_dtype.value_or(grad_out.scalar_type());
     const Tensor grad = rows_of(grad_out);
     Tensor grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2;
     if (wanted[0] || wanted[1] || wanted[2]) {
         Tensor grad_z;
         std::tie(grad_z, grad_bias_1) =
-            inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, weight_dtype, wanted[2]);
+            inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, dtype, wanted[2]);
         if (wanted[0]) grad_x = product(grad_z, false, dense(weight_1), false).view(sizes_of(grad_out, weight_1.size(1)));
-        if (wanted[1]) grad_weight_1 = weight_gradient(grad_z, rows_of(x.value()), weight_1, weight_dtype);
+        if (wanted[1]) grad_weight_1 = weight_gradient(grad_z, rows_of(x.value()), weight_1, dtype);
     }
-    if (wanted[3]) grad_weight_2 = weight_gradient(grad, inner.value(), weight_2, weight_dtype);
-    if (wanted[4]) grad_bias_2 = column_sums(grad, weight_dtype);
+    if (wanted[3]) grad_weight_2 = weight_gradient(grad, inner.value(), weight_2, dtype);
+    if (wanted[4]) grad_bias_2 = column_sums(grad, dtype);
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
 
@@ -222,9 +224,10 @@ Three mlp_forward_meta(const Tensor& x, const Tensor& weight_1, const OptionalTe
 
 Five mlp_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tensor& weight_1, const OptionalTensor&,
                        const Tensor& weight_2, const OptionalTensor&, const OptionalTensor&, c10::string_view,
-                       at::ScalarType weight_dtype, std::array<bool, 5> wanted) {
+                       std::array<bool, 5> wanted, std::optional<at::ScalarType> weight_dtype) {
+    const auto options = grad_out.options().dtype(weight_dtype.value_or(grad_out.scalar_type()));
     const auto of = [&](bool want, c10::SymIntArrayRef sizes) {
-        return want ? at::empty_symint(sizes, grad_out.options().dtype(weight_dtype)) : Tensor();
+        return want ? at::empty_symint(sizes, options) : Tensor();
     };
     const auto of_weight = [&](bool want, const Tensor& weight) {
         if (!want || !is_turned(weight)) return of(want, weight.sym_sizes());
@@ -274,7 +277,7 @@ struct Mlp : torch::autograd::Function<Mlp> {
         auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] =
             backward_op(grads[0], optional(saved[0]), saved_weight(saved[1], dtype), optional(saved_weight(saved[2], dtype)),
                         saved_weight(saved[3], dtype), optional(saved[4]), optional(saved[5]),
-                        ctx->saved_data["approximate"].toStringRef(), dtype, wanted);
+                        ctx->saved_data["approximate"].toStringRef(), wanted, dtype);
         return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2, Tensor()};
     }
 };
@@ -297,7 +300,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define(m, "mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
               "-> (Tensor out, Tensor kept, Tensor inner)", mlp_forward, mlp_forward, mlp_forward_meta);
     define(m, "mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? kept, "
-              "Tensor? inner, str approximate, ScalarType weight_dtype, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
+              "Tensor? inner, str approximate, bool[5] wanted, ScalarType? weight_dtype=None) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
               "Tensor grad_weight_2, Tensor grad_bias_2)", mlp_backward, mlp_backward, mlp_backward_meta);
     differentiate<mlp_autograd>(m, "mlp");
     refuse_second_derivative<"mlp_backward", "mlp", mlp_backward>(m);
