@@ -33,6 +33,7 @@ from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.layer_norm import layer_norm_and_input
 from fuseline.ops.philox import draw_seed
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
@@ -57,14 +58,16 @@ class Found(NamedTuple):
     dropout_p: float = 0.0
 
 
-def _first_norm(norm: nn.Module, x_BTC: Tensor) -> Tensor:
-    """The norm before the first branch; if fused it leaves in the dtype that the branch multiplies in."""
+def _first_norm(norm: nn.Module, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
+    multiplies in."""
     device = x_BTC.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if not (autocast and x_BTC.dtype is torch.float32 and is_plain(norm, fuseline.nn.LayerNorm)):
-        return norm(x_BTC)
-    dtype = torch.get_autocast_dtype(device)
-    return ops.layer_norm(x_BTC, norm.normalized_shape, norm.weight, norm.bias, norm.eps, out_dtype=dtype)
+    if not is_plain(norm, fuseline.nn.LayerNorm):
+        return norm(x_BTC), x_BTC
+    dtype = torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
+    shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+    return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=dtype)
 
 
 def _add_norm(
@@ -73,7 +76,7 @@ def _add_norm(
     """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
     the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped."""
     if found is None:
-        return _first_norm(norm, x_BTC), x_BTC
+        return _first_norm(norm, x_BTC)
     if isinstance(norm, fuseline.nn.LayerNorm):
         shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         if found.bias is None and found.dropout_p == 0.0:
