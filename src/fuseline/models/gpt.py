@@ -33,6 +33,7 @@ from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.embedding import embedding_and_table
 from fuseline.ops.layer_norm import layer_norm_and_input
 from fuseline.ops.philox import draw_seed
 
@@ -92,10 +93,14 @@ def _add_norm(
 
 def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
     """What a branch finds in x. One with hooks, a wrapper or a compiled call is called as a module."""
-    called = "forward" in branch.__dict__ or branch._compiled_call_impl is not None
-    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not called:
+    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not _is_replaced(branch):
         return branch.found(x_BTC)
     return Found(branch(x_BTC))
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a call of the module runs something else than its class's `forward`."""
+    return "forward" in module.__dict__ or module._compiled_call_impl is not None
 
 
 def _leaves_to_norm(projection: nn.Module, dropout: nn.Module) -> bool:
@@ -231,6 +236,10 @@ class Transformer(nn.Module):
         self.ln_f = _norm(config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.with_table(tokens_BT)[0]
+
+    def with_table(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last norm gives, and the token table as a tied head reads it (`embedding_and_table`)."""
         T = tokens_BT.shape[1]
         if self.block_size < T:
             raise InputError(
@@ -240,14 +249,16 @@ class Transformer(nn.Module):
         seeds = self._seeds(tokens_BT.device)
         if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
             p, tables = _dropout_p(self.drop), (self.wte.weight, self.wpe.weight)
-            x_BTC = ops.embedding(tokens_BT, *tables, p=p, seed=seeds[0] if p else None)
+            seed = seeds[0] if p else None
+            x_BTC, table_VC = embedding_and_table(tokens_BT, *tables, p=p, seed=seed)
         else:
+            table_VC = self.wte.weight
             # Rows of the table itself, rather than a lookup by arange: one op less each way.
             x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
         found = None
         for layer, block in enumerate(self.h):
             x_BTC, found = block(x_BTC, found, seeds[2 * layer : 2 * layer + 2])
-        return _add_norm(self.ln_f, found, x_BTC, seeds[-1])[0]
+        return _add_norm(self.ln_f, found, x_BTC, seeds[-1])[0], table_VC
 
     def _seeds(self, device: torch.device) -> Sequence[Tensor | None]:
         """Of the embedding and of the norms after branches: drawn in one kernel where ops drop."""
@@ -295,10 +306,11 @@ class GPT(nn.Module):
 
         `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
         """
-        x_BTC = self.transformer(tokens_BT)
         if targets_BT is None:
-            return self._logits(x_BTC)[..., : self.config.vocab_size]
-        return self._loss(x_BTC.flatten(0, 1), targets_BT.reshape(-1))
+            return self._logits(self.transformer(tokens_BT))[..., : self.config.vocab_size]
+        if self.config.loss == "fuseline-linear":
+            return self._fused_loss(tokens_BT, targets_BT.reshape(-1))
+        return self._loss(self.transformer(tokens_BT).flatten(0, 1), targets_BT.reshape(-1))
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
         """The stream after the last layer, [B, T, C], without dropout; `positions_BT` (0, 1, .. if absent) is
@@ -316,20 +328,30 @@ class GPT(nn.Module):
         logits_V = branch(self.lm_head, x_C, norm=self.transformer.ln_f, fused=fused)
         return logits_V[..., : self.config.vocab_size]
 
+    def _fused_loss(self, tokens_BT: Tensor, targets_N: Tensor) -> Tensor:
+        """The head and its loss as one op; the logits are never stored whole."""
+        body, head_VC = self.transformer, self.lm_head.weight
+        if head_VC is body.wte.weight and is_plain(body, Transformer) and not _is_replaced(body):
+            x_BTC, head_VC = body.with_table(tokens_BT)
+        else:
+            x_BTC = body(tokens_BT)
+        x_NC, device = x_BTC.flatten(0, 1), x_BTC.device.type
+        if torch.is_autocast_enabled(device):
+            x_NC = x_NC.to(torch.get_autocast_dtype(device))
+        vocab_size = self.config.vocab_size
+        return ops.linear_cross_entropy(
+            x_NC, head_VC, targets_N, ignore_index=IGNORE_INDEX, vocab_size=vocab_size
+        )
+
     def _loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        fused: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
-        if self.config.loss == "fuseline-linear":
-            device = x_NC.device.type
-            if torch.is_autocast_enabled(device):
-                x_NC = x_NC.to(torch.get_autocast_dtype(device))
-            return ops.linear_cross_entropy(x_NC, self.lm_head.weight, targets_N, **fused)
         if self.config.loss == "fuseline":
             logits_NV = self.lm_head(x_NC)
             # In fp16 a gradient that is written before the loss is scaled would vanish.
             early = logits_NV.dtype is not torch.float16
             # A compiler would copy what is overwritten; eagerly nobody else reads these logits.
             inplace = early and not torch.compiler.is_compiling()
-            return ops.cross_entropy(logits_NV, targets_N, **fused, grad_in_forward=early, inplace=inplace)
+            options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
+            return ops.cross_entropy(logits_NV, targets_N, **options, grad_in_forward=early, inplace=inplace)
         logits_NV = self._logits(x_NC)
         if self.config.loss == "float32" and logits_NV.dtype.itemsize < 4:
             logits_NV = logits_NV.float()
