@@ -23,10 +23,17 @@ from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError, first_line
 from fuseline.optim import Update
 from fuseline.timing import ran_out_of_memory
@@ -96,6 +103,7 @@ class TrainingStep(InForms):
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
         self.accumulation = accumulation
+        self._copies = WeightCopies(model, compute_dtype(self.precision))
         self._loss, self._prepare = loss, prepare
         self._forms: Sequence[Form] = ()
         self.choice: Choice | None = None
@@ -239,7 +247,7 @@ class TrainingStep(InForms):
 
     def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step(), self._copies.one_step():
             losses = [self._backward(index, batch) for index, batch in enumerate(batches)]
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

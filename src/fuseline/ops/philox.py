@@ -26,9 +26,10 @@ _ROUNDS = 7
 _PARTS = 2**16
 
 
-def draw_seed(device: torch.device) -> torch.Tensor:
-    """A seed on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA graphs."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), device=device, dtype=torch.int64)
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """`count` seeds on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA
+    graphs. Several at once take one kernel; `split(1)` gives each."""
+    return torch.randint(-(2**63), 2**63 - 1, (count,), device=device, dtype=torch.int64)
 
 
 def check_probability(p: float, op: str) -> None:

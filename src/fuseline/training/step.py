@@ -14,8 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import why_not_recordable
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recording import Batch, StepGraph
+from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError
 from fuseline.optim import Update
 from fuseline.timing import synchronize
@@ -83,6 +90,9 @@ class TrainStep:
         if precision == "fp8" and fp8 is None:
             fp8 = Fp8Layers(module, clock=Clock(recorded=how.whole_step))
         self.fp8 = fp8
+        # Compiled code may keep the addresses of a step's copies; what it multiplies by it casts itself.
+        copied = torch.float32 if how.backend is not None else compute_dtype(precision)
+        self._copies = WeightCopies(module, copied)
         self.compile_seconds = 0.0
         self._update = Update(optimizer, grad_clip=grad_clip, scaler=self.scaler, kernels=kernels)
         self._trees = how.trees
@@ -145,7 +155,7 @@ class TrainStep:
 
     def _run(self, micro_batches: tuple[Batch, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step(), self._copies.one_step():
             losses = self._gradients(micro_batches)
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
