@@ -61,9 +61,7 @@ class LayerCall:
         for name in ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight"):
             if given[name] is not None and given[name] is not False:
                 return f"it is called with {name}"
-        weights = tuple(
-            given[f"{of}_proj_{what}"] for of in ("in", "out") for what in ("weight", "bias")
-        )
+        weights = tuple(given[f"{of}_proj_{what}"] for of in ("in", "out") for what in ("weight", "bias"))
         reason = why_not_tensors([t for t in (query, *weights, mask, padding) if t is not None])
         if reason is not None:
             return reason

@@ -76,9 +76,7 @@ class SelfAttention(nn.Module):
             first = torch.arange(B, device=x.device) * (T // 2) // max(B - 1, 1)
             padding = _masked(t < first[:, None], form.padding, torch.zeros(B, T, device=x.device))
         weights = self.in_weight, self.in_bias, self.out_weight, self.out_bias
-        return LayerCall(
-            x, weights, form.heads, self.p if self.training else 0.0, form.causal, mask, padding
-        )
+        return LayerCall(x, weights, form.heads, self.p if self.training else 0.0, form.causal, mask, padding)
 
 
 @dataclass(frozen=True)
