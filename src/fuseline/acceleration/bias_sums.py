@@ -1,7 +1,8 @@
 """Sums over the rows of a gradient, left by whoever made the gradient for the layer whose bias they are for.
 
-A linear layer's bias has the sum of its output's gradient for its own. Where a kernel that makes that gradient
-has the sums at hand, the layer needs no pass over it. A `Wish` says whether anybody came for them last time.
+The gradient of a linear layer's bias is the sum of that of the layer's output. Where a kernel that makes the
+latter has the sums at hand, the layer needs no pass over it. A `Wish` says whether they were asked for last
+time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ sum, its retained gradient and `torch.autograd.grad` of it are those of a model 
 
 Dropout of one summand is computed in the same pass, by a `Mask` that is a function of a seed. Where nothing
 but the norm reads the sum, as in a post-norm layer, the pass that makes the norm's gradient makes that of the
-dropped summand, too, and `Summed` finds it in the mask. The same pass adds up its rows for the bias of the layer
-whose result is dropped (`bias_sums.py`). Else it is dropout of the sum's whole gradient.
+dropped summand, too, and `Summed` finds it in the mask. The same pass adds up that gradient's rows, for the
+bias of the layer whose result is dropped (`bias_sums.py`). Else it is dropout of the sum's whole gradient.
 """
 
 from __future__ import annotations

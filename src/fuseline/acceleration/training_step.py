@@ -28,6 +28,7 @@ from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.errors import InputError, first_line
+from fuseline.ops.philox import seeds_together
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
@@ -260,7 +261,8 @@ class TrainingStep(InForms):
             with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
+            seeds, masks = seeds_together(), self._masks.inside(self._full[index])
+            with across_modules(), seeds, self.choice.form.inside(), masks:
                 yield
 
     def _update(self) -> None:
