@@ -225,7 +225,7 @@ def test_an_encoder_on_a_gpu(padded: bool, keep_all: Make) -> None:
     assert {site.op for site in fast.kept if site.kind == "attention"} == {"attention_packed"}
 
     def run(module: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
-        src = x.to(dtype).requires_grad_()
+        src = x.detach().clone().to(dtype).requires_grad_()
         with across_modules():
             y = module(src, **given)
         weights = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(dtype)
