@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from fuseline.acceleration.bias_sums import left
 from fuseline.ops import linear as linear_op
 from fuseline.ops.dropout_add_norm import is_native
 from fuseline.ops.linear import float_or
@@ -152,9 +153,15 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         back = grad_back if wants_x else None
+        sums = left(grad) if wants_bias and _is_plain(grad) else None
         grad_x, grad_weight, grad_bias = torch.ops.fuseline.linear_backward.default(
-            grad, x, weight, [wants_x and back is None, wants_weight, wants_bias], ctx.weight_dtype
+            grad,
+            x,
+            weight,
+            [wants_x and back is None, wants_weight, wants_bias and sums is None],
+            ctx.weight_dtype,
         )
+        grad_bias = grad_bias if sums is None else sums
         if back is not None:
             rows = back.reshape(-1, back.shape[-1])
             product = grad.reshape(-1, grad.shape[-1]), weight

@@ -35,6 +35,7 @@ from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError, first_line
+from fuseline.ops.philox import seeds_together
 from fuseline.optim import Update
 from fuseline.timing import ran_out_of_memory
 
@@ -271,7 +272,8 @@ class TrainingStep(InForms):
             with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
+            seeds, masks = seeds_together(), self._masks.inside(self._full[index])
+            with across_modules(), seeds, self.choice.form.inside(), masks:
                 yield
 
     def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:

@@ -12,10 +12,13 @@ every test of BigCrush.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from fuseline.errors import InputError
 
@@ -26,10 +29,54 @@ _ROUNDS = 7
 _PARTS = 2**16
 
 
+class _Drawn(threading.local):
+    """Seeds that were drawn together and not given out yet; how many the last `seeds_together` gave out."""
+
+    together: bool = False
+    left: tuple[torch.Tensor, ...] = ()
+    given: int = 0
+    expected: int = 0
+
+
+_drawn = _Drawn()
+
+
+@contextlib.contextmanager
+def seeds_together() -> Iterator[None]:
+    """Within, one launch draws as many seeds as were given out within the last time in this thread."""
+    _drawn.together, _drawn.given = True, 0
+    try:
+        yield
+    finally:
+        _drawn.together, _drawn.left, _drawn.expected = False, (), _drawn.given
+
+
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
     """`count` seeds on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA
     graphs. Several at once take one kernel; `split(1)` gives each."""
+    # A checkpoint draws again what it drew, with the generator set back: its seeds are drawn one by one.
+    if (
+        count > 1
+        or not _drawn.together
+        or is_compiling()
+        or not torch.is_grad_enabled()
+        or _saves_otherwise()
+    ):
+        return _draw(device, count)
+    _drawn.given += 1
+    if not _drawn.left or _drawn.left[0].device != device:
+        _drawn.left = _draw(device, max(1, _drawn.expected - _drawn.given + 1)).split(1)
+    seed, *rest = _drawn.left
+    _drawn.left = tuple(rest)
+    return seed
+
+
+def _draw(device: torch.device, count: int) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (count,), device=device, dtype=torch.int64)
+
+
+def _saves_otherwise() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def check_probability(p: float, op: str) -> None:

@@ -1,0 +1,73 @@
+"""Biases whose gradient is added up in a norm's backward: right whoever changes the gradient on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fuseline.acceleration import bias_sums, linear_study, shared_input
+from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.shared_input import across_modules
+
+from .masked_models import WIDTH, P, masks_of_seeds, same, without_layers
+
+pytestmark = pytest.mark.usefixtures("proofs_shared", "by_seeds")
+Make = Callable[..., Acceleration]
+
+
+class Post(nn.Module):
+    def __init__(self, changes: str) -> None:
+        super().__init__()
+        self.changes = changes
+        self.enter, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.norm = nn.Dropout(P), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        branch = self.mix(x)
+        if self.changes == "another reader":
+            return self.norm(x + self.drop(branch)) + branch
+        if self.changes == "a hook":
+            branch.register_hook(lambda gradient: 2 * gradient)
+        if self.changes == "a hook that writes":
+            branch.register_hook(write)
+        return self.norm(x + self.drop(branch.transpose(0, 1).transpose(0, 1)))
+
+
+def write(gradient: torch.Tensor) -> None:
+    gradient.mul_(2)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    with across_modules():
+        y = model(x)
+    incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    return list(torch.autograd.grad(y, list(model.parameters()), incoming.to(y.device)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("changes", ["nothing", "another reader", "a hook", "a hook that writes"])
+def test_biases_of_what_is_dropped(
+    changes: str, device: str, keep_all: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_study, "DEVICES", ("cpu", "cuda"))
+    found: list[torch.Tensor | None] = []
+
+    def left(gradient: torch.Tensor) -> torch.Tensor | None:
+        found.append(bias_sums.left(gradient))
+        return found[-1]
+
+    monkeypatch.setattr(shared_input, "left", left)
+    model, x = Post(changes).to(device), torch.randn(3, 5, WIDTH, device=device)
+    keep_all(model, x)
+    with masks_of_seeds():
+        expected = gradients(without_layers(model), x)
+    for last in (False, True):
+        found.clear()
+        assert same(gradients(model, x), expected)
+        made = [one is not None for one in found]
+        assert made.count(True) == (last and changes == "nothing")
