@@ -126,7 +126,7 @@ def test_kernel_is_right_under_every_plan(name: str, rows: int) -> None:
     arguments.pop("out_features")
     weight = arguments.pop("weight")
     taken = 0
-    for kernel in ("stream", "tiles", "gemv", "65_to_256", "slices"):
+    for kernel in ("stream", "tiles", "gemv", "65_to_256", "slices", "row"):
         for splits in range(1, 9):
             y = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
             plan: dict[str, Any] = {"kernel": kernel, "splits": splits}
@@ -207,6 +207,25 @@ def test_one_row_of_few_quantized_weights_is_right(name: str, dtype: torch.dtype
         y = quant_linear(**arguments)
         assert_exact(y, exact(arguments), f"{k} x {n}")
         assert torch.equal(quant_linear(**arguments), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int8", "int4-128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_row_of_any_magnitudes_is_right(name: str, dtype: torch.dtype) -> None:
+    """Elements of x are integers of 30 bits beside the largest of their step: 2^-40 to 2^12, then 10^30."""
+    arguments = draw(1, 4096, 4096, FORMATS[name], dtype)
+    spread = torch.randn(4096, device="cuda") * 6
+    arguments["x"] = (arguments["x"].float() * spread.clamp(-24, 8).exp2()).to(dtype)
+    assert_exact(quant_linear(**arguments), exact(arguments))
+    if dtype == torch.bfloat16:
+        arguments["x"] = arguments["x"] * 1e30
+        assert_exact(quant_linear(**arguments), exact(arguments))
+    arguments["bias"] = None
+    arguments["x"][0, 77] = 0.0
+    arguments["x"][0, 1000] = float("inf")
+    assert quant_linear(**arguments).isnan().all()
+    assert not quant_linear(**{**arguments, "x": torch.zeros_like(arguments["x"])}).any()
 
 
 @pytest.mark.gpu
