@@ -71,6 +71,7 @@ SEEDS: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "seed-fused-kernels": ("ops", seeds.fused_kernels),
     "seed-masked-softmax": ("ops", seeds.masked_softmax),
     "seed-clock": ("quality", seeds.clock),
+    "seed-formats": ("quality", generation.quality),
     "seed-memory": ("step", seeds.memory),
     "seed-epoch": ("translation", seeds.translation_epoch),
     "seed-compilers": ("compile", seeds.compilers),

@@ -84,5 +84,6 @@ def quality(records: Sequence[Record]) -> list[str]:
     for (of, format), values in found.items():
         percent = round(100 * values.get("loss_error", 0.0), 3) + 0.0  # -0 is 0
         cost = f"{percent:.3f}%" if "loss_error" in values else ""
-        body.append([of, format, f"{values['perplexity']:.3f}", cost])
-    return table(["text", "weights", "perplexity", "more than bf16"], body, left=2)
+        bits = f"{values['bits_per_weight']:.2f}" if "bits_per_weight" in values else ""
+        body.append([of, format, bits, f"{values['perplexity']:.3f}", cost])
+    return table(["text", "weights", "bits a weight", "perplexity", "more than bf16"], body, left=2)
