@@ -45,8 +45,14 @@ __device__ __forceinline__ void store_digits(uint32_t digits, uint32_t factors, 
   for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(fabsf(values[e])));  // NaN is more than all
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(~0u, most, offset));
-  constexpr uint32_t kLeast = 30, kInfinite = 255;  // exponents as fp32 keeps them; below 2^-97 x is rounded to multiples of 2^-126
-  const uint32_t exponent = max(most >> 23, kLeast);
+  // Exponents as fp32 keeps them; the least keeps factors normal. Infinities are one times infinity, and what is beside them none.
+  constexpr uint32_t kLeast = 30, kOfOne = 156, kInfinite = 0x7f800000u;
+  const bool finite = most < kInfinite;
+  const uint32_t exponent = finite ? max(most >> 23, kLeast) : kOfOne;
+  if (!finite) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) values[e] = isinf(values[e]) ? copysignf(1.f, values[e]) : 0.f;
+  }
   const float to_integers = __uint_as_float((283 - exponent) << 23);  // the largest becomes 2^29 and more
   uint32_t words[8];
 #pragma unroll
@@ -82,9 +88,10 @@ __device__ __forceinline__ void store_digits(uint32_t digits, uint32_t factors, 
   for (int d = 0; d < kRowDigits; ++d) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + d * 64), "r"(digit[d][0]), "r"(digit[d][1]) : "memory");
   }
-  if (at % kLanes == 0) {  // what an infinity or NaN is in makes the row NaN
-    const uint32_t factor = exponent == kInfinite ? 0x7fffffffu : (exponent - 29) << 23;
-    store_shared(factors + at / kLanes * kFactorBytes, make_uint4(uint32_t(start[0]), factor, uint32_t(start[1]), factor));
+  if (at % kLanes == 0) {
+    const uint32_t factor = (exponent - 29) << 23;
+    store_shared(factors + at / kLanes * kFactorBytes,
+                 make_uint4(uint32_t(start[0]), finite ? factor : most, uint32_t(start[1]), finite ? factor : 0u));
   }
 }
 
