@@ -19,8 +19,6 @@ from torch.optim import optimizer as optimizers
 from fuseline import native
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGE_ARGUMENTS = 12010
-"""The first CUDA version whose drivers launch kernels with 32 KB of arguments."""
 _REFUSED = ("amsgrad", "maximize", "differentiable")
 _KINDS = (Tensor, torch.nn.Parameter)
 
@@ -48,10 +46,10 @@ def why_not(optimizer: torch.optim.Optimizer, device: torch.device) -> str | Non
         return f"it is {type(optimizer).__name__}, not torch's AdamW"
     if device.type != "cuda":
         return f"its parameters are on {device.type}"
-    if torch._C._cuda_getDriverVersion() < LARGE_ARGUMENTS:  # type: ignore[attr-defined]
-        return "the driver launches no kernels with so many arguments"
     if not native.ready("cuda"):
         return "the kernels are not there"
+    if not torch.ops.fuseline.launches_large_arguments():
+        return "the driver launches no kernels with so many arguments"
     return None
 
 

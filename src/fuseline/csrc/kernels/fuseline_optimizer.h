@@ -8,6 +8,9 @@
 extern "C" {
 #endif
 
+/* 1 if the driver launches kernels with 32 KB of arguments, which both functions below need; else 0. */
+FUSELINE_API int fuseline_launches_large_arguments(void);
+
 /* One parameter with its state: `count` elements each, dense and in the same order. */
 typedef struct {
   void *weight, *exp_avg, *exp_avg_sq;

@@ -137,6 +137,10 @@ Tensor gradient_norm_meta(at::TensorList grads, const Tensor&) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("launches_large_arguments() -> bool", [] {
+        static const auto ask = FUSELINE_KERNEL(fuseline_launches_large_arguments);
+        return ask() != 0;
+    });
     define_on_cuda(m, "adamw(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
                       "Tensor(d!)[] steps, int[] sizes, Tensor?[] rates, float[] settings, Tensor? norm, "
                       "float max_norm, Tensor? found_inf, Tensor(e!) arrived) -> ()",

@@ -265,3 +265,9 @@ int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, in
   a.norm = norm, a.found_inf = found_inf, a.arrived = arrived, a.max_norm = float(max_norm);
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(parameters, count, a, stream); });
 }
+
+int fuseline_launches_large_arguments(void) {
+  constexpr int kFirst = 12010;  // the first CUDA version whose drivers do
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess && version >= kFirst;
+}
