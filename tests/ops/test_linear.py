@@ -114,7 +114,7 @@ def test_every_algorithm_is_right(turned_left: bool, turned_right: bool, bias: b
         if out.numel():
             count += 1
             assert out.dtype is (torch.float32 if wide else torch.bfloat16)
-            assert (out.double() - wanted).norm() / wanted.norm() < (1e-5 if wide else 4e-3)
+            assert (out.double() - wanted).norm() / wanted.norm() < (1e-4 if wide else 4e-3)
     assert count >= 1
 
 

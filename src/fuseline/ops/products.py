@@ -202,10 +202,10 @@ def chosen(times: Mapping[int, float]) -> int:
 
 
 def _is_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether two products differ by no more than rounding to their dtype, or by the order of sums in
-    float32."""
+    """Whether two products differ by no more than rounding to their dtype. In float32 sums over 16,384 rows
+    differ by 2e-5 from one order to another, and by 1e-3 where parts are rounded to 16 bits on the way."""
     difference = torch.linalg.vector_norm((found - wanted).float()) / torch.linalg.vector_norm(wanted.float())
-    return bool(difference <= (1e-5 if wanted.dtype is torch.float32 else 2 * torch.finfo(wanted.dtype).eps))
+    return bool(difference <= (1e-4 if wanted.dtype is torch.float32 else 2 * torch.finfo(wanted.dtype).eps))
 
 
 def _file(device: torch.device) -> Path:
