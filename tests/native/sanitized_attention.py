@@ -39,6 +39,8 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         for shape in ((1, 4, 130, S), (2, 1, 130, S)):
             bias = torch.randn(shape, device="cuda", requires_grad=True)
             yield f"mask {shape} whose gradient is left {D}", call(torch.bfloat16, 130, S, D, mask=bias)
+    for T in (136, 264):
+        yield f"one pass {T} with dropout", call(torch.bfloat16, T, T, 64, sinks=None, dropout_p=0.1)
     for T, D in ((16, 32), (32, 32), (64, 32), (40, 64), (128, 64), (100, 128)):
         for mask in (None, torch.randn(2, 1, T, T, device="cuda")):
             options: dict[str, Any] = {} if mask is None else {"mask": mask, "dropout_p": 0.1}

@@ -169,6 +169,18 @@ def test_self_attention(T: int, causal: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [NONE, TOP_LEFT, BOTTOM_RIGHT])
+@pytest.mark.parametrize("T", [136, 256, 515, 1000, 1024, 2056])
+def test_self_attention_with_dropout(T: int, causal: int, dtype: torch.dtype) -> None:
+    """On Hopper the pass over the scores reads bits of what is kept, to 2,048 rows of whole blocks of Philox;
+    515 and 2,056 rows go another way."""
+    spec = Spec(H=4, H_kv=2, T=T, S=T, D=64, dtype=dtype, causal=causal, scale=0.125, layout="qkv")
+    check(replace(spec, dropout_p=0.2), "cuda")
+    check(replace(spec, D=40, H_kv=4, dropout_p=0.5), "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads, kv_heads, B, T", [(7, 1, 2, 2048), (6, 2, 1, 640), (16, 2, 8, 1024)])
 def test_heads_that_share_keys_add_in_turn(heads: int, kv_heads: int, B: int, T: int) -> None:
     """In the pass over the scores each head adds to what the head before it left; more blocks than run at
@@ -177,9 +189,14 @@ def test_heads_that_share_keys_add_in_turn(heads: int, kv_heads: int, B: int, T:
     check(replace(spec, dtype=torch.bfloat16), "cuda")
 
 
+DROPPED = {"sinks": True, "dropout_p": 0.2, "T": 304, "S": 304}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [NONE, TOP_LEFT])
-@pytest.mark.parametrize("change", [{"D": 40}, {"D": 56, "sinks": True}, {"wanted": ("q", "k")}, {"S": 301}])
+@pytest.mark.parametrize(
+    "change", [{"D": 40}, {"D": 56, "sinks": True}, {"wanted": ("q", "k")}, {"S": 301}, DROPPED]
+)
 def test_near_self_attention(change: dict[str, Any], causal: int) -> None:
     """Heads that do not fill their columns and sinks in one pass, gradients that are not wanted and more keys
     than rows in two."""

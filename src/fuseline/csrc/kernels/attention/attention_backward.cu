@@ -30,11 +30,21 @@ struct Delta {
   float *delta, *lse_log2;
   int64_t statistic_rows;
   int *turns, *key_turns;  // of the single pass, which has none done yet; null without it
+  uint32_t* kept;          // of the single pass with dropout; null without it
   int64_t grad_out_strides[3];
 };
 
+// A word of KeptBits, from its first row's block of Philox.
+__device__ __forceinline__ uint32_t draw_kept(const Dropout& dropout, uint64_t seed, uint64_t block, unsigned blocks_a_row) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) word |= kept_of_block(dropout, seed, block + blocks_a_row * (b / 2 * 8 + b % 2)) << 8 * b;
+  return word;
+}
+
 // delta = dot(out, grad_out) - grad_lse, 8 lanes a row; and lse_log2, which the kernels that follow copy as it is. A block's
-// rows are of one head.
+// rows are of one head. For the single pass with dropout delta is divided by the scale of what is kept, and a block draws what
+// is kept of its rows, beside the loads of others: the pass itself would draw a block of Philox for every two elements.
 template <class T>
 __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_constant__ Delta g) {
   const fuseline_attention& c = g.a.call;
@@ -62,9 +72,26 @@ __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_co
   for (int lane = 1; lane < kLanesARow; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
   if (threadIdx.x % kLanesARow == 0) {
     const int64_t at = index * g.statistic_rows + row;
-    g.delta[at] = there ? sum - grad_lse : 0.f;
+    const float by = g.kept == nullptr ? 1.f : g.a.dropout.scale > 0.f ? 1.f / g.a.dropout.scale : 0.f;
+    g.delta[at] = there ? (sum - grad_lse) * by : 0.f;
     g.lse_log2[at] = there && lse != -kInfinity ? lse * kLog2E : kInfinity;  // no power of a score relative to it is infinite
     if (g.turns != nullptr && row % kStatisticRows == 0) g.turns[at / kStatisticRows] = g.key_turns[at / kStatisticRows] = 0;
+  }
+  if (g.kept == nullptr) return;
+  using Bits = KeptBits;
+  constexpr int kStrips = kDeltaRows / 16, kWords = kStrips * Bits::kStrip;  // of 64 keys
+  const int first = int(blockIdx.x % blocks) * kDeltaRows, row_tile = first / Bits::kRows;
+  const int all = int((c.seqlen_k + 63) / 64), seen = c.causal != FUSELINE_CAUSAL_NONE ? min(all, row_tile + 1) : all;
+  const int64_t row_tiles = g.statistic_rows / Bits::kRows, key_tiles = (c.seqlen_k + Bits::kKeys - 1) / Bits::kKeys;
+  uint32_t* const to =
+      g.kept + (index * row_tiles + row_tile) * key_tiles * Bits::kWords + first % Bits::kRows / 16 * Bits::kStrip;
+  const uint64_t seed = uint64_t(*g.a.dropout.seed);
+  const unsigned blocks_a_row = unsigned(c.seqlen_k) / 8;
+  const uint64_t of_first = (uint64_t(index) * unsigned(c.seqlen_q) + unsigned(first)) * blocks_a_row;
+  for (int i = int(threadIdx.x); i < seen * kWords; i += kDeltaThreads) {
+    const int half = i / kWords, strip = i % kWords / Bits::kStrip, word = i % Bits::kStrip;
+    const uint64_t block = of_first + unsigned(strip * 16 + word % 4 * 2) * blocks_a_row + unsigned(half * 8 + word / 4);
+    to[half * Bits::kHalf + strip * Bits::kStrip + word] = draw_kept(g.a.dropout, seed, block, blocks_a_row);
   }
 }
 
@@ -111,7 +138,8 @@ int launch_delta(const Delta& g, void* stream) {
   });
 }
 
-// Self-attention of plain scores with all of its gradients, heads of up to 64, on Hopper.
+// Self-attention of plain scores with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole blocks of
+// Philox, and no more of them than their sums of grad_q take as much room as the bits of what is kept.
 bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
   const bool shape = c.dtype != FUSELINE_FLOAT32 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
@@ -120,26 +148,32 @@ bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   if (!shape || !all) return false;
   const Attention a = attention_of(c);
   const bool windows = a.left < kUnlimited || (c.causal == FUSELINE_CAUSAL_NONE && a.right < kUnlimited);
+  constexpr int64_t kMostDropped = 2048;
+  const bool drawn = c.seqlen_k % 8 == 0 && c.seqlen_k <= kMostDropped && gradients.grad_sinks == nullptr;
+  if (a.dropout.seed != nullptr && !drawn) return false;
   Device device;
-  return !windows && plain_scores(a) && current_device(device) == cudaSuccess && device.warpgroups;
+  return !windows && plain_but_for_dropout(a) && current_device(device) == cudaSuccess && device.warpgroups;
 }
 
 // The parts of what lies in the workspace for the single pass behind delta and lse_log2. There are as many turns of keys as of
 // rows, which are more.
 struct SinglePassBytes {
-  int64_t partial, key_partial, turns;
+  int64_t partial, key_partial, turns, kept;
   explicit SinglePassBytes(const fuseline_attention& c) {
     constexpr int64_t kSums = 64 * int64_t(sizeof(float)), kKeys = 128;
     const int64_t rows = c.batch * c.heads * statistic_rows(c);
     partial = rows * kSums;
     key_partial = c.heads == c.kv_heads ? 0 : 2 * c.batch * c.kv_heads * divide_up(c.seqlen_k, kKeys) * kKeys * kSums;
     turns = rows / kStatisticRows * int64_t(sizeof(int));
+    const int64_t tiles = rows / KeptBits::kRows * divide_up(c.seqlen_k, int64_t(KeptBits::kKeys));
+    kept = c.dropout > 0 && c.seed != nullptr ? tiles * KeptBits::kBytes : 0;
   }
-  int64_t all() const { return partial + key_partial + 2 * turns; }
+  int64_t all() const { return partial + key_partial + kept + 2 * turns; }
   SinglePassScratch at(char* start) const {
-    char* const counts = start + partial + key_partial;
+    char* const bits = start + partial + key_partial;
+    char* const counts = bits + kept;
     return {reinterpret_cast<float*>(start), reinterpret_cast<float*>(start + partial), reinterpret_cast<int*>(counts),
-            reinterpret_cast<int*>(counts + turns)};
+            reinterpret_cast<int*>(counts + turns), kept > 0 ? reinterpret_cast<uint32_t*>(bits) : nullptr};
   }
 };
 
@@ -226,7 +260,7 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
   char* const scratch = workspace + 2 * statistics_bytes(c);
   const bool single = takes_single_pass(*gradients);
   const SinglePassScratch of_single = SinglePassBytes(c).at(scratch);
-  if (single) of.turns = of_single.turns, of.key_turns = of_single.key_turns;
+  if (single) of.turns = of_single.turns, of.key_turns = of_single.key_turns, of.kept = of_single.kept;
   int code = c.seqlen_q > 0 ? launch_delta(of, stream) : 0;
   if (code == 0 && gradients->grad_sinks != nullptr) {
     attention_grad_sinks<<<unsigned(c.heads), kDeltaThreads, 0, static_cast<cudaStream_t>(stream)>>>(
@@ -237,6 +271,10 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
     const int done = c.dtype == FUSELINE_FLOAT16 ? launch_backward_single<__half>(g, of_single, stream)
                                                  : launch_backward_single<__nv_bfloat16>(g, of_single, stream);
     if (done != FUSELINE_UNSUPPORTED) return done;
+    if (of.kept != nullptr) {  // the other kernels' delta
+      of.kept = nullptr;
+      code = launch_delta(of, stream);
+    }
   }
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);

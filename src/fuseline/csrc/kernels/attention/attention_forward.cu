@@ -20,8 +20,8 @@ int launch_forward_of(const Attention& a, void* stream) {
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   if (device.warpgroups && a.call.head_dim <= 128 && !(plain && a.call.head_dim <= kNarrow)) {
-    const int code = plain ? launch_forward_panels<T, true>(a, device, stream)
-                           : launch_forward_panels<T, false>(a, device, stream);
+    const int code = plain_but_for_dropout(a) ? launch_forward_panels<T, true>(a, device, stream)
+                                              : launch_forward_panels<T, false>(a, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;
   }
   return plain ? launch_forward<T, true>(a, stream) : launch_forward<T, false>(a, stream);

@@ -1,5 +1,6 @@
-// Attention backward of plain scores in one pass (sm_90a), head dims to 64: a block of keys computes the scores of every tile of
-// rows that sees it once, for all three gradients. 10 * T * S * D operations a head, where attention_backward.cuh does 14.
+// Attention backward of plain scores, with dropout or without, in one pass (sm_90a), head dims to 64: a block of keys computes
+// the scores of every tile of rows that sees it once, for all three gradients. 10 * T * S * D operations a head, where
+// attention_backward.cuh does 14. What dropout keeps comes as bits, which the kernel of delta has drawn.
 //
 // A warpgroup multiplies. It has 128 keys, 64 at a time as the rows of its products, so that probabilities and dx are left
 // operands of grad_v and grad_k as they lie with the lanes; dx goes through shared memory once, to be the left side of grad_q.
@@ -44,7 +45,8 @@ struct SinglePass {
   static constexpr int kStatistics = 2 * kRows * int(sizeof(float));  // bytes of a stage
   static constexpr int kStage = 2 * Rows::kBytes;
   static constexpr int kAtStages = 2 * Keys::kBytes, kAtSlopes = kAtStages + kStages * kStage;
-  static constexpr int kAtStatistics = kAtSlopes + Slopes::kBytes, kAtBarriers = kAtStatistics + kStages * kStatistics;
+  static constexpr int kAtStatistics = kAtSlopes + Slopes::kBytes, kAtKept = kAtStatistics + kStages * kStatistics;
+  static constexpr int kAtBarriers = kAtKept + kStages * KeptBits::kBytes;
   static constexpr int kShared = kAtBarriers + int(sizeof(SinglePassBarriers));
   static constexpr int kPartial = kRows * kD, kKeyPartial = 2 * kKeys * kD;  // floats
 };
@@ -142,7 +144,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[8][4], float by, 
 
 }  // namespace single_pass
 
-template <class T>
+template <class T, bool kDrops>
 __global__ void __launch_bounds__(SinglePass::kThreads, 2)
     attention_backward_single(const __grid_constant__ SinglePassBackward g, int tiles) {
   using namespace single_pass;
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
         const int stage = number % 2;
         if (number >= 2) barrier_wait(barriers.empty + stage, (number / 2 - 1) & 1);
         uint64_t* const full = barriers.full + stage;
-        barrier_expect(full, Of::kStage + Of::kStatistics);
+        barrier_expect(full, Of::kStage + Of::kStatistics + (kDrops ? KeptBits::kBytes : 0));
         const Rows q_tile{base + Of::kAtStages + stage * Of::kStage}, grad_tile{q_tile.base + Rows::kBytes};
         copy_box_of_four(q_tile.base, &g.q, full, 0, tile * Of::kRows, task.head, batch);
         copy_box_of_four(grad_tile.base, &g.from_out, full, 0, tile * Of::kRows, task.head, batch);
@@ -200,6 +202,10 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
         const int64_t at = int64_t(of_rows + tile) * Of::kRows;
         copy_in(statistics, g.lse_log2 + at, Of::kStatistics / 2, full);
         copy_in(statistics + Of::kStatistics / 2, g.delta + at, Of::kStatistics / 2, full);
+        if constexpr (kDrops) {
+          copy_in(memory + Of::kAtKept + stage * KeptBits::kBytes,
+                  g.scratch.kept + (int64_t(of_rows + tile) * tiles + task.tile) * KeptBits::kWords, KeptBits::kBytes, full);
+        }
       });
     } else if (warp == 1) {
       each_step(from, to, [&](int tile, int number) {
@@ -216,6 +222,7 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
     }
   } else {
     take_registers<232>();
+    const float by = kDrops ? g.a.dropout.scale : 1.f;  // delta is divided by it, all sums are multiplied
     const Of::Slopes slopes{base + Of::kAtSlopes};
     float k_sums[Of::kHalves][1][kD / 8][4], v_sums[Of::kHalves][1][kD / 8][4];
 #pragma unroll
@@ -258,9 +265,26 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
         });
         wgmma_wait<0>();
         hold(dots[0]);
-        each_element<1, 8>([&](int, int n, int e) {
-          dots[0][n][e] = scores[0][n][e] * (dots[0][n][e] - lse[Of::kRows + 8 * n + e % 2]);
-        });
+        if constexpr (kDrops) {
+          const uint32_t* const kept = reinterpret_cast<const uint32_t*>(memory + Of::kAtKept + stage * KeptBits::kBytes) +
+                                       half * KeptBits::kHalf + at.warp * 8 + at.lane % 4;
+#pragma unroll
+          for (int strip = 0; strip < Of::kRows / 16; ++strip) {
+            const uint32_t words[2] = {kept[strip * KeptBits::kStrip] >> at.lane / 4,
+                                       kept[strip * KeptBits::kStrip + 4] >> at.lane / 4};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              const int n = 2 * strip + i / 4, e = i % 4;
+              const float power = scores[0][n][e];
+              scores[0][n][e] = words[e / 2] & 1u << (i / 4 * 16 + e % 2 * 8) ? power : 0.f;
+              dots[0][n][e] = fmaf(scores[0][n][e], dots[0][n][e], -power * lse[Of::kRows + 8 * n + e % 2]);
+            }
+          }
+        } else {
+          each_element<1, 8>([&](int, int n, int e) {
+            dots[0][n][e] = scores[0][n][e] * (dots[0][n][e] - lse[Of::kRows + 8 * n + e % 2]);
+          });
+        }
         uint32_t left[2][4][4];
         pack_left<T>(left[0], scores);
         pack_left<T>(left[1], dots);
@@ -308,7 +332,7 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
       if (at.lane == 0) barrier_arrive(barriers.empty + stage);
       if (last) {
         const int first_row = row + at.warp * 16;
-        store_sums(sums, g.a.scale,
+        store_sums(sums, g.a.scale * by,
                    static_cast<T*>(g.grad_q) + batch * g.grad_q_strides[0] + task.head * g.grad_q_strides[1] +
                        first_row * g.grad_q_strides[2],
                    g.grad_q_strides[2], int(c.seqlen_q) - first_row, int(c.head_dim));
@@ -358,14 +382,14 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
 #pragma unroll
     for (int half = 0; half < Of::kHalves; ++half) {
       const int warp_first = first + 64 * half + at.warp * 16;
-      const auto store = [&](const float(&sums)[1][kD / 8][4], float by, void* grad, const int64_t(&strides)[3]) {
-        const float factor[1][2] = {{by, by}};
+      const auto store = [&](const float(&sums)[1][kD / 8][4], float scale, void* grad, const int64_t(&strides)[3]) {
+        const float factor[1][2] = {{scale, scale}};
         store_rows<T, kD, 1>(sums, factor, through,
                              static_cast<T*>(grad) + batch * strides[0] + kv_head * strides[1] + warp_first * strides[2],
                              strides[2], keys - warp_first, int(c.head_dim));
       };
-      store(k_sums[half], g.a.scale, g.grad_k, g.grad_k_strides);
-      store(v_sums[half], 1.f, g.grad_v, g.grad_v_strides);
+      store(k_sums[half], g.a.scale * by, g.grad_k, g.grad_k_strides);
+      store(v_sums[half], by, g.grad_v, g.grad_v_strides);
     }
   }
 }
@@ -385,7 +409,8 @@ int launch_backward_single(const AttentionBackward& given, const SinglePassScrat
   if (code == 0) code = make(g.from_out, g.grad_out, g.grad_out_strides, c.heads, c.seqlen_q, Of::kRows);
   if (code != 0) return code;
   const AttentionGrid grid(c, c.heads, true, Of::kKeys);
-  return launch_attention(attention_backward_single<T>, g, grid, Of::kThreads, Of::kShared, stream);
+  const auto kernel = g.a.dropout.seed != nullptr ? attention_backward_single<T, true> : attention_backward_single<T, false>;
+  return launch_attention(kernel, g, grid, Of::kThreads, Of::kShared, stream);
 }
 
 }  // namespace fuseline

@@ -42,6 +42,17 @@ struct AttentionBackward {
 struct SinglePassScratch {
   float *partial, *key_partial;
   int *turns, *key_turns;
+  // What dropout keeps, [batch, heads, tiles of 64 rows, tiles of 128 keys, KeptBits::kWords]; null without dropout.
+  uint32_t* kept;
+};
+
+// What dropout keeps of 64 rows and 128 keys, a bit an element, in the order in which lanes with keys as rows of a product read
+// it. A word has four rows and eight neighbouring keys: byte b is row (0, 1, 8 or 9)[b] + 2 quad + 16 (rows / 16), bit i key i.
+struct KeptBits {
+  static constexpr int kRows = 64, kKeys = 128;
+  // Of 16 rows and 64 keys; of all rows and 64 keys; of all.
+  static constexpr int kStrip = 32, kHalf = kRows / 16 * kStrip, kWords = 2 * kHalf;
+  static constexpr int kBytes = kWords * int(sizeof(uint32_t));
 };
 
 constexpr int kUnlimited = 1 << 30;
@@ -60,10 +71,11 @@ inline Attention attention_of(const fuseline_attention& call) {
   return a;
 }
 
-// Scores need nothing but their scale and the keys' bounds.
-inline bool plain_scores(const Attention& a) {
-  return a.call.mask_kind == FUSELINE_MASK_NONE && a.cap == 0.f && a.dropout.seed == nullptr && a.scale > 0.f;
+// Scores need nothing but their scale and the keys' bounds, and probabilities perhaps dropout.
+inline bool plain_but_for_dropout(const Attention& a) {
+  return a.call.mask_kind == FUSELINE_MASK_NONE && a.cap == 0.f && a.scale > 0.f;
 }
+inline bool plain_scores(const Attention& a) { return plain_but_for_dropout(a) && a.dropout.seed == nullptr; }
 
 // Why the kernels do not take a call; 0 if they do.
 inline int attention_refusal(const fuseline_attention& c) {

@@ -44,6 +44,24 @@ struct KeptElements {
     const Element<kTurned, kM, kN> at(place, 0, 0, 0);
     const int64_t origin = place.sequence.random(c, place.head, 0) + at.key;
     constexpr int kRunsAWord = (kBits < 32 ? kBits : 32) / kRun;
+    if constexpr (!kTurned && kRun == 8) {
+      if (c.seqlen_k % 8 == 0 && (place.sequence.first_key + place.key) % 8 == 0) {  // runs are blocks
+        const unsigned blocks_a_row = unsigned(c.seqlen_k) / 8;
+        const uint64_t block = (uint64_t(origin) >> 3) + uint64_t(unsigned(at.row)) * blocks_a_row;
+        constexpr int kRuns = 2 * kN / kRun;  // of a row
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          words[word] = 0;
+#pragma unroll
+          for (int i = 0; i < kRunsAWord; ++i) {
+            const int run = word * kRunsAWord + i;
+            const unsigned further = unsigned(run / kRuns * 8) * blocks_a_row + unsigned(run % kRuns * 4);
+            words[word] |= kept_of_block(a.dropout, seed, block + further) << (i * kRun);
+          }
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       uint32_t bits = 0;

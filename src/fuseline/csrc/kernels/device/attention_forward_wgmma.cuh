@@ -81,17 +81,18 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardPanels<T, kD, kPlain
     wgmma_fence();
     start_rows<T>(scores, q_tile, 0, k_tile, 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    hold(scores[0]);
     const int warp_row = Lane().warp * 16;
     const Place place{sequence, task.head, first + warp_row, key,
                       mask_at(a, mask_tiles + stage * a.mask_tile.bytes, warp_row, 0)};
+    KeptElements<false, 1, kN> kept;
+    const bool drops = a.dropout.seed != nullptr;
+    if (drops) kept.draw(a, place);  // beside the product
+    wgmma_wait<0>();
+    hold(scores[0]);
     if constexpr (!kPlain) finish_scores<T, false, false>(a, place, scores, scores);
     if (key < whole_from || key + Of::kKeys > whole_to) hide_bounds<false>(a, place, scores);
     take_powers<kD>(scores, unit, reference, total, sums);
-    if (!kPlain && a.dropout.seed != nullptr) {
-      KeptElements<false, 1, kN> kept;
-      kept.draw(a, place);
+    if (drops) {
       each_element<1, kN>([&](int m, int n, int e) { scores[m][n][e] = kept(m, n, e) ? scores[m][n][e] : 0.f; });
     }
     uint32_t left[kN / 2][4];

@@ -81,6 +81,16 @@ __device__ __forceinline__ void dropout_multipliers(const Dropout& dropout, uint
   for (int i = 0; i < kCount; ++i) multipliers[i] = bits[i] >= dropout.threshold ? dropout.scale : 0.f;
 }
 
+// What is kept of the eight elements of a block, a bit each.
+__device__ __forceinline__ uint32_t kept_of_block(const Dropout& dropout, uint64_t seed, uint64_t block) {
+  const uint4 random = philox_uniform(seed, block);
+  const uint32_t words[4] = {random.x, random.y, random.z, random.w};
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) bits |= (words[i % 4] << i / 4 * 16 >= dropout.threshold ? 1u : 0u) << i;
+  return bits;
+}
+
 // The multiplier of one element, wherever it stands.
 __device__ __forceinline__ float dropout_multiplier(const Dropout& dropout, uint64_t seed, int64_t index) {
   uint32_t bits[4];
