@@ -65,7 +65,7 @@ def test_an_h200_has_lines_of_its_own_for_exact_widths() -> None:
 def test_a_width_takes_its_gpus_line_and_others_the_nearest_gpus() -> None:
     def layout(n: int, gpu: str) -> tuple[object, ...]:
         (plan,) = explain("add_rms_norm", (8192, n), torch.bfloat16, gpu=gpu, direction="backward").plans
-        return plan.kernel, plan.threads, plan.rows_per_block
+        return plan.kernel, plan.threads_per_row, plan.rows_per_block
 
     assert layout(2048, "h200") != layout(2048, "h100")
     assert layout(2056, "h200") == layout(2056, "h100")
