@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from fuseline.acceleration.reading import VIEWS, computed_output, name_of, path_of, value_of
+from fuseline.acceleration.reading import VIEWS, computed_output, name_of, path_of, stripped, value_of
 from fuseline.acceleration.recipe import Match, Refusal, Verdict, optional_tensor_at, tensor_at
 from fuseline.acceleration.shared_input import linear
 from fuseline.acceleration.trace import Trace
@@ -34,13 +34,15 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 @dataclass(frozen=True)
 class PatchEmbeddingRecipe:
     """Patches of tensor number `x`, as large as the kernels of `weight`, times `weight`; `tokens`: the result
-    is [B, patches, D], else it is [B, D] and the numbers of patches along each side."""
+    is [B, patches, D], else it is [B, D] and the numbers of patches along each side. `casts`: x is brought to
+    the weight's dtype."""
 
     op: ClassVar[str] = "linear"
     x: int
     weight: str
     bias: str | None
     tokens: bool
+    casts: bool = False
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -54,6 +56,8 @@ class PatchEmbeddingRecipe:
         x, weight = tensors[self.x], tensor_at(module, self.weight)
         bias = optional_tensor_at(module, self.bias)
         kernel = weight.shape[2:]
+        if self.casts:
+            x = x.to(weight.dtype)
         if x.shape[1] != weight.shape[1] or any(s < k for s, k in zip(x.shape[2:], kernel, strict=True)):
             CONVOLUTIONS[f"conv{len(kernel)}d"](x, weight, bias, kernel)  # raises the error of the original
         y = linear(patches_of(x, kernel), weight.flatten(1), bias, leaves=False)
@@ -92,7 +96,7 @@ def recognize(trace: Trace, module: nn.Module) -> Verdict:
         return None
     given: list[Any] = [*convolution.args, *(None, 1, 0, 1, 1)[len(convolution.args) - 2 :]]
     x, weight, bias, stride, padding, dilation, groups = given
-    source, weight_path, bias_path = trace.source_of(x), path_of(trace, weight), path_of(trace, bias)
+    source, weight_path, bias_path = trace.source_of(stripped(x)), path_of(trace, weight), path_of(trace, bias)
     if source is None or source.kind != "input" or weight_path is None:
         return None
     if bias is not None and bias_path is None:
@@ -103,11 +107,10 @@ def recognize(trace: Trace, module: nn.Module) -> Verdict:
     if reason := _why_not(value_of(x), kernel, padding, dilation, groups):
         return Refusal(KIND, reason)
     maps, result = value_of(convolution), value_of(output)
-    tokens = maps.shape[0], math.prod(maps.shape[2:]), maps.shape[1]
-    if output is not convolution and result.shape != tokens:
+    if output is not convolution and result.shape != (len(maps), math.prod(maps.shape[2:]), maps.shape[1]):
         return Refusal(KIND, "its result is brought into another order than [batch, patches, channels]")
-    recipe = PatchEmbeddingRecipe(source.index, weight_path, bias_path, output is not convolution)
-    return Match(KIND, (recipe,))
+    tokens, casts = output is not convolution, x is not stripped(x)
+    return Match(KIND, (PatchEmbeddingRecipe(source.index, weight_path, bias_path, tokens, casts),))
 
 
 def _why_not(x: torch.Tensor, kernel: list[int], padding: Any, dilation: Any, groups: int) -> str | None:
