@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) adamw(const __grid_cons
       update_word<T>(p, rates, h.weight.y, h.grad.y, h.m.y, h.v.y);
       update_word<T>(p, rates, h.weight.z, h.grad.z, h.m.z, h.v.z);
       update_word<T>(p, rates, h.weight.w, h.grad.w, h.m.w, h.v.w);
-      *reinterpret_cast<uint4*>(weight + at) = h.weight;
-      *reinterpret_cast<uint4*>(m + at) = h.m;
-      *reinterpret_cast<uint4*>(v + at) = h.v;
+      __stcs(reinterpret_cast<uint4*>(weight + at), h.weight);
+      __stcs(reinterpret_cast<uint4*>(m + at), h.m);
+      __stcs(reinterpret_cast<uint4*>(v + at), h.v);
     }
   }
 #pragma unroll 1
