@@ -31,6 +31,11 @@ WEIGHTS = ("in_weight", "in_bias", "out_weight", "out_bias")
 class SelfAttention(nn.Module):
     """What is proved: torch's function of x, [B, T, E], with masks of the call's form."""
 
+    in_weight: torch.Tensor
+    in_bias: torch.Tensor | None
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor | None
+
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
         self.form, self.p = call.form, call.dropout
