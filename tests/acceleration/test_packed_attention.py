@@ -15,8 +15,11 @@ from torch.nn.utils import parametrize
 
 from fuseline.acceleration import kept_proofs
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.observe import Sample
 from fuseline.acceleration.packed_attention import LayerCall, _batch_first
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.trace import trace
+from fuseline.acceleration.wide import run_wide
 
 pytestmark = pytest.mark.usefixtures("proofs_shared")
 Make = Callable[..., Acceleration]
@@ -221,3 +224,15 @@ def test_an_encoder_on_a_gpu(padded: bool, keep_all: Make) -> None:
     exact = run(wide, torch.float64)
     for ours, near, far in zip(run(model, torch.bfloat16), run(plain, torch.bfloat16), exact, strict=True):
         assert (ours - far).norm() <= 2 * (near - far).norm() + 2**-7 * far.norm()
+
+
+def test_float64_may_lie_in_memory_otherwise() -> None:
+    """As results of attention do, which other kernels compute in float64."""
+
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(0, 1).contiguous().view(-1, WIDTH)
+
+    x = torch.randn(B, T, WIDTH)
+    traced = trace(Rows(), Sample((x.transpose(0, 1).contiguous().transpose(0, 1),), {}))
+    assert torch.equal(run_wide(traced, [x])[0], x.double().transpose(0, 1).reshape(-1, WIDTH))
