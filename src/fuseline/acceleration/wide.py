@@ -25,8 +25,8 @@ class Wide(Interpreter):
             kinds = {argument.name: str(argument.type) for argument in schema.arguments}
             args = tuple(widened(value) for value in args)
             kwargs = {name: widened(value) for name, value in kwargs.items() if name in kinds}
-        if target is aten.view.default:  # other kernels may have laid its tensor out otherwise in float64
-            target = aten.reshape.default
+        if target is aten.view.default:
+            target = aten.reshape.default  # an op before it may leave another order in memory than its narrow self
         return super().call_function(target, args, kwargs)
 
 
