@@ -75,3 +75,17 @@ def test_biases_of_what_is_dropped(
         assert same(gradients(model, x), expected)
         made = [one is not None for one in found]
         assert made.count(True) == 2 * (last and changes == "nothing")
+
+
+def test_several_gradients_at_once(keep_all: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_study, "DEVICES", ("cpu",))
+    model, x = Post("nothing"), torch.randn(3, 5, WIDTH)
+    keep_all(model, x)
+    gradients(model, x)
+    with across_modules():
+        y = model(x)
+    incoming = torch.randn(2, *y.shape)
+    weights = list(model.parameters())
+    both = torch.autograd.grad(y, weights, incoming, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(y, weights, one, retain_graph=True) for one in incoming]
+    assert same(list(both), [torch.stack(pair) for pair in zip(*apart, strict=True)])
