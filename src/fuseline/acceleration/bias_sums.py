@@ -22,11 +22,6 @@ class Wish:
 
     sums: bool = False
 
-    def holds(self, gradient: torch.Tensor) -> bool:
-        """Whether to make them with what becomes of a gradient, which is not a batch of gradients."""
-        plain = type(gradient) is torch.Tensor and not torch._C._functorch.is_batchedtensor(gradient)
-        return self.sums and plain
-
 
 @dataclass(frozen=True)
 class _Left:

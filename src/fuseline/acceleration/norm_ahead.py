@@ -147,7 +147,7 @@ class Normalized(torch.autograd.Function):
         drops = mask is not None and mask.readers.alone and wants_read
         p, seed = (mask.p, seed) if drops else (0.0, None)
         # The kernel's sums of what it drops are as long as the norm's weights.
-        like = (weight if bias is None else bias) if drops and mask.readers.holds(grad) else None
+        like = (weight if bias is None else bias) if drops and mask.readers.sums else None
         wanted = [wants_read, drops, wants_weight, wants_bias, like is not None]
         grad_read, grad_x, grad_weight, grad_bias, sums = torch.ops.fuseline.norm_backward.default(
             name, grad, grad_back, read, shape, mean, rstd, weight, bias, like, p, seed, wanted

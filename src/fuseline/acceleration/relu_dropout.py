@@ -121,7 +121,7 @@ class _ReluDropped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ((grad,), (y,), (p, wish)), sums = (grads, ctx.saved_tensors, ctx.given), None
-        if wish.holds(grad):
+        if wish.sums:
             grad_x, sums = torch.ops.fuseline.relu_dropout_backward_sums.default(grad, y, p)
         else:
             grad_x = torch.ops.fuseline.dropout_backward.default(grad, p, None, y)
