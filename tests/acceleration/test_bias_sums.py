@@ -1,4 +1,4 @@
-"""Biases whose gradient is added up in a norm's backward: right whoever changes the gradient on its way."""
+"""Gradients of biases, added up where that of their layer is made: right whoever changes that on its way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fuseline.acceleration import bias_sums, linear_study, shared_input
@@ -24,16 +25,19 @@ class Post(nn.Module):
         self.changes = changes
         self.enter, self.mix = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.drop, self.norm = nn.Dropout(P), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
-        branch = self.mix(x)
+        up = self.up(x)
+        branch = self.mix(x + self.down(self.drop(F.relu(up))))
         if self.changes == "another reader":
-            return self.norm(x + self.drop(branch)) + branch
-        if self.changes == "a hook":
-            branch.register_hook(lambda gradient: 2 * gradient)
-        if self.changes == "a hook that writes":
-            branch.register_hook(write)
+            return self.norm(x + self.drop(branch)) + branch + up.mean()
+        for one in (up, branch):
+            if self.changes == "a hook":
+                one.register_hook(lambda gradient: 2 * gradient)
+            if self.changes == "a hook that writes":
+                one.register_hook(write)
         return self.norm(x + self.drop(branch.transpose(0, 1).transpose(0, 1)))
 
 
@@ -70,4 +74,18 @@ def test_biases_of_what_is_dropped(
         found.clear()
         assert same(gradients(model, x), expected)
         made = [one is not None for one in found]
-        assert made.count(True) == (last and changes == "nothing")
+        assert made.count(True) == 2 * (last and changes == "nothing")
+
+
+def test_several_gradients_at_once(keep_all: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_study, "DEVICES", ("cpu",))
+    model, x = Post("nothing"), torch.randn(3, 5, WIDTH)
+    keep_all(model, x)
+    gradients(model, x)
+    with across_modules():
+        y = model(x)
+    incoming = torch.randn(2, *y.shape)
+    weights = list(model.parameters())
+    both = torch.autograd.grad(y, weights, incoming, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(y, weights, one, retain_graph=True) for one in incoming]
+    assert same(list(both), [torch.stack(pair) for pair in zip(*apart, strict=True)])

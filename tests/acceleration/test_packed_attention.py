@@ -15,8 +15,11 @@ from torch.nn.utils import parametrize
 
 from fuseline.acceleration import kept_proofs
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.observe import Sample
 from fuseline.acceleration.packed_attention import LayerCall, _batch_first
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.trace import trace
+from fuseline.acceleration.wide import run_wide
 
 pytestmark = pytest.mark.usefixtures("proofs_shared")
 Make = Callable[..., Acceleration]
@@ -44,7 +47,7 @@ def masks(name: str) -> dict[str, Any]:
     heads = near.repeat(B * HEADS, 1, 1)
     heads[::2, :, 0] = False
     padding = torch.zeros(B, T).masked_fill(hidden, float("-inf"))
-    return {
+    known: dict[str, dict[str, Any]] = {
         "none": {},
         "padding": {"key_padding_mask": hidden},
         "added padding": {"key_padding_mask": padding},
@@ -53,7 +56,8 @@ def masks(name: str) -> dict[str, Any]:
         "mask of heads": {"attn_mask": heads},
         "causal": {"attn_mask": future, "is_causal": True},
         "causal and padding": {"attn_mask": near, "key_padding_mask": hidden, "is_causal": True},
-    }[name]
+    }
+    return known[name]
 
 
 def results(model: nn.Module, x: torch.Tensor, **given: Any) -> list[torch.Tensor]:
@@ -113,8 +117,6 @@ def test_other_calls_are_torchs(x: torch.Tensor, keep_all: Make) -> None:
     model = Heads()
     plain = copy.deepcopy(model)
     fast = keep_all(model, x)
-    for module in (model, plain):
-        module.first, module.norm = nn.Identity(), nn.Identity()
     other = x.flip(1)
     assert torch.equal(model.attn(x, x, x)[1], plain.attn(x, x, x)[1])
     assert torch.equal(
@@ -151,22 +153,9 @@ def test_dropout_is_of_the_weights_and_only_in_training(x: torch.Tensor, keep_al
     assert not torch.equal(model(x), model(x))
     attn = model.attn
     drawn = torch.stack([attn(x, x, x, need_weights=False)[0] for _ in range(2000)])
-    attn.eval()
-    whole = F.multi_head_attention_forward(
-        *(3 * [x.transpose(0, 1)]),
-        WIDTH,
-        HEADS,
-        attn.in_proj_weight,
-        attn.in_proj_bias,
-        None,
-        None,
-        False,
-        0.5,
-        attn.out_proj.weight,
-        attn.out_proj.bias,
-        training=False,
-        need_weights=False,
-    )[0].transpose(0, 1)
+    without = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    without.load_state_dict(attn.state_dict())
+    whole = without(x, x, x)[0]
     deviation = drawn.std(0) / 2000**0.5
     assert ((drawn.mean(0) - whole).abs() < 6 * deviation).all()
 
@@ -235,3 +224,15 @@ def test_an_encoder_on_a_gpu(padded: bool, keep_all: Make) -> None:
     exact = run(wide, torch.float64)
     for ours, near, far in zip(run(model, torch.bfloat16), run(plain, torch.bfloat16), exact, strict=True):
         assert (ours - far).norm() <= 2 * (near - far).norm() + 2**-7 * far.norm()
+
+
+def test_float64_may_lie_in_memory_otherwise() -> None:
+    """As results of attention do, which other kernels compute in float64."""
+
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(0, 1).contiguous().view(-1, WIDTH)
+
+    x = torch.randn(B, T, WIDTH)
+    traced = trace(Rows(), Sample((x.transpose(0, 1).contiguous().transpose(0, 1),), {}))
+    assert torch.equal(run_wide(traced, [x])[0], x.double().transpose(0, 1).reshape(-1, WIDTH))

@@ -13,16 +13,19 @@ from torch import nn
 from fuseline.acceleration.change import Change
 from fuseline.acceleration.find import Candidate
 from fuseline.acceleration.judge import Outcome, judge, site_of
+from fuseline.acceleration.kept_proofs import KeptRecipe
 from fuseline.acceleration.observe import Observed, Sample
 from fuseline.acceleration.packed_attention import Form, LayerCall, PackedAttention, torch_layer
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.rebound import Name, Rebound
 from fuseline.acceleration.recipe import Match
-from fuseline.acceleration.site import KEPT, Site
+from fuseline.acceleration.site import KEPT, REFUSED, Site
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
+from fuseline.errors import first_line
 from fuseline.ops.attention.call import make_call
 from fuseline.ops.attention.reference import attend
+from fuseline.timing import ran_out_of_memory
 
 KIND = "attention"
 WEIGHTS = ("in_weight", "in_bias", "out_weight", "out_bias")
@@ -30,6 +33,11 @@ WEIGHTS = ("in_weight", "in_bias", "out_weight", "out_bias")
 
 class SelfAttention(nn.Module):
     """What is proved: torch's function of x, [B, T, E], with masks of the call's form."""
+
+    in_weight: torch.Tensor
+    in_bias: torch.Tensor | None
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor | None
 
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
@@ -132,7 +140,7 @@ def study_packed(
         if candidate is None:
             return None
         if candidate.family not in known:
-            known[candidate.family] = judge(candidate, _match(candidate), wanted, clock)
+            known[candidate.family] = _judged(candidate, wanted, clock)
         outcome = known[candidate.family]
         site = site_of(candidate, outcome, wanted)
         if outcome.recipe is None:
@@ -159,9 +167,14 @@ def _candidate(observed: Observed, call: LayerCall) -> Candidate | None:
         return None
 
 
-def _match(candidate: Candidate) -> Match:
+def _judged(candidate: Candidate, wanted: Wanted, clock: Clock) -> Outcome:
     assert isinstance(candidate.verdict, Match)
-    return candidate.verdict
+    try:
+        return judge(candidate, candidate.verdict, wanted, clock)
+    except RuntimeError as error:
+        if ran_out_of_memory(error):
+            raise
+        return Outcome(None, REFUSED, first_line(error), KeptRecipe())
 
 
 def _call_of(module: nn.Module, tensors: Sequence[torch.Tensor]) -> LayerCall:
