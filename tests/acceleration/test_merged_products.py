@@ -144,6 +144,17 @@ def test_a_tensor_that_is_written_between_is_read_anew(compiler: Any, x: torch.T
     assert compiler.products == [2]
 
 
+@torch.inference_mode()
+def test_in_inference_mode_weights_stay_trainable(compiler: Any, x: torch.Tensor) -> None:
+    with torch.inference_mode(False):
+        block = Attention()
+    torch.testing.assert_close(Compiled([block], compiler)(x), block(x))
+    with torch.inference_mode(False):
+        block(torch.randn(2, 3, WIDTH)).sum().backward()
+        assert block.k.weight.grad is not None
+        assert not block.k.weight.data.is_inference()
+
+
 def test_with_gradients_nothing_is_merged(compiler: Any, x: torch.Tensor) -> None:
     Compiled([Attention()], compiler)(x)
     assert compiler.products == [4]

@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ READ_ONLY = frozenset(
     }
 )
 """What may stand between two layers of a group."""
+ALIGNMENT = 16  # bytes, of a vector that kernels read
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ class MergedProducts:
         if not _are_neighbors(tensors):
             if not all(map(_may_move, tensors)) or _is_capturing(tensors[0]):
                 return torch.cat(tensors)
-            whole = torch.cat([tensor.detach() for tensor in tensors])
-            for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):
-                tensor.data = part
-                self._moved.append(weakref.ref(tensor))
+            with torch.inference_mode(False):
+                whole = torch.cat([tensor.detach() for tensor in tensors])
+                for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):
+                    tensor.data = part
+                    self._moved.append(weakref.ref(tensor))
         first = tensors[0].detach()
         rows = sum(len(tensor) for tensor in tensors)
         return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
@@ -87,8 +89,7 @@ class MergedProducts:
 def _by_inductor(graph: GraphModule, inputs: list[Any]) -> Compiled:
     from torch._inductor.compile_fx import compile_fx  # here, not above: it takes a second to import
 
-    compiled: Compiled = compile_fx(graph, inputs)
-    return compiled
+    return cast(Compiled, compile_fx(graph, inputs))
 
 
 def _groups_of(graph: GraphModule) -> list[_Group]:
@@ -159,12 +160,13 @@ def _are_neighbors(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _may_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter that has its memory for itself."""
+    """Whether a tensor is a parameter that has its memory for itself, and what follows it would be aligned."""
     return (
         type(tensor) is nn.Parameter
-        and not tensor._is_view()
+        and not (tensor._is_view() or tensor.is_inference())
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and tensor.nbytes % ALIGNMENT == 0
     )
 
 
