@@ -160,7 +160,7 @@ def _are_neighbors(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _may_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter that has its memory for itself, and what follows it would be aligned."""
+    """Whether a tensor is a parameter with memory of its own, after which another may begin."""
     return (
         type(tensor) is nn.Parameter
         and not (tensor._is_view() or tensor.is_inference())
