@@ -22,8 +22,8 @@ SIZES = {
 }
 
 
-def convolution(kernel: tuple[int, ...], channels: int = 3, **options: Any) -> nn.Module:
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(kernel) - 1]
+def convolution(kernel: tuple[int, ...], channels: int = 3, **options: Any) -> Any:
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(kernel) - 1]
     return kind(channels, 24, kernel, stride=kernel, **options)
 
 
@@ -85,7 +85,8 @@ def check(keep_all: Any, model: nn.Module, x: torch.Tensor, path: str) -> Any:
     for mine, theirs in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     (runs,) = [runs for runs in fast.report().sites if runs.path == path]
-    assert runs.taken and not runs.declined
+    assert runs.taken
+    assert not runs.declined
     return fast
 
 
@@ -102,7 +103,9 @@ def test_convolutions_side_by_side_are_products(
     assert "forward" not in model.part.__dict__
 
 
-@pytest.mark.parametrize("part", [Tokens(), Tokens("permute"), Tokens(cast=True)], ids=lambda part: part.turned)
+@pytest.mark.parametrize(
+    "part", [Tokens(), Tokens("permute"), Tokens(cast=True)], ids=lambda part: part.turned
+)
 def test_tokens_are_given_as_the_product_has_them(part: nn.Module, keep_all: Any) -> None:
     model = Maps(copy.deepcopy(part))
     x = torch.randn(3, 3, 8, 16)
@@ -147,7 +150,8 @@ def test_what_is_left_has_a_reason(
 ) -> None:
     fast = keep_all(Maps(part), torch.randn(shape))
     (site,) = [site for site in fast.sites if site.kind == "patch_embedding"]
-    assert site.status == "refused" and reason in site.reason
+    assert site.status == "refused"
+    assert reason in site.reason
 
 
 @pytest.mark.parametrize(
@@ -172,10 +176,11 @@ def test_other_sizes_and_wrong_ones_get_the_original(keep_all: Any) -> None:
 
 
 def test_hooks_on_the_convolution_of_tokens_are_called(keep_all: Any) -> None:
-    model, x, seen = Maps(Tokens()), torch.randn(3, 3, 8, 16), []
+    part, x, seen = Tokens(), torch.randn(3, 3, 8, 16), []
+    model = Maps(part)
     fast = keep_all(model, x)
     assert ("part", "kept") in found(fast)
-    model.part.projection.register_forward_hook(lambda *_: seen.append(1))
+    part.projection.register_forward_hook(lambda *_: seen.append(1))
     model(x)
     assert seen == [1]
 
@@ -191,3 +196,19 @@ def test_patches_are_those_of_unfold() -> None:
     patches = patches_of(x, (4, 3))
     expected = torch.nn.functional.unfold(x, (4, 3), stride=(4, 3)).transpose(1, 2)
     assert torch.equal(patches.flatten(1, 2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "part", [Tokens(), convolution((4, 4)), convolution((2, 4, 4))], ids=["tokens", "maps", "3d"]
+)
+def test_gradients_on_a_gpu_against_float64(part: nn.Module, keep_all: Any) -> None:
+    sizes = (8, 16, 16) if isinstance(part, nn.Conv3d) else (48, 48)
+    x = torch.randn(8, 3, *sizes, device="cuda").bfloat16()
+    model = Maps(copy.deepcopy(part)).to("cuda", torch.bfloat16)
+    wide, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    assert ("part", "kept") in found(keep_all(model, x))
+    ours, theirs, exact = gradients(model, x), gradients(plain, x), gradients(wide, x.double())
+    for mine, near, far in zip(ours, theirs, exact, strict=True):
+        own = (near.double() - far).norm()
+        assert (mine.double() - far).norm() <= 2 * own + torch.finfo(torch.bfloat16).eps * far.norm()

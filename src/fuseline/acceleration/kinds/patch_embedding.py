@@ -96,7 +96,11 @@ def recognize(trace: Trace, module: nn.Module) -> Verdict:
         return None
     given: list[Any] = [*convolution.args, *(None, 1, 0, 1, 1)[len(convolution.args) - 2 :]]
     x, weight, bias, stride, padding, dilation, groups = given
-    source, weight_path, bias_path = trace.source_of(stripped(x)), path_of(trace, weight), path_of(trace, bias)
+    source, weight_path, bias_path = (
+        trace.source_of(stripped(x)),
+        path_of(trace, weight),
+        path_of(trace, bias),
+    )
     if source is None or source.kind != "input" or weight_path is None:
         return None
     if bias is not None and bias_path is None:
