@@ -5,7 +5,7 @@
 #   make demo ARGS="--preset shakespeare"   any options of `fuseline ladder`
 #   make test                      lint, types, import rules, tests (`make check`: the tests alone)
 #   make fuzz                      1,000 random cases of bad will of each suite (tests/fuzz/run.py)
-#   make fuzz ARGS="ops --cases 100000 --device cuda"   the same, as much as you like
+#   make fuzz ARGS="ops --cases 100000 --device cuda --jobs 16"   as many as you like, in 16 processes
 #   make test-slow                 the compilers at work: every kernel for Hopper, inductor
 #   make test-gpu                  what needs a CUDA device; build/tests-on-gpu.jsonl says what became of each test
 #   make test-full                 all of these, every architecture, every model of the suites, a longer fuzz
