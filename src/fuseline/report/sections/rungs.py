@@ -117,8 +117,10 @@ class Climb:
     def ends_as_torch(self) -> bool:
         """Whether `best` is the very step that torch takes alone."""
         best, alone = self.best, self.torch_alone
+        if best is None or alone is None:
+            return False
         parts = ("dtype", "backend", "vocab", "optimizer", "kernels", "loss", "execution")
-        return bool(best and alone) and all(best.case.get(p) == alone.case.get(p) for p in parts)
+        return all(best.case.get(part) == alone.case.get(part) for part in parts)
 
     def ratio_over_torch(self, rung: Rung) -> float | None:
         """How much faster a rung is than torch alone: `best` beside which that ran in turn, the others by how
