@@ -1,15 +1,18 @@
 """The fuzz: random cases of bad will, checked against what must hold, reproducible by a seed.
 
-    python tests/fuzz/run.py                                  every suite, 1,000 cases each (200 kills)
-    python tests/fuzz/run.py ops --cases 100000               one suite
+    python tests/fuzz/run.py --jobs 2                         every suite, as many cases as each one says
+    python tests/fuzz/run.py ops --cases 1000                 one suite
     python tests/fuzz/run.py --seconds 60                     as many cases as fit, shared among the suites
     python tests/fuzz/run.py ops --device cuda --seed 7 --jobs 16     in 16 processes
     python tests/fuzz/run.py ops --seed 7 --only 1234         one case of a run
     python tests/fuzz/run.py ops --trial '{"op":"softmax",..}'  one case as a failure prints it
 
-`make fuzz ARGS="..."` is the same. A failure prints its seed and number, the smallest case that still fails,
-and what is wrong with that. With several jobs a case that ends its process or hangs is a failure like any
-other, and another process goes on behind it. Exit code 0: every case held; 1: some did not.
+`make fuzz ARGS="..."` is the same; `make fuzz` alone is every suite (100,000 cases of ops, 5,000 of
+attention, 1,000 files, 200 kills) and then every write on a full disk (tests/cli/test_full_disk.py).
+
+A failure prints its seed and number, the smallest case that still fails, and what is wrong with that. With
+several jobs a case that ends its process or hangs is a failure like any other, and another process goes on
+behind it. Exit code 0: every case held; 1: some did not.
 
 A new suite is a module with a `SUITE` (suite.py says what that is), and its line in SUITES.
 """
@@ -65,7 +68,7 @@ def _options() -> argparse.Namespace:
     )
     kinds = "; ".join(f"{suite.name}: {suite.summary}" for suite in SUITES.values())
     parser.add_argument("suites", nargs="*", choices=[*SUITES, []], metavar="SUITE", help=kinds)
-    parser.add_argument("--cases", type=int, default=None, help="cases of each suite (1,000; 200 kills)")
+    parser.add_argument("--cases", type=int, default=None, help="cases of each suite (default: its own)")
     parser.add_argument("--seconds", type=float, default=None, help="time for all, instead of a count")
     parser.add_argument("--seed", type=int, default=0, help="which cases are drawn")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")

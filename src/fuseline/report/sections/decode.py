@@ -72,12 +72,12 @@ def _climb(records: Sequence[Record]) -> Table | None:
     ).items():
         found = {r.metric: r for r in group}
         rate = found.get("tokens_per_s")
-        known = rate is not None and rate.value is not None and compiled
+        mine = None if rate is None else rate.value
         cells = [
             Cell(rung, lever),
             cell(found.get("iteration_ms")),
             cell(rate),
-            Cell(ratio(rate.value / compiled)) if known else EMPTY,
+            Cell(ratio(mine / compiled)) if mine and compiled else EMPTY,
             cell(found.get("speedup")),
             cell(found.get("peak_memory_gib")),
         ]
