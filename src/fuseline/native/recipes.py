@@ -73,7 +73,7 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler, majors: Collection[int] = ()) 
         )
         for source in sorted(KERNELS.rglob("*.cu"))
     )
-    link = (*host_compiler_flags(cxx), "-shared", "--cudart=static", *toolkit_library_flags(nvcc))
+    link = (*host_compiler_flags(cxx), "-shared", "-Xlinker=-s", "--cudart=static", *toolkit_library_flags(nvcc))
     return Recipe(KERNELS_NAME, units, nvcc, link)
 
 
