@@ -1,5 +1,5 @@
-"""Every kernel compiles, and none but the three named here puts registers aside: for Hopper, in the full check
-(`make test-full`) for every architecture we ship, with the sources that are for the others alone.
+"""Every kernel compiles, and none but the three named here puts registers aside: for Hopper, in the full
+check (`make test-full`) for every architecture we ship, with the sources that are for the others alone.
 """
 
 from __future__ import annotations

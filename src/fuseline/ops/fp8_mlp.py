@@ -6,8 +6,8 @@
 The activation leaves in 16 bits, for the gradient of weight_2, and in fp8 rows, for the second product. Its
 gradient leaves in 16 bits, for the gradient of weight_1, and in fp8 rows, for that of x. On a GPU one kernel
 makes both at once, and adds up the gradient of bias_1: in bfloat16, with an inner width that is a multiple of
-16 and 8,192 at most. Otherwise they are made one after the other. The fp8 rows are made of what was rounded to
-16 bits, as in layers one after the other.
+16 and 8,192 at most. Otherwise they are made one after the other. The fp8 rows are made of what was rounded
+to 16 bits, as in layers one after the other.
 
 Errors are those of two such layers; that of the first also goes through the derivative of the activation. Not
 twice differentiable.
