@@ -127,16 +127,22 @@ def test_seeds_that_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(philox, "_draw", draw)
     monkeypatch.setattr(philox, "_drawn", philox._Drawn())
     cpu, seeds = torch.device("cpu"), []
-    for wanted in (3, 3, 5, 2):
+    for wanted in (3, 64, 65):
         with philox.seeds_together():
             seeds += [int(philox.draw_seed(cpu)) for _ in range(wanted)]
-    assert draws == [1, 1, 1, 3, 3, 1, 1, 5]
+    assert draws == [64, 64, 64, 64]
     assert len(set(seeds)) == len(seeds)
-    torch.manual_seed(5)
-    first = int(philox.draw_seed(cpu))
-    torch.manual_seed(5)
-    with philox.seeds_together():
-        assert int(philox.draw_seed(cpu)) == first
+
+
+def test_seeds_follow_from_the_generator_alone() -> None:
+    cpu = torch.device("cpu")
+
+    def drawn(count: int) -> list[int]:
+        torch.manual_seed(5)
+        with philox.seeds_together():
+            return [int(philox.draw_seed(cpu)) for _ in range(count)]
+
+    assert drawn(3) == drawn(70)[:3] == drawn(3)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

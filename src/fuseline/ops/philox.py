@@ -27,15 +27,14 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _PARTS = 2**16
+_TOGETHER = 64  # seeds of one launch: more than most steps need
 
 
 class _Drawn(threading.local):
-    """Seeds that were drawn together and not given out yet; how many the last `seeds_together` gave out."""
+    """Seeds that were drawn together and not given out yet."""
 
     together: bool = False
     left: tuple[torch.Tensor, ...] = ()
-    given: int = 0
-    expected: int = 0
 
 
 _drawn = _Drawn()
@@ -43,29 +42,24 @@ _drawn = _Drawn()
 
 @contextlib.contextmanager
 def seeds_together() -> Iterator[None]:
-    """Within, one launch draws as many seeds as were given out within the last time in this thread."""
-    _drawn.together, _drawn.given = True, 0
+    """Within, one launch draws the next 64 seeds, whatever was drawn before: masks follow from the state of
+    the generator alone."""
+    _drawn.together = True
     try:
         yield
     finally:
-        _drawn.together, _drawn.left, _drawn.expected = False, (), _drawn.given
+        _drawn.together, _drawn.left = False, ()
 
 
 def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
     """`count` seeds on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA
     graphs. Several at once take one kernel; `split(1)` gives each."""
     # A checkpoint draws again what it drew, with the generator set back: its seeds are drawn one by one.
-    if (
-        count > 1
-        or not _drawn.together
-        or is_compiling()
-        or not torch.is_grad_enabled()
-        or _saves_otherwise()
-    ):
+    alone = count > 1 or is_compiling() or not torch.is_grad_enabled()
+    if alone or not _drawn.together or _saves_otherwise():
         return _draw(device, count)
-    _drawn.given += 1
     if not _drawn.left or _drawn.left[0].device != device:
-        _drawn.left = _draw(device, max(1, _drawn.expected - _drawn.given + 1)).split(1)
+        _drawn.left = _draw(device, _TOGETHER).split(1)
     seed, *rest = _drawn.left
     _drawn.left = tuple(rest)
     return seed
