@@ -64,7 +64,8 @@ def is_lost(device: str) -> bool:
 
 class _Worker:
     """A process at work on one share after the other. It says in `at` which case it is at, in `done` how many
-    it has done, in `failed` how many of these did not hold, and in `seen_s` when it last said so."""
+    it has done (-1 before it is ready for the first), in `failed` how many of these did not hold, and in
+    `seen_s` when it last said so."""
 
     def __init__(self, find: Callable[[str], Suite], name: str, share: Share) -> None:
         self.find, self.name, self.share = find, name, share
@@ -73,7 +74,7 @@ class _Worker:
 
     def _start(self, share: Share) -> None:
         context = multiprocessing.get_context("spawn")
-        self.at, self.done, self.failed = (context.Value("q", n) for n in (share.first, 0, 0))
+        self.at, self.done, self.failed = (context.Value("q", n) for n in (share.first, -1, 0))
         self.seen_s = context.Value("d", time.monotonic())
         counts = self.at, self.done, self.failed, self.seen_s
         self.process = context.Process(target=_work, args=(self.find, self.name, share, *counts))
@@ -81,7 +82,7 @@ class _Worker:
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.dead_done + self.done.value, self.dead_failed + self.failed.value
+        return self.dead_done + max(0, self.done.value), self.dead_failed + self.failed.value
 
     def is_over(self) -> bool:
         """Whether nothing is left to do. A process that ended badly is told of, and another one started."""
@@ -95,6 +96,8 @@ class _Worker:
             code = self.process.exitcode
             if code == 0:
                 return True
+            if self.done.value < 0:
+                raise SystemExit(f"{self.name}: a process ended with {code} before its first case.")
             end = "" if code == LOST else f"its process ended with {code}"
         at = self.at.value
         if end:  # of a lost device the process has spoken itself
@@ -143,7 +146,7 @@ def _work(
     torch.set_num_threads(1)
     suite = find(name)
     suite.prepare(share.device)
-    seen_s.value = time.monotonic()
+    done.value, seen_s.value = 0, time.monotonic()
     for number, said in run_share(suite, share):
         done.value += 1
         if said is not None:

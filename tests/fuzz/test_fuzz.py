@@ -110,6 +110,14 @@ def test_cases_that_end_their_process_are_failures_and_the_rest_is_done(tmp_path
     assert sum("fails: value: 9" in line for line in lines) == wrong
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to run on")
+def test_processes_that_cannot_begin_end_the_run() -> None:
+    ended = run("ops", "--device", "cuda", "--jobs", "2", "--cases", "4")
+    assert ended.returncode == 1
+    assert "ops: a process ended with 1 before its first case." in ended.stderr
+    assert not ended.stdout
+
+
 def test_an_exception_is_a_failure() -> None:
     suite = Suite("raises", "", draw=lambda pick, device: {}, check=lambda trial: str(1 // len(trial)))
     assert "ZeroDivisionError" in str(suite.complaint(suite.draw(random.Random(0), "cpu")))
