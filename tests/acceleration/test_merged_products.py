@@ -37,6 +37,11 @@ class WrittenBetween(Attention):
         return q + self.v(x)
 
 
+class InOnePiece(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x).view(-1) + self.v(x).view(-1)
+
+
 class Counted:
     """A compiler that leaves graphs as they are, and keeps them."""
 
@@ -153,6 +158,19 @@ def test_in_inference_mode_weights_stay_trainable(compiler: Any, x: torch.Tensor
         block(torch.randn(2, 3, WIDTH)).sum().backward()
         assert block.k.weight.grad is not None
         assert not block.k.weight.data.is_inference()
+
+
+@torch.no_grad()
+def test_a_block_that_takes_no_parts_is_compiled_as_it_is(x: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    block, seen = InOnePiece(), []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        seen.append(len(inputs))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.testing.assert_close(Compiled([block], compiler)(x), block(x))
+    assert seen == [7, 5]
 
 
 def test_with_gradients_nothing_is_merged(compiler: Any, x: torch.Tensor) -> None:

@@ -56,7 +56,10 @@ class MergedProducts:
             return self._compile(graph, list(inputs))
         places = [numbers for group in groups for numbers in (group.weights, group.biases) if numbers]
         examples = [torch.cat(_at(inputs, numbers)) for numbers in places]
-        compiled = self._compile(_merged(graph, groups, inputs), [*inputs, *examples])
+        try:
+            compiled = self._compile(_merged(graph, groups, inputs), [*inputs, *examples])
+        except Exception:  # compilers raise anything: a `view(-1)` of a part, which is in no one piece, fails
+            return self._compile(graph, list(inputs))
 
         def run(*given: Any) -> Any:
             return compiled(*given, *(self._together(_at(given, numbers)) for numbers in places))
