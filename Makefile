@@ -4,8 +4,9 @@
 #   make demo PYTHON=/path/python  the same on top of an interpreter that has torch already
 #   make demo ARGS="--preset shakespeare"   any options of `fuseline ladder`
 #   make test                      lint, types, import rules, tests (`make check`: the tests alone)
-#   make fuzz                      1,000 random cases of bad will of each suite (tests/fuzz/run.py)
-#   make fuzz ARGS="ops --cases 100000 --device cuda"   the same, as much as you like
+#   make fuzz                      random cases of bad will: 100,000 of ops, 5,000 of attention, 1,000 damaged files,
+#                                  200 kills (tests/fuzz/run.py), then every write on a full disk
+#   make fuzz ARGS="ops --cases 100000 --device cuda --jobs 16"   as many as you like, in 16 processes
 #   make test-slow                 the compilers at work: every kernel for Hopper, inductor
 #   make test-gpu                  what needs a CUDA device; build/tests-on-gpu.jsonl says what became of each test
 #   make test-full                 all of these, every architecture, every model of the suites, a longer fuzz
@@ -37,10 +38,11 @@ test-gpu: $(VENV)/.dev
 
 test-full: test docs
 	FUSELINE_TEST_FULL=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "slow or full" $(ARGS)
-	$(VENV)/bin/python tests/fuzz/run.py
+	$(VENV)/bin/python tests/fuzz/run.py --jobs 2
 
 fuzz: $(VENV)/.dev
-	$(VENV)/bin/python tests/fuzz/run.py $(ARGS)
+	$(VENV)/bin/python tests/fuzz/run.py --jobs 2 $(ARGS)
+	$(if $(ARGS),,$(VENV)/bin/python -m pytest -n 0 tests/cli/test_full_disk.py)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests examples benchmarks docs/site

@@ -21,6 +21,7 @@ PEERS = {
     "torchao": "torchao",
     "tinygemm": "tinygemm",
     "gptfast": "gpt-fast's method",
+    "gptfast-files": "gpt-fast",
     "transformers": "transformers",
     "transformers-compiled": "transformers, compiled",
     "mha": "`nn.MultiheadAttention`",

@@ -113,6 +113,42 @@ def test_a_combination_stands_before_the_row_that_stood_in_for_it(documents: Mod
     assert "| SDPA, flash | 113 ms | 1.27x | 30.0 ms | 2.00x |" in lines
 
 
+def test_a_ladder_is_over_torch_alone_where_that_was_timed(documents: ModuleType) -> None:
+    def row(rung: str, order: int, **figures: float) -> list[Record]:
+        case = {"preset": "gpt2", "mode": "cumulative", "rung": rung, "order": order}
+        case |= {"slot": "torch alone", "kept": False} if rung.startswith("torch alone") else {"kept": True}
+        figures = {"tokens_per_s": 10.0, "peak_memory_gib": 1.0, **figures}
+        return [a_record(suite="ladder", case=case, metric=m, value=v) for m, v in figures.items()]
+
+    climb = [
+        *row("plain PyTorch", 0, iteration_ms=100.0),
+        *row("graph", 1, iteration_ms=20.0, speedup=5.0),
+    ]
+    alone = [
+        *row("torch alone: inductor", 2, iteration_ms=26.0, speedup=4.0, paired_speedup=0.8),
+        *row("torch alone: eager", 3, iteration_ms=50.0, speedup=2.0, paired_speedup=0.4),
+    ]
+    assert "| the whole step in one CUDA graph | 20.0 | 10 | 5.00x | 1.0 | |" in documents.ladder.ladder(
+        climb
+    )
+    lines = documents.ladder.ladder([*climb, *alone])
+    assert "over the best of torch alone | over plain PyTorch" in lines[0]
+    assert "| the whole step in one CUDA graph | 20.0 | 10 | 1.25x | 5.00x | 1.0 | |" in lines
+    assert "| plain PyTorch (fp32, naive attention) | 100.0 | 10 | 0.25x | 1.00x | 1.0 | |" in lines
+
+
+def test_the_levers_of_a_generation_are_over_a_compiled_step_too(documents: ModuleType) -> None:
+    rates = {"eager": 50.0, "compiled": 200.0, "fused": 250.0}
+    records = [
+        a_record(
+            suite="decode", case={"preset": "llama2-7b", "rung": rung}, metric="tokens_per_s", value=rate
+        )
+        for rung, rate in rates.items()
+    ]
+    lines = documents.generation.climb(records)
+    assert "| Fuseline's kernels | 250 | 1.25x | 5.00x | | | | |" in lines
+
+
 def test_a_backend_without_records_is_not_on_record(documents: ModuleType) -> None:
     lines = documents.seeds.compilers([])
     assert "| GPT-2 | inductor | 2,640.2 ± 5.8 ms | 51.0% | 1.18x | not on record yet | | |" in lines

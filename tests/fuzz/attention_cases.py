@@ -264,4 +264,6 @@ def simpler(trial: Trial) -> Iterator[Trial]:
         yield {**trial, "dtype": "float32"}
 
 
-SUITE = Suite("attention", "ops.attention by every candidate, with gradients", draw, check, simpler)
+SUITE = Suite(
+    "attention", "ops.attention by every candidate, with gradients", draw, check, simpler, cases=5_000
+)

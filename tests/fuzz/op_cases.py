@@ -237,4 +237,4 @@ def prepare(device: str) -> None:
         )
 
 
-SUITE = Suite("ops", "every registered op, with gradients", draw, check, simpler, prepare)
+SUITE = Suite("ops", "every registered op, with gradients", draw, check, simpler, prepare, cases=100_000)

@@ -1,14 +1,18 @@
 """The fuzz: random cases of bad will, checked against what must hold, reproducible by a seed.
 
-    python tests/fuzz/run.py                                  every suite, 1,000 cases each (200 kills)
-    python tests/fuzz/run.py ops --cases 100000               one suite
+    python tests/fuzz/run.py --jobs 2                         every suite, as many cases as each one says
+    python tests/fuzz/run.py ops --cases 1000                 one suite
     python tests/fuzz/run.py --seconds 60                     as many cases as fit, shared among the suites
-    python tests/fuzz/run.py ops --device cuda --seed 7
+    python tests/fuzz/run.py ops --device cuda --seed 7 --jobs 16     in 16 processes
     python tests/fuzz/run.py ops --seed 7 --only 1234         one case of a run
     python tests/fuzz/run.py ops --trial '{"op":"softmax",..}'  one case as a failure prints it
 
-`make fuzz ARGS="..."` is the same. A failure prints its seed and number, the smallest case that still fails,
-and what is wrong with that. Exit code 0: every case held; 1: some did not.
+`make fuzz ARGS="..."` is the same; `make fuzz` alone is every suite (100,000 cases of ops, 5,000 of
+attention, 1,000 files, 200 kills) and then every write on a full disk (tests/cli/test_full_disk.py).
+
+A failure prints its seed and number, the smallest case that still fails, and what is wrong with that. With
+several jobs a case that ends its process or hangs is a failure like any other, and another process goes on
+behind it. Exit code 0: every case held; 1: some did not.
 
 A new suite is a module with a `SUITE` (suite.py says what that is), and its line in SUITES.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -28,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))  # drawn_cases, wh
 import attention_cases
 import kills
 import op_cases
+from side_by_side import Share, run_share, side_by_side
 from suite import Suite, written
 
 import files
@@ -47,9 +53,13 @@ def main() -> int:
         return _one(suites[0], json.loads(options.trial))
     if options.only is not None:
         return _one(suites[0], suites[0].trial(options.seed, options.only, options.device))
-    seconds = None if options.seconds is None else options.seconds / len(suites)
+    seconds = math.inf if options.seconds is None else options.seconds / len(suites)
     failures = sum(_run(suite, options, seconds) for suite in suites)
     return 1 if failures else 0
+
+
+def find(name: str) -> Suite:
+    return SUITES[name]
 
 
 def _options() -> argparse.Namespace:
@@ -58,11 +68,12 @@ def _options() -> argparse.Namespace:
     )
     kinds = "; ".join(f"{suite.name}: {suite.summary}" for suite in SUITES.values())
     parser.add_argument("suites", nargs="*", choices=[*SUITES, []], metavar="SUITE", help=kinds)
-    parser.add_argument("--cases", type=int, default=None, help="cases of each suite (1,000; 200 kills)")
+    parser.add_argument("--cases", type=int, default=None, help="cases of each suite (default: its own)")
     parser.add_argument("--seconds", type=float, default=None, help="time for all, instead of a count")
     parser.add_argument("--seed", type=int, default=0, help="which cases are drawn")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases of a suite")
     parser.add_argument("--only", type=int, default=None, help="this case alone")
     parser.add_argument("--trial", default=None, help="this case alone, as a failure printed it")
     return parser.parse_args()
@@ -75,27 +86,23 @@ def _one(suite: Suite, trial: dict[str, object]) -> int:
     return 0 if complaint is None else 1
 
 
-def _run(suite: Suite, options: argparse.Namespace, seconds: float | None) -> int:
+def _run(suite: Suite, options: argparse.Namespace, seconds: float) -> int:
     """Run one suite, print what fails and a last line with counts. Returns the number of failures."""
-    suite.prepare(options.device)
-    most = options.cases or (suite.cases if seconds is None else sys.maxsize)
-    began, done, failures = time.monotonic(), 0, 0
-    while done < most and failures < MOST_FAILURES:
-        if seconds is not None and time.monotonic() - began > seconds:
-            break
-        number = options.first + done
-        trial = suite.trial(options.seed, number, options.device)
-        done += 1
-        complaint = suite.complaint(trial)
-        if complaint is None:
-            continue
-        failures += 1
-        small = suite.smallest(trial)
-        print(
-            f"{suite.name}: case {number} of seed {options.seed} fails: {complaint}\n"
-            f"  smallest: {written(small)}\n  there: {suite.complaint(small)}",
-            flush=True,
-        )
+    if options.jobs == 1:
+        suite.prepare(options.device)
+    began = time.monotonic()
+    most = options.cases or (suite.cases if math.isinf(seconds) else sys.maxsize - options.first)
+    first, until = options.first, began + seconds
+    share = Share(options.seed, options.device, first, first + most, 1, until, MOST_FAILURES)
+    if options.jobs > 1:
+        done, failures = side_by_side(find, suite.name, share, options.jobs)
+    else:
+        done, failures = 0, 0
+        for _, said in run_share(suite, share):
+            done += 1
+            if said is not None:
+                failures += 1
+                print(said, flush=True)
     spent = time.monotonic() - began
     stopped = " (stopped there)" if failures >= MOST_FAILURES else ""
     print(

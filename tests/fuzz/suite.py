@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +43,14 @@ class Suite:
         except Exception as error:  # whatever it is, it is what this looks for
             return f"{type(error).__name__}: {error}".splitlines()[0]
 
-    def smallest(self, trial: Trial, tries: int = 400) -> Trial:
-        """A failing trial, cut down as far as it still fails in the same way."""
+    def smallest(self, trial: Trial, tries: int = 400, until: float = math.inf) -> Trial:
+        """A failing trial, cut down as far as it still fails in the same way, and as time is left until
+        `until` by `time.monotonic`."""
         kind = _kind(self.complaint(trial))
         while True:
             for other in self.simpler(trial):
                 tries -= 1
-                if tries < 0:
+                if tries < 0 or time.monotonic() > until:
                     return trial
                 if _kind(self.complaint(other)) == kind:
                     trial = other

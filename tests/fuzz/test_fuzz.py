@@ -73,6 +73,51 @@ def test_finds_the_smallest_case() -> None:
     assert suite.trial(3, 5, "cpu") == suite.trial(3, 5, "cpu") != suite.trial(3, 6, "cpu")
 
 
+DYING = """
+import math, os, sys
+sys.path.insert(0, sys.argv[1])
+from side_by_side import Share, side_by_side
+from suite import Suite
+
+def check(trial):
+    if trial["drawn"] == 7:
+        os.kill(os.getpid(), 9)
+    return "value: 9" if trial["drawn"] == 9 else None
+
+def find(name):
+    return Suite(name, "", draw=lambda pick, device: {"drawn": pick.randrange(12)}, check=check)
+
+if __name__ == "__main__":
+    drawn = [find("dying").trial(0, n, "cpu")["drawn"] for n in range(40)]
+    share = Share(0, "cpu", 0, 40, 1, math.inf, 30)
+    print(drawn.count(7), drawn.count(9), *side_by_side(find, "dying", share, 2))
+"""
+
+
+def test_cases_that_end_their_process_are_failures_and_the_rest_is_done(tmp_path: Path) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(RUN.parent)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    *lines, last = ended.stdout.splitlines()
+    deaths, wrong, done, failures = map(int, last.split())
+    assert deaths
+    assert wrong
+    assert (done, failures) == (40, deaths + wrong)
+    assert sum("its process ended with -9" in line for line in lines) == deaths
+    assert sum("fails: value: 9" in line for line in lines) == wrong
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to run on")
+def test_processes_that_cannot_begin_end_the_run() -> None:
+    ended = run("ops", "--device", "cuda", "--jobs", "2", "--cases", "4")
+    assert ended.returncode == 1
+    assert "ops: a process ended with 1 before its first case." in ended.stderr
+    assert not ended.stdout
+
+
 def test_an_exception_is_a_failure() -> None:
     suite = Suite("raises", "", draw=lambda pick, device: {}, check=lambda trial: str(1 // len(trial)))
     assert "ZeroDivisionError" in str(suite.complaint(suite.draw(random.Random(0), "cpu")))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseline import native, ops
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT, PRESETS, GPTConfig, preset
 
@@ -243,37 +241,6 @@ def test_dropout_drops_while_training_only() -> None:
     assert not torch.equal(model(tokens, targets), model(tokens, targets))
     model.eval()
     assert torch.equal(model(tokens, targets), model(tokens, targets))
-
-
-@pytest.mark.skipif(not native.ready("cpu"), reason="the native library is not loaded")
-def test_seeds_of_dropout_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One draw for all layers; each place that drops has its own seed."""
-    model = GPT(small(dropout=0.5, norm="fuseline", attention="fuseline")).train()
-    drawn: list[tuple[object, ...]] = []
-    seeds: list[int] = []
-
-    def randint(*args: object, **kwargs: Any) -> Tensor:
-        drawn.append(args)
-        return torch.full(args[2], 7, **kwargs).cumsum(0)  # type: ignore[call-overload, no-any-return]
-
-    def watch(name: str, argument: str) -> None:
-        real = getattr(ops, name)
-
-        def watched(*args: object, **kwargs: Any) -> object:
-            seeds.append(int(kwargs[argument]))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(ops, name, watched)
-
-    watch("embedding", "seed")
-    watch("attention_packed", "spare_seed")
-    watch("dropout_add_layer_norm", "seed")
-    tokens, targets = draw(model.config)
-    monkeypatch.setattr(torch, "randint", randint)
-    model(tokens, targets)
-    places = 1 + 3 * model.config.num_layers
-    assert len(drawn) == 1
-    assert sorted(seeds) == [7 * (i + 1) for i in range(places)]
 
 
 def test_fresh_weights_have_gpt2s_deviations() -> None:

@@ -164,3 +164,33 @@ def test_an_mlp_in_fp8_is_one_op_in_training(monkeypatch: pytest.MonkeyPatch) ->
     loss.backward(), wanted.backward()
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert (one.grad - other.grad).norm() < 0.25 * other.grad.norm(), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 5, "tied": True}, {"qk_norm": True, "qkv_bias": True}])
+@pytest.mark.parametrize("half", [False, True])
+def test_training_with_norms_apart_has_the_loss_of_the_blocks(
+    half: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, whole = fresh(**changes).train(), fresh(**changes).train()
+    losses = []
+    for model in (apart, whole):
+        if model is whole:
+            monkeypatch.setattr(Llama, "_trains_plainly", lambda self: False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(TOKENS, TOKENS.roll(-1, 1))
+        loss.backward()
+        losses.append(loss)
+    tolerance = {"rtol": 1e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(*losses, rtol=1e-3 if half else 1e-6, atol=0)
+    for mine, theirs in zip(apart.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        scale = theirs.grad.abs().max()
+        torch.testing.assert_close(mine.grad / scale, theirs.grad / scale, **tolerance)
+
+
+def test_a_block_with_a_hook_is_called() -> None:
+    model, seen = fresh().train(), []
+    model.blocks[0].mlp.register_forward_hook(lambda *given: seen.append(given[0]))
+    model(TOKENS, TOKENS).backward()
+    assert seen == [model.blocks[0].mlp]

@@ -13,7 +13,7 @@ namespace {
 bool many_blocks = false;  // a multiprocessor holds as many as its shared memory does, else one
 
 struct Gpu {
-  int index, processors, shared_a_block, shared_a_processor, clusters, major, most_cluster;
+  int index, processors, shared_a_block, shared_a_processor, memory_gbs, clusters, major, most_cluster;
 } gpu;
 
 std::string launches;
@@ -39,7 +39,7 @@ struct {
 extern "C" {
 
 void recorder_set_gpu(const int* numbers) {
-  gpu = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
+  gpu = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]};
 }
 
 void recorder_hold_many_blocks() { many_blocks = true; }
@@ -106,6 +106,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
       *value = gpu.shared_a_processor;
+      break;
+    case cudaDevAttrMemoryClockRate:
+      *value = gpu.memory_gbs * 1000;  // kHz, with 4,000 bits
+      break;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      *value = 4000;
       break;
     case cudaDevAttrClusterLaunch:
       *value = gpu.clusters;

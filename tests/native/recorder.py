@@ -23,7 +23,7 @@ class Recorder:
     def set(self, index: int, gpu: Gpu, most_cluster: int) -> None:
         major = 9 if gpu.warpgroups else 10 if gpu.clusters else 8
         shared = gpu.shared_per_block, gpu.shared_per_processor
-        numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, most_cluster)
+        numbers = (index, gpu.processors, *shared, gpu.memory_gbs, int(gpu.clusters), major, most_cluster)
         self.library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
 
     def launched(self, function: str, *arguments: object) -> tuple[str, int, int, int, int]:

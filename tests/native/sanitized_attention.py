@@ -55,10 +55,10 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
         }
         yield f"short packed {longest}", call(torch.bfloat16, 240, 241, 64, B=1, sinks=None, **packed)
     for T in (32, 64, 128):
-        yield f"short {T} 32 of many", call(torch.float16, T, T, 32, B=80 * 128 // T, sinks=None)
+        yield f"short {T} 32 of many", call(torch.bfloat16, T, T, 32, B=80 * 128 // T, sinks=None)
     yield (
         "short 70 128 padded",
-        call(torch.float16, 70, 90, 128, sinks=None, mask=torch.rand(2, 1, 1, 90, device="cuda") > 0.2),
+        call(torch.bfloat16, 70, 90, 128, sinks=None, mask=torch.rand(2, 1, 1, 90, device="cuda") > 0.2),
     )
     for T, D in ((1, 64), (3, 128), (16, 128), (16, 256)):
         yield f"split {T} {D}", call(torch.bfloat16, T, 700, D, wants_grad=False)

@@ -1,8 +1,5 @@
-"""Every kernel compiles, and none but the four named here puts registers aside: for Hopper, in the full check
-(`make test-full`) for every architecture we ship, with the sources that are for the others alone.
-
-Where bf16 and fp16 have a source each, which differ in that type alone, that of fp16 is compiled in the full
-check only, there for the older architecture where there are two.
+"""Every kernel compiles, and none but the three named here puts registers aside: for Hopper, in the full
+check (`make test-full`) for every architecture we ship, with the sources that are for the others alone.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ from fuseline.native.compilers import find_nvcc
 
 KERNELS = Path(__file__).parents[2] / "src" / "fuseline" / "csrc" / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90")
-OLDER = ("_fp16", "_float16")
 # The C API's own code, with no kernel in it.
 HOST_ONLY = (
     "attention_forward.cu",
-    "attention_short.cu",
     "decode_step.cu",
     "errors.cu",
     "norms.cu",
@@ -37,8 +32,6 @@ FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 SPARED = {
     # With a mask and heads of 64, at the registers of three blocks: what keys are copied by is put aside.
     r"attention_backward_rows_panelsI\w+?Li64ELb0E": 60,
-    # fp16 of few rows at the 32 registers of eight blocks; bf16 has room.
-    r"embedding_forwardI6__halfLi8ELb0ELi2E": 8,
     # At the 64 registers of two blocks of 512: a sum over rows, and what is read once.
     r"fp8_rows\w*GeluGradient": 20,
     # Heads of 128 in fp16 on an A100, for which nothing was laid out.
@@ -65,33 +58,15 @@ def architectures_of(stem: str) -> tuple[str, ...]:
         return ("sm_90a",)
     if stem.endswith("_not_sm90"):
         return ("sm_80",)
-    if stem.endswith(("_bf16", "_bfloat16")):
-        return ("sm_90",)
-    if stem.endswith(OLDER):
-        return ("sm_80",)
     return ARCHITECTURES if os.environ.get("FUSELINE_TEST_FULL") == "1" else ("sm_90",)
 
 
 def compiled() -> list[ParameterSet]:
-    """Every source; the twins in fp16, and what Hopper does not use, for the full check."""
+    """Every source; what Hopper does not use, for the full check."""
     return [
-        pytest.param(path, id=path.stem, marks=pytest.mark.full if _is_for_the_full_check(path.stem) else ())
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem.endswith("_not_sm90") else ())
         for path in sorted(KERNELS.rglob("*.cu"))
     ]
-
-
-def _is_for_the_full_check(stem: str) -> bool:
-    return stem.removesuffix("_sm90a").endswith(OLDER) or stem.endswith("_not_sm90")
-
-
-def test_sources_in_fp16_have_a_twin_that_the_everyday_check_compiles() -> None:
-    stems = {path.stem for path in KERNELS.rglob("*.cu")}
-    for newer, older in (("_bf16", "_fp16"), ("_bfloat16", "_float16")):
-        of_newer = {stem.removesuffix(newer) for stem in stems if stem.endswith(newer)}
-        assert of_newer
-        of_older = {stem.removesuffix(older) for stem in stems if stem.endswith(older)}
-        assert of_older
-        assert of_older <= of_newer
 
 
 def test_spills_reads_the_report() -> None:

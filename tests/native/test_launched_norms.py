@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL:
 def use(library: ctypes.CDLL, index: int, gpu: Gpu, most_cluster: int) -> None:
     shared = gpu.shared_per_block, gpu.shared_per_processor
     major = 9 if gpu.clusters else 8
-    numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, most_cluster)
+    numbers = (index, gpu.processors, *shared, gpu.memory_gbs, int(gpu.clusters), major, most_cluster)
     library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
 
 

@@ -110,7 +110,7 @@ def test_embedding(recorder) -> None:
             most,
             recorder.launched("fuseline_embedding_forward", more, table, *tables, y, *sizes, *rest),
         )
-        given = grad, more, L(items), L(-1), table, more, L(items), L(n), L(rows)
+        given = grad, more, L(items), L(-1), table, I(0), more, L(items), L(n), L(rows)
         assert recorder.library.fuseline_embedding_backward(*given, *rest) == 0
         launches = recorder.taken()
         agree(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fuseline.native.kernels import FAMILIES, NORMS
-from fuseline.native.layouts import ROW_KERNELS, RULES, TABLE, Layout, read
+from fuseline.native.layouts import OWN_WIDTHS, ROW_KERNELS, RULES, TABLE, Layout, read
 from fuseline.native.norm_layouts import every_layout, norm_layouts, taken
+from fuseline.ops.plans import explain
 
 LENGTHS = (8, 64, 256, 384, 768, 1000, 1600, 4096, 12288, 16384, 65536, 131072, 262144)
 EACH = [(norm, direction, size) for norm in NORMS for direction in ("forward", "backward") for size in (2, 4)]
@@ -47,3 +49,24 @@ def test_the_tables_lines_are_layouts_of_their_longest_rows(norm: str, direction
     for longest, layout in read(TABLE.read_text()).get((f"many_{norm}_{direction}", size), []):
         assert layout in set(every_layout(direction))
         assert taken(norm, direction, longest, size, layout), longest
+
+
+def test_an_h200_has_lines_of_its_own_for_exact_widths() -> None:
+    own = read(OWN_WIDTHS.read_text())
+    assert len(own) > 3
+    for (family, size), lines in own.items():
+        norm, _, direction = family.removeprefix("many_").rpartition("_")
+        for width, layout in lines:
+            assert size == 2
+            assert layout in set(every_layout(direction))
+            assert taken(norm, direction, width, size, layout), (family, width)
+
+
+def test_a_width_takes_its_gpus_line_and_others_the_nearest_gpus() -> None:
+    def layout(n: int, gpu: str) -> tuple[object, ...]:
+        (plan,) = explain("add_rms_norm", (8192, n), torch.bfloat16, gpu=gpu, direction="backward").plans
+        return plan.kernel, plan.threads_per_row, plan.rows_per_block
+
+    assert layout(2048, "h200") != layout(2048, "h100")
+    assert layout(2056, "h200") == layout(2056, "h100")
+    assert layout(2048, "b200") == layout(2048, "h200")

@@ -19,7 +19,14 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", pa
 @pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize(
-    "program", ["sanitized.py", "sanitized_attention.py", "sanitized_layer.py", "sanitized_decode.py"]
+    "program",
+    [
+        "sanitized.py",
+        "sanitized_attention.py",
+        "sanitized_layer.py",
+        "sanitized_decode.py",
+        "sanitized_optimizer.py",
+    ],
 )
 def test_every_op_is_clean(program: str, tool: str) -> None:
     assert TOOL is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from fuseline import ops
+from fuseline.ops.embedding import embedding_and_table
 from fuseline.ops.philox import multipliers
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -132,3 +134,52 @@ def test_rows_of_few_tokens(items: int, n: int) -> None:
 def test_a_padding_row_that_the_table_has_not_is_refused(row: int) -> None:
     with pytest.raises(ValueError, match="none of the table's 7 rows"):
         ops.embedding(torch.tensor([1, 2]), torch.randn(7, 4), padding_idx=row)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows, count", [(50, 40), (1000, 30000), (3, 9000)])
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_heads_gradient_takes_that_of_the_tokens(
+    head_dtype: torch.dtype, rows: int, count: int, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(rows, (2, count // 2), generator=generator).to(device)
+    drawn = [torch.randn(*shape, generator=generator).to(device) for shape in ((rows, 16), (count // 2, 16))]
+    weight, places = (each.requires_grad_() for each in drawn)
+    factor = torch.randn(rows, 16, generator=generator).to(device)
+
+    def total(y: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return y.square().sum() + (table.to(head_dtype).float() * factor).square().sum()
+
+    wanted = torch.autograd.grad(total(ops.embedding(tokens, weight, places), weight), (weight, places))
+    for _ in range(2):
+        y, table = embedding_and_table(tokens, weight, places)
+        assert torch.equal(table, weight)
+        found = torch.autograd.grad(total(y, table), (weight, places))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    y, table = embedding_and_table(tokens, weight, places)
+    kept = total(y, table)
+    for _ in range(2):  # nothing is added twice to what a backward leaves for another
+        torch.testing.assert_close(
+            torch.autograd.grad(kept, (weight, places), retain_graph=True), wanted, rtol=1e-5, atol=1e-4
+        )
+    y, table = embedding_and_table(tokens, weight, places)
+    (of_rows,) = torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(of_rows, torch.autograd.grad(ops.embedding(tokens, weight, places).sum(), weight)[0])
+    y, table = embedding_and_table(tokens, weight, places)
+    assert torch.equal(torch.autograd.grad((table * factor).sum(), weight)[0], factor)
+
+
+def test_a_tied_embedding_compiles_and_is_transformed() -> None:
+    tokens, weight = torch.arange(12).view(2, 6) % 5, torch.randn(5, 8, requires_grad=True)
+
+    def total(weight: torch.Tensor) -> torch.Tensor:
+        y, table = embedding_and_table(tokens, weight)
+        return y.square().sum() + table.square().sum()
+
+    (wanted,) = torch.autograd.grad(total(weight), weight)
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(weight), weight)[0], wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first time it says that it runs the reference
+        torch.testing.assert_close(torch.func.grad(total)(weight.detach()), wanted)

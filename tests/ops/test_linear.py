@@ -54,21 +54,51 @@ def test_autocast_casts_as_torchs_linear() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="they are"):
         ops.linear(_drawn(4, 8), _drawn(6, 7))
-    with pytest.raises(TypeError, match="the same"):
+    with pytest.raises(TypeError, match="x's dtype or float32"):
         ops.linear(_drawn(4, 8), _drawn(6, 8, dtype=torch.float64))
 
 
+@needs_native
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_gradient_of_a_float32_weight_is_float32(turned: bool) -> None:
+    x, weight, bias = _drawn(40, 8, dtype=torch.bfloat16), _drawn(6, 8), _drawn(6)
+    leaf = weight.detach().t().contiguous().requires_grad_() if turned else weight
+    y = ops.linear(x, leaf.t() if turned else leaf, bias)
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias)]
+    assert torch.equal(y, F.linear(*narrow))
+    grads = torch.autograd.grad(y.float().square().sum(), (x, leaf, bias))
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    wanted = torch.autograd.grad(F.linear(*narrow).float().square().sum(), narrow)
+    for found, other in zip(grads, wanted, strict=True):
+        found = found.t() if turned and found is grads[1] else found
+        torch.testing.assert_close(found, other, check_dtype=False, rtol=1e-2, atol=1e-2)
+
+
+@needs_native
+def test_second_derivatives_by_a_float32_weight_are_refused() -> None:
+    x, weight = _drawn(4, 8, dtype=torch.bfloat16), _drawn(6, 8)
+    (grad,) = torch.autograd.grad(ops.linear(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear has no second derivative"):
+        grad.sum().backward()
+
+
 def test_problems_keep_their_numbers() -> None:
-    problem = Product(14, False, True, True, 64, 768, 3072)
-    assert Product.of(problem.numbers()) == problem
-    assert problem.torch_dtype is torch.bfloat16
+    for problem in (
+        Product(14, False, True, True, 64, 768, 3072),
+        Product(2, True, False, False, 8, 16, 24, True),
+    ):
+        assert Product.of(problem.numbers()) == problem
+        assert problem.torch_dtype is (torch.float16 if problem.wide else torch.bfloat16)
     with products.measured(torch.device("cpu")):
         pass
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned_left, turned_right, bias", [(0, 1, 1), (0, 1, 0), (0, 0, 0), (1, 0, 0)])
-def test_every_algorithm_is_right(turned_left: bool, turned_right: bool, bias: bool) -> None:
+@pytest.mark.parametrize(
+    "turned_left, turned_right, bias, wide",
+    [(0, 1, 1, 0), (0, 1, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0), (1, 0, 0, 1)],
+)
+def test_every_algorithm_is_right(turned_left: bool, turned_right: bool, bias: bool, wide: bool) -> None:
     m, n, k = 520, 264, 1032
     draw = {"device": "cuda", "dtype": torch.bfloat16}
     left, right = torch.randn(m, k, **draw), torch.randn(k, n, **draw)  # type: ignore[call-overload]
@@ -79,11 +109,12 @@ def test_every_algorithm_is_right(turned_left: bool, turned_right: bool, bias: b
     count = 0
     for algorithm in range(products.PROPOSALS):
         out = torch.ops.fuseline.product_by_algorithm(
-            left, turned_left, right, turned_right, shift, algorithm
+            left, turned_left, right, turned_right, shift, algorithm, wide
         )
         if out.numel():
             count += 1
-            assert (out.double() - wanted).norm() / wanted.norm() < 4e-3
+            assert out.dtype is (torch.float32 if wide else torch.bfloat16)
+            assert (out.double() - wanted).norm() / wanted.norm() < (1e-4 if wide else 4e-3)
     assert count >= 1
 
 

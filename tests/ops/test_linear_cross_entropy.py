@@ -380,7 +380,9 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     "classes, dtype, rows",
     [
-        (1000, torch.bfloat16, 4096),
+        (128, torch.bfloat16, 262144),
+        (1000, torch.float32, 16768),
+        (8192, torch.bfloat16, 4096),
         (50304, torch.bfloat16, 4096),
         (128256, torch.float16, 4096),
         (262144, torch.bfloat16, 2048),

@@ -261,6 +261,24 @@ def test_second_derivatives_are_refused_by_all_they_depend_on(wanting: tuple[str
             torch.autograd.grad(grads[0].sum(), inputs[name], retain_graph=True)
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gradients_of_float32_weights_are_float32(approximate: str) -> None:
+    given, grad_out = draw("cpu", torch.float32, 40, 16, 32, 8)
+    x, grad_out = given[0].detach().bfloat16().requires_grad_(), grad_out.bfloat16()
+    own = [x, *given[1:]]
+    y = ops.mlp(*own, approximate)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in own]
+    plain = ops.mlp(*narrow, approximate)
+    assert torch.equal(y, plain)
+    wanted = torch.autograd.grad(plain, narrow, grad_out)
+    grads = torch.autograd.grad(y, own, grad_out, create_graph=True)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16] + [torch.float32] * 4
+    for found, other in zip(grads, wanted, strict=True):
+        assert error(found, other) < 1e-2
+    with pytest.raises(NotImplementedError, match="mlp has no second derivative"):
+        torch.autograd.grad(grads[0].sum(), own[3])
+
+
 def nothing(*_: object) -> None:
     """A hook that changes nothing."""
 
@@ -325,5 +343,5 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.mlp(x, weight_1, bias_1, weight_2, bias_1)
     with pytest.raises(ValueError, match="approximate is 'sigmoid'"):
         ops.mlp(x, weight_1, bias_1, weight_2, bias_2, "sigmoid")
-    with pytest.raises(TypeError, match="weight_2 is Half and x Float"):
+    with pytest.raises(TypeError, match=r"weight_2 is Half and x Float\. It has x's dtype"):
         ops.mlp(x, weight_1, bias_1, weight_2.half(), bias_2)

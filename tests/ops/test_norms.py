@@ -38,3 +38,8 @@ def test_a_mean_of_1e4_beside_a_deviation_of_1(name: str, n: int, device: str) -
     # The mean itself is rounded to 1e4's last bit, half a thousandth of the deviation.
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.double() - theirs).norm() < 1e-3 * theirs.norm()
+
+
+def test_rms_norm_takes_no_shape_as_torchs_does() -> None:
+    with pytest.raises(TypeError, match=r"weight is \(16,\), not a tensor"):
+        ops.rms_norm(torch.randn(2, 16), (16,))  # type: ignore[arg-type]

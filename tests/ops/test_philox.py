@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fuseline import ops
 from fuseline.errors import InputError
@@ -113,3 +114,46 @@ def test_refuses_what_is_no_probability() -> None:
     for p in (-0.1, 1.5, float("nan")):
         with pytest.raises(InputError, match="not between 0 and 1"):
             philox.check_probability(p, "embedding")
+
+
+def test_seeds_that_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[int] = []
+    alone = philox._draw
+
+    def draw(device: torch.device, count: int) -> torch.Tensor:
+        draws.append(count)
+        return alone(device, count)
+
+    monkeypatch.setattr(philox, "_draw", draw)
+    monkeypatch.setattr(philox, "_drawn", philox._Drawn())
+    cpu, seeds = torch.device("cpu"), []
+    for wanted in (3, 64, 65):
+        with philox.seeds_together():
+            seeds += [int(philox.draw_seed(cpu)) for _ in range(wanted)]
+    assert draws == [64, 64, 64, 64]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_seeds_follow_from_the_generator_alone() -> None:
+    cpu = torch.device("cpu")
+
+    def drawn(count: int) -> list[int]:
+        torch.manual_seed(5)
+        with philox.seeds_together():
+            return [int(philox.draw_seed(cpu)) for _ in range(count)]
+
+    assert drawn(3) == drawn(70)[:3] == drawn(3)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_within_drops_the_same_again(use_reentrant: bool) -> None:
+    for _ in range(2):  # the second time several are drawn ahead
+        x = torch.ones(64, requires_grad=True)
+        with philox.seeds_together():
+            before = ops.dropout(x, 0.5)
+            y = checkpoint(lambda t: ops.dropout(t, 0.5), x, use_reentrant=use_reentrant)
+            after = ops.dropout(x, 0.5)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, y.detach())
+        assert not torch.equal(before, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,9 @@ def test_gated_units_take_rows_with_gaps_whole_where_they_keep_to_8_bytes() -> N
         (1, 4096, 12288, {"format": "plain"}, "gemv_kernel"),
         (1, 11008, 4096, {"format": "plain"}, "gemv_team_kernel"),
         (1, 1024, 1024, {}, "gemv_quantized_kernel"),
-        (1, 4096, 22016, {}, "linear_stream_kernel"),
+        (1, 4096, 22016, {}, "linear_row_kernel"),
+        (1, 4096, 22016, {"format": "int4", "zero_points": True}, "linear_stream_kernel"),
+        (4, 4096, 22016, {}, "linear_stream_kernel"),
         (16, 4096, 12288, {}, "linear_slices_kernel"),
         (30, 4096, 4096, {}, "linear_tiles_kernel"),
         (30, 4096, 4096, {"format": "int4", "zero_points": True}, "linear_tiles_kernel"),
@@ -133,6 +136,25 @@ def test_the_loss_of_fp16_has_general_kernels_alone() -> None:
     for shape, kernel in (((8192, 1000), "rows"), ((8192, 50257), "waiting")):
         plans = explain("cross_entropy", shape, torch.float16, gpu="h200").plans
         assert [plan.kernel for plan in plans] == [f"cross_entropy_{kernel}"] * 2
+
+
+def test_fp16_has_one_kernel_where_bf16_has_two() -> None:
+    def plans(op: str, shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> tuple[Plan, ...]:
+        return explain(op, shape, dtype, gpu="h200", **options).plans
+
+    def kernels(op: str, shape: tuple[int, ...], **options: Any) -> list[list[str]]:
+        dtypes = torch.bfloat16, torch.float16
+        return [[plan.kernel for plan in plans(op, shape, dtype, **options)] for dtype in dtypes]
+
+    few, one = kernels("gelu", (64, 3072), bias=True)
+    assert few == ["elementwise", "gelu_bias_gradients_few"]
+    assert one == ["elementwise", "gelu_bias_gradients"]
+    waits, twice = kernels("layer_norm", (8192, 50257))
+    assert (waits[0], twice[0]) == ("norm_forward_waiting", "norm_forward_streamed")
+    of_few, of_many = (
+        plans("embedding", (1024, 8192), dtype)[0] for dtype in (torch.bfloat16, torch.float16)
+    )
+    assert of_few.blocks > of_many.blocks, "rows of a thread: two, four"
 
 
 def test_softmax_of_fp16_has_general_kernels_alone() -> None:

@@ -26,6 +26,8 @@ KERNELS = {
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": "attention",
     "void fuseline::norm_backward_ring<fuseline::RingKind<float, __nv_bfloat16, 2, 3, true, false>>": "norms",
     "void fuseline::norm_add_partials<float>": "norms",
+    "void fuseline::(anonymous namespace)::adamw<__nv_bfloat16>": "optimizer",
+    "fuseline::(anonymous namespace)::gradient_norm": "optimizer",
     "void fuseline::norm_forward_added<float, __nv_bfloat16>": "norms",
     "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "norms",
     "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>": "norms",

@@ -21,7 +21,7 @@ from fuseline.errors import InputError
 
 LARGEST_FAMILY = 12
 """Modules in and below one that may be a single fused op."""
-SINGLE = (nn.Linear, nn.Dropout, nn.Identity, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SINGLE = (nn.Linear, nn.Dropout, nn.Identity)
 """Modules of torch's that are one operation already: there is nothing to look for in them."""
 
 

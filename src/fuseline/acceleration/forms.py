@@ -115,7 +115,7 @@ class CompiledBlocks:
     Modules of one class share what is compiled where it fits them all.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], backend: str = "inductor") -> None:
+    def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any] = "inductor") -> None:
         self.blocks, self._backend = tuple(blocks), backend
         self._codes: list[CodeType] = []
         self._calls = {kind: self._compile() for kind in dict.fromkeys(type(block) for block in blocks)}

@@ -21,14 +21,17 @@ from fuseline.acceleration.attention_study import forms_of, judge_call, site_of_
 from fuseline.acceleration.change import Change
 from fuseline.acceleration.find import Candidate, is_wanted
 from fuseline.acceleration.inline_attention import InlineAttention, inline_call
+from fuseline.acceleration.judge import Outcome
 from fuseline.acceleration.kept_proofs import KeptRecipe
 from fuseline.acceleration.kinds.rotary import ONCE, read_tables
 from fuseline.acceleration.layer import Layer, put_in, take_out
 from fuseline.acceleration.observe import PLAIN, Observed, Sample, call_model, is_tensor
+from fuseline.acceleration.packed_attention import LayerCall, torch_layer
+from fuseline.acceleration.packed_attention_study import study_packed
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.rebound import Function, Name, Rebound, StandIn, functions_read
+from fuseline.acceleration.rebound import Function, Name, Rebound, StandIn, functions_read, rebound
 from fuseline.acceleration.rotary import NOTE, UNKNOWN, TableMaker
-from fuseline.acceleration.site import KEPT, NOT_FASTER, REFUSED, Site
+from fuseline.acceleration.site import FOUND, KEPT, NOT_FASTER, REFUSED, Site
 from fuseline.acceleration.swap import form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.turn_study import judge_turn
@@ -73,6 +76,21 @@ class Recorder(StandIn):
         return list(self.calls.values())
 
 
+class LayerRecorder(StandIn):
+    """Of torch's whole layer of attention: its calls, and those of the attention function in it."""
+
+    def __init__(self, name: Name, inner: Recorder) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
+        self.calls: dict[Any, LayerCall | str] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall.read(args, kwargs)
+        alike = call if isinstance(call, str) else (call.key(lengths=True), call.dropout)
+        self.calls.setdefault(alike, call if isinstance(call, str) else replace(call, x=_held(call.x)))
+        return rebound(self.original, {self.inner.name[1:]: self.inner}, [])(*args, **kwargs)
+
+
 def study_functions(
     model: nn.Module,
     batch: Any,
@@ -110,9 +128,18 @@ def study_functions(
             take_out(module, layer)
     turns: dict[Any, Any] = {}
     attentions: dict[Any, KeptRecipe] = {}
+    layers: dict[Any, Outcome] = {}
     for identity, found in recorders.items():
         observed = seen[identity]
         for recorder in found.values():
+            if isinstance(recorder, LayerRecorder):
+                calls = list(recorder.calls.values())
+                whole = study_packed(observed, recorder.name, calls, layers, wanted, clock)
+                if whole is not None and (whole[1] is not None or whole[0].status == FOUND):
+                    result.sites.append(whole[0])
+                    result.changes += [] if whole[1] is None else [whole[1]]
+                    continue
+                recorder = recorder.inner
             if not recorder.calls:
                 continue
             if recorder.original is TORCH_ATTENTION:
@@ -122,15 +149,20 @@ def study_functions(
     return result
 
 
-def _recorders(module: nn.Module, shared: dict[Any, Sample]) -> dict[Name, Recorder]:
+def _recorders(module: nn.Module, shared: dict[Any, Sample]) -> dict[Name, Recorder | LayerRecorder]:
     """A recorder for each function of the module's forward that may be one of these."""
     forward: Any = type(module).forward
     if "forward" in module.__dict__:
         return {}
-    found: dict[Name, Recorder] = {}
+    found: dict[Name, Recorder | LayerRecorder] = {}
     for dotted, function in functions_read(forward):
         for name in _interesting(dotted, function):
-            found[name] = Recorder(name, shared)
+            recorder = Recorder(name, shared)
+            # Other code than torch's own might ask for the result in one piece.
+            if function is torch_layer and forward is nn.MultiheadAttention.forward:
+                found[name[:1]] = LayerRecorder(name[:1], recorder)
+            else:
+                found[name] = recorder
     return found
 
 

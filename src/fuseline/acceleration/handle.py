@@ -17,6 +17,7 @@ from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.forms import KERNELS, CompiledBlocks, Form, repeated_blocks
 from fuseline.acceleration.head_loss import deferred
 from fuseline.acceleration.layer import Layer, layers_of, put_in, take_out
+from fuseline.acceleration.merged_products import MergedProducts
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.rebound import Rebound, StandIn
 from fuseline.acceleration.rehearse import not_reached
@@ -223,9 +224,10 @@ class Acceleration:
 
     def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes, in
-        the fastest form: with Fuseline's kernels, or with the model's blocks compiled."""
+        the fastest form: with Fuseline's kernels, or with the model's blocks compiled. There layers that read
+        one tensor are one product: their weights move into one piece of memory, until `undo`."""
         if self._call is None:
-            self._call = CompiledCall(self.model, self._compiled_forms)
+            self._call = CompiledCall(self.model, lambda: self._compiled_forms(backend=MergedProducts()))
         return self._call(*args, **kwargs)
 
     def _prepared(self, batch: Any, compiled: bool) -> list[Form]:
@@ -234,15 +236,17 @@ class Acceleration:
         plain = Form(KERNELS, lambda: deferred(self.head))
         return [plain, *(self._compiled_forms(self.head) if compiled else ())]
 
-    def _compiled_forms(self, head: nn.Linear | None = None) -> list[Form]:
+    def _compiled_forms(
+        self, head: nn.Linear | None = None, backend: MergedProducts | None = None
+    ) -> list[Form]:
         """The model with its blocks compiled: unchanged, and with the kept attention. In both, `head` and its
         loss are computed together, unless the whole model is one block. Other kernels are left out: their
         guards differ from block to block, so that every block would be compiled by itself."""
         if self.device.type != "cuda" or self.wanted.dry_run:
             return []
         found = repeated_blocks(self.model)
-        blocks = CompiledBlocks(found or [self.model])
-        self.on_undo([blocks.close])
+        blocks = CompiledBlocks(found or [self.model], backend or "inductor")
+        self.on_undo([blocks.close, *([] if backend is None else [backend.separate])])
 
         @contextlib.contextmanager
         def inside(pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:

@@ -6,7 +6,8 @@ sum, its retained gradient and `torch.autograd.grad` of it are those of a model 
 
 Dropout of one summand is computed in the same pass, by a `Mask` that is a function of a seed. Where nothing
 but the norm reads the sum, as in a post-norm layer, the pass that makes the norm's gradient makes that of the
-dropped summand, too, and `Summed` finds it in the mask. Else it is dropout of the sum's whole gradient.
+dropped summand, too, and `Summed` finds it in the mask. The same pass adds up that gradient's rows, for the
+bias of the layer whose result is dropped (`bias_sums.py`). Else it is dropout of the sum's whole gradient.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fuseline.acceleration.bias_sums import Wish, leave
+
 
 @dataclass
-class Readers:
+class Readers(Wish):
     """Whether a norm was the only reader of its sum when last a gradient went back."""
 
     alone: bool = True
@@ -143,12 +146,15 @@ class Normalized(torch.autograd.Function):
         wants_read, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         drops = mask is not None and mask.readers.alone and wants_read
         p, seed = (mask.p, seed) if drops else (0.0, None)
-        wanted = [wants_read, drops, wants_weight, wants_bias, False]
-        grad_read, grad_x, grad_weight, grad_bias, _ = torch.ops.fuseline.norm_backward.default(
-            name, grad, grad_back, read, shape, mean, rstd, weight, bias, None, p, seed, wanted
+        # The kernel's sums of what it drops are as long as the norm's weights.
+        like = (weight if bias is None else bias) if drops and mask.readers.sums else None
+        wanted = [wants_read, drops, wants_weight, wants_bias, like is not None]
+        grad_read, grad_x, grad_weight, grad_bias, sums = torch.ops.fuseline.norm_backward.default(
+            name, grad, grad_back, read, shape, mean, rstd, weight, bias, like, p, seed, wanted
         )
         if drops:
             mask.keep(grad_read, grad_x)
+            leave(grad_x, None if like is None else sums, mask.readers)
         return (
             grad_read if wants_read else None,
             grad_weight if wants_weight else None,

@@ -74,7 +74,7 @@ def prove(
     tolerances: dict[str, list[float]] = {}
     traces: dict[Any, Trace] = {}
     drops = any(recipe.drops for recipe in recipes)
-    for name, probe, training in _cases(sample, module.training and not drops):
+    for name, probe, training in _cases(module, sample, module.training and not drops):
         with in_mode(module, training):
             try:
                 bench = _Bench(module, probe, returned, tolerances.get(name, []), traces)
@@ -109,9 +109,12 @@ MAY_BE_REFUSED = ("other lengths", "other strides")
 """What a module need not take: some are made for one length, some want their input in one piece."""
 
 
-def _cases(sample: Sample, training: bool) -> Iterator[tuple[str, Sample, bool]]:
-    """Every probe in evaluation, the first in training too, and the call in its full size."""
+def _cases(module: nn.Module, sample: Sample, training: bool) -> Iterator[tuple[str, Sample, bool]]:
+    """Every probe in evaluation, the first in training too, and the call in its full size. What the module
+    takes in no smaller size, an image of a few patches, is tried in its own."""
     small = reduced(sample)
+    if not _takes(module, small):
+        small = sample
     for name, make in PROBES.items():
         if (probe := make(small)) is not None:
             yield name, probe, False
@@ -119,6 +122,17 @@ def _cases(sample: Sample, training: bool) -> Iterator[tuple[str, Sample, bool]]
     yield first, small, True
     if [t.shape for t in small.tensors()] != [t.shape for t in sample.tensors()]:
         yield FULL, sample, training
+
+
+def _takes(module: nn.Module, sample: Sample) -> bool:
+    with in_mode(module, False), torch.no_grad():
+        try:
+            type(module).forward(module, *sample.args, **sample.kwargs)
+        except DECLINES as error:
+            if ran_out_of_memory(error):
+                raise
+            return False
+    return True
 
 
 class _NotTakenError(Exception):

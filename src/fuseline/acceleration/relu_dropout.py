@@ -14,13 +14,15 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
+from fuseline.acceleration.bias_sums import Wish, leave
 from fuseline.acceleration.flow import DROPOUTS, RELUS, dropping
 from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.swap import NOT_PROVED
 from fuseline.acceleration.waiting import Shared, Waiting, may_wait, plain
-from fuseline.ops import dropout
+from fuseline.ops.philox import draw_seed
 
 NO_DROPOUT = "no dropout came after ReLU, or no ReLU before dropout"
 
@@ -35,6 +37,7 @@ class ReluEnd(Layer):
     ) -> None:
         super().__init__(module, strict)
         self.proved = set(proved)
+        self.wish = Wish()
         self.pending = False
         """Whether what was returned last was not dropped yet."""
 
@@ -62,7 +65,7 @@ class ReluEnd(Layer):
         self.proved |= other.proved
 
     def copied(self, state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-        return {**state, "pending": False}
+        return {**state, "pending": False, "wish": Wish()}
 
 
 class BeforeRelu(Shared):
@@ -99,5 +102,28 @@ class Activated(Waiting):
                 return activated
             if given.drops and not given.inplace and activated._still_waits():
                 activated._end.dropped()
-                return dropout(activated._x, given.p, relu=True)
+                x, wish = activated._x, activated._end.wish
+                return _ReluDropped.apply(x, draw_seed(x.device), given.p, wish)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class _ReluDropped(torch.autograd.Function):
+    """dropout(relu(x)), whose backward adds up its rows where a bias asks for that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor, p: float, wish: Wish) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.fuseline.dropout.default(x, seed, p, True)
+        ctx.save_for_backward(y)
+        ctx.given = p, wish
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ((grad,), (y,), (p, wish)), sums = (grads, ctx.saved_tensors, ctx.given), None
+        if wish.sums:
+            grad_x, sums = torch.ops.fuseline.relu_dropout_backward_sums.default(grad, y, p)
+        else:
+            grad_x = torch.ops.fuseline.dropout_backward.default(grad, p, None, y)
+        leave(grad_x, sums, wish)
+        return grad_x, None, None, None

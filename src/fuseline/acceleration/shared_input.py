@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from fuseline.acceleration.bias_sums import left
 from fuseline.ops import linear as linear_op
 from fuseline.ops.dropout_add_norm import is_native
+from fuseline.ops.linear import float_or
 
 MOST = 6
 """Tensors that are kept within `across_modules`: from a norm to the sum after its branch others are read."""
@@ -120,8 +122,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
     if given is x and not leaves:
         return linear_op(x, weight, bias)
     reader = Reader()
-    bias = None if bias is None else bias.to(dtype)
-    y, back = _Linear.apply(given.to(dtype), weight.to(dtype), bias, reader)
+    bias = None if bias is None else float_or(dtype, bias)
+    y, back = _Linear.apply(given.to(dtype), float_or(dtype, weight), bias, reader)
     if leaves:
         give(x, back, reader)
     return y
@@ -136,6 +138,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.reader = reader
+        ctx.weight_dtype, weight = weight.dtype, torch.ops.fuseline.lowered_weight(weight, x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         y: torch.Tensor = torch.ops.fuseline.linear.default(x, weight, bias)
         return y, x
@@ -150,9 +153,15 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         back = grad_back if wants_x else None
+        sums = left(grad) if wants_bias and _is_plain(grad) else None
         grad_x, grad_weight, grad_bias = torch.ops.fuseline.linear_backward.default(
-            grad, x, weight, [wants_x and back is None, wants_weight, wants_bias]
+            grad,
+            x,
+            weight,
+            [wants_x and back is None, wants_weight, wants_bias and sums is None],
+            ctx.weight_dtype,
         )
+        grad_bias = grad_bias if sums is None else sums
         if back is not None:
             rows = back.reshape(-1, back.shape[-1])
             product = grad.reshape(-1, grad.shape[-1]), weight

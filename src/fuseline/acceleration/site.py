@@ -20,7 +20,7 @@ class Site:
             that rotates queries and keys. ReLU with dropout is an activation, with the path of the module
             before it.
         kind: "layer_norm", "rms_norm", "gated_mlp", "mlp", "activation", "linear",
-            "residual_norm", "embedding", "rotary", "attention" or "head_loss".
+            "residual_norm", "embedding", "patch_embedding", "rotary", "attention" or "head_loss".
         status: "kept" (Fuseline's op runs there), "refused" (`reason` says why), "not faster" (the op is
             right, but not faster on this device), "found" (nothing was done: in a dry run, or because an op
             replaces the module around it).

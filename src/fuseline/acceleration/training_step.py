@@ -23,11 +23,20 @@ from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError, first_line
+from fuseline.ops.philox import seeds_together
+from fuseline.optim import Update
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
@@ -60,7 +69,8 @@ class TrainingStep(InForms):
             linear layers of the model's blocks compute in fp8 where that is faster.
         accumulation: the number of micro-batches in a step: `step(first, second, ..)`; losses and gradients
             are averaged.
-        grad_clip: the largest allowed norm of all gradients together; 0 for no clipping.
+        grad_clip: the largest allowed norm of all gradients together; 0 for no clipping. `.grad` is clipped
+            or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
 
@@ -93,11 +103,13 @@ class TrainingStep(InForms):
         if grad_clip < 0:
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
-        self.accumulation, self.grad_clip = accumulation, grad_clip
+        self.accumulation = accumulation
+        self._copies = WeightCopies(model, compute_dtype(self.precision))
         self._loss, self._prepare = loss, prepare
         self._forms: Sequence[Form] = ()
         self.choice: Choice | None = None
         self._scaler = make_scaler(self.precision, self.device, optimizer)
+        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self._scaler)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reason = _why_eager(model, optimizer, self.device)
         if precision == "fp8" and fp8 is None:
@@ -236,7 +248,7 @@ class TrainingStep(InForms):
 
     def _run(self, batches: tuple[Any, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step(), self._copies.one_step():
             losses = [self._backward(index, batch) for index, batch in enumerate(batches)]
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -260,19 +272,9 @@ class TrainingStep(InForms):
             with across_modules(), self._forms[0].inside():
                 yield
         else:
-            with across_modules(), self.choice.form.inside(), self._masks.inside(self._full[index]):
+            seeds, masks = seeds_together(), self._masks.inside(self._full[index])
+            with across_modules(), seeds, self.choice.form.inside(), masks:
                 yield
-
-    def _update(self) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        if self.grad_clip:
-            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
 
     def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
         if self._loss is not None:

@@ -1,5 +1,5 @@
 """Tokens a second of a language model with random weights, by rows and format: Fuseline against the same
-model in plain torch, compiled as gpt-fast does it, and `transformers`."""
+model in plain torch, compiled as gpt-fast does it, gpt-fast's own files, and `transformers`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class Options(Recorded, Seeded):
     formats: tuple[str, ...] = ()
     """Of bf16, fp32, int8, int4, fp8; on a CPU fp32 and int8 if none is named, on a GPU all but fp32."""
     peers: tuple[str, ...] = ()
-    """Of fuseline, eager, gptfast, transformers, transformers-compiled. All if none is named."""
+    """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled. All if
+    none is named."""
+    gptfast: Path | None = None
+    """Folder of a checkout of gpt-fast; its own files decode too (peer gptfast-files). Its license is its
+    own."""
     steps: int = 10
     """Tokens of a timed run."""
     runs: int = 7
@@ -71,6 +75,7 @@ def run(options: Options) -> int:
         None if options.budget is None else parse_duration(options.budget),
         options.resume,
         jobs=options.jobs,
+        gptfast=options.gptfast,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:

@@ -61,17 +61,20 @@ def _table(records: Sequence[Record]) -> Table:
     from rich import box
     from rich.table import Table
 
-    metrics = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib", "perplexity")
+    metrics = ("iteration_ms", "tokens_per_s", "over_compiled", "speedup", "peak_memory_gib", "perplexity")
     table = Table(title="Levers on a generation", box=box.SIMPLE)
     for heading in ("rung", "lever"):
         table.add_column(heading)
-    for heading in ("ms a step", "tokens/s", "over eager", "memory, GiB", "perplexity"):
+    for heading in ("ms a step", "tokens/s", "over compiled", "over eager", "memory, GiB", "perplexity"):
         table.add_column(heading, justify="right")
     lines: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:
         if record.value is not None:
             line = str(record.case["rung"]), str(record.case["lever"])
             lines.setdefault(line, {})[record.metric] = record.value
+    compiled = next((found for (rung, _), found in lines.items() if rung == "compiled"), {})
     for line, found in lines.items():
+        if "tokens_per_s" in found and "tokens_per_s" in compiled:
+            found["over_compiled"] = found["tokens_per_s"] / compiled["tokens_per_s"]
         table.add_row(*line, *(f"{found[m]:,.4g}" if m in found else "" for m in metrics))
     return table

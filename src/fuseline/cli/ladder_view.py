@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -161,9 +162,9 @@ DISPENSABLE = ("wait", "batch", "err", "tok/s")
 def results_table(results: Sequence[RungResult], title: str, preset: str, width: int) -> Table:
     """Rungs that ran, and the columns that hold something; the least important go if `width` is short.
 
-    `total` is the speedup over the first rung, `torch` that over the best that torch does alone, `step` the
-    paired one over the rung it is compared with, `err` the gradient's error against fp32, `wait` the share of
-    time spent waiting for batches.
+    `over torch` is the speedup over the best that torch does alone, `over plain` that over the first rung,
+    `step` the paired one over the rung it is compared with, `err` the gradient's error against fp32, `wait`
+    the share of time spent waiting for batches.
     """
     ran = [result for result in results if result.iteration_ms is not None]
     columns = {
@@ -171,7 +172,7 @@ def results_table(results: Sequence[RungResult], title: str, preset: str, width:
     }
     columns = {heading: cells for heading, cells in columns.items() if any(cells)}
     for heading in DISPENSABLE:
-        if sum(1 + max(map(len, (name, *cells))) for name, cells in columns.items()) > width:
+        if sum(1 + max(map(len, (*name.split("\n"), *cells))) for name, cells in columns.items()) > width:
             columns.pop(heading, None)
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in columns:
@@ -182,18 +183,26 @@ def results_table(results: Sequence[RungResult], title: str, preset: str, width:
 
 
 def _columns(title: str, preset: str, ran: Sequence[RungResult]) -> dict[str, Cell]:
-    alone = max((r.value("speedup") or 0.0 for r in ran if r.slot == TORCH_ALONE), default=0.0)
+    modes = [r for r in ran if r.slot == TORCH_ALONE and r.value("paired_speedup")]
+    alone = max(modes, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+    best = next((r for r in reversed(ran) if r.kept and r.slot != TORCH_ALONE), None)
 
     def over_torch(result: RungResult) -> str:
-        mine = result.value("speedup")
-        return _times(mine / alone) if alone and mine else ""
+        """Of the best, beside which torch alone ran in turn, that ratio; else through both over the first."""
+        if alone is None:
+            return ""
+        if result is best:
+            return _times(1 / (alone.value("paired_speedup") or math.nan))
+        mine = 1.0 if result is ran[0] else result.value("speedup")
+        theirs = alone.value("speedup")
+        return _times(mine / theirs) if theirs and mine else ""
 
     columns: dict[str, Cell] = {
         "rung": lambda r: r.name,
         "ms/it": lambda r: _ms(r.iteration_ms),
         "tok/s": lambda r: _count(r.value("tokens_per_s")),
-        "total": lambda r: _times(r.value("speedup")),
-        "torch": over_torch,
+        "over\ntorch": over_torch,
+        "over\nplain": lambda r: _times(r.value("speedup")),
         "step": lambda r: _times(r.value("paired_speedup")),
         "MFU": lambda r: _percent(r.value("mfu")),
         "GiB": lambda r: _number(r.value("peak_memory_gib"), ".1f"),
@@ -227,7 +236,9 @@ def _verdict(outcome: Outcome, settings: Settings) -> list[str]:
         lines.append(f"{best.name} over the best that torch does alone: {told}")
     if best is not None and total is not None:
         first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
-        lines.append(f"{best.name} over {first}: [bold]{_ratio(total)}[/]")
+        lines.append(f"{best.name} over {first}: {_ratio(total)}")
+        if over_torch is None and best.mode == "cumulative":
+            lines.append("The best that torch does alone was not timed in this run: nothing is said of it.")
     if outcome.is_noisy:
         lines.append(f"[bold yellow]{BUSY}[/]")
     return lines

@@ -219,6 +219,7 @@ def _trained(asked: Asked, case: dict[str, Scalar], work: user_code.Work) -> Rea
             precision=asked.precision,
             execution=execution,
             fp8=fp8,
+            kernels=asked.kernels == "fuseline" and not _is_user_code(asked.target),
         )
 
     step = made(asked.execution)

@@ -130,7 +130,7 @@ def _complaint(error: ValidationError) -> str:
     else:
         said = f"{where or 'it'} is {shown(first['input'])}. {first['msg'].replace('Input', 'It', 1)}."
     more = len(places) - 1
-    return said + (f" ({more} more like it.)" if more > 0 else "")
+    return said + (f" ({more} more are wrong.)" if more > 0 else "")
 
 
 def _check_few(value: object, place: str) -> None:

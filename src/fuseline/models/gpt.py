@@ -33,7 +33,9 @@ from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import feed_forward, is_plain
 from fuseline.nn.fp8_linear import Fp8Linear
-from fuseline.ops.philox import draw_seeds
+from fuseline.ops.embedding import embedding_and_table
+from fuseline.ops.layer_norm import layer_norm_and_input
+from fuseline.ops.philox import draw_seed
 
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
@@ -55,45 +57,50 @@ class Found(NamedTuple):
     y: Tensor
     bias: Tensor | None = None
     dropout_p: float = 0.0
-    seed: Tensor | None = None
 
 
-class Seeds(NamedTuple):
-    """What a layer drops by, drawn with those of all layers: in attention, and of what attention and the MLP
-    add to the stream. None: whoever drops draws a seed."""
-
-    weights: Tensor | None = None
-    attention: Tensor | None = None
-    mlp: Tensor | None = None
-
-
-_OWN_SEEDS = Seeds()
-
-
-def _add_norm(norm: nn.Module, found: Found | None, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
-    the norm leaves in the dtype that the branch came in."""
-    if found is None:
+def _first_norm(norm: nn.Module, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
+    multiplies in."""
+    device = x_BTC.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not is_plain(norm, fuseline.nn.LayerNorm):
         return norm(x_BTC), x_BTC
+    dtype = torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
+    shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+    return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=dtype)
+
+
+def _add_norm(
+    norm: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
+    the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped."""
+    if found is None:
+        return _first_norm(norm, x_BTC)
     if isinstance(norm, fuseline.nn.LayerNorm):
         shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         if found.bias is None and found.dropout_p == 0.0:
             return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
         x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
         return ops.dropout_add_layer_norm(
-            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=found.seed
+            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=seed
         )
     y_BTC = found.y if found.bias is None else found.y + found.bias
     x_BTC = x_BTC + F.dropout(y_BTC, found.dropout_p)
     return norm(x_BTC), x_BTC
 
 
-def _found(branch: nn.Module, x_BTC: Tensor, seeds: Seeds) -> Found:
+def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
     """What a branch finds in x. One with hooks, a wrapper or a compiled call is called as a module."""
-    called = "forward" in branch.__dict__ or branch._compiled_call_impl is not None
-    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not called:
-        return branch.found(x_BTC, seeds)
+    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not _is_replaced(branch):
+        return branch.found(x_BTC)
     return Found(branch(x_BTC))
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a call of the module runs something else than its class's `forward`."""
+    return "forward" in module.__dict__ or module._compiled_call_impl is not None
 
 
 def _leaves_to_norm(projection: nn.Module, dropout: nn.Module) -> bool:
@@ -132,20 +139,19 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(self._gathered(x_BTC)))
 
-    def found(self, x_BTC: Tensor, seeds: Seeds) -> Found:
+    def found(self, x_BTC: Tensor) -> Found:
         if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
-            y_BTC = _product(self.c_proj, self._gathered(x_BTC, seeds.weights))
-            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout), seeds.attention)
+            y_BTC = _product(self.c_proj, self._gathered(x_BTC))
+            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
         return Found(self(x_BTC))
 
-    def _gathered(self, x_BTC: Tensor, seed: Tensor | None = None) -> Tensor:
+    def _gathered(self, x_BTC: Tensor) -> Tensor:
         plain = self.fused and is_plain(self.c_attn, nn.Linear)
         return ops.attention_packed(
             ops.linear(x_BTC, self.c_attn.weight, self.c_attn.bias) if plain else self.c_attn(x_BTC),
             self.num_heads,
             causal=True,
             dropout_p=self.dropout_p if self.training else 0.0,
-            spare_seed=seed,
             backend=self.backend,
         )
 
@@ -166,14 +172,14 @@ class MLP(nn.Module):
             return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
 
-    def found(self, x_BTC: Tensor, seeds: Seeds) -> Found:
+    def found(self, x_BTC: Tensor) -> Found:
         if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
             return Found(self(x_BTC))
         if self._is_one_op():
             y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
         else:
             y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
-        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout), seeds.mlp)
+        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
 
     def together(self) -> tuple[nn.Linear, ...]:
         """The layers that are one op in training."""
@@ -198,13 +204,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x_BTC: Tensor, found: Found | None = None, seeds: Seeds = _OWN_SEEDS
+        self, x_BTC: Tensor, found: Found | None = None, seeds: Sequence[Tensor | None] = (None, None)
     ) -> tuple[Tensor, Found]:
         """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
-        before."""
-        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC)
-        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC, seeds), x_BTC)
-        return x_BTC, _found(self.mlp, y_BTC, seeds)
+        before. `seeds` fix what each of the two norms drops; they draw their own where they are None."""
+        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC, seeds[0])
+        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC, seeds[1])
+        return x_BTC, _found(self.mlp, y_BTC)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""
@@ -230,31 +236,35 @@ class Transformer(nn.Module):
         self.ln_f = _norm(config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.with_table(tokens_BT)[0]
+
+    def with_table(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last norm gives, and the token table as a tied head reads it (`embedding_and_table`)."""
         T = tokens_BT.shape[1]
         if self.block_size < T:
             raise InputError(
                 f"The sequence has {T} tokens, and this model's block_size is {self.block_size}. "
                 "Crop the sequence, or make the model with a larger block_size."
             )
-        seed, seeds = self._seeds(tokens_BT.device)
+        seeds = self._seeds(tokens_BT.device)
         if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
-            p = _dropout_p(self.drop)
-            x_BTC = ops.embedding(tokens_BT, self.wte.weight, self.wpe.weight, seed=seed, p=p)
+            p, tables = _dropout_p(self.drop), (self.wte.weight, self.wpe.weight)
+            seed = seeds[0] if p else None
+            x_BTC, table_VC = embedding_and_table(tokens_BT, *tables, p=p, seed=seed)
         else:
+            table_VC = self.wte.weight
             # Rows of the table itself, rather than a lookup by arange: one op less each way.
             x_BTC = self.drop(self.wte(tokens_BT) + self.wpe.weight[:T])
         found = None
-        for block, of_block in zip(self.h, seeds, strict=True):
-            x_BTC, found = block(x_BTC, found, of_block)
-        return _add_norm(self.ln_f, found, x_BTC)[0]
+        for layer, block in enumerate(self.h):
+            x_BTC, found = block(x_BTC, found, seeds[2 * layer : 2 * layer + 2])
+        return _add_norm(self.ln_f, found, x_BTC, seeds[-1])[0], table_VC
 
-    def _seeds(self, device: torch.device) -> tuple[Tensor | None, list[Seeds]]:
-        """The seed of the embeddings and those of each layer, drawn together."""
-        layers = len(self.h)
-        if not (self.fused and _dropout_p(self.drop) > 0):
-            return None, [_OWN_SEEDS] * layers
-        first, *rest = draw_seeds(device, 1 + 3 * layers)
-        return first, [Seeds(*rest[3 * i : 3 * i + 3]) for i in range(layers)]
+    def _seeds(self, device: torch.device) -> Sequence[Tensor | None]:
+        """Of the embedding and of the norms after branches: drawn in one kernel where ops drop."""
+        count = 2 * len(self.h) + 1
+        drops = self.fused and _dropout_p(self.drop) > 0
+        return draw_seed(device, count).split(1) if drops else [None] * count
 
 
 class GPT(nn.Module):
@@ -296,10 +306,11 @@ class GPT(nn.Module):
 
         `tokens_BT`, `targets_BT`: int64, ids below vocab_size. `InputError` if T is over block_size.
         """
-        x_BTC = self.transformer(tokens_BT)
         if targets_BT is None:
-            return self._logits(x_BTC)[..., : self.config.vocab_size]
-        return self._loss(x_BTC.flatten(0, 1), targets_BT.reshape(-1))
+            return self._logits(self.transformer(tokens_BT))[..., : self.config.vocab_size]
+        if self.config.loss == "fuseline-linear":
+            return self._fused_loss(tokens_BT, targets_BT.reshape(-1))
+        return self._loss(self.transformer(tokens_BT).flatten(0, 1), targets_BT.reshape(-1))
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None, attend: Attend) -> Tensor:
         """The stream after the last layer, [B, T, C], without dropout; `positions_BT` (0, 1, .. if absent) is
@@ -317,20 +328,30 @@ class GPT(nn.Module):
         logits_V = branch(self.lm_head, x_C, norm=self.transformer.ln_f, fused=fused)
         return logits_V[..., : self.config.vocab_size]
 
+    def _fused_loss(self, tokens_BT: Tensor, targets_N: Tensor) -> Tensor:
+        """The head and its loss as one op; the logits are never stored whole."""
+        body, head_VC = self.transformer, self.lm_head.weight
+        if head_VC is body.wte.weight and is_plain(body, Transformer) and not _is_replaced(body):
+            x_BTC, head_VC = body.with_table(tokens_BT)
+        else:
+            x_BTC = body(tokens_BT)
+        x_NC, device = x_BTC.flatten(0, 1), x_BTC.device.type
+        if torch.is_autocast_enabled(device):
+            x_NC = x_NC.to(torch.get_autocast_dtype(device))
+        vocab_size = self.config.vocab_size
+        return ops.linear_cross_entropy(
+            x_NC, head_VC, targets_N, ignore_index=IGNORE_INDEX, vocab_size=vocab_size
+        )
+
     def _loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        fused: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
-        if self.config.loss == "fuseline-linear":
-            device = x_NC.device.type
-            if torch.is_autocast_enabled(device):
-                x_NC = x_NC.to(torch.get_autocast_dtype(device))
-            return ops.linear_cross_entropy(x_NC, self.lm_head.weight, targets_N, **fused)
         if self.config.loss == "fuseline":
             logits_NV = self.lm_head(x_NC)
             # In fp16 a gradient that is written before the loss is scaled would vanish.
             early = logits_NV.dtype is not torch.float16
             # A compiler would copy what is overwritten; eagerly nobody else reads these logits.
             inplace = early and not torch.compiler.is_compiling()
-            return ops.cross_entropy(logits_NV, targets_N, **fused, grad_in_forward=early, inplace=inplace)
+            options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "vocab_size": self.config.vocab_size}
+            return ops.cross_entropy(logits_NV, targets_N, **options, grad_in_forward=early, inplace=inplace)
         logits_NV = self._logits(x_NC)
         if self.config.loss == "float32" and logits_NV.dtype.itemsize < 4:
             logits_NV = logits_NV.float()

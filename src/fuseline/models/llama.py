@@ -86,6 +86,11 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.lerp(slow, frequencies, share)
 
 
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's product; by our op, unless there is more to the layer."""
+    return ops.linear(x, layer.weight, layer.bias) if is_plain(layer, nn.Linear) else layer(x)
+
+
 def _norm(width: int, config: LlamaConfig) -> nn.RMSNorm:
     return (RMSNorm if config.kernels == "fuseline" else nn.RMSNorm)(width, eps=config.eps)
 
@@ -124,6 +129,11 @@ class Attention(nn.Module):
         y_BTC = attend(self.layer, qkv_BTN, self.heads(rotary))
         return branch(self.out, y_BTC, residual=x_BTC, following=following, fused=fused)
 
+    def found(self, normed_BTC: Tensor, rotary: Rotary) -> Tensor:
+        """What a whole sequence adds to the stream."""
+        qkv_BTN = _linear(self.qkv, normed_BTC)
+        return _linear(self.out, whole_sequence(self.layer, qkv_BTN, self.heads(rotary)))
+
 
 class MLP(nn.Module):
     """silu(gate) * up, and back to the stream's width."""
@@ -136,14 +146,17 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_dim, config.embed_dim, bias=config.mlp_bias)
 
     def forward(self, x_BTC: Tensor, following: nn.Module) -> Tensor:
-        gate_up, down = self.gate_up, self.down
-        in_fp8 = self.training and is_plain(gate_up, Fp8Linear) and is_plain(down, Fp8Linear)
-        if self.fused and in_fp8 and gate_up.bias is None:
-            return x_BTC + fp8_feed_forward(self.norm(x_BTC), gate_up, down, "swiglu")
         y_BTF = branch(
             self.gate_up, x_BTC, norm=self.norm, activation="swiglu", following=self.down, fused=self.fused
         )
         return branch(self.down, y_BTF, residual=x_BTC, following=following, fused=self.fused)
+
+    def found(self, normed_BTC: Tensor) -> Tensor:
+        """What a whole sequence adds to the stream in training."""
+        gate_up, down = self.gate_up, self.down
+        if is_plain(gate_up, Fp8Linear) and is_plain(down, Fp8Linear) and gate_up.bias is None:
+            return fp8_feed_forward(normed_BTC, gate_up, down, "swiglu")
+        return _linear(down, ops.swiglu(_linear(gate_up, normed_BTC)))
 
 
 class Block(nn.Module):
@@ -157,6 +170,12 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor, rotary: Rotary, attend: Attend, following: nn.Module) -> Tensor:
         return self.mlp(self.attention(x_BTC, rotary, attend, self.mlp.gate_up), following)
+
+    def is_plain(self) -> bool:
+        """Whether nothing but the classes of this file computes it, so that norms may stand apart from it."""
+        attention, mlp = self.attention, self.mlp
+        parts = is_plain(self, Block) and is_plain(attention, Attention) and is_plain(mlp, MLP)
+        return parts and is_plain(attention.norm, RMSNorm) and is_plain(mlp.norm, RMSNorm)
 
 
 class Llama(nn.Module):
@@ -207,13 +226,37 @@ class Llama(nn.Module):
                 f"The sequence has {T} tokens, and this model's block_size is {self.config.block_size}. "
                 "Crop the sequence."
             )
+        fused_loss = self.config.kernels == "fuseline" and is_plain(self.head, nn.Linear)
+        if targets_BT is not None and fused_loss and self._trains_plainly():
+            return self._fused_loss(self._normed(tokens_BT).flatten(0, 1), targets_BT.reshape(-1))
         x_BTC = self.hidden(tokens_BT, None, whole_sequence)
         if targets_BT is None:
             return self.logits(x_BTC)
-        if self.config.kernels == "fuseline" and is_plain(self.head, nn.Linear):
+        if fused_loss:
             return self._fused_loss(self.norm(x_BTC).flatten(0, 1), targets_BT.reshape(-1))
         logits_NV = self.logits(x_BTC).flatten(0, 1).float()
         return F.cross_entropy(logits_NV, targets_BT.reshape(-1), ignore_index=IGNORE_INDEX)
+
+    def _trains_plainly(self) -> bool:
+        blocks = cast(Sequence[Block], self.blocks)
+        plain = self.training and is_plain(self.embedding, nn.Embedding) and is_plain(self.norm, RMSNorm)
+        return plain and all(is_plain(block, Block) and block.is_plain() for block in blocks)
+
+    def _normed(self, tokens_BT: Tensor) -> Tensor:
+        """The last norm over a whole sequence in training. Each norm adds to the stream what the branch
+        before it found, and leaves in the dtype that the next branch multiplies in."""
+        blocks = cast(Sequence[Block], self.blocks)
+        norms = [norm for block in blocks for norm in (block.attention.norm, block.mlp.norm)] + [self.norm]
+        x_BTC = ops.embedding(tokens_BT, self.embedding.weight)
+        device = x_BTC.device.type
+        narrowed = torch.is_autocast_enabled(device) and x_BTC.dtype is torch.float32
+        dtype = torch.get_autocast_dtype(device) if narrowed else None
+        y_BTC = ops.rms_norm(x_BTC, norms[0].weight, norms[0].eps, out_dtype=dtype)
+        for layer, norm in enumerate(norms[1:]):
+            block = blocks[layer // 2]
+            found = block.mlp.found(y_BTC) if layer % 2 else block.attention.found(y_BTC, self.rotary)
+            y_BTC, x_BTC = ops.add_rms_norm(found, x_BTC, norm.weight, norm.eps)
+        return y_BTC
 
     def _fused_loss(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
         """The head and its loss; the logits are never stored whole."""

@@ -16,7 +16,10 @@ from typing import Any
 
 from fuseline.errors import InputError
 
-TABLE = Path(__file__).parent.parent / "csrc" / "kernels" / "rows" / "table_h100.h"
+_ROWS = Path(__file__).parent.parent / "csrc" / "kernels" / "rows"
+TABLE = _ROWS / "table_h100.h"
+OWN_WIDTHS = _ROWS / "table_h200.h"
+"""Widths for which a GPU with memory like an H200's has lines of its own."""
 VECTOR_BYTES = 16
 WARP = 32
 WORTH = 0.005

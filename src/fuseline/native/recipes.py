@@ -73,7 +73,8 @@ def kernels_recipe(nvcc: Compiler, cxx: Compiler, majors: Collection[int] = ()) 
         )
         for source in sorted(KERNELS.rglob("*.cu"))
     )
-    link = (*host_compiler_flags(cxx), "-shared", "--cudart=static", *toolkit_library_flags(nvcc))
+    shared = ("-shared", "-Xlinker=-s", "--cudart=static")  # -s: a megabyte of local symbols is left out
+    link = (*host_compiler_flags(cxx), *shared, *toolkit_library_flags(nvcc))
     return Recipe(KERNELS_NAME, units, nvcc, link)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
 from fuseline.ops import mlp
+from fuseline.ops.linear import float_or
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -50,19 +51,19 @@ def autocast_to(
     weight_2: torch.Tensor,
     bias_2: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """The tensors of an MLP in the dtype that autocast asks for, as they are without it."""
+    """The tensors of an MLP as `mlp` takes them: x in the dtype that autocast asks for, weights in that dtype
+    or in float32. Without autocast they stay as they are."""
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return x, weight_1, bias_1, weight_2, bias_2
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
-
+    if x.dtype is torch.float64:
+        return x, weight_1, bias_1, weight_2, bias_2
     return (
-        cast(x),
-        cast(weight_1),
-        None if bias_1 is None else cast(bias_1),
-        cast(weight_2),
-        None if bias_2 is None else cast(bias_2),
+        x.to(dtype),
+        float_or(dtype, weight_1),
+        None if bias_1 is None else float_or(dtype, bias_1),
+        float_or(dtype, weight_2),
+        None if bias_2 is None else float_or(dtype, bias_2),
     )

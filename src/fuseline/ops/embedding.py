@@ -93,6 +93,26 @@ def embedding(
     return reference(tokens, weight, position_weight, positions, padding_idx=padding_idx, seed=seed, p=p)
 
 
+def embedding_and_table(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    position_weight: torch.Tensor | None = None,
+    *,
+    seed: torch.Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`embedding`, and its table for a head that is tied to it: on a GPU, eagerly, the gradient of the
+    tokens' rows is then added to that of the head, and no table of mostly zeros is written and added."""
+    if not native.ready(weight.device.type) or weight.dtype is torch.float64:
+        return embedding(tokens, weight, position_weight, seed=seed, p=p), weight
+    check_probability(p, "embedding")
+    seed = draw_seed(weight.device) if p > 0 and seed is None else seed
+    y, table = torch.ops.fuseline.embedding_and_table.default(
+        tokens, weight, position_weight, None, -1, seed, p
+    )
+    return y, table
+
+
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:

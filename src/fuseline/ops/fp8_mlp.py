@@ -5,9 +5,9 @@
 
 The activation leaves in 16 bits, for the gradient of weight_2, and in fp8 rows, for the second product. Its
 gradient leaves in 16 bits, for the gradient of weight_1, and in fp8 rows, for that of x. On a GPU one kernel
-makes both at once, and adds up the gradient of bias_1: float16 or bfloat16, an inner width that is a multiple
-of 16 and 8,192 at most. The fp8 rows are made of what was rounded to 16 bits, as in layers one after the
-other.
+makes both at once, and adds up the gradient of bias_1: in bfloat16, with an inner width that is a multiple of
+16 and 8,192 at most. Otherwise they are made one after the other. The fp8 rows are made of what was rounded
+to 16 bits, as in layers one after the other.
 
 Errors are those of two such layers; that of the first also goes through the derivative of the activation. Not
 twice differentiable.
@@ -76,7 +76,7 @@ def _gradient(
 
 
 def _has_kernel(x: torch.Tensor, activation: str) -> bool:
-    served = x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
+    served = x.device.type == "cuda" and x.dtype is torch.bfloat16
     width = x.shape[-1] // 2 if activation == "swiglu" else x.shape[-1]
     return served and 0 < width <= WIDEST and width % ROW_STEP == 0 and native.ready("cuda")
 

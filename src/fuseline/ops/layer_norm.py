@@ -86,6 +86,26 @@ def layer_norm(
     return reference(x, normalized_shape, weight, bias, eps, out_dtype=out_dtype)
 
 
+def layer_norm_and_input(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer_norm`, and x itself for what reads it beside the norm: eagerly, one pass of the backward then
+    adds both gradients."""
+    device = x.device.type
+    if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
+        y, same = torch.ops.fuseline.layer_norm_and_input.default(
+            x, normalized_shape, weight, bias, eps, out_dtype=out_dtype
+        )
+        return y, same
+    return layer_norm(x, normalized_shape, weight, bias, eps, out_dtype=out_dtype), x
+
+
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:

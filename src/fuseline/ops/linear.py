@@ -27,7 +27,7 @@ from fuseline.ops.op import Case, Op, register
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The definition in plain PyTorch, for every device."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,20 +35,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args:
         x: [..., C]; float32, float16, bfloat16 or float64.
-        weight: [D, C], contiguous or the transpose of what is; else it is copied.
-        bias: [D], or None.
+        weight: [D, C] of x's dtype or float32, contiguous or the transpose of what is; else it is copied.
+        bias: [D] of x's dtype or float32, or None.
 
-    Returns [..., D]. All have one dtype; under autocast they are cast as torch casts those of its own linear.
+    Returns [..., D] in x's dtype, in which weight and bias are multiplied and added. The gradient of a weight
+    in float32 is not rounded to that dtype. Under autocast x is cast as torch casts that of its own linear.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight = x.to(dtype), float_or(dtype, weight)
+        bias = None if bias is None else float_or(dtype, bias)
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.linear.default(x, weight, bias)
     return reference(x, weight, bias)
+
+
+def float_or(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
+    """A weight as ops take it that multiply in `dtype`: float32 stays, and the op casts it."""
+    return weight if weight.dtype is torch.float32 else weight.to(dtype)
 
 
 def _inputs(

@@ -34,6 +34,8 @@ from fuseline.ops.op import Case, Op, register
 
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 2**30
+SMALL_CHUNK = 2**26
+"""Bytes of logits that save no memory worth a second chunk: a model's hidden rows take as much."""
 
 
 def chunk_rows(classes: int, dtype: torch.dtype) -> int:
@@ -44,9 +46,12 @@ def chunk_rows(classes: int, dtype: torch.dtype) -> int:
     over the logits: 3.11 ms and 0.85 GiB in one chunk, 3.22 and 0.47 in two, 3.70 and 0.35 in four, 4.41 and
     0.25 in eight; torch.compile of the plain head and loss takes 3.81 ms. Without that pass two chunks take
     2.74. A chunk of 4-byte logits has half the rows (their products are slower, so the sums cost relatively
-    no more), and no chunk has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach.
+    no more), and no chunk has more than `CHUNK_BYTES`, which 16-bit vocabularies over 131,072 reach. Under
+    8,192 words a chunk has `SMALL_CHUNK` bytes: with the 128 words of characters, 16,384 rows in chunks of
+    4,096 took 26 kernels of 2 to 5 us each.
     """
-    rows = min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // (max(1, classes) * dtype.itemsize))
+    row = max(1, classes) * dtype.itemsize
+    rows = max(min(CHUNK_ROWS * 2 // dtype.itemsize, CHUNK_BYTES // row), SMALL_CHUNK // row)
     return max(128, rows // 128 * 128)
 
 

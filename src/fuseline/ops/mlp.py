@@ -2,10 +2,11 @@
 
     y = gelu(x @ weight_1^T + bias_1) @ weight_2^T + bias_2
 
-x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases are optional. All have one
-dtype: float32, float16, bfloat16 or float64 (on a GPU float64 runs the reference). GELU is that of
-`fuseline.ops.gelu`. A weight that is a view of a transposed one (`weight.t()` of a contiguous [C, F]) is read
-as it lies, and its gradient is written in the same order.
+x is [..., C], weight_1 [F, C], bias_1 [F], weight_2 [D, F], bias_2 [D]; biases are optional. x is float32,
+float16, bfloat16 or float64 (on a GPU float64 runs the reference), weights and biases are of x's dtype or
+float32. They are multiplied in x's dtype; the gradient of a weight in float32 is not rounded to it. GELU is
+that of `fuseline.ops.gelu`. A weight that is a view of a transposed one (`weight.t()` of a contiguous [C, F])
+is read as it lies, and its gradient is written in the same order.
 
 On Hopper, in bfloat16, for many rows and C and D from 768 to 1,600, the first product computes GELU and its
 slope at the end of each tile while the next tile's sums are made. In the backward the product
@@ -32,6 +33,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fuseline import native
 from fuseline.native import direct
+from fuseline.ops.linear import reference as linear_reference
 from fuseline.ops.op import Case, Op, register
 
 
@@ -44,8 +46,8 @@ def reference(
     approximate: str = "tanh",
 ) -> torch.Tensor:
     """The definition in plain PyTorch, for every device."""
-    inner = F.gelu(F.linear(x, weight_1, bias_1), approximate=approximate)
-    return F.linear(inner, weight_2, bias_2)
+    inner = F.gelu(linear_reference(x, weight_1, bias_1), approximate=approximate)
+    return linear_reference(inner, weight_2, bias_2)
 
 
 def mlp(
@@ -59,12 +61,12 @@ def mlp(
     """gelu(x [..., C] @ weight_1^T + bias_1) @ weight_2^T + bias_2.
 
     Args:
-        x: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype, so pass all
-            arguments in the dtype to compute in.
-        weight_1: [F, C], of x's dtype.
-        bias_1: [F], of x's dtype, or None.
-        weight_2: [D, F], of x's dtype.
-        bias_2: [D], of x's dtype, or None.
+        x: [..., C]; float32, float16, bfloat16 or float64. Under autocast it keeps its dtype, so pass it in
+            the dtype to compute in.
+        weight_1: [F, C], of x's dtype or float32.
+        bias_1: [F], of x's dtype or float32, or None.
+        weight_2: [D, F], of x's dtype or float32.
+        bias_2: [D], of x's dtype or float32, or None.
         approximate: GELU's form, "tanh" or "none" (the error function).
 
     Returns [..., D] in x's dtype.

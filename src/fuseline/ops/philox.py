@@ -12,10 +12,13 @@ every test of BigCrush.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from fuseline.errors import InputError
 
@@ -24,16 +27,50 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _PARTS = 2**16
+_TOGETHER = 64  # seeds of one launch: more than most steps need
 
 
-def draw_seed(device: torch.device) -> torch.Tensor:
-    """A seed on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA graphs."""
-    return draw_seeds(device, 1)[0]
+class _Drawn(threading.local):
+    """Seeds that were drawn together and not given out yet."""
+
+    together: bool = False
+    left: tuple[torch.Tensor, ...] = ()
 
 
-def draw_seeds(device: torch.device, count: int) -> tuple[torch.Tensor, ...]:
-    """`count` seeds as `draw_seed` draws them, by one kernel in place of one each."""
-    return torch.randint(-(2**63), 2**63 - 1, (count,), device=device, dtype=torch.int64).split(1)
+_drawn = _Drawn()
+
+
+@contextlib.contextmanager
+def seeds_together() -> Iterator[None]:
+    """Within, one launch draws the next 64 seeds, whatever was drawn before: masks follow from the state of
+    the generator alone."""
+    _drawn.together = True
+    try:
+        yield
+    finally:
+        _drawn.together, _drawn.left = False, ()
+
+
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """`count` seeds on `device` from its generator in torch, which follows `torch.manual_seed` and CUDA
+    graphs. Several at once take one kernel; `split(1)` gives each."""
+    # A checkpoint draws again what it drew, with the generator set back: its seeds are drawn one by one.
+    alone = count > 1 or is_compiling() or not torch.is_grad_enabled()
+    if alone or not _drawn.together or _saves_otherwise():
+        return _draw(device, count)
+    if not _drawn.left or _drawn.left[0].device != device:
+        _drawn.left = _draw(device, _TOGETHER).split(1)
+    seed, *rest = _drawn.left
+    _drawn.left = tuple(rest)
+    return seed
+
+
+def _draw(device: torch.device, count: int) -> torch.Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (count,), device=device, dtype=torch.int64)
+
+
+def _saves_otherwise() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def check_probability(p: float, op: str) -> None:

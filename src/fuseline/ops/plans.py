@@ -193,6 +193,7 @@ def _resolved(gpu: str | Gpu | None) -> Gpu:
         found.multi_processor_count,
         found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         found.shared_memory_per_multiprocessor,
+        2 * found.memory_clock_rate * found.memory_bus_width // 8_000_000,  # two transfers a cycle
         clusters=found.major >= 9,
         warpgroups=(found.major, found.minor) == (9, 0),
     )
@@ -230,7 +231,7 @@ def _cross_entropy(
 
 def _gelu(rows: _Rows, bias: bool = False) -> tuple[Plan, ...]:
     def ask(bias_gradient: bool) -> Callable[[int], _Planned]:
-        options = (rows.address, bool(bias), bias_gradient)
+        options = (rows.address, bool(bias), bias_gradient, rows.fp16)
         return lambda refused: torch.ops.fuseline.plan_gelu(*rows.arguments, *options)
 
     return _plan("forward", ask(False)), _plan("backward", ask(bool(bias)))
@@ -249,7 +250,7 @@ def _glu(rows: _Rows, halves: bool = False) -> tuple[Plan, ...]:
 
 def _embedding(tokens: _Rows, rows: int = 50257, positions: bool = False) -> tuple[Plan, ...]:
     def ask(backward: bool) -> Callable[[int], _Planned]:
-        options = tokens.address, rows, bool(positions), backward
+        options = tokens.address, rows, bool(positions), tokens.fp16, backward
         return lambda refused: torch.ops.fuseline.plan_embedding(*tokens.arguments, *options)
 
     return _plan("forward", ask(False)), _plan("backward", ask(True))

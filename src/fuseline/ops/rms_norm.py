@@ -78,6 +78,11 @@ def rms_norm(
         y = direct.rms_norm(x, weight, eps, out_dtype)
         if y is not None:
             return y
+    if weight is not None and not isinstance(weight, torch.Tensor):
+        raise TypeError(
+            f"rms_norm: weight is {weight!r}, not a tensor. No shape is named here, as it is in torch: the "
+            "weight's own dimensions are normalized, or the last one where it is left out."
+        )
     device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.rms_norm.default(x, weight, eps, out_dtype=out_dtype)

@@ -1,5 +1,6 @@
-"""Optimizers whose state takes less memory than the weights."""
+"""Optimizers whose state takes less memory than the weights, and a step of torch's AdamW in one launch."""
 
 from fuseline.optim.adamw import CompactAdamW, state_bytes
+from fuseline.optim.update import Update
 
-__all__ = ["CompactAdamW", "state_bytes"]
+__all__ = ["CompactAdamW", "Update", "state_bytes"]

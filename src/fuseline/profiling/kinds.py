@@ -43,7 +43,7 @@ def _rule(kind: str, *patterns: str) -> Rule:
 # the product that is fused with it.
 OPS: tuple[Rule, ...] = (
     _rule("communication", r"^(c10d|_c10d_functional|nccl|gloo|record_param_comms)|::all_(reduce|gather)"),
-    _rule("optimizer", r"_fused_(adam|sgd|adagrad)", r"_foreach_", r"^fuseline::(adam|clip)"),
+    _rule("optimizer", r"_fused_(adam|sgd|adagrad)", r"_foreach_", r"^fuseline::(adam|gradient_norm)"),
     _rule(
         "attention",
         r"scaled_dot_product|_flash_attention|_efficient_attention|_fused_sdp|flex_attention",
@@ -85,7 +85,11 @@ OPS: tuple[Rule, ...] = (
 # Kernels by their names, for those that no op explains.
 KERNELS: tuple[Rule, ...] = (
     _rule("communication", r"nccl|all_?reduce_kernel|all_?gather|reduce_?scatter|symm_mem|multimem"),
-    _rule("optimizer", r"multi_tensor_apply|FusedOptimizer|FusedAdam|\badam\w*kernel"),
+    _rule(
+        "optimizer",
+        r"multi_tensor_apply|FusedOptimizer|FusedAdam|\badam\w*kernel",
+        r"fuseline::.*\b(adamw|gradient_norm)\b",
+    ),
     _rule(
         "attention",
         r"sdpa|flash_(fwd|bwd|fprop|bprop)|\bfmha|attention|cudnn::fusion::|flashattn|FlashAttn",

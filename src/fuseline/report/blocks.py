@@ -55,12 +55,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Headline:
-    """One figure in large type, and a few beside it: (label, value, detail)."""
+    """One figure in large type, a line `below` it in small, and a few figures beside it: (label, value,
+    detail)."""
 
     value: str
     words: str
     tiles: tuple[tuple[str, str, str], ...] = ()
     source: str = ""
+    below: str = ""
     kind: str = "headline"
 
 

@@ -14,9 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import why_not_recordable
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.precision import autocast, check_precision, make_scaler, matmul_format
+from fuseline.acceleration.precision import (
+    autocast,
+    check_precision,
+    compute_dtype,
+    make_scaler,
+    matmul_format,
+)
 from fuseline.acceleration.recording import Batch, StepGraph
+from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError
+from fuseline.optim import Update
 from fuseline.timing import synchronize
 from fuseline.training.execution import Execution, compile_forward, find_execution
 
@@ -37,7 +45,9 @@ class TrainStep:
             `max-autotune-no-cudagraphs`; `graph`, the whole eager step as one CUDA graph; `inductor-graph`,
             the same over a compiled forward and backward.
         accumulation: micro-batches a step; their losses and gradients are averaged.
-        grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+        grad_clip: largest norm of all gradients together; 0 leaves them as they are. `.grad` is clipped or
+            not after a step (`fuseline.optim.Update`).
+        kernels: whether ours may take the place of the optimizer's own step.
         fp8: the layers that may compute in fp8, where they are another step's too, or are not chosen by the
             clock of this device.
 
@@ -60,6 +70,7 @@ class TrainStep:
         execution: str = "eager",
         accumulation: int = 1,
         grad_clip: float = 1.0,
+        kernels: bool = True,
         fp8: Fp8Layers | None = None,
     ) -> None:
         self.device = next(module.parameters()).device
@@ -74,13 +85,16 @@ class TrainStep:
             _check_capturable(module, optimizer, execution)
         self.module, self.optimizer = module, optimizer
         self.precision, self.execution = precision, execution
-        self.accumulation, self.grad_clip = accumulation, grad_clip
+        self.accumulation = accumulation
         self.scaler = make_scaler(precision, self.device, optimizer)
         if precision == "fp8" and fp8 is None:
             fp8 = Fp8Layers(module, clock=Clock(recorded=how.whole_step))
         self.fp8 = fp8
+        # Compiled code may keep the addresses of a step's copies; what it multiplies by it casts itself.
+        copied = torch.float32 if how.backend is not None else compute_dtype(precision)
+        self._copies = WeightCopies(module, copied)
         self.compile_seconds = 0.0
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._update = Update(optimizer, grad_clip=grad_clip, scaler=self.scaler, kernels=kernels)
         self._trees = how.trees
         self._is_built = how.backend is not None or how.whole_step
         self._is_first = True
@@ -141,7 +155,7 @@ class TrainStep:
 
     def _run(self, micro_batches: tuple[Batch, ...]) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step():
+        with contextlib.nullcontext() if self.fp8 is None else self.fp8.one_step(), self._copies.one_step():
             losses = self._gradients(micro_batches)
         self._update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -159,17 +173,6 @@ class TrainStep:
             # A compiled graph overwrites its outputs at its next run: keep a copy.
             losses.append(loss.detach().clone() if self._trees else loss.detach())
         return losses
-
-    def _update(self) -> None:
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.grad_clip:
-            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
 
     def _gradients_averaged(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Processes exchange gradients once a step, at its last micro-batch."""

@@ -19,6 +19,7 @@ KINDS = (
     "attention",
     "rotary",
     "embedding",
+    "patch_embedding",
     "residual_norm",
     "head_loss",
 )

@@ -18,9 +18,8 @@ from fuseline.bench.decode.contenders import (
     Compiled,
     CompiledTransformers,
     contender,
-    in_plain_torch,
-    tinygemm_weight,
 )
+from fuseline.bench.decode.plain_torch import in_plain_torch, tinygemm_weight
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.models.gpt import GPT, GPTConfig

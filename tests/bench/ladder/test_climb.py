@@ -340,3 +340,14 @@ def test_on_a_cpu_the_largest_gains_are_tried_first_and_time_is_kept_for_the_com
     assert [r.name for r in results if r.reason] == ["fused-loss"]
     assert "60 s of them for rungs that gain more" in results[4].reason
     assert results[4].measurement.out_of_budget
+
+
+def test_no_time_is_kept_for_what_comes_too_late_anyway(cpu, base, scripted):
+    def fixed(spec):
+        return 60.0 if spec.is_compiled else 3.0
+
+    measurer = scripted(lambda spec: 100.0, cost=4.0, fixed=fixed)
+    made = Climb(cpu, measurer, Budget(50.0, measurer.clock), lambda event: None, second_baseline=True)
+    results = list(made.cumulative(base, _rungs("fused-adamw", "inductor", "flash")))
+    assert [r.name for r in results if r.reason is None] == ["plain PyTorch", "flash", "fused-adamw"]
+    assert measurer.seconds[1] > 0.0

@@ -63,18 +63,6 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.skipif(not native.ready("cpu"), reason="the native library is not loaded")
-def test_a_spare_seed_is_the_seed_of_whoever_would_draw_one() -> None:
-    qkv, seeds = _qkv(4, 4), [torch.tensor([n]) for n in (3, 4)]
-    options: dict = {"causal": True, "dropout_p": 0.4}
-    y = ops.attention_packed(qkv, 4, spare_seed=seeds[0], backend="fuseline", **options)
-    assert torch.equal(y, ops.attention_packed(qkv, 4, seed=seeds[0], backend="fuseline", **options))
-    given = ops.attention_packed(qkv, 4, seed=seeds[1], spare_seed=seeds[0], backend="fuseline", **options)
-    assert torch.equal(given, ops.attention_packed(qkv, 4, seed=seeds[1], backend="fuseline", **options))
-    assert not torch.equal(y, given)
-    ops.attention_packed(qkv, 4, spare_seed=seeds[0], backend="math", **options)
-
-
 def test_other_forms_are_refused() -> None:
     with pytest.raises(InputError, match=r"\[B, T, \(4 \+ 2 \* 2\) \* D\]"):
         ops.attention_packed(torch.zeros(2, 3, 20), 4, 2)

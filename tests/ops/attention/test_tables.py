@@ -85,6 +85,8 @@ def test_distance_counts_doublings() -> None:
     assert distance(BASE, replace(BASE, batch=8)) == pytest.approx(0.7)
     assert distance(BASE, replace(BASE, direction="fw")) == pytest.approx(4.0)
     assert distance(BASE, replace(BASE, dtype=torch.float16)) == 0, "16 bits are alike"
+    short = replace(BASE, seqlen_q=128, seqlen_k=128)
+    assert distance(short, replace(short, dtype=torch.float16)) == 4.0, "but for kernels of short sequences"
     assert distance(BASE, replace(BASE, dtype=torch.float32)) > 1e6
     assert distance(BASE, replace(BASE, causal="top_left")) == 0, "over as many keys as queries both are one"
 

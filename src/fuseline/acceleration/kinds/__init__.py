@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fuseline.acceleration.kinds import activation, embedding, feed_forward, norm, residual_norm, rotary
+from fuseline.acceleration.kinds import (
+    activation,
+    embedding,
+    feed_forward,
+    norm,
+    patch_embedding,
+    residual_norm,
+    rotary,
+)
 from fuseline.acceleration.recipe import Verdict
 from fuseline.acceleration.trace import Trace
 
@@ -18,6 +26,7 @@ RECOGNIZERS: tuple[Callable[[Trace, nn.Module], Verdict], ...] = (
     feed_forward.recognize,
     activation.recognize,
     rotary.recognize,
+    patch_embedding.recognize,
 )
 
 

@@ -85,7 +85,9 @@ def prepare(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = make_optimizer(model, lr=LEARNING_RATE, fused=True)
     loader = workload.loader(dataset, settings.seed, device)
-    step = TrainStep(model, optimizer, precision=settings.precision, execution=backend.execution)
+    step = TrainStep(
+        model, optimizer, precision=settings.precision, execution=backend.execution, kernels=False
+    )
     try:
         begin = time.perf_counter()
         first_loss = float(step(next(loader)))

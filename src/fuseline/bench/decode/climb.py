@@ -18,7 +18,8 @@ import torch
 
 from fuseline import native
 from fuseline.bench.compiling import tuned_here
-from fuseline.bench.decode.contenders import Compiled, Contender, in_plain_torch
+from fuseline.bench.decode.contenders import Compiled, Contender
+from fuseline.bench.decode.plain_torch import in_plain_torch
 from fuseline.bench.decode.problems import DecodeBench, Problem, made_model
 from fuseline.bench.decode.suite import SUITE, Observer, timed
 from fuseline.bench.failure import describe_failure

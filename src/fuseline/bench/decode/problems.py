@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fuseline.bench.decode.contenders import FLOATS, FORMATS, PEERS
+from fuseline.bench.decode.contenders import FORMATS, PEERS
+from fuseline.bench.decode.plain_torch import FLOATS
 from fuseline.errors import InputError, unknown_name
 from fuseline.training.text_generator import Numbers, TextGenerator, Wanted, load
 
@@ -49,6 +50,8 @@ class DecodeBench:
     run: Path | None = None
     """Folder of a run of `fuseline train gpt`: its model in the place of the preset's random weights."""
     jobs: int = 0
+    gptfast: Path | None = None
+    """Folder of a checkout of gpt-fast, whose files are a contender."""
 
     def __post_init__(self) -> None:
         for peer in self.peers:

@@ -119,7 +119,13 @@ def _measured(
         case["layers_left"] = len(generator.left)
     reset_peak_memory(bench.device)
     try:
-        made = contender(problem.peer, generator.model, batch=problem.batch, capacity=problem.capacity)
+        made = contender(
+            problem.peer,
+            generator.model,
+            batch=problem.batch,
+            capacity=problem.capacity,
+            gptfast=bench.gptfast,
+        )
         first_ms, times = timed(made, generator.model, bench, problem)
         made.close()
     except (InputError, RuntimeError, TypeError, AttributeError) as error:  # a peer's failure is its result

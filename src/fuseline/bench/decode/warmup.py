@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuseline.bench.compiling import Compilers, Task, briefly_shared, one_task, timed_briefly
-from fuseline.bench.decode.contenders import FLOATS, contender
+from fuseline.bench.decode.contenders import contender
+from fuseline.bench.decode.plain_torch import FLOATS
 from fuseline.bench.decode.problems import DecodeBench, Problem, made_model
 from fuseline.generation.footprint import footprint
 from fuseline.training.text_generator import config_of
 
-COMPILED = ("gptfast",)
+COMPILED = ("gptfast", "gptfast-files")
 QUIET_SECONDS = (
     240.0  # until the first of them is done: a step of Llama-2-7B compiles for a minute and a half
 )
@@ -29,7 +30,8 @@ def compile_steps(
     within: float = math.inf,
 ) -> None:
     """Run a step of each that is compiled, once for all positions; see `Compilers.run`."""
-    steps = {(p.peer, p.format, p.batch): p for p in problems if p.peer in COMPILED}
+    there = [peer for peer in COMPILED if peer != "gptfast-files" or bench.gptfast is not None]
+    steps = {(p.peer, p.format, p.batch): p for p in problems if p.peer in there}
     tasks = [Task(_compile, (bench, problem), _room(bench, problem)) for problem in steps.values()]
     compilers.run(tasks, observe, within, QUIET_SECONDS)
 
@@ -59,7 +61,9 @@ def _compile(bench: DecodeBench, problem: Problem) -> None:
 
 def _step(bench: DecodeBench, problem: Problem) -> None:
     model = made_model(bench, problem.format).model
-    made = contender(problem.peer, model, batch=problem.batch, capacity=problem.capacity)
+    made = contender(
+        problem.peer, model, batch=problem.batch, capacity=problem.capacity, gptfast=bench.gptfast
+    )
     made.begin([[0]] * problem.batch)
     for _ in range(2):  # the second is recorded
         made.advance()

@@ -274,12 +274,13 @@ class Climb:
             for other, s in later
             if s not in self._known and not other.unavailable(self._machine, s)
         ]
-        fixed = [self._measurer.fixed_seconds(s) for s in (spec, *(s for _, s in to_come))]
-        kept = sum(
-            seconds
-            for seconds, (other, _) in zip(fixed[1:], to_come, strict=True)
-            if is_kept_for(other, rung, device)
-        )
+        fixed, kept = [self._measurer.fixed_seconds(spec)], 0.0
+        for other, s in to_come:
+            seconds = self._measurer.fixed_seconds(s)
+            if kept + seconds > left:
+                continue  # for what comes too late whatever is left out, no time is kept
+            fixed.append(seconds)
+            kept += seconds if is_kept_for(other, rung, device) else 0.0
         if left < fixed[0] + kept:
             told = f", {kept:.0f} s of them for rungs that gain more" if kept else ""
             return Measurement(

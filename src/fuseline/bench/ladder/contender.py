@@ -141,7 +141,14 @@ class GPTContender(Contender):
             fused=spec.optimizer == "fused",
             capturable=spec.is_captured,
         )
-        step = TrainStep(model, optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0)
+        step = TrainStep(
+            model,
+            optimizer,
+            precision=spec.precision,
+            execution=spec.execution,
+            grad_clip=0.0,
+            kernels=spec.kernels == "fuseline",
+        )
         super().__init__(spec, device, model, optimizer, step)
         self._fp8 = step.fp8
 

@@ -97,7 +97,12 @@ class ModelWorkload:
             step, fp8 = _RecordedStep(whole, self._work, seconds), whole.fp8
         else:
             own = TrainStep(
-                subject, optimizer, precision=spec.precision, execution=spec.execution, grad_clip=0.0
+                subject,
+                optimizer,
+                precision=spec.precision,
+                execution=spec.execution,
+                grad_clip=0.0,
+                kernels=fast is not None,
             )
             step, fp8 = own if fast is None else _AcceleratedStep(own, seconds), own.fp8
         reset_peak_memory(self._device)  # what the proofs took is no part of a step

@@ -52,6 +52,7 @@ class Learner:
             precision=precision,
             execution=execution,
             grad_clip=config.grad_clip,
+            kernels=config.fused,
         )
         self.taken = 0
         torch.manual_seed(config.seed)

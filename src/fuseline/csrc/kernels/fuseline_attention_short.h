@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-/* Whether these kernels take the call: 16-bit dtypes, both lengths 1 .. 128, head dims 8 .. 128 by 8, a positive scale,
- * no soft cap or sinks. Of packed sequences each has such lengths, there is no mask, and the device is Hopper if one is
- * longer than 64. `backward`: and its gradients. */
+/* Whether these kernels take the call: bf16, or fp16 where there is no Hopper, both lengths 1 .. 128, head dims 8 .. 128
+ * by 8, a positive scale, no soft cap or sinks. Of packed sequences each has such lengths, there is no mask, and the device
+ * is Hopper if one is longer than 64. `backward`: and its gradients. */
 FUSELINE_API int fuseline_attention_short_fits(const fuseline_attention* call, int backward);
 
 /* Bytes of scratch for workspace, of the call or its gradients; may be 0. Without it calls go slower, and gradients with

@@ -17,6 +17,13 @@ FUSELINE_API int fuseline_dropout(const void* x, void* y, int64_t count, double 
 FUSELINE_API int fuseline_relu_dropout_backward(const void* grad_y, const void* y, void* grad_x, int64_t count,
                                                 double p, int dtype, void* stream);
 
+/* The same of [rows, n], and sums: [n] of dtype, those of grad_x over its rows, added up in fp32. workspace: 16-byte
+ * aligned, uninitialized, of fuseline_column_sums_workspace(rows, n, dtype) bytes. FUSELINE_UNSUPPORTED for no rows, rows
+ * that are no whole steps of 16 bytes, and at most 1,024 rows of fp32. */
+FUSELINE_API int fuseline_relu_dropout_backward_sums(const void* grad_y, const void* y, void* grad_x, void* sums,
+                                                     void* workspace, int64_t rows, int64_t n, double p, int dtype,
+                                                     void* stream);
+
 #ifdef __cplusplus
 }
 #endif

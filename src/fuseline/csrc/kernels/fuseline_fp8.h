@@ -25,7 +25,7 @@ FUSELINE_API int fuseline_fp8_transpose(const void* x, void* y, int64_t rows, in
  * fuseline_activation:
  *   FUSELINE_SILU, as SwiGLU: y = silu(x[:, :n]) * x[:, n:], x [rows, 2 n]; bias is null
  *   FUSELINE_GELU_*:          y = gelu(x + bias),            x [rows, n];   bias [n], or null
- * x and y are of `dtype`, fp16 or bf16, contiguous; y8: bytes; all at multiples of 16 bytes. n is a multiple of 16, 8,192 at
+ * x and y are of `dtype`, bf16, contiguous; y8: bytes; all at multiples of 16 bytes. n is a multiple of 16, 8,192 at
  * most. */
 FUSELINE_API int fuseline_activation_fp8_forward(const void* x, const float* bias, void* y, void* y8, float* scales,
                                                  int64_t rows, int64_t n, int activation, int dtype, void* stream);

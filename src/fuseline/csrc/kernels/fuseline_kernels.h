@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 6
+#define FUSELINE_KERNELS_ABI_VERSION 7
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -278,10 +278,10 @@ FUSELINE_API int fuseline_embedding_forward(const int64_t* tokens, const void* t
 FUSELINE_API size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n);
 
 /* grad_table[r] = the sum of dropout(grad_out[i]) over the items whose id, ids[i % period], is r; zero where none
- * is, and for r = skipped. Summed in fp32, the items in order. grad_out: [items, n], grad_table: [rows, n] of
- * dtype. workspace: 16-byte aligned, uninitialized. */
+ * is, and for r = skipped. Summed in fp32, the items in order. `adds`: the sums are added to what grad_table has.
+ * grad_out: [items, n], grad_table: [rows, n] of dtype. workspace: 16-byte aligned, uninitialized. */
 FUSELINE_API int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period,
-                                             int64_t skipped, void* grad_table, void* workspace,
+                                             int64_t skipped, void* grad_table, int adds, void* workspace,
                                              int64_t items, int64_t n, int64_t rows, const int64_t* seed,
                                              double p, int dtype, void* stream);
 

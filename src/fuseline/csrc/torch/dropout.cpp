@@ -8,11 +8,14 @@
 
 #include <ATen/ops/empty.h>
 
+#include "column_sums.h"
 #include "fuseline_dropout.h"
 #include "op.h"
 
 namespace fuseline::dropout_op {
 namespace {
+
+using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kName = "dropout";
 
@@ -86,6 +89,35 @@ Tensor dropout_backward_meta(const Tensor& grad_y, double p, const OptionalTenso
     return at::empty_symint(grad_y.sym_sizes(), grad_y.options());
 }
 
+// Of dropout(relu(x)): the gradient of x, and the sums of its columns, the last dimension's.
+Two relu_dropout_backward_sums(const Tensor& grad_y, const Tensor& y, double p) {
+    const OptionalTensor made(y.contiguous());
+    check_backward(grad_y, p, std::nullopt, made);
+    TORCH_CHECK_VALUE(y.dim() >= 1, "relu_dropout_backward_sums: y has no dimension; it is [..., n].");
+    if (y.is_cuda() && y.scalar_type() != at::kDouble) {
+        const c10::DeviceGuard guard(y.device());
+        const int64_t n = y.size(-1), rows = n == 0 ? 0 : y.numel() / n;
+        const int dtype = kernel_dtype(y, kName);
+        const Tensor grad = grad_y.contiguous(), grad_x = at::empty(y.sizes(), y.options()), sums = at::empty({n}, y.options());
+        static const auto bytes = FUSELINE_KERNEL(fuseline_column_sums_workspace);
+        static const auto launch = FUSELINE_KERNEL(fuseline_relu_dropout_backward_sums);
+        const Tensor workspace = at::empty({int64_t(bytes(rows, n, dtype))}, y.options().dtype(at::kByte));
+        const int code = launch(grad.const_data_ptr(), made->const_data_ptr(), grad_x.mutable_data_ptr(),
+                                sums.mutable_data_ptr(), workspace.mutable_data_ptr(), rows, n, p, dtype, current_stream(y));
+        if (code != FUSELINE_UNSUPPORTED) {
+            check_launch(code, "relu_dropout_backward_sums");
+            return {grad_x, sums};
+        }
+    }
+    const Tensor grad_x = dropout_backward_op(grad_y, p, std::nullopt, made);
+    return {grad_x, column_sums(rows_of(grad_x), grad_x.scalar_type())};
+}
+
+Two relu_dropout_backward_sums_meta(const Tensor& grad_y, const Tensor& y, double p) {
+    const Tensor grad_x = dropout_backward_meta(grad_y, p, std::nullopt, y);
+    return {grad_x, at::empty_symint({y.sym_size(-1)}, y.options())};
+}
+
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
     static constexpr bool is_traceable = true;
 
@@ -119,8 +151,11 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
            dropout_cpu, dropout_cuda, dropout_meta);
     define(m, "dropout_backward(Tensor grad_y, float p, Tensor? seed, Tensor? y) -> Tensor",
            dropout_backward_cpu, dropout_backward_cuda, dropout_backward_meta);
+    define(m, "relu_dropout_backward_sums(Tensor grad_y, Tensor y, float p) -> (Tensor grad_x, Tensor sums)",
+           relu_dropout_backward_sums, relu_dropout_backward_sums, relu_dropout_backward_sums_meta);
     differentiate<dropout_autograd>(m, "dropout");
     refuse_second_derivative<"dropout_backward", "dropout", dropout_backward_meta>(m);
+    refuse_second_derivative<"relu_dropout_backward_sums", "dropout", relu_dropout_backward_sums_meta>(m);
 }
 
 }  // namespace fuseline::dropout_op

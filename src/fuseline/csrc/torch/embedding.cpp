@@ -2,6 +2,7 @@
 //
 // On the CPU it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
 
+#include <ATen/ops/alias.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +12,7 @@
 
 #include "cpu/philox.h"
 #include "op.h"
+#include "spent_gradient.h"
 
 namespace fuseline::embedding_op {
 namespace {
@@ -164,18 +166,16 @@ Two embedding_backward_cpu(const Tensor& grad_out, const Tensor& tokens, c10::Sy
     return {grad_weight, grad_positions};
 }
 
-Two embedding_backward_cuda(const Tensor& grad_out, const Tensor& tokens, c10::SymInt rows, c10::SymInt position_rows,
-                            const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p,
-                            std::array<bool, 2> wanted) {
-    auto [grad_weight, grad_positions] = embedding_backward_meta(grad_out, tokens, rows, position_rows, positions,
-                                                                 padding_idx, seed, p, wanted);
+// Into `grad_weight` and `grad_positions` where they are defined. `adds`: to what grad_weight has.
+void sums_by_id(const Tensor& grad_out, const Tensor& tokens, const OptionalTensor& positions, int64_t padding_idx,
+                const OptionalTensor& seed, double p, const Tensor& grad_weight, bool adds, const Tensor& grad_positions) {
     const c10::DeviceGuard guard(grad_out.device());
     const Tensor grad = grad_out.contiguous();
     const int64_t items = tokens.numel(), n = grad.size(-1);
     const int dtype = kernel_dtype(grad, kName);
     const auto* bits = static_cast<const int64_t*>(data_or_null(seed));
     Tensor workspace;
-    const auto sum_by_id = [&](const Tensor& ids, int64_t period, int64_t skipped, const Tensor& result) {
+    const auto sum_by_id = [&](const Tensor& ids, int64_t period, int64_t skipped, const Tensor& result, bool added) {
         static const auto workspace_bytes = FUSELINE_KERNEL(fuseline_embedding_backward_workspace);
         static const auto launch = FUSELINE_KERNEL(fuseline_embedding_backward);
         if (!workspace.defined()) {
@@ -183,35 +183,55 @@ Two embedding_backward_cuda(const Tensor& grad_out, const Tensor& tokens, c10::S
             workspace = at::empty({bytes}, grad.options().dtype(at::kByte));
         }
         check_launch(launch(grad.const_data_ptr(), ids.const_data_ptr<int64_t>(), period, skipped, result.data_ptr(),
-                            workspace.data_ptr(), items, n, result.size(0), bits, p, dtype, current_stream(grad)),
+                            added, workspace.data_ptr(), items, n, result.size(0), bits, p, dtype, current_stream(grad)),
                      "embedding_backward");
     };
-    if (wanted[0]) sum_by_id(tokens.contiguous(), items, padding_idx, grad_weight);
-    if (wanted[1] && positions.has_value()) {
-        sum_by_id(positions->contiguous(), positions->numel(), -1, grad_positions);
-    } else if (wanted[1]) {
+    if (grad_weight.defined()) sum_by_id(tokens.contiguous(), items, padding_idx, grad_weight, adds);
+    if (grad_positions.defined() && positions.has_value()) {
+        sum_by_id(positions->contiguous(), positions->numel(), -1, grad_positions, false);
+    } else if (grad_positions.defined()) {
         static const auto launch = FUSELINE_KERNEL(fuseline_embedding_position_backward);
         check_launch(launch(grad.const_data_ptr(), grad_positions.data_ptr(), items, n, grad_positions.size(0),
                             period_of(tokens, positions), bits, p, dtype, current_stream(grad)),
                      "embedding_backward");
     }
+}
+
+Two embedding_backward_cuda(const Tensor& grad_out, const Tensor& tokens, c10::SymInt rows, c10::SymInt position_rows,
+                            const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p,
+                            std::array<bool, 2> wanted) {
+    const auto [grad_weight, grad_positions] = embedding_backward_meta(grad_out, tokens, rows, position_rows, positions,
+                                                                       padding_idx, seed, p, wanted);
+    sums_by_id(grad_out, tokens, positions, padding_idx, seed, p, grad_weight, false, grad_positions);
     return {grad_weight, grad_positions};
+}
+
+// Whether the sums of an embedding's gradient can be added to what its table's gradient has from elsewhere: nobody else
+// holds it, and nobody records this backward pass.
+bool takes_sums(const Tensor& grad_table, const Tensor& grad_out) {
+    return grad_table.defined() && grad_table.is_cuda() && grad_out.is_cuda() && grad_table.use_count() == 1 &&
+           grad_table.storage().use_count() == 1 && grad_table.is_contiguous() && !recorded(grad_table) &&
+           !recorded(grad_out) && grad_table.scalar_type() == grad_out.scalar_type() &&
+           grad_out.scalar_type() != at::kDouble && !at::GradMode::is_enabled() && !c10::impl::dispatch_mode_enabled();
 }
 
 struct Embedding : torch::autograd::Function<Embedding> {
     static constexpr bool is_traceable = true;
 
-    static Tensor forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& weight,
+    // The rows, and the table if it is wanted beside them.
+    static variable_list forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& weight,
                           const OptionalTensor& position_weight, const OptionalTensor& positions, int64_t padding_idx,
-                          const OptionalTensor& seed, double p) {
+                          const OptionalTensor& seed, double p, bool returns_table) {
         const at::AutoDispatchBelowADInplaceOrView guard;
+        ctx->set_materialize_grads(false);
         ctx->saved_data["rows"] = weight.sym_size(0);
         ctx->saved_data["position_rows"] = position_weight.has_value() ? position_weight->sym_size(0) : c10::SymInt(0);
         ctx->saved_data["padding_idx"] = padding_idx;
         ctx->saved_data["p"] = p;
         ctx->saved_data["wanted"] = c10::List<bool>({weight.requires_grad(), wants_grad(position_weight)});
         ctx->save_for_backward({tokens, positions.value_or(Tensor()), seed.value_or(Tensor())});
-        return forward_op(tokens, weight, position_weight, positions, padding_idx, seed, p);
+        const Tensor y = forward_op(tokens, weight, position_weight, positions, padding_idx, seed, p);
+        return returns_table ? variable_list{y, at::alias(weight)} : variable_list{y};
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -219,21 +239,52 @@ struct Embedding : torch::autograd::Function<Embedding> {
         const auto flags = ctx->saved_data["wanted"].toBoolList();
         const std::array<bool, 2> wanted = {flags.get(0) && ctx->needs_input_grad(1),
                                             flags.get(1) && ctx->needs_input_grad(2)};
+        static const Tensor none;
+        const Tensor& from_table = grads.size() == 2 ? grads[1] : none;  // a copy of it would count as another holder
+        variable_list result(8);
+        if (!grads[0].defined()) {
+            if (wanted[0]) result[1] = from_table;
+            return result;
+        }
+        if (wanted[0] && takes_sums(from_table, grads[0])) {
+            if (wanted[1]) {
+                result[2] = at::empty({ctx->saved_data["position_rows"].toInt(), grads[0].size(-1)}, grads[0].options());
+            }
+            sums_by_id(grads[0], saved[0], optional(saved[1]), ctx->saved_data["padding_idx"].toInt(), optional(saved[2]),
+                       ctx->saved_data["p"].toDouble(), from_table, true, result[2]);
+            result[1] = from_table;
+            return result;
+        }
         auto [grad_weight, grad_positions] =
             backward_op(grads[0], saved[0], ctx->saved_data["rows"].toSymInt(),
                         ctx->saved_data["position_rows"].toSymInt(), optional(saved[1]),
                         ctx->saved_data["padding_idx"].toInt(), optional(saved[2]), ctx->saved_data["p"].toDouble(),
                         wanted);
-        return {Tensor(), grad_weight, grad_positions, Tensor(), Tensor(), Tensor(), Tensor()};
+        result[1] = wanted[0] && from_table.defined() ? grad_weight.add(from_table) : grad_weight;
+        result[2] = grad_positions;
+        return result;
     }
 };
 
 Tensor embedding_autograd(const Tensor& tokens, const Tensor& weight, const OptionalTensor& position_weight,
                           const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p) {
     if (tracked(weight, position_weight)) {
-        return Embedding::apply(tokens, weight, position_weight, positions, padding_idx, seed, p);
+        return Embedding::apply(tokens, weight, position_weight, positions, padding_idx, seed, p, false)[0];
     }
     return forward_op.below_autograd(tokens, weight, position_weight, positions, padding_idx, seed, p);
+}
+
+// The rows, and the table for who else reads it: the embedding's gradient is then added to that of others, of which it
+// touches few rows.
+Two embedding_and_table(const Tensor& tokens, const Tensor& weight, const OptionalTensor& position_weight,
+                        const OptionalTensor& positions, int64_t padding_idx, const OptionalTensor& seed, double p) {
+    const bool forward_mode = forward_mode_is_on();
+    const bool transformed = is_transformed(weight, forward_mode) || is_transformed(position_weight, forward_mode);
+    if (!tracked(weight) || recorded(weight) || transformed || c10::impl::dispatch_mode_enabled()) {
+        return {forward_op(tokens, weight, position_weight, positions, padding_idx, seed, p), weight};
+    }
+    const auto made = Embedding::apply(tokens, weight, position_weight, positions, padding_idx, seed, p, true);
+    return {made[0], made[1]};
 }
 
 }  // namespace
@@ -241,6 +292,8 @@ Tensor embedding_autograd(const Tensor& tokens, const Tensor& weight, const Opti
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define(m, "embedding(Tensor tokens, Tensor weight, Tensor? position_weight=None, Tensor? positions=None, "
               "int padding_idx=-1, Tensor? seed=None, float p=0.0) -> Tensor", embedding_cpu, embedding_cuda, embedding_meta);
+    m.def("embedding_and_table(Tensor tokens, Tensor(a) weight, Tensor? position_weight=None, Tensor? positions=None, "
+          "int padding_idx=-1, Tensor? seed=None, float p=0.0) -> (Tensor y, Tensor(a) table)", embedding_and_table);
     define(m, "embedding_backward(Tensor grad_out, Tensor tokens, SymInt rows, SymInt position_rows, Tensor? positions, "
               "int padding_idx, Tensor? seed, float p, bool[2] wanted) -> (Tensor grad_weight, Tensor grad_positions)",
            embedding_backward_cpu, embedding_backward_cuda, embedding_backward_meta);

@@ -101,6 +101,11 @@ void check_same_dtype(const char* op, const Tensor& given, const char* name, con
                      x.scalar_type(), "; they are the same.");
 }
 
+void check_same_dtype_or_float(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name) {
+    TORCH_CHECK_TYPE(given.scalar_type() == x.scalar_type() || given.scalar_type() == at::kFloat, op, ": ", name, " is ",
+                     given.scalar_type(), " and ", x_name, " ", x.scalar_type(), ". It has ", x_name, "'s dtype or float32.");
+}
+
 void check_probability(const char* op, double p) {
     TORCH_CHECK_VALUE(p >= 0 && p <= 1, op, ": dropout probability p=", p, " is not between 0 and 1.");
 }

@@ -14,6 +14,7 @@
 
 #include "cross_entropy.h"
 #include "op.h"
+#include "weight_copies.h"
 
 namespace fuseline::linear_head {
 
@@ -63,9 +64,7 @@ inline void check(const Tensor& hidden, const Tensor& weight, const Tensor& targ
                       hidden.device(), ". Move it with target.to(hidden.device).");
     const auto same_place = [&](const Tensor& given, const char* name) {
         check_device(kName, given, name, hidden, "hidden");
-        TORCH_CHECK_TYPE(given.scalar_type() == hidden.scalar_type() || given.scalar_type() == at::kFloat, kName, ": ",
-                         name, " is ", given.scalar_type(), " and hidden ", hidden.scalar_type(),
-                         ". It has hidden's dtype or float32.");
+        check_same_dtype_or_float(kName, given, name, hidden, "hidden");
     };
     same_place(weight, "weight");
     if (bias.has_value()) {
@@ -98,10 +97,10 @@ struct Head {
     Head(const Tensor& h, const Tensor& w, const Tensor& t, const OptionalTensor& b, const OptionalTensor& c,
          const Options& o)
         : hidden(h.contiguous().view({-1, h.size(-1)})),
-          weight(w.to(h.scalar_type()).contiguous()),
+          weight(lowered(w, h.scalar_type()).contiguous()),
           target(t.reshape({-1})),
           class_weight(c) {
-        if (b.has_value()) bias = b->to(h.scalar_type()).contiguous();
+        if (b.has_value()) bias = lowered(*b, h.scalar_type()).contiguous();
         const int64_t vector = 16 / h.element_size();
         words = weight.size(0), width = (words + vector - 1) / vector * vector;
         rows = hidden.size(0);

@@ -18,6 +18,7 @@
 #include "fuseline_linear_gelu.h"
 #include "op.h"
 #include "product.h"
+#include "weight_copies.h"
 
 namespace fuseline::mlp_op {
 namespace {
@@ -35,7 +36,9 @@ constexpr Op<"mlp_forward", Three(const Tensor&, const Tensor&, const OptionalTe
               c10::string_view)> forward_op;
 
 constexpr Op<"mlp_backward", Five(const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, Wanted)> backward_op;
+                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, Wanted,
+                                  std::optional<at::ScalarType>)>
+    backward_op;
 
 constexpr Op<"gelu", Tensor(const Tensor&, const OptionalTensor&, c10::string_view)> gelu_op;
 
@@ -55,7 +58,7 @@ void check(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
                       weight_2.sym_sizes(), "; they are [..., C], [F, C] and [D, F].");
     const auto like_x = [&](const Tensor& given, const char* name) {
         check_device(kName, given, name, x);
-        check_same_dtype(kName, given, name, x);
+        check_same_dtype_or_float(kName, given, name, x);
     };
     const auto check_bias = [&](const OptionalTensor& bias, const Tensor& weight, const char* name) {
         if (!bias.has_value()) return;
@@ -110,7 +113,8 @@ Two linear_gelu(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
 }
 
 // (grad_out weight) * slope, and where it is wanted the sum of its rows.
-Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& slope, bool bias_wanted) {
+Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Tensor& slope, at::ScalarType bias_dtype,
+                         bool bias_wanted) {
     constexpr int64_t kRows = 64;  // that the kernel adds up
     const Tensor left = aligned(grad_out), right = as_it_lies(weight), by = aligned(slope);
     const Tensor grad_z = at::empty({grad_out.size(0), weight.size(1)}, grad_out.options());
@@ -123,7 +127,7 @@ Two linear_gelu_gradient(const Tensor& grad_out, const Tensor& weight, const Ten
     }
     static const auto launch = FUSELINE_KERNEL(fuseline_linear_gelu_backward);
     check_launch(launch(&call, current_stream(grad_out)), "mlp_backward");
-    return {grad_z, bias_wanted ? column_sums(sums, grad_z.scalar_type()) : Tensor()};
+    return {grad_z, bias_wanted ? column_sums(sums, bias_dtype) : Tensor()};
 }
 
 // ---- kernels, for any device ----
@@ -138,9 +142,11 @@ Two inner_of(const Tensor& rows, const Tensor& weight_1, const OptionalTensor& b
 
 // The gradients of z and of the bias.
 Two inner_gradients(const Tensor& grad, const Tensor& weight_1, const OptionalTensor& bias, const Tensor& weight_2,
-                    const Tensor& kept, c10::string_view approximate, bool bias_wanted) {
-    if (fused(grad, weight_1, weight_2)) return linear_gelu_gradient(grad, weight_2, kept, bias_wanted);
-    return gelu_backward_op(product(grad, false, dense(weight_2), false), kept, bias, approximate, {true, bias_wanted});
+                    const Tensor& kept, c10::string_view approximate, at::ScalarType bias_dtype, bool bias_wanted) {
+    if (fused(grad, weight_1, weight_2)) return linear_gelu_gradient(grad, weight_2, kept, bias_dtype, bias_wanted);
+    const auto [grad_z, grad_bias] =
+        gelu_backward_op(product(grad, false, dense(weight_2), false), kept, bias, approximate, {true, bias_wanted});
+    return {grad_z, bias_wanted ? grad_bias.to(bias_dtype) : Tensor()};
 }
 
 // The second product of `inner`, in the shape of x but for the last dimension.
@@ -153,7 +159,10 @@ Tensor mlp(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    return out_of(std::get<1>(inner_of(rows_of(x), weight_1, bias_1, weight_2, approximate, false)), weight_2, bias_2, x);
+    const auto type = x.scalar_type();
+    const Tensor first = lowered(weight_1, type), second = lowered(weight_2, type);
+    const auto inner = std::get<1>(inner_of(rows_of(x), first, lowered(bias_1, type), second, approximate, false));
+    return out_of(inner, second, lowered(bias_2, type), x);
 }
 
 Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1, const Tensor& weight_2,
@@ -161,32 +170,36 @@ Three mlp_forward(const Tensor& x, const Tensor& weight_1, const OptionalTensor&
     check(x, weight_1, bias_1, weight_2, bias_2, approximate);
     const WithoutAutocast off;
     const c10::DeviceGuard guard(x.device());
-    const auto [kept, inner] = inner_of(rows_of(x), weight_1, bias_1, weight_2, approximate, true);
-    return {out_of(inner, weight_2, bias_2, x), kept, inner};
+    const auto type = x.scalar_type();
+    const Tensor first = lowered(weight_1, type), second = lowered(weight_2, type);
+    const auto [kept, inner] = inner_of(rows_of(x), first, lowered(bias_1, type), second, approximate, true);
+    return {out_of(inner, second, lowered(bias_2, type), x), kept, inner};
 }
 
 // Of y = x weight^T, in the weight's own order, so that the gradient of what it is a view of is contiguous.
-Tensor weight_gradient(const Tensor& grad_y, const Tensor& x, const Tensor& weight) {
-    return is_turned(weight) ? product(x, true, grad_y, false).t() : product(grad_y, true, x, false);
+Tensor weight_gradient(const Tensor& grad_y, const Tensor& x, const Tensor& weight, at::ScalarType type) {
+    return is_turned(weight) ? product(x, true, grad_y, false, {}, type).t() : product(grad_y, true, x, false, {}, type);
 }
 
-// x is there if weight_1's gradient is wanted, kept if x's, weight_1's or bias_1's is, inner if weight_2's is.
+// x is there if weight_1's gradient is wanted, kept if x's, weight_1's or bias_1's is, inner if weight_2's is. Weights are as
+// they were multiplied; gradients of weights and biases are of `weight_dtype`, of grad_out's dtype if it is not given.
 Five mlp_backward(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
                   const Tensor& weight_2, const OptionalTensor& kept, const OptionalTensor& inner, c10::string_view approximate,
-                  std::array<bool, 5> wanted) {
+                  std::array<bool, 5> wanted, std::optional<at::ScalarType> weight_dtype) {
     const WithoutAutocast off;
     const c10::DeviceGuard guard(grad_out.device());
+    const auto dtype = weight_dtype.value_or(grad_out.scalar_type());
     const Tensor grad = rows_of(grad_out);
     Tensor grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2;
     if (wanted[0] || wanted[1] || wanted[2]) {
         Tensor grad_z;
         std::tie(grad_z, grad_bias_1) =
-            inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, wanted[2]);
+            inner_gradients(grad, weight_1, bias_1, weight_2, kept.value(), approximate, dtype, wanted[2]);
         if (wanted[0]) grad_x = product(grad_z, false, dense(weight_1), false).view(sizes_of(grad_out, weight_1.size(1)));
-        if (wanted[1]) grad_weight_1 = weight_gradient(grad_z, rows_of(x.value()), weight_1);
+        if (wanted[1]) grad_weight_1 = weight_gradient(grad_z, rows_of(x.value()), weight_1, dtype);
     }
-    if (wanted[3]) grad_weight_2 = weight_gradient(grad, inner.value(), weight_2);
-    if (wanted[4]) grad_bias_2 = column_sums(grad, grad.scalar_type());
+    if (wanted[3]) grad_weight_2 = weight_gradient(grad, inner.value(), weight_2, dtype);
+    if (wanted[4]) grad_bias_2 = column_sums(grad, dtype);
     return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2};
 }
 
@@ -211,9 +224,10 @@ Three mlp_forward_meta(const Tensor& x, const Tensor& weight_1, const OptionalTe
 
 Five mlp_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tensor& weight_1, const OptionalTensor&,
                        const Tensor& weight_2, const OptionalTensor&, const OptionalTensor&, c10::string_view,
-                       std::array<bool, 5> wanted) {
+                       std::array<bool, 5> wanted, std::optional<at::ScalarType> weight_dtype) {
+    const auto options = grad_out.options().dtype(weight_dtype.value_or(grad_out.scalar_type()));
     const auto of = [&](bool want, c10::SymIntArrayRef sizes) {
-        return want ? at::empty_symint(sizes, grad_out.options()) : Tensor();
+        return want ? at::empty_symint(sizes, options) : Tensor();
     };
     const auto of_weight = [&](bool want, const Tensor& weight) {
         if (!want || !is_turned(weight)) return of(want, weight.sym_sizes());
@@ -221,7 +235,7 @@ Five mlp_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tens
     };
     auto sizes = grad_out.sym_sizes().vec();
     sizes.back() = weight_1.sym_size(1);
-    return {of(wanted[0], sizes), of_weight(wanted[1], weight_1), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
+    return {wanted[0] ? at::empty_symint(sizes, grad_out.options()) : Tensor(), of_weight(wanted[1], weight_1), of(wanted[2], weight_1.sym_sizes().slice(0, 1)),
             of_weight(wanted[3], weight_2), of(wanted[4], weight_2.sym_sizes().slice(0, 1))};
 }
 
@@ -233,7 +247,12 @@ struct Mlp : torch::autograd::Function<Mlp> {
     static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight_1, const OptionalTensor& bias_1,
                           const Tensor& weight_2, const OptionalTensor& bias_2, const std::string& approximate) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        auto [out, of_gelu, inner] = forward_op(x, weight_1, bias_1, weight_2, bias_2, approximate);
+        check(x, weight_1, bias_1, weight_2, bias_2, approximate);
+        const auto type = x.scalar_type();
+        const Tensor first = lowered(weight_1, type), second = lowered(weight_2, type);
+        const OptionalTensor shift = lowered(bias_1, type);
+        auto [out, of_gelu, inner] = forward_op(x, first, shift, second, bias_2, approximate);
+        ctx->saved_data["dtype"] = static_cast<int64_t>(weight_1.scalar_type());
         ctx->saved_data["approximate"] = approximate;
         ctx->saved_data["biases"] = c10::List<bool>({bias_1.has_value(), bias_2.has_value()});
         const bool grad_of_z = wants_grad(x) || wants_grad(weight_1) || wants_grad(bias_1);
@@ -242,7 +261,7 @@ struct Mlp : torch::autograd::Function<Mlp> {
             torch::autograd::impl::set_gradient_edge(of_gelu, torch::autograd::impl::gradient_edge(x));
         }
         const auto kept = [](bool keep, const Tensor& t) { return keep ? t : Tensor(); };
-        ctx->save_for_backward({kept(wants_grad(weight_1), x), weight_1, bias_1.value_or(Tensor()), weight_2,
+        ctx->save_for_backward({kept(wants_grad(weight_1), x), first, shift.value_or(Tensor()), second,
                                 kept(grad_of_z, of_gelu), kept(wants_grad(weight_2), inner)});
         return out;
     }
@@ -254,9 +273,11 @@ struct Mlp : torch::autograd::Function<Mlp> {
         const size_t second = 2 + biases.get(0);
         const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), biases.get(0) && ctx->needs_input_grad(2),
                                ctx->needs_input_grad(second), biases.get(1) && ctx->needs_input_grad(second + 1)};
+        const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
         auto [grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2] =
-            backward_op(grads[0], optional(saved[0]), saved[1], optional(saved[2]), saved[3], optional(saved[4]),
-                        optional(saved[5]), ctx->saved_data["approximate"].toStringRef(), wanted);
+            backward_op(grads[0], optional(saved[0]), saved_weight(saved[1], dtype), optional(saved_weight(saved[2], dtype)),
+                        saved_weight(saved[3], dtype), optional(saved[4]), optional(saved[5]),
+                        ctx->saved_data["approximate"].toStringRef(), wanted, dtype);
         return {grad_x, grad_weight_1, grad_bias_1, grad_weight_2, grad_bias_2, Tensor()};
     }
 };
@@ -279,7 +300,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define(m, "mlp_forward(Tensor x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, str approximate) "
               "-> (Tensor out, Tensor kept, Tensor inner)", mlp_forward, mlp_forward, mlp_forward_meta);
     define(m, "mlp_backward(Tensor grad_out, Tensor? x, Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? kept, "
-              "Tensor? inner, str approximate, bool[5] wanted) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
+              "Tensor? inner, str approximate, bool[5] wanted, ScalarType? weight_dtype=None) -> (Tensor grad_x, Tensor grad_weight_1, Tensor grad_bias_1, "
               "Tensor grad_weight_2, Tensor grad_bias_2)", mlp_backward, mlp_backward, mlp_backward_meta);
     differentiate<mlp_autograd>(m, "mlp");
     refuse_second_derivative<"mlp_backward", "mlp", mlp_backward>(m);

@@ -8,7 +8,9 @@
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
 
 #include "norms.h"
+#include "spent_gradient.h"
 
+#include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -123,7 +125,7 @@ constexpr Op<"norm_backward", decltype(norm_backward<Device::cpu>)> norm_backwar
 struct NormFunction : torch::autograd::Function<NormFunction> {
     static constexpr bool is_traceable = true;
 
-    // y, and the sum where there is a residual.
+    // y, and the sum where there is a residual, or x where it is wanted beside y.
     static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
                                  const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
                                  const OptionalTensor& seed, const NormArguments* a) {
@@ -139,7 +141,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         const auto or_none = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
         ctx->save_for_backward({residual.has_value() ? sum : x, mean, rstd, or_none(weight), or_none(bias),
                                 or_none(x_bias), or_none(seed)});
+        ctx->saved_data["added"] = residual.has_value();
         ctx->set_materialize_grads(false);
+        if (a->returns_x) return {y, at::alias(x)};
         return residual.has_value() ? variable_list{y, sum} : variable_list{y};
     }
 
@@ -148,8 +152,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         const auto shape = ctx->saved_data["shape"].toSymIntVector();
         const auto flags = ctx->saved_data["wanted"].toBoolList();
         const double p = ctx->saved_data["p"].toDouble();
-        const bool added = grads.size() == 2;
-        const Tensor grad_sum = added ? grads[1] : Tensor();
+        const bool added = ctx->saved_data["added"].toBool();
+        const Tensor grad_sum = grads.size() == 2 ? grads[1] : Tensor();
         variable_list result(7);
         if (!grads[0].defined() && !grad_sum.defined()) return result;
         const std::array<bool, 5> present = {true, added, saved[3].defined(), saved[4].defined(), saved[5].defined()};
@@ -208,6 +212,22 @@ struct LayerNorm {
                 true, out_dtype};
     }
 };
+
+// y, and x for who else reads it: their gradients are added where that of x is computed, not in a pass of its own.
+Two layer_norm_and_input(const Tensor& x, Shape shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                         std::optional<at::ScalarType> out_dtype) {
+    NormArguments a = LayerNorm::arguments(x, shape, weight, bias, eps, out_dtype);
+    const bool forward_mode = forward_mode_is_on();
+    const bool transformed = is_transformed(x, forward_mode) || is_transformed(weight, forward_mode) ||
+                             is_transformed(bias, forward_mode);
+    if (!needs_graph(a) || recorded(x) || transformed || c10::impl::dispatch_mode_enabled()) {
+        constexpr fuseline::Op<LayerNorm::kName, LayerNorm::Schema> op;
+        return {op(x, shape, weight, bias, eps, out_dtype), x};
+    }
+    a.returns_x = true;
+    const auto made = with_graph(a);
+    return {made[0], made[1]};
+}
 
 struct RmsNorm {
     static constexpr OpName kName{"rms_norm"};
@@ -310,6 +330,8 @@ void define_norm(torch::Library& m, const char* schema) {
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     define_norm<LayerNorm>(m, "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
                               "float eps=1e-5, *, ScalarType? out_dtype=None) -> Tensor");
+    m.def("layer_norm_and_input(Tensor(a) x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+          "float eps=1e-5, *, ScalarType? out_dtype=None) -> (Tensor y, Tensor(a) input)", layer_norm_and_input);
     define_norm<RmsNorm>(m, "rms_norm(Tensor x, Tensor? weight=None, float? eps=None, *, ScalarType? out_dtype=None) -> Tensor");
     define_norm<AddLayerNorm>(m, "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
                                  "Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor sum)");

@@ -17,6 +17,7 @@ struct NormArguments {
     double eps, p;
     bool centred;
     std::optional<at::ScalarType> out_dtype = std::nullopt;
+    bool returns_x = false;  // as well as y, so that one backward adds both gradients
 
     size_t depth() const { return shape.size(); }
     at::ScalarType y_type() const { return out_dtype.value_or(x.scalar_type()); }

@@ -139,6 +139,8 @@ void refuse_second_derivative(torch::Library& m) {
 void check_device(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name = "x");
 void check_same_shape(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name = "x");
 void check_same_dtype(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name = "x");
+// For parameters that are multiplied in x's dtype.
+void check_same_dtype_or_float(const char* op, const Tensor& given, const char* name, const Tensor& x, const char* x_name = "x");
 void check_probability(const char* op, double p);
 // One int64 on x's device.
 void check_seed(const char* op, const Tensor& seed, const Tensor& x);

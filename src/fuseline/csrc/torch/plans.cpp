@@ -24,11 +24,12 @@ namespace {
 using Planned = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
 Device device_of(at::IntArrayRef numbers) {
-    TORCH_CHECK_VALUE(numbers.size() == 5, "a plan's device has 5 numbers: multiprocessors, shared memory of a block and of a "
-                      "multiprocessor in bytes, clusters (0 or 1), products of warpgroups (0 or 1); not ", numbers.size(), ".");
+    TORCH_CHECK_VALUE(numbers.size() == 6, "a plan's device has 6 numbers: multiprocessors, shared memory of a block and of a "
+                      "multiprocessor in bytes, memory in GB/s, clusters (0 or 1), products of warpgroups (0 or 1); not ",
+                      numbers.size(), ".");
     Device device;
     device.processors = int(numbers[0]), device.shared_a_block = int(numbers[1]), device.shared_a_processor = int(numbers[2]);
-    device.clusters = numbers[3] != 0, device.warpgroups = numbers[4] != 0;
+    device.memory_gbs = int(numbers[3]), device.clusters = numbers[4] != 0, device.warpgroups = numbers[5] != 0;
     return device;
 }
 
@@ -90,9 +91,9 @@ int aligned_to(int64_t address) { return address % 16 == 0 ? 16 : address % 16 =
 
 // All tensors are at `address`. `bias_gradient`: of the backward that makes it.
 Planned gelu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size, int64_t address, bool bias,
-             bool bias_gradient) {
+             bool bias_gradient, bool fp16) {
     check(rows, n, element_size, 0);
-    const GeluProblem problem{int(element_size), rows, n, aligned_to(address), bias, bias_gradient};
+    const GeluProblem problem{int(element_size), rows, n, aligned_to(address), bias, bias_gradient, fp16};
     const GeluPlan plan = plan_gelu(problem, device_of(device));
     return by_elements(name_of(plan.kernel), plan.reason, plan.shape, plan.workspace, plan.wide);
 }
@@ -107,11 +108,11 @@ Planned glu(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_siz
 
 // All tensors are at `address`; `rows` of the table, n elements each. `backward`: of the table's gradient.
 Planned embedding(at::IntArrayRef device, int64_t items, int64_t n, int64_t element_size, int64_t address, int64_t rows,
-                  bool positions, bool backward) {
+                  bool positions, bool fp16, bool backward) {
     check(items, n, element_size, 0);
     TORCH_CHECK_VALUE(rows > 0, "a table has one row at least, not ", rows, ".");
     const bool vectors = address % 16 == 0 && n * element_size % 16 == 0;
-    const EmbeddingProblem problem{int(element_size), items, n, rows, vectors ? int(16 / element_size) : 1, positions};
+    const EmbeddingProblem problem{int(element_size), items, n, rows, vectors ? int(16 / element_size) : 1, positions, fp16};
     if (backward) {
         const EmbeddingBackwardPlan plan = plan_embedding_backward(problem, device_of(device));
         return by_elements("embedding_row_sums", plan.reason, plan.shape, embedding_workspace(items, n), problem.wide);
@@ -235,7 +236,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
           "int refused) -> (str, str, int[])", softmax_backward);
     m.def("plan_cross_entropy(int[] device, int rows, int n, int element_size, int[] addresses, bool grad, bool plain, "
           "bool fp16, int refused) -> (str, str, int[])", cross_entropy);
-    m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient) -> "
+    m.def("plan_gelu(int[] device, int rows, int n, int element_size, int address, bool bias, bool bias_gradient, bool fp16) -> "
           "(str, str, int[])", gelu);
     m.def("plan_norm_forward(int[] device, int rows, int n, int[] element_sizes, int address, bool fp16, bool centred, int of, "
           "bool drops, bool fp32_weights, int refused) -> (str, str, int[])", norm_forward);
@@ -244,7 +245,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("plan_norm_layout(int[] device, int n, int element_size, bool centred, int of, bool backward, int[] layout) -> int[]",
           norm_layout);
     m.def("plan_glu(int[] device, int rows, int n, int element_size, int address, bool halves) -> (str, str, int[])", glu);
-    m.def("plan_embedding(int[] device, int items, int n, int element_size, int address, int rows, bool positions, "
+    m.def("plan_embedding(int[] device, int items, int n, int element_size, int address, int rows, bool positions, bool fp16, "
           "bool backward) -> (str, str, int[])", embedding);
     m.def("plan_linear(int[] device, int m, int n, int k, str format, bool bf16, bool whole, int group_size, "
           "bool zero_points) -> (str, str, int[])", linear);

@@ -89,8 +89,8 @@ void check(int status) { TORCH_CHECK(status == 0, kName, ": cuBLASLt answered ",
 
 // ---- problems ----
 
-// dtype, turned_left, turned_right, whether there is a bias, m, n, k.
-using Problem = std::array<int64_t, 7>;
+// dtype, turned_left, turned_right, whether there is a bias, m, n, k, whether the result is of float32.
+using Problem = std::array<int64_t, 8>;
 
 struct Prepared {
     void *description = nullptr, *left = nullptr, *right = nullptr, *out = nullptr;
@@ -99,7 +99,7 @@ struct Prepared {
 
 // Rows of torch's matrices are columns of the library's: it multiplies the transposes, right first.
 Prepared prepare(const Problem& p, void* handle) {
-    const auto [dtype, turned_left, turned_right, has_bias, m, n, k] = p;
+    const auto [dtype, turned_left, turned_right, has_bias, m, n, k, wide] = p;
     const Library& lt = library();
     Prepared made;
     check(lt.description(&made.description, kFloat32Sums, kFloat32));
@@ -109,12 +109,12 @@ Prepared prepare(const Problem& p, void* handle) {
     set(kTransposedA, int32_t(turned_right));
     set(kTransposedB, int32_t(turned_left));
     set(kEpilogue, has_bias ? kAddBias : kNoEpilogue);
-    const auto layout = [&](void** to, int64_t rows, int64_t columns) {
-        check(lt.layout(to, int(dtype), uint64_t(columns), uint64_t(rows), columns));
+    const auto layout = [&](void** to, int type, int64_t rows, int64_t columns) {
+        check(lt.layout(to, type, uint64_t(columns), uint64_t(rows), columns));
     };
-    layout(&made.left, turned_left ? k : m, turned_left ? m : k);
-    layout(&made.right, turned_right ? n : k, turned_right ? k : n);
-    layout(&made.out, m, n);
+    layout(&made.left, int(dtype), turned_left ? k : m, turned_left ? m : k);
+    layout(&made.right, int(dtype), turned_right ? n : k, turned_right ? k : n);
+    layout(&made.out, wide ? kFloat32 : int(dtype), m, n);
     void* preference = nullptr;
     check(lt.preference(&preference));
     check(lt.set_preference(preference, kWorkspaceBytes, &kMostWorkspace, sizeof(kMostWorkspace)));
@@ -158,7 +158,7 @@ bool fits(const Tensor& x) {
 
 // The problem, or none for what torch's own product takes.
 std::optional<Problem> problem_of(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
-                                  const std::optional<Tensor>& bias) {
+                                  const std::optional<Tensor>& bias, at::ScalarType out_type) {
     const auto type = left.scalar_type();
     if (!left.is_cuda() || (type != at::kHalf && type != at::kBFloat16) || !fits(left) || !fits(right) || !library().there) {
         return std::nullopt;
@@ -169,8 +169,9 @@ std::optional<Problem> problem_of(const Tensor& left, bool turned_left, const Te
                              reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 != 0)) {
         return std::nullopt;
     }
+    if (out_type != type && (out_type != at::kFloat || bias.has_value())) return std::nullopt;
     return Problem{type == at::kHalf ? kFloat16 : kBFloat16, turned_left, turned_right, bias.has_value(),
-                   left.size(turned_left ? 1 : 0), n, left.size(turned_left ? 0 : 1)};
+                   left.size(turned_left ? 1 : 0), n, left.size(turned_left ? 0 : 1), out_type != type};
 }
 
 // By one of the proposals. An undefined tensor where there is none of that number.
@@ -182,7 +183,8 @@ Tensor multiplied(const Problem& problem, const Tensor& left, const Tensor& righ
     const Prepared& made = all.of(problem, left.get_device());
     if (algorithm < 0 || algorithm >= int64_t(made.proposals.size())) return {};
     const Proposal& proposal = made.proposals[algorithm];
-    const Tensor out = at::empty({problem[4], problem[5]}, left.options());
+    const auto type = problem[7] ? at::kFloat : left.scalar_type();
+    const Tensor out = at::empty({problem[4], problem[5]}, left.options().dtype(type));
     const Tensor scratch = at::empty({int64_t(proposal.workspace)}, left.options().dtype(at::kByte));
     if (bias.has_value()) {
         const void* const at = bias->const_data_ptr();
@@ -196,9 +198,11 @@ Tensor multiplied(const Problem& problem, const Tensor& left, const Tensor& righ
 }
 
 Tensor by_torch(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
-                const std::optional<Tensor>& bias) {
+                const std::optional<Tensor>& bias, at::ScalarType out_type) {
     const Tensor a = turned_left ? left.t() : left, b = turned_right ? right.t() : right;
-    return bias.has_value() ? at::addmm(bias->contiguous(), a, b) : at::mm(a, b);
+    if (bias.has_value()) return at::addmm(bias->contiguous(), a, b).to(out_type);
+    const bool wide = left.is_cuda() && out_type == at::kFloat && left.scalar_type() != at::kFloat;
+    return wide ? at::mm(a, b, out_type) : at::mm(a, b).to(out_type);
 }
 
 // ---- what measures ----
@@ -240,9 +244,9 @@ int64_t library_version() { return library().there ? int64_t(library().version()
 
 // By the proposal of that number; empty where there is none.
 Tensor by_algorithm(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
-                    const std::optional<Tensor>& bias, int64_t algorithm) {
+                    const std::optional<Tensor>& bias, int64_t algorithm, bool wide) {
     const c10::DeviceGuard guard(left.device());
-    const auto problem = problem_of(left, turned_left, right, turned_right, bias);
+    const auto problem = problem_of(left, turned_left, right, turned_right, bias, wide ? at::kFloat : left.scalar_type());
     TORCH_CHECK_VALUE(problem.has_value(), kName, ": these matrices go to torch's own product.");
     const Tensor out = multiplied(*problem, left, right, bias, algorithm);
     return out.defined() ? out : at::empty({0}, left.options());
@@ -255,8 +259,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
     m.def("product_choose(int device, int[] problem, int algorithm) -> ()", choose);
     m.def("product_forget() -> ()", forget);
     m.def("product_library_version() -> int", library_version);
-    m.def("product_by_algorithm(Tensor left, bool turned_left, Tensor right, bool turned_right, Tensor? bias, int algorithm) "
-          "-> Tensor");
+    m.def("product_by_algorithm(Tensor left, bool turned_left, Tensor right, bool turned_right, Tensor? bias, int algorithm, "
+          "bool wide=False) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("product_by_algorithm", by_algorithm); }
@@ -266,16 +270,18 @@ TORCH_LIBRARY_IMPL(fuseline, CUDA, m) { m.impl("product_by_algorithm", by_algori
 namespace fuseline {
 
 Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool turned_right,
-               const std::optional<Tensor>& bias) {
+               const std::optional<Tensor>& bias, std::optional<at::ScalarType> out_type) {
     using namespace product_op;
+    const auto type = out_type.value_or(left.scalar_type());
     if (is_turned(left) || is_turned(right)) {
         const auto upright = [](const Tensor& x) { return is_turned(x) ? x.t() : x; };
-        return product(upright(left), turned_left != is_turned(left), upright(right), turned_right != is_turned(right), bias);
+        return product(upright(left), turned_left != is_turned(left), upright(right), turned_right != is_turned(right), bias,
+                       type);
     }
-    const auto problem = problem_of(left, turned_left, right, turned_right, bias);
+    const auto problem = problem_of(left, turned_left, right, turned_right, bias, type);
     // Choices are of this machine and this day: where bits are to repeat in another process, none is taken.
     if (!problem.has_value() || at::globalContext().deterministicAlgorithms()) {
-        return by_torch(left, turned_left, right, turned_right, bias);
+        return by_torch(left, turned_left, right, turned_right, bias, type);
     }
     Products& all = products();
     int64_t algorithm = -1;
@@ -290,7 +296,7 @@ Tensor product(const Tensor& left, bool turned_left, const Tensor& right, bool t
         }
     }
     const Tensor out = algorithm < 0 ? Tensor() : multiplied(*problem, left, right, bias, algorithm);
-    return out.defined() ? out : by_torch(left, turned_left, right, turned_right, bias);
+    return out.defined() ? out : by_torch(left, turned_left, right, turned_right, bias, type);
 }
 
 }  // namespace fuseline

@@ -69,7 +69,7 @@ void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet, torc
 TORCH_LIBRARY_IMPL(fuseline, Autograd, m) {
     for (const char* name :
          {"decode_attention", "decode_step", "fp8_activation", "fp8_activation_backward", "fp8_rows", "fp8_transpose",
-          "fused_linear", "argmax_step"}) {
+          "fused_linear", "argmax_step", "adamw", "gradient_norm"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&without_derivative>());
     }
 }

@@ -32,7 +32,6 @@ class Call:
     soft_cap: 0, or c in c * tanh(score / c), before the mask.
     sinks: None, or fp32 [H]: a logit that takes part in each row's sum, with no value.
     seed: None, or one int64: dropout by ops/philox.py at flat positions of [B, H, T, S].
-    spare_seed: the same for a candidate that would draw a seed; others may run, too.
     """
 
     q: torch.Tensor
@@ -52,7 +51,6 @@ class Call:
     dropout_p: float
     seed: torch.Tensor | None
     return_lse: bool
-    spare_seed: torch.Tensor | None = None
 
     @property
     def is_square(self) -> bool:

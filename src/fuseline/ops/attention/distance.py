@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from fuseline.ops.attention.problem import Problem
 
@@ -24,6 +25,7 @@ _PENALTIES = {
     "sinks": 0.5,
     "drops": 2.0,
     "lse": 0.5,
+    "short_fp16": 4.0,  # Hopper has kernels of short sequences for bf16 alone
 }
 
 
@@ -77,7 +79,9 @@ def _sizes(problem: Problem) -> tuple[float, ...]:
 
 
 def _features(problem: Problem) -> dict[str, Any]:
-    causal = problem.causal
+    causal, longest = problem.causal, max(problem.seqlen_q, problem.seqlen_k)
+    if problem.sequences:
+        longest = max(problem.max_seqlen_q, problem.max_seqlen_k)
     if causal != "none" and problem.is_square:
         causal = "square"
     return {
@@ -92,6 +96,7 @@ def _features(problem: Problem) -> dict[str, Any]:
         "sinks": problem.sinks,
         "drops": problem.dropout_p > 0,
         "lse": problem.lse,
+        "short_fp16": problem.dtype == torch.float16 and longest <= 128,
     }
 
 

@@ -8,8 +8,6 @@ together, which reads and writes it once more. The picker counts that pass.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from fuseline.errors import InputError
@@ -30,7 +28,6 @@ def attention_packed(
     soft_cap: float = 0.0,
     dropout_p: float = 0.0,
     seed: torch.Tensor | None = None,
-    spare_seed: torch.Tensor | None = None,
     backend: str = choice.PICK,
 ) -> torch.Tensor:
     """Self-attention of one packed tensor.
@@ -40,8 +37,6 @@ def attention_packed(
             Hkv value heads. float32, float16, bfloat16 or float64.
         num_heads, num_kv_heads: H and Hkv, H a multiple of Hkv; Hkv is H if it is not given.
         causal, window, mask, softmax_scale, soft_cap, dropout_p, seed, backend: as in `attention`.
-        spare_seed: one int64 on qkv's device, the seed where a kernel is picked that would draw one. Unlike
-            `seed` it does not say which mask is drawn: other kernels use torch's generator.
 
     Returns [B, T, H * D].
     Raises InputError as `attention` does, and for a qkv of another form.
@@ -83,8 +78,6 @@ def attention_packed(
         dropout_p=dropout_p,
         seed=seed,
     )
-    if spare_seed is not None:
-        call = replace(call, spare_seed=spare_seed)
     # Options that change q (a negative scale) or want a gradient of the mask go by `attention`'s own way.
     in_place = call.q is q_BHTD and not (mask is not None and mask.requires_grad) and qkv.is_contiguous()
     out_BHTD, _ = run(call, backend, qkv if in_place else None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fuseline.ops.attention.problem import Problem
 
 _MULTIPROCESSORS = 132
@@ -34,7 +36,7 @@ def _short(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
     T, S, count, _, _ = sizes
     D, width, longest = problem.head_dim, _SHORT_HEAD_DIMS[-1], _SHORT_LENGTHS[-1]
     takes = (
-        problem.dtype.itemsize == 2
+        problem.dtype == torch.bfloat16
         and max(problem.seqlen_q, problem.seqlen_k) <= longest
         and width >= D
         and not (problem.soft_cap or problem.sinks or problem.sequences)
@@ -186,7 +188,7 @@ def _packed(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[flo
     longest, D = max(T, S), problem.head_dim
     takes = (
         problem.sequences > 0
-        and problem.dtype.itemsize == 2
+        and problem.dtype == torch.bfloat16
         and longest <= _SHORT_LENGTHS[-1]
         and _SHORT_HEAD_DIMS[-1] >= D
         and not (problem.soft_cap or problem.sinks or problem.mask != "none")
@@ -211,7 +213,7 @@ def _panels(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[flo
     T, S, count, kv_count, _ = sizes
     D = problem.head_dim
     plain = problem.mask == "none" and not (problem.soft_cap or problem.dropout_p)
-    if problem.dtype.itemsize != 2 or D > 128 or (plain and D <= 32):
+    if problem.dtype.itemsize != 2 or D > 128 or (plain and D <= 32 and problem.dtype == torch.bfloat16):
         return [0.0] * 7
     narrow = D <= 64
     forward, keys, rows = (
@@ -233,8 +235,8 @@ def _mask_gradient(problem: Problem) -> list[float]:
     if problem.mask != "float_grad":
         return [0.0] * 4
     T, S = problem.seqlen_q, problem.seqlen_k
-    panels = problem.dtype.itemsize == 2 and problem.head_dim <= 128
-    tile = 32 if problem.dtype.itemsize == 4 and problem.head_dim > 128 else 64
+    panels = problem.dtype == torch.bfloat16 and problem.head_dim <= 128
+    tile = 32 if problem.dtype.itemsize == 4 and problem.head_dim > 64 else 64
     full = {"b": problem.batch, "h": problem.heads, "t": _up(T, tile), "s": _up(S, tile)}
     places = math.prod(size for name, size in full.items() if name in problem.mask_dims)
     way = math.prod(size for name, size in full.items() if name not in problem.mask_dims)

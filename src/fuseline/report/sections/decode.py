@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fuseline.records import Record
-from fuseline.report.blocks import Block, Cell, Column, Details, Headline, Row, Section, Table, table
+from fuseline.report.blocks import EMPTY, Block, Cell, Column, Details, Headline, Row, Section, Table, table
 from fuseline.report.metrics import cell
-from fuseline.report.numbers import percent, plain, whole
+from fuseline.report.numbers import percent, plain, ratio, whole
 from fuseline.report.provenance import source
 from fuseline.report.selection import Shelf, grouped
 
@@ -62,14 +62,25 @@ def _section(index: int, preset: str, device: str, records: Sequence[Record]) ->
 def _climb(records: Sequence[Record]) -> Table | None:
     """A row a rung, in the order of the climb."""
     measured = [r for r in records if r.value is not None]
+    compiled = next(
+        (r.value for r in measured if r.metric == "tokens_per_s" and r.case["rung"] == "compiled"), None
+    )
     trained = any(r.metric == "perplexity" for r in measured)
     rows = []
     for (rung, lever), group in grouped(
         measured, lambda r: (str(r.case["rung"]), str(r.case["lever"]))
     ).items():
         found = {r.metric: r for r in group}
-        figures = ("iteration_ms", "tokens_per_s", "speedup", "peak_memory_gib")
-        cells = [Cell(rung, lever), *(cell(found.get(metric)) for metric in figures)]
+        rate = found.get("tokens_per_s")
+        mine = None if rate is None else rate.value
+        cells = [
+            Cell(rung, lever),
+            cell(found.get("iteration_ms")),
+            cell(rate),
+            Cell(ratio(mine / compiled)) if mine and compiled else EMPTY,
+            cell(found.get("speedup")),
+            cell(found.get("peak_memory_gib")),
+        ]
         if trained:
             cost = found.get("loss_error")
             over = "" if cost is None or cost.value is None else f"{100 * cost.value:+.2f}%"
@@ -79,6 +90,7 @@ def _climb(records: Sequence[Record]) -> Table | None:
         Column("rung", numeric=False),
         Column("ms a step"),
         Column("tokens/s"),
+        Column("over torch alone", "over a step under torch.compile, the best that torch does alone here"),
         Column("over eager"),
         Column("memory, GiB"),
         *([Column("perplexity"), Column("cost")] if trained else []),

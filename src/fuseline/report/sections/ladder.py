@@ -18,7 +18,9 @@ READINGS = {
     "cumulative": "slot by slot, keeping what pays",
     "alone": "one change at a time upon the baseline",
 }
-TORCHS = "1.00x the best that torch does alone: no rung of ours gained in this run, use torch's own"
+TORCHS_BEST = "the best that torch does alone"
+TORCHS = f"{TORCHS_BEST}: no rung of ours gained in this run, use torch's own"
+NOT_TIMED = "The best that torch does alone was not timed in this run, so nothing is said of it."
 BUSY = (
     "This machine was busy with something else. The times below vary too much from run to run to be trusted; "
     "ratios are of runs in turn and suffer less. Run the ladder again when the machine is quiet."
@@ -118,45 +120,45 @@ def _references(tried: Sequence[Climb], preset: str) -> list[Block | None]:
 
 
 def _headline(climb: Climb) -> Headline | None:
-    """What the climb came to: over the best that torch does alone where that was measured, else over plain
-    PyTorch. Both ratios are of runs in turn; what a step of the first rung takes is said through them, since
-    its own time was taken minutes before."""
+    """What the climb came to: over the best that torch does alone, and below that over plain PyTorch, which
+    takes its place where torch alone was not measured. Both ratios are of runs in turn."""
     first, best = climb.baseline, climb.best
     if first is None or best is None or first is best:
         return None
-    after = best.interval[0]
-    gain, low, high = _gain(first, best)
-    over_torch, alone = climb.over_torch, climb.torch_alone
-    over_plain = verdict(gain, low, high, first.name)
-    step = f"{plain(after)} ms an iteration"
+    over_first, over_torch, alone = _gain(first, best), climb.over_torch, climb.torch_alone
+    step = f"{plain(best.interval[0])} ms an iteration"
+    below = f"{ratio(*over_first)} {verdict(*over_first, first.name)}."
+    value, _, interval = ratio(*(over_torch or over_first)).partition(" ")
+    other, gain, said = first, over_first[0], "from"
     if over_torch is None or alone is None:
-        value, _, interval = ratio(gain, low, high).partition(" ")
-        words = f"{interval} {over_plain}, {step}".strip()
-    elif _is_same_step(best, alone):
-        value, _, interval = ratio(gain, low, high).partition(" ")
-        words = f"{interval} {over_plain}, {step}; {TORCHS}".strip()
+        words, below = f"{interval} {verdict(*over_first, first.name)}", NOT_TIMED
+    elif climb.ends_as_torch:
+        value, words = "1.00x", TORCHS
     else:
-        value, _, interval = ratio(*over_torch).partition(" ")
-        told = verdict(*over_torch, "the best that torch does alone")
-        words = f"{interval} {told}, {step}; {ratio(gain, low, high)} {over_plain}".strip()
-    tiles = [
-        (
-            label,
-            f"{number(metric, b)}{unit}",
-            f"from {number(metric, b / gain if timed and gain else a)}{unit}",
-        )
-        for label, metric, unit, timed in (
-            ("tokens a second", "tokens_per_s", "", True),
-            ("MFU, 6N + 12LCT", "mfu", "", True),
-            ("MFU, causal", "mfu_causal", "", True),
-            ("peak memory", "peak_memory_gib", " GiB", False),
-            ("largest batch", "max_batch", "", False),
-        )
-        if (b := best.value(metric)) is not None and (a := first.value(metric)) is not None
-    ]
-    records = [r for rung in (first, best) for r in (rung.time,) if r]
+        words = f"{interval} {verdict(*over_torch, TORCHS_BEST)}"
+        other, gain, said = alone, over_torch[0], "torch alone"
+    records = [r for rung in (other, best) for r in (rung.time,) if r]
     made_of = f"{_recipe(best)}. {source(records, samples='n (runs)')}"
-    return Headline(value, words, tuple(tiles), made_of)
+    return Headline(value, f"{words}, {step}".strip(), _tiles(other, best, gain, said), made_of, below)
+
+
+def _tiles(other: Rung, best: Rung, gain: float, said: str) -> tuple[tuple[str, str, str], ...]:
+    """What `best` comes to beside `other`, over which it gains. What depends on time is told through that
+    ratio: the other's own time may have been taken minutes before."""
+    tiles = []
+    for label, metric, unit, timed in (
+        ("tokens a second", "tokens_per_s", "", True),
+        ("MFU, 6N + 12LCT", "mfu", "", True),
+        ("MFU, causal", "mfu_causal", "", True),
+        ("peak memory", "peak_memory_gib", " GiB", False),
+        ("largest batch", "max_batch", "", False),
+    ):
+        mine, theirs = best.value(metric), other.value(metric)
+        beside = mine / gain if mine is not None and timed and gain else theirs
+        if mine is None or beside is None:
+            continue
+        tiles.append((label, f"{number(metric, mine)}{unit}", f"{said} {number(metric, beside)}{unit}"))
+    return tuple(tiles)
 
 
 def _gain(first: Rung, best: Rung) -> tuple[float, float | None, float | None]:
@@ -165,11 +167,6 @@ def _gain(first: Rung, best: Rung) -> tuple[float, float | None, float | None]:
     if record is not None and record.value is not None:
         return record.value, record.low, record.high
     return first.interval[0] / best.interval[0], None, None
-
-
-def _is_same_step(best: Rung, alone: Rung) -> bool:
-    parts = ("dtype", "backend", "vocab", "optimizer", "kernels", "loss", "execution")
-    return all(best.case.get(part) == alone.case.get(part) for part in parts)
 
 
 def _recipe(best: Rung) -> str:

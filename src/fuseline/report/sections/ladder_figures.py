@@ -16,6 +16,7 @@ from fuseline.report.sections.rungs import Climb, Rung
 IN_TURN = (
     "Ratios are of runs in turn; a bar is as long as its ratio says, beginning with the first one's time."
 )
+TORCHS = "The ratio beside a time is over the best that torch does alone."
 FADED = "Pale: dropped, since not faster, beyond the noise, than what it would replace."
 
 
@@ -24,10 +25,11 @@ def times(climb: Climb, name: str, title: str) -> Drawing | None:
     if not climb.ran:
         return None
     first = climb.baseline
-    bars = tuple(_time_bar(rung, first) for rung in climb.ran)
+    bars = tuple(_time_bar(rung, climb) for rung in climb.ran)
     chart = Bars(title, Axis("milliseconds an iteration"), (BarGroup("", bars),), levers(climb.ran))
     paired = any(rung is not first and rung.value("speedup") for rung in climb.ran)
-    reading = f"Shorter is faster. {IN_TURN if paired else ''} {_cut(climb)} {_faded(climb)}"
+    beside = TORCHS if climb.over_torch else ""
+    reading = f"Shorter is faster. {beside} {IN_TURN if paired else ''} {_cut(climb)} {_faded(climb)}"
     return _drawing(climb, name, chart, " ".join(reading.split()), "iteration_ms")
 
 
@@ -70,9 +72,11 @@ def levers(rungs: Sequence[Rung]) -> tuple[Key, ...]:
     return tuple(Key(lever_label(name), lever_role(name)) for name in dict.fromkeys(r.lever for r in rungs))
 
 
-def _time_bar(rung: Rung, first: Rung | None) -> Bar:
+def _time_bar(rung: Rung, climb: Climb) -> Bar:
     """The first rung's own time; of the others that time over their speed-up, which is of runs in turn: their
-    own milliseconds were taken minutes later, when the machine may have been slower or faster."""
+    own milliseconds were taken minutes later, when the machine may have been slower or faster. The ratio that
+    is written is the one over torch alone, or over the first rung where torch alone was not timed."""
+    first, over_torch = climb.baseline, climb.ratio_over_torch(rung)
     value, low, high = rung.interval
     text = f"{plain(value)} ms"
     record = rung.records.get("speedup")
@@ -80,7 +84,9 @@ def _time_bar(rung: Rung, first: Rung | None) -> Bar:
         whole = first.interval[0]
         value = whole / record.value
         low, high = (None if v is None else whole / v for v in (record.high, record.low))
-        text = f"{plain(value)} ms · {ratio(record.value)}"
+        text = f"{plain(value)} ms · {ratio(over_torch or record.value)}"
+    elif over_torch is not None:
+        text = f"{text} · {ratio(over_torch)}"
     return Bar(rung.name, value, text, lever_role(rung.lever), low, high, faded=not rung.kept)
 
 

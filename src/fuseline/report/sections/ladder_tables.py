@@ -12,7 +12,9 @@ from fuseline.report.palette import lever_label, lever_role
 from fuseline.report.provenance import source
 from fuseline.report.sections.rungs import Climb, Rung
 
-SPEED = ("iteration_ms", "tokens_per_s", "speedup", "paired_speedup", "mfu", "mfu_causal")
+TIME = ("iteration_ms", "tokens_per_s")
+GAIN = ("speedup", "paired_speedup", "mfu", "mfu_causal")
+SPEED = (*TIME, *GAIN)
 COST = (
     "peak_memory_gib",
     "max_batch",
@@ -25,11 +27,23 @@ COST = (
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
     """Every rung that ran or would have, given time, in order. `not_run` has the others."""
-    beside = Column("torch alone", "speed-up over the best that torch does alone")
-    columns = [Column("rung", numeric=False), *_columns(SPEED), beside, Column("outcome", numeric=False)]
+    beside = Column("over torch alone", "speed-up over the best that torch does alone")
+    columns = [
+        Column("rung", numeric=False),
+        *_columns(TIME),
+        beside,
+        *_columns(GAIN),
+        Column("outcome", numeric=False),
+    ]
     rows = [
         Row(
-            (_name(rung), *_cells(rung, SPEED), _over_torch(rung, climb), _outcome(rung, climb.mode)),
+            (
+                _name(rung),
+                *_cells(rung, TIME),
+                _over_torch(rung, climb),
+                *_cells(rung, GAIN),
+                _outcome(rung, climb.mode),
+            ),
             "" if rung.kept else "muted",
         )
         for rung in climb.rungs
@@ -123,9 +137,8 @@ def _gained(rung: Rung) -> str:
 
 
 def _over_torch(rung: Rung, climb: Climb) -> Cell:
-    alone = climb.torch_alone
-    mine, theirs = rung.value("speedup"), None if alone is None else alone.value("speedup")
-    return Cell(ratio(mine / theirs)) if mine and theirs else EMPTY
+    gain = climb.ratio_over_torch(rung)
+    return EMPTY if gain is None else Cell(ratio(gain))
 
 
 def _outcome(rung: Rung, mode: str) -> Cell:

@@ -114,6 +114,29 @@ class Climb:
         return 1 / record.value, low, high
 
     @property
+    def ends_as_torch(self) -> bool:
+        """Whether `best` is the very step that torch takes alone."""
+        best, alone = self.best, self.torch_alone
+        if best is None or alone is None:
+            return False
+        parts = ("dtype", "backend", "vocab", "optimizer", "kernels", "loss", "execution")
+        return all(best.case.get(part) == alone.case.get(part) for part in parts)
+
+    def ratio_over_torch(self, rung: Rung) -> float | None:
+        """How much faster a rung is than torch alone: `best` beside which that ran in turn, the others by how
+        much faster than the first rung each of the two is."""
+        alone, over_torch = self.torch_alone, self.over_torch
+        if alone is None or over_torch is None:
+            return None
+        if rung is self.best:
+            return over_torch[0]
+        mine = 1.0 if rung is self.baseline else rung.value("speedup")
+        theirs = alone.value("speedup")
+        if not mine or not theirs:
+            return None
+        return 1.0 if rung is alone else mine / theirs
+
+    @property
     def is_noisy(self) -> bool:
         """Whether something else kept the machine busy: a kept rung whose time nobody can tell."""
         intervals = [rung.interval for rung in self.ran if rung.kept]

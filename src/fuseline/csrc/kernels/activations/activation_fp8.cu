@@ -99,9 +99,8 @@ int run_any(const void* grad_out, const void* x, int64_t n, int activation, int 
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  if (dtype == FUSELINE_FLOAT16) return run_activation<__half, kBackward>(activation, a, grad_bias, device, stream);
-  if (dtype == FUSELINE_BFLOAT16) return run_activation<__nv_bfloat16, kBackward>(activation, a, grad_bias, device, stream);
-  return FUSELINE_UNSUPPORTED;
+  if (dtype != FUSELINE_BFLOAT16) return FUSELINE_UNSUPPORTED;
+  return run_activation<__nv_bfloat16, kBackward>(activation, a, grad_bias, device, stream);
 }
 
 }  // namespace
@@ -119,7 +118,7 @@ int64_t fuseline_activation_fp8_partials(int64_t rows, int64_t n) {
   using namespace fuseline;
   Device device;
   if (rows <= 0 || n <= 0 || n > kWidestFp8Activation || current_device(device) != cudaSuccess) return 0;
-  return fp8_rows_at_once<GeluGradient<GeluErf<__half>>>(rows, n / kFp8Vector, device);
+  return fp8_rows_at_once<GeluGradient<GeluErf<__nv_bfloat16>>>(rows, n / kFp8Vector, device);
 }
 
 int fuseline_activation_fp8_backward(const void* grad_out, const void* x, const float* bias, const float* columns,

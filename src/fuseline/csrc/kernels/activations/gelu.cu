@@ -176,10 +176,12 @@ template <class Activation, class T>
 int run_bias_gradients(BiasGradients a, int64_t rows, void* grad_bias, int bias_dtype, const GeluPlan& plan,
                        const Device& device, void* stream) {
   a.bias_vectors = whole_vectors(a.bias, a.fp32_bias, a.n, kHalfVector<T>);
-  if (plan.kernel == GeluKernel::bias_gradients_few) {
-    const FewBiasGradients of_few{a.grad_out, a.x,        a.bias,      a.grad_x,    grad_bias,
-                                  rows,       a.n,        plan.across, a.fp32_bias, a.bias_vectors};
-    return launch(gelu_bias_gradients_few<Activation, T>, of_few, plan.shape, device, stream);
+  if constexpr (!std::is_same_v<T, __half>) {
+    if (plan.kernel == GeluKernel::bias_gradients_few) {
+      const FewBiasGradients of_few{a.grad_out, a.x,        a.bias,      a.grad_x,    grad_bias,
+                                    rows,       a.n,        plan.across, a.fp32_bias, a.bias_vectors};
+      return launch(gelu_bias_gradients_few<Activation, T>, of_few, plan.shape, device, stream);
+    }
   }
   const BiasPlan& bias = plan.bias;
   a.elements = rows * a.n, a.row_elements = bias.row_elements, a.rows = bias.rows, a.fold = bias.fold;
@@ -244,7 +246,8 @@ int fuseline_gelu_backward(const void* grad_out, const void* x, const void* bias
   if (error != cudaSuccess) return int(error);
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    const GeluProblem problem{int(sizeof(T)), rows, n, aligned_to({grad_out, x, grad_x}), bias != nullptr, grad_bias != nullptr};
+    const GeluProblem problem{int(sizeof(T)), rows, n, aligned_to({grad_out, x, grad_x}), bias != nullptr, grad_bias != nullptr,
+                              std::is_same_v<T, __half>};
     const GeluPlan plan = plan_gelu(problem, device);
     return with_activation<T>(approximate, [&](auto activation) {
       using Activation = decltype(activation);

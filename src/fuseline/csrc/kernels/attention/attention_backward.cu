@@ -11,10 +11,8 @@ int launch_backward(const AttentionBackward& g, void* stream);
 template <class T, bool kPlain>
 int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
 // The same in one pass, for what `takes_single_pass` says; FUSELINE_UNSUPPORTED if the bulk copies do not take the tensors.
-template <class T>
 int launch_backward_single(const AttentionBackward& g, const SinglePassScratch& scratch, void* stream);
-// grad_q and grad_mask of some tiles of rows, of 64.
-template <class T>
+// grad_q and grad_mask of some tiles of rows, of 64, in bf16.
 int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
                             void* stream);
 
@@ -138,11 +136,11 @@ int launch_delta(const Delta& g, void* stream) {
   });
 }
 
-// Self-attention of plain scores with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole blocks of
+// Self-attention of plain scores in bf16 with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole blocks of
 // Philox, and no more of them than their sums of grad_q take as much room as the bits of what is kept.
 bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
-  const bool shape = c.dtype != FUSELINE_FLOAT32 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
+  const bool shape = c.dtype == FUSELINE_BFLOAT16 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
                      c.cu_seqlens_q == nullptr && c.batch > 0 && c.kv_heads > 0 && c.seqlen_q > 0;
   const bool all = gradients.grad_q != nullptr && gradients.grad_k != nullptr && gradients.grad_v != nullptr;
   if (!shape || !all) return false;
@@ -179,12 +177,10 @@ struct SinglePassBytes {
 
 template <class T>
 int launch_sums_of(const AttentionBackward& g, void* stream) {
-  constexpr int kNarrow = 32;  // plain calls have narrow tiles for these heads
-  const bool plain = plain_scores(g.a);
-  const int64_t head_dim = g.a.call.head_dim;
+  const bool plain = takes_plain(g.a);
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if (device.warpgroups && head_dim <= 128 && !(plain && head_dim <= kNarrow)) {
+  if (takes_panels(g.a, device)) {
     const int code = plain ? launch_backward_panels<T, true>(g, device, stream)
                            : launch_backward_panels<T, false>(g, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;
@@ -211,8 +207,7 @@ int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradient
   int code = 0;
   for (int64_t first = 0; code == 0 && first < all; first += tiles) {
     const LeftScores left{static_cast<uint4*>(scratch), int(first), int(std::min(tiles, all - first)), 0};
-    code = c.dtype == FUSELINE_FLOAT16 ? launch_backward_leaving<__half>(g, gradients, left, stream)
-                                       : launch_backward_leaving<__nv_bfloat16>(g, gradients, left, stream);
+    code = launch_backward_leaving(g, gradients, left, stream);
   }
   return code;
 }
@@ -268,8 +263,7 @@ int fuseline_attention_backward(const fuseline_attention_gradients* gradients, v
     code = int(cudaGetLastError());
   }
   if (code == 0 && single) {
-    const int done = c.dtype == FUSELINE_FLOAT16 ? launch_backward_single<__half>(g, of_single, stream)
-                                                 : launch_backward_single<__nv_bfloat16>(g, of_single, stream);
+    const int done = launch_backward_single(g, of_single, stream);
     if (done != FUSELINE_UNSUPPORTED) return done;
     if (of.kept != nullptr) {  // the other kernels' delta
       of.kept = nullptr;

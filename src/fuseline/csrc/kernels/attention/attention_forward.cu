@@ -15,11 +15,10 @@ namespace {
 
 template <class T>
 int launch_forward_of(const Attention& a, void* stream) {
-  constexpr int kNarrow = 32;  // plain calls have narrow tiles for these heads
-  const bool plain = plain_scores(a);
+  const bool plain = takes_plain(a);
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if (device.warpgroups && a.call.head_dim <= 128 && !(plain && a.call.head_dim <= kNarrow)) {
+  if (takes_panels(a, device)) {
     const int code = plain_but_for_dropout(a) ? launch_forward_panels<T, true>(a, device, stream)
                                               : launch_forward_panels<T, false>(a, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;

@@ -1,6 +1,6 @@
 // The gradient of an additive mask. Where the kernel of rows (attention_backward_wgmma.cuh) computes dy on its way to grad_q,
 // it leaves it for some tiles of rows at a time, and what is added up here is read from that scratch. Else, with packed
-// sequences, fp32, a soft cap, one entry for all rows or keys, too few blocks in the scratch, or no grad_q,
+// sequences, other dtypes than bf16, a soft cap, one entry for all rows or keys, too few blocks in the scratch, or no grad_q,
 // device/attention_grad_mask.cuh computes the scores once more: how its work is cut, and the sums over the pieces.
 //
 // Measured (B 8, H 16, T 1024, D 64, one bias a head; forward and backward): 759 us by what is left, 852 by computing it
@@ -12,8 +12,7 @@
 
 namespace fuseline {
 
-// attention_grad_mask_sm90a.cu: by products of warpgroups, to head dim 128.
-template <class T>
+// attention_grad_mask_sm90a.cu: by products of warpgroups, to head dim 128, in bf16.
 int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
 
 // attention_not_sm90.cu
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, i
 // Everything but pointers.
 AttentionGradMask lay_out(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
-  const int tile = c.dtype == FUSELINE_FLOAT32 && c.head_dim > 128 ? 32 : 64;  // rows and keys of a block
+  const int tile = c.dtype == FUSELINE_FLOAT32 && c.head_dim > 64 ? 32 : 64;  // rows and keys of a block
   const bool packed = c.cu_seqlens_q != nullptr;
   AttentionGradMask of{};
   for (int i = 0; i < 4; ++i) of.strides[i] = gradients.grad_mask_strides[i];
@@ -82,7 +81,7 @@ struct LeftSums {
 };
 
 // A block has a step's keys of a tile of rows; a thread some rows' eight keys.
-template <class T, int kStep>
+template <int kStep>
 __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__ LeftSums g) {
   constexpr int kVectors = kLeftRows * kStep / 8, kOwn = kVectors / kLeftThreads;
   const fuseline_attention& c = g.a.call;
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
           const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            const float2 pair = unpack_pair<T>(words[w]);
+            const float2 pair = unpack_pair<__nv_bfloat16>(words[w]);
             sums[i][2 * w] += pair.x, sums[i][2 * w + 1] += pair.y;
           }
         }
@@ -149,14 +148,19 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
 template <class T>
 int launch_grad_mask_of(const AttentionGradMask& of, int64_t blocks, void* stream) {
   const int64_t head_dim = of.g.a.call.head_dim;
-  if constexpr (!std::is_same_v<T, float>) {
-    Device device;
-    if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-    if (device.warpgroups && head_dim <= 128) return launch_grad_mask_panels<T>(of, blocks, stream);
+  // No model trains biases of fp16, or of fp32 with wide heads: Hopper has one kernel for the first, the second one of wide tiles.
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (device.warpgroups && head_dim <= 128) return launch_grad_mask_panels(of, blocks, stream);
   }
-  return with_head_dim<false>(head_dim, [&](auto dim) {
-    return launch_grad_mask_tiles<T, decltype(dim)::value>(of, blocks, stream);
-  });
+  if constexpr (std::is_same_v<T, float>) {
+    if (head_dim <= 64) return launch_grad_mask_tiles<T, 64>(of, blocks, stream);
+  } else if (!device.warpgroups) {
+    if (head_dim <= 64) return launch_grad_mask_tiles<T, 64>(of, blocks, stream);
+    if (head_dim <= 128) return launch_grad_mask_tiles<T, 128>(of, blocks, stream);
+  }
+  return launch_grad_mask_tiles<T, kWidestHead>(of, blocks, stream);
 }
 
 }  // namespace
@@ -166,7 +170,7 @@ int64_t left_tiles(const fuseline_attention_gradients& gradients, const Device& 
   const fuseline_attention& c = gradients.call;
   const bool each = gradients.grad_mask_strides[2] != 0 && gradients.grad_mask_strides[3] != 0;  // row and key has its own
   const bool fits = gradients.grad_mask && gradients.grad_q && c.mask_kind > FUSELINE_MASK_BOOL && each && !c.cu_seqlens_q &&
-                    c.soft_cap == 0 && c.dtype != FUSELINE_FLOAT32 && c.head_dim <= 128 && device.warpgroups &&
+                    c.soft_cap == 0 && c.dtype == FUSELINE_BFLOAT16 && c.head_dim <= 128 && device.warpgroups &&
                     c.batch > 0 && c.heads > 0 && c.seqlen_q > 0 && c.seqlen_k > 0;
   if (!fits) return 0;
   const int64_t all = divide_up(c.seqlen_q, kLeftRows), most = kMostBytes / left_bytes(c);
@@ -193,8 +197,7 @@ int launch_sum_left(const AttentionBackward& g, const fuseline_attention_gradien
     kernel<<<unsigned(blocks), kLeftThreads, 0, on>>>(of);
     return int(cudaGetLastError());
   };
-  if (c.dtype == FUSELINE_FLOAT16) return launch(step == 64 ? sum_left<__half, 64> : sum_left<__half, 32>);
-  return launch(step == 64 ? sum_left<__nv_bfloat16, 64> : sum_left<__nv_bfloat16, 32>);
+  return launch(step == 64 ? sum_left<64> : sum_left<32>);
 }
 
 size_t grad_mask_workspace(const fuseline_attention_gradients& gradients) {

@@ -4,7 +4,10 @@
 
 namespace fuseline {
 
-template int launch_grad_mask_panels<__half>(const AttentionGradMask& of, int64_t blocks, void* stream);
-template int launch_grad_mask_panels<__nv_bfloat16>(const AttentionGradMask& of, int64_t blocks, void* stream);
+int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream) {
+  using T = __nv_bfloat16;
+  if (of.g.a.call.head_dim <= 64) return launch_grad_mask_kernel<T, GradMaskPanels<T, 64>>(of, blocks, stream);
+  return launch_grad_mask_kernel<T, GradMaskPanels<T, 128>>(of, blocks, stream);
+}
 
 }  // namespace fuseline

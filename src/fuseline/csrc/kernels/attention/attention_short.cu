@@ -9,6 +9,61 @@
 namespace fuseline::short_attention {
 namespace {
 
+// The gradients of a head of keys from those of its query heads, which lie behind each other in `from`, as sums in one order.
+// Moves: each of these read once, the sums written once. Limit: HBM bandwidth. A thread has one vector of a sum.
+constexpr int kThreads = 256;
+
+struct Groups {
+  const void* from;   // [batch, kv_heads, group, rows, head_dim]
+  ShortTensor to;     // [batch, kv_heads, rows, head_dim]
+  int64_t vectors;    // of `to`
+  int kv_heads, group, rows, head_dim;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) sum_groups(const __grid_constant__ Groups g) {
+  constexpr int kWide = 8;
+  const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= g.vectors) return;
+  const int a_row = g.head_dim / kWide;
+  const int column = int(at % a_row) * kWide;
+  const int64_t line = at / a_row, head = line / g.rows;
+  const int row = int(line % g.rows);
+  const T* from = static_cast<const T*>(g.from) + (head * g.group * g.rows + row) * g.head_dim + column;
+  float sums[kWide] = {};
+#pragma unroll 4
+  for (int i = 0; i < g.group; ++i) {
+    const uint4 vector = __ldcs(reinterpret_cast<const uint4*>(from));
+    const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 pair = unpack_pair<T>(words[w]);
+      sums[2 * w] += pair.x, sums[2 * w + 1] += pair.y;
+    }
+    from += int64_t(g.rows) * g.head_dim;
+  }
+  uint4 sum;
+  sum.x = pack_pair<T>(sums[0], sums[1]), sum.y = pack_pair<T>(sums[2], sums[3]);
+  sum.z = pack_pair<T>(sums[4], sums[5]), sum.w = pack_pair<T>(sums[6], sums[7]);
+  T* const to = static_cast<T*>(g.to.at) + head / g.kv_heads * g.to.batch + head % g.kv_heads * g.to.head +
+                row * g.to.row + column;
+  *reinterpret_cast<uint4*>(to) = sum;
+}
+
+int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype, void* stream) {
+  Groups g{};
+  g.from = from.at, g.to = to;
+  const bool packed = a.starts_k != nullptr;
+  g.group = int(a.group.by), g.kv_heads = int(a.heads.by / a.group.by), g.head_dim = a.head_dim;
+  g.rows = packed ? a.total_k : a.seqlen_k;
+  g.vectors = int64_t((packed ? int(a.heads.by) : a.problems) / g.group) * g.rows * (g.head_dim / 8);
+  const int64_t blocks = divide_up(g.vectors, kThreads);
+  if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
+  const auto kernel = dtype == FUSELINE_FLOAT16 ? sum_groups<__half> : sum_groups<__nv_bfloat16>;
+  kernel<<<unsigned(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(g);
+  return int(cudaGetLastError());
+}
+
 constexpr int64_t kMostMaskStep = 1 << 20;  // elements from key to key
 constexpr int64_t kMostProblems = int64_t(1) << 30;
 
@@ -62,6 +117,13 @@ bool has_room(const ShortAttention& a, bool backward) {
   });
 }
 
+// On Hopper the general kernels have fp16.
+bool takes(int dtype) {
+  Device device;
+  if (dtype != FUSELINE_FLOAT16) return dtype == FUSELINE_BFLOAT16;
+  return current_device(device) == cudaSuccess && !device.warpgroups;
+}
+
 // Whether packed sequences are of a kind that these kernels take.
 bool packs(const fuseline_attention& call) {
   constexpr int64_t kMostRows = int64_t(1) << 30;
@@ -81,11 +143,10 @@ bool fits(const fuseline_attention& call, bool backward) {
   const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
   const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
                         (packed ? call.sequences : call.batch) <= kMostProblems / heads;
-  const bool dtype = call.dtype == FUSELINE_FLOAT16 || call.dtype == FUSELINE_BFLOAT16;
   const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
                     (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
   const bool plain = call.soft_cap == 0 && !call.sinks;
-  return dtype && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
+  return takes(call.dtype) && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
          has_room(arguments(call), backward);
 }
 
@@ -122,8 +183,7 @@ int forward(const fuseline_attention& call, void* stream) {
   a.lse = call.lse;
   if (counter_bytes(call) > 0) a.counter = static_cast<Counter*>(call.workspace);
   if (is_longest(a)) {
-    const int code = call.dtype == FUSELINE_FLOAT16 ? forward_by_warpgroups<__half>(a, device, stream)
-                                                    : forward_by_warpgroups<__nv_bfloat16>(a, device, stream);
+    const int code = forward_by_warpgroups(a, device, stream);
     if (code != FUSELINE_UNSUPPORTED) return code;
   }
   return with_length(a, [&](auto length) {
@@ -166,10 +226,7 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
   }
   if (counter_bytes(call) > 0) a.counter = reinterpret_cast<Counter*>(scratch);
   int code = FUSELINE_UNSUPPORTED;
-  if (is_longest(a)) {
-    code = call.dtype == FUSELINE_FLOAT16 ? backward_by_warpgroups<__half>(a, device, stream)
-                                          : backward_by_warpgroups<__nv_bfloat16>(a, device, stream);
-  }
+  if (is_longest(a)) code = backward_by_warpgroups(a, device, stream);
   if (code == FUSELINE_UNSUPPORTED) {
     code = with_length(a, [&](auto length) {
       constexpr int kS = decltype(length)::value;

@@ -124,15 +124,4 @@ __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_
   } while (turns.problem() < a.problems);
 }
 
-// ---- launcher ----
-
-template <class T>
-int backward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_backward_warpgroups<T, kD, true> : short_backward_warpgroups<T, kD, false>;
-    return launch_warpgroups(kernel, a, kBackwardBytes<kLongest, kD>, device, stream);
-  });
-}
-
 }  // namespace fuseline::short_attention

@@ -65,15 +65,4 @@ __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(cons
   } while (turns.problem() < a.problems);
 }
 
-// ---- launcher ----
-
-template <class T>
-int forward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_forward_warpgroups<T, kD, true> : short_forward_warpgroups<T, kD, false>;
-    return launch_warpgroups(kernel, a, kForwardBytes<kLongest, kD>, device, stream);
-  });
-}
-
 }  // namespace fuseline::short_attention

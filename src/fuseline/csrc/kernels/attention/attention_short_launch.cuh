@@ -79,14 +79,11 @@ inline int launch_problems(void (*kernel)(ShortAttention), const ShortAttention&
   return launch(kernel, given, std::min(a.problems, count), dim3(threads), shared, 1, stream, device.clusters);
 }
 
-// Of each dtype the sources attention_short_forward_* and attention_short_backward_* have them for problems of up to 64 rows
-// and keys, attention_short_not_sm90 for longer ones.
+// attention_short_forward.cu and attention_short_backward.cu have them in bf16 for problems of up to 64 rows and keys,
+// attention_short_not_sm90.cu for longer ones and in fp16.
 template <class T, int kS>
 int forward_of(const ShortAttention& a, const Device& device, void* stream);
 template <class T, int kS>
 int backward_of(const ShortAttention& a, const Device& device, void* stream);
-
-// attention_short_groups.cu: `from` has a gradient for every query head, one behind another.
-int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype, void* stream);
 
 }  // namespace fuseline::short_attention

@@ -1,4 +1,4 @@
-// Attention over short sequences by products of warpgroups (attention_short_wgmma.cuh), as attention_short.cu asks for it.
+// Attention over short sequences by products of warpgroups (attention_short_wgmma.cuh), in bf16, as attention_short.cu asks for it.
 #pragma once
 
 #include "attention_short.cuh"
@@ -8,10 +8,8 @@ namespace fuseline::short_attention {
 // Whether these products are for a problem: with fewer rows and keys a warpgroup would be half idle.
 inline bool is_longest(const ShortAttention& a) { return 2 * std::max(a.seqlen_q, a.seqlen_k) > kLongest; }
 
-// The sources attention_short_*_sm90a.cu have them. FUSELINE_UNSUPPORTED where the device is no Hopper.
-template <class T>
+// attention_short_sm90a.cu has them. FUSELINE_UNSUPPORTED where the device is no Hopper.
 int forward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream);
-template <class T>
 int backward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream);
 
 }  // namespace fuseline::short_attention

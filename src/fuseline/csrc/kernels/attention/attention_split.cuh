@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
 template <class T>
 int launch_split_parts(const Split& g, int row_warps, void* stream) {
   const fuseline_attention& c = g.a.call;
-  const int code = with_head_dim<false>(c.head_dim, [&](auto dim) {
+  const int code = with_head_dim<64, kWidestHead>(c.head_dim, [&](auto dim) {
     constexpr int kD = decltype(dim)::value;
     AttentionGrid grid(c, 1, false, 1);
     grid.blocks = int64_t(g.chunks) * g.splits * c.kv_heads * c.batch;

@@ -337,7 +337,7 @@ int launch_backward_tiles(const AttentionBackward& g, void* stream) {
 
 template <class T, bool kPlain>
 int launch_backward(const AttentionBackward& g, void* stream) {
-  return with_head_dim<kPlain>(g.a.call.head_dim, [&](auto dim) {
+  return with_tiles<T, kPlain>(g.a.call.head_dim, [&](auto dim) {
     return launch_backward_tiles<T, decltype(dim)::value, kPlain>(g, stream);
   });
 }

@@ -394,23 +394,4 @@ __global__ void __launch_bounds__(SinglePass::kThreads, 2)
   }
 }
 
-// FUSELINE_UNSUPPORTED where the bulk copies do not take the tensors, or shared memory is too small.
-template <class T>
-int launch_backward_single(const AttentionBackward& given, const SinglePassScratch& scratch, void* stream) {
-  using Of = SinglePass;
-  SinglePassBackward g{given, {}, {}, {}, {}, scratch, int(divide_up(given.a.call.seqlen_q, Of::kRows))};
-  const fuseline_attention& c = g.a.call;
-  const auto make = [&](CUtensorMap& map, const void* data, const int64_t(&strides)[3], int64_t heads, int64_t rows, int box) {
-    return make_heads_map(map, data, strides, c.batch, heads, rows, c.head_dim, box, c.dtype);
-  };
-  int code = make(g.q, c.q, c.q_strides, c.heads, c.seqlen_q, Of::kRows);
-  if (code == 0) code = make(g.k, c.k, c.k_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
-  if (code == 0) code = make(g.v, c.v, c.v_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
-  if (code == 0) code = make(g.from_out, g.grad_out, g.grad_out_strides, c.heads, c.seqlen_q, Of::kRows);
-  if (code != 0) return code;
-  const AttentionGrid grid(c, c.heads, true, Of::kKeys);
-  const auto kernel = g.a.dropout.seed != nullptr ? attention_backward_single<T, true> : attention_backward_single<T, false>;
-  return launch_attention(kernel, g, grid, Of::kThreads, Of::kShared, stream);
-}
-
 }  // namespace fuseline

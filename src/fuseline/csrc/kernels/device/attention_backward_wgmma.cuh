@@ -301,13 +301,6 @@ int launch_backward_leaving_of(const AttentionBackward& g, const fuseline_attent
   return code != 0 ? code : launch_sum_left(g, gradients, left, Of::kStep, stream);
 }
 
-template <class T>
-int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
-                            void* stream) {
-  if (g.a.call.head_dim <= 64) return launch_backward_leaving_of<T, 64>(g, gradients, left, stream);
-  return launch_backward_leaving_of<T, 128>(g, gradients, left, stream);
-}
-
 template <class T, bool kPlain>
 int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream) {
   if (g.a.call.head_dim <= 64) return launch_backward_panels_of<T, 64, kPlain>(g, device, stream);

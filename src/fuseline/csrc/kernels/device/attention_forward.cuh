@@ -246,7 +246,7 @@ int launch_forward_tiles(const Attention& a, void* stream) {
 
 template <class T, bool kPlain>
 int launch_forward(const Attention& a, void* stream) {
-  return with_head_dim<kPlain>(a.call.head_dim, [&](auto dim) {
+  return with_tiles<T, kPlain>(a.call.head_dim, [&](auto dim) {
     return launch_forward_tiles<T, decltype(dim)::value, kPlain>(a, stream);
   });
 }

@@ -40,10 +40,4 @@ struct GradMaskPanels {
   }
 };
 
-template <class T>
-int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream) {
-  if (of.g.a.call.head_dim <= 64) return launch_grad_mask_kernel<T, GradMaskPanels<T, 64>>(of, blocks, stream);
-  return launch_grad_mask_kernel<T, GradMaskPanels<T, 128>>(of, blocks, stream);
-}
-
 }  // namespace fuseline

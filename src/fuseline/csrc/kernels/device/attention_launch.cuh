@@ -8,15 +8,32 @@
 
 namespace fuseline {
 
-// Calls run with the tile width that holds a head; 32 is among them only where it is asked for.
-template <bool kNarrow, class Run>
+constexpr int kNarrowHead = 32, kWidestHead = 256;  // of tiles
+
+// Calls run with the tile width that holds a head, of those from kLeast to kMost.
+template <int kLeast, int kMost, class Run>
 int with_head_dim(int64_t head_dim, Run&& run) {
-  if constexpr (kNarrow) {
-    if (head_dim <= 32) return run(std::integral_constant<int, 32>{});
+  if constexpr (kLeast < kMost) {
+    if (head_dim > kLeast) return with_head_dim<2 * kLeast, kMost>(head_dim, run);
   }
-  if (head_dim <= 64) return run(std::integral_constant<int, 64>{});
-  if (head_dim <= 128) return run(std::integral_constant<int, 128>{});
-  return run(std::integral_constant<int, 256>{});
+  return run(std::integral_constant<int, kLeast>{});
+}
+
+// The widths of tiles of general attention by products of warps. Of plain scores in fp16, which no model has, heads of up to 64
+// share one, and wider ones than 128 are not plain.
+template <class T, bool kPlain, class Run>
+int with_tiles(int64_t head_dim, Run&& run) {
+  constexpr bool kHalf = std::is_same_v<T, __half>;
+  return with_head_dim<kPlain && !kHalf ? kNarrowHead : 64, kPlain && kHalf ? 128 : kWidestHead>(head_dim, run);
+}
+
+// Whether kernels of plain scores compute a call, and whether on Hopper products of warpgroups do.
+inline bool takes_plain(const Attention& a) {
+  return plain_scores(a) && (a.call.dtype != FUSELINE_FLOAT16 || a.call.head_dim <= 128);
+}
+inline bool takes_panels(const Attention& a, const Device& device) {
+  const bool narrow = a.call.dtype != FUSELINE_FLOAT16 && takes_plain(a) && a.call.head_dim <= kNarrowHead;
+  return device.warpgroups && a.call.dtype != FUSELINE_FLOAT32 && a.call.head_dim <= 128 && !narrow;
 }
 
 // A block for every tile, head and sequence: of keys or of query rows.

@@ -34,6 +34,8 @@ inline cudaError_t current_device(Device& device) {
   device.processors = attribute(cudaDevAttrMultiProcessorCount);
   device.shared_a_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   device.shared_a_processor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int64_t kilohertz = attribute(cudaDevAttrMemoryClockRate), bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
+  device.memory_gbs = int(kilohertz * bits / 4'000'000);  // two transfers a cycle, eight bits a byte
   device.clusters = attribute(cudaDevAttrClusterLaunch) != 0;
   device.warpgroups = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
   device.index = index;

@@ -52,7 +52,11 @@ constexpr int kBlocksOfMany = 5, kBlocksOfFew = 6;
 constexpr int kBlocksOfMany = 6, kBlocksOfFew = 8;
 #endif
 
-// kPositions: there is a table of them; of single elements there is one kernel for both cases.
+// As EmbeddingProblem::has_one_kernel says.
+template <class T, int kWide>
+constexpr bool kOneKernel = kWide == 1 || std::is_same_v<T, __half>;
+
+// kPositions: there is a table of them, or may be.
 template <class T, int kWide, bool kPositions, int kRows>
 __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == kManyRows ? kBlocksOfMany : kBlocksOfFew)
     embedding_forward(const EmbeddingForward a) {
@@ -63,7 +67,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
   const int64_t first = (int64_t(blockIdx.y) * a.slice.value + thread - group * a.slice.value) * kWide;
   if (first >= a.n) return;
   const int64_t item = int64_t(group) * a.row_factor;
-  const bool positioned = kPositions && (kWide > 1 || a.position_table);
+  const bool positioned = kPositions && (!kOneKernel<T, kWide> || a.position_table);
   const uint64_t seed = seed_of(a.dropout);
   int64_t tokens[kRows], positions[kRows];
 #pragma unroll
@@ -115,7 +119,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, kPositions ? 4 : kRows == k
 
 template <class T, int kWide>
 auto kernel_of(const EmbeddingForwardPlan& plan) -> void (*)(EmbeddingForward) {
-  if constexpr (kWide > 1) {
+  if constexpr (!kOneKernel<T, kWide>) {
     if (!plan.positions) {
       return plan.rows_of_thread == kFewRows ? embedding_forward<T, kWide, false, kFewRows> : embedding_forward<T, kWide, false, kManyRows>;
     }
@@ -148,7 +152,8 @@ int fuseline_embedding_forward(const int64_t* tokens, const void* table, const i
     using T = decltype(type);
     return with_width<T>(n, {table, position_table, y}, [&](auto wide) {
       constexpr int kWide = decltype(wide)::value;
-      const EmbeddingProblem problem{int(sizeof(T)), items, n, rows, kWide, position_table != nullptr};
+      const EmbeddingProblem problem{int(sizeof(T)), items, n, rows, kWide, position_table != nullptr,
+                                     std::is_same_v<T, __half>};
       const EmbeddingForwardPlan plan = plan_embedding_forward(problem, device);
       a.row_factor = plan.walk.row_factor, a.row_step = plan.walk.row_step, a.streams = plan.streams;
       a.slice = Divisor(uint32_t(plan.slice));

@@ -101,20 +101,20 @@ int run_sums(RowSums a, const EmbeddingBackwardPlan& plan, int64_t first_row, vo
 size_t fuseline_embedding_backward_workspace(int64_t items, int64_t n) { return fuseline::embedding_workspace(items, n); }
 
 int fuseline_embedding_backward(const void* grad_out, const int64_t* ids, int64_t period, int64_t skipped,
-                                void* grad_table, void* workspace, int64_t items, int64_t n, int64_t rows,
+                                void* grad_table, int adds, void* workspace, int64_t items, int64_t n, int64_t rows,
                                 const int64_t* seed, double p, int dtype, void* stream) {
   using namespace fuseline;
   if (items < 0 || n < 0 || rows < 0 || period < 0) return FUSELINE_BAD_SIZE;
   if (!known_dtype(dtype)) return FUSELINE_UNSUPPORTED;
   if (too_many(items, n) || rows >= 0xffffffffll) return int(cudaErrorInvalidConfiguration);
   if (n == 0 || rows == 0) return 0;
-  if (items == 0 || period == 0) return zero(grad_table, rows * n, dtype, stream);
+  if (items == 0 || period == 0) return adds ? 0 : zero(grad_table, rows * n, dtype, stream);
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
   RowSums a{};
   a.grad_out = grad_out, a.items = uint32_t(items), a.n = n, a.dropout = dropout_of(seed, p);
-  a.table = {ids, period, skipped, grad_table, uint32_t(rows), 0, 0};
+  a.table = {ids, period, skipped, grad_table, uint32_t(rows), 0, 0, adds != 0};
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     return with_width<T>(n, {grad_out, grad_table}, [&](auto wide) {

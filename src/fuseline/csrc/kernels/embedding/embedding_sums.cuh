@@ -3,7 +3,7 @@
 // A block lists the items whose ids are in its bin, in order: from the tiles of embedding_bins.cuh, or of few ids by looking
 // through them all, which is one launch in all. It sorts the list by row (stable), and its threads add up the columns
 // of one access over windows of equal numbers of sorted items, in fp32: a sum that crosses windows is joined in shared
-// memory, in order. So each row of the gradient is written once, zeros where no id names it. A bin of more items than a
+// memory, in order. So each row of the gradient is written once, zeros where no id names it, or added to once where it is. A bin of more items than a
 // block lists has further blocks, and the last of them to come joins what they leave. No atomics on floats.
 #pragma once
 
@@ -26,6 +26,7 @@ struct SummedTable {
   int64_t period, skipped;
   void* result;
   uint32_t rows, bins, bin_rows;
+  bool adds;  // to what is in `result`
 };
 
 struct RowSums {
@@ -233,11 +234,20 @@ __global__ void __launch_bounds__(kSumBlock, kSumsAtOnce) embedding_row_sums(con
 
   T* const result = static_cast<T*>(table.result) + row0 * a.n;
   float* const partial = a.partials + int64_t(slot) * bin_rows * a.n;
+  const auto write = [&](uint32_t row, int64_t first, const float(&sums)[kWide]) {
+    T* const at = result + row * a.n + first;
+    float all[kWide] = {};
+    if (table.adds) widen<T, kWide>(load_wide<T, kWide>(at), all);
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) all[i] += sums[i];
+    store_wide<T, kWide>(at, all);
+  };
+  const bool joined = kBinned && shares > 1;
   const auto emit = [&](uint32_t row, int64_t first, const float(&sums)[kWide]) {
-    if (kBinned && shares > 1) {
+    if (joined) {
       store_sums(partial + row * a.n + first, sums);
     } else {
-      store_wide<T, kWide>(result + row * a.n + first, sums);
+      write(row, first, sums);
     }
   };
   const int64_t slice_first = int64_t(slice) * a.slice.value;
@@ -305,11 +315,17 @@ __global__ void __launch_bounds__(kSumBlock, kSumsAtOnce) embedding_row_sums(con
     }
   }
   const float none[kWide] = {};
+  const uint32_t unnamed = table.adds && !joined ? 0 : bin_end;  // rows to look through for those that no id names
 #pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < bin_end * a.slice.value; i += kSumBlock) {
+  for (uint32_t i = threadIdx.x; i < unnamed * a.slice.value; i += kSumBlock) {
     const uint32_t row = a.slice.divide(i);
     const int64_t first = (slice_first + i - row * a.slice.value) * kWide;
-    if (first < a.n && starts[row] == starts[row + 1]) emit(row, first, none);
+    if (first >= a.n || starts[row] != starts[row + 1]) continue;
+    if (joined) {
+      store_sums(partial + row * a.n + first, none);
+    } else {
+      store_wide<T, kWide>(result + row * a.n + first, none);
+    }
   }
 
   if constexpr (kBinned) {
@@ -330,7 +346,7 @@ __global__ void __launch_bounds__(kSumBlock, kSumsAtOnce) embedding_row_sums(con
         const int64_t of = share == 0 ? a.further + shares_first : shares_first + share - 1;
         add_sums(a.partials + (of * bin_rows + row) * a.n + first, sums);
       }
-      store_wide<T, kWide>(result + row * a.n + first, sums);
+      write(row, first, sums);
     }
   }
 }

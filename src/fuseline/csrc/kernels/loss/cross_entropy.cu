@@ -324,8 +324,10 @@ int run_as(const CrossEntropyPlan& plan, CrossEntropy a, bool plain, const Devic
       }
       return FUSELINE_UNSUPPORTED;
     case CrossEntropyKernel::rows:
-      return launch(plan.held == kMostHeld<T> ? cross_entropy_rows<T, kMostHeld<T>> : cross_entropy_rows<T, 1>, a, shape,
-                    device, stream);
+      if constexpr (!std::is_same_v<T, __half>) {
+        if (plan.held == 1) return launch(cross_entropy_rows<T, 1>, a, shape, device, stream);
+      }
+      return launch(cross_entropy_rows<T, kMostHeld<T>>, a, shape, device, stream);
     case CrossEntropyKernel::streamed:
       return launch(cross_entropy_streamed<T>, a, shape, device, stream);
     default:

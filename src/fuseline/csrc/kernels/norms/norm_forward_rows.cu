@@ -8,7 +8,9 @@ namespace fuseline {
 template <class X, class Y, bool kAdded>
 auto forward_kernel(const NormForwardPlan& plan) -> void (*)(NormForward) {
   constexpr int kMost = (sizeof(Y) == 4 ? 8 : 4) / (kAdded ? 2 : 1);
-  if (plan.kernel == NormForwardKernel::waiting) return norm_forward_waiting<X, Y>;
+  if constexpr (!std::is_same_v<Y, __half>) {
+    if (plan.kernel == NormForwardKernel::waiting) return norm_forward_waiting<X, Y>;
+  }
   if (!plan.vectors) return norm_forward_rows<X, Y, true, sizeof(Y) == 4 ? 4 : 2, false, false>;
   if constexpr (!std::is_same_v<X, Y>) {
     if constexpr (std::is_same_v<Y, __nv_bfloat16>) {

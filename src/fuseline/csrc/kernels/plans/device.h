@@ -21,6 +21,7 @@ struct Device {
   int processors = 0;
   int shared_a_block = 0;      // bytes a block may ask for
   int shared_a_processor = 0;  // bytes all its blocks share
+  int memory_gbs = 0;          // by the clock and the width of its memory: 3,352 of an H100, 4,917 of an H200
   bool clusters = false;
   bool warpgroups = false;  // runs the machine code of sources named *_sm90a.cu, with products of warpgroups
 };

@@ -22,6 +22,9 @@ struct EmbeddingProblem {
   int64_t items, n, rows;
   int wide;        // elements of an access: of 16 bytes, or one
   bool positions;  // there is a table of positions
+  bool fp16 = false;  // which no model has
+
+  bool has_one_kernel() const { return wide == 1 || fp16; }  // for all lookups
 };
 
 // ---- forward ----
@@ -60,8 +63,8 @@ inline int64_t accesses_of_slice(int64_t rows, int64_t access_bytes) {
 inline EmbeddingForwardPlan plan_embedding_forward(const EmbeddingProblem& p, const Device& device) {
   using namespace embedding_plans;
   EmbeddingForwardPlan plan;
-  plan.rows_of_thread = p.wide > 1 && p.items <= kFewLookups ? kFewRows : kManyRows;
-  plan.positions = p.positions || p.wide == 1;
+  plan.rows_of_thread = !p.has_one_kernel() && p.items <= kFewLookups ? kFewRows : kManyRows;
+  plan.positions = p.positions || p.has_one_kernel();
   plan.streams = p.items * p.n * p.element_size > kResident;
   plan.walk = plan_walk(p.items * p.n, p.n, p.wide, plan.rows_of_thread, device);
   const int64_t accesses = p.n / p.wide;

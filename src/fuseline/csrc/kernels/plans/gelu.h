@@ -136,6 +136,7 @@ struct GeluProblem {
   int aligned_to;  // bytes that all tensors keep to: 16, 8 or 1
   bool bias;
   bool bias_gradient;
+  bool fp16 = false;  // which no model has: no kernel of its own for few rows
 };
 
 struct GeluPlan {
@@ -163,7 +164,7 @@ inline GeluPlan plan_gelu(const GeluProblem& p, const Device& device) {
     return plan;
   }
   const int size = 16 / p.element_size;
-  const FewBiasPlan few = p.aligned_to == 16 ? plan_few_bias(p.rows, p.n, size, device) : FewBiasPlan{};
+  const FewBiasPlan few = p.aligned_to == 16 && !p.fp16 ? plan_few_bias(p.rows, p.n, size, device) : FewBiasPlan{};
   if (few.threads > 0) {
     plan.kernel = GeluKernel::bias_gradients_few, plan.wide = size, plan.across = few.across;
     plan.reason = "the rows are few: a block has all rows of its columns, and their sum needs no second kernel";

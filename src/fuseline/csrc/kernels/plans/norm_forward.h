@@ -201,7 +201,7 @@ inline void share_waiting(NormForwardPlan& plan, int64_t rows, int64_t parts, in
 
 inline void plan_long(NormForwardPlan& plan, const NormForwardProblem& p, const Device& device) {
   const int64_t size = 16 / p.x_size, parts = divide_up(p.n + size - 1, size);
-  if (p.n <= kLongestNormRow) share_waiting(plan, p.rows, parts, 16 + (is_added(p) ? int(size) * p.y_size : 0), device);
+  if (p.n <= kLongestNormRow && !p.fp16) share_waiting(plan, p.rows, parts, 16 + (is_added(p) ? int(size) * p.y_size : 0), device);
   if (plan.shape.grid > 0) {
     plan.kernel = NormForwardKernel::waiting;
     plan.reason = "no other kernel takes rows of this length, dtypes and addresses: each thread copies what it will read";
@@ -210,7 +210,8 @@ inline void plan_long(NormForwardPlan& plan, const NormForwardProblem& p, const 
   int cluster = 1;
   while (device.clusters && cluster < kMaxCluster && parts > int64_t(cluster) * kMostThreads * kPiece) cluster *= 2;
   plan.kernel = NormForwardKernel::streamed;
-  plan.reason = "no shared memory holds the row: it is read twice";
+  plan.reason = p.fp16 ? "long rows of fp16 have one kernel: they are read twice"
+                       : "no shared memory holds the row: it is read twice";
   plan.shape = {p.rows * cluster, kMostThreads, 1, cluster, 0};
 }
 

@@ -34,7 +34,7 @@ inline const RowChoice* choice_for_many(NormOf of, bool centred, bool backward, 
   if (!device.clusters || row_overrides[rules].given) return nullptr;
   const auto family = fuseline_family(FUSELINE_MANY_NORMS + 4 * int(of) + 2 * int(!centred) + int(backward));
   if (!are_many(rows, rows * n * element_size, device) && !row_overrides[family].given) return nullptr;
-  const RowChoice* const choice = choice_for(family, element_size, n);
+  const RowChoice* const choice = choice_for(family, element_size, n, device.memory_gbs);
   return choice && choice->kernel != RowKernel::rules ? choice : nullptr;
 }
 

@@ -86,6 +86,7 @@ inline thread_local RowOverride row_overrides[FUSELINE_FAMILIES];
 }  // namespace fuseline
 
 #include "table_h100.h"
+#include "table_h200.h"
 
 namespace fuseline {
 
@@ -97,6 +98,20 @@ inline const RowChoice* choice_for(fuseline_family family, int element_size, int
     if (n <= choices.first[i].longest) return &choices.first[i];
   }
   return nullptr;
+}
+
+// Whether a GPU's memory is more like an H200's (4,917 GB/s) than an H100's (3,352).
+inline bool has_fast_memory(int memory_gbs) { return memory_gbs >= 4100; }
+
+// The same of a GPU whose memory has this speed: the layout of its own for rows of exactly n elements, if there is one.
+inline const RowChoice* choice_for(fuseline_family family, int element_size, int64_t n, int memory_gbs) {
+  if (!row_overrides[family].given && has_fast_memory(memory_gbs) && element_size == 2) {
+    const RowChoices& widths = h200::kWidths[family];
+    for (int i = 0; i < widths.count; ++i) {
+      if (n == widths.first[i].longest) return &widths.first[i];
+    }
+  }
+  return choice_for(family, element_size, n);
 }
 
 }  // namespace fuseline

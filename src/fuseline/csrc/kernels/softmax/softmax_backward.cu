@@ -261,13 +261,18 @@ __global__ void __launch_bounds__(512) softmax_backward_streamed(const SoftmaxBa
 template <class T>
 auto row_kernel(const SoftmaxPlan& plan, bool aligned) -> void (*)(SoftmaxBackward) {
   constexpr int kMost = kMostHeld;
-  if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
-  if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
-  if (!plan.one_warp && plan.held > 2) return softmax_backward_rows<T, kMost, true, false>;
-  if (!plan.one_warp) return softmax_backward_rows<T, 2, true, false>;
-  if (plan.held > 2) return softmax_backward_rows<T, kMost, true, true>;
-  if (plan.held == 2) return softmax_backward_rows<T, 2, true, true>;
-  return softmax_backward_rows<T, 1, true, true>;
+  if constexpr (std::is_same_v<T, __half>) {  // which no model has: one number of vectors
+    if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
+    return plan.one_warp ? softmax_backward_rows<T, kMost, true, true> : softmax_backward_rows<T, kMost, true, false>;
+  } else {
+    if (!aligned && plan.held == 1) return softmax_backward_rows<T, 1, false, true>;
+    if (!aligned) return softmax_backward_rows<T, kMost, false, false>;
+    if (!plan.one_warp && plan.held > 2) return softmax_backward_rows<T, kMost, true, false>;
+    if (!plan.one_warp) return softmax_backward_rows<T, 2, true, false>;
+    if (plan.held > 2) return softmax_backward_rows<T, kMost, true, true>;
+    if (plan.held == 2) return softmax_backward_rows<T, 2, true, true>;
+    return softmax_backward_rows<T, 1, true, true>;
+  }
 }
 
 // `fits` is false where the device does not hold the plan's blocks; then nothing ran.

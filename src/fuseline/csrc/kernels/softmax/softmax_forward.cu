@@ -198,14 +198,19 @@ __global__ void __launch_bounds__(512) softmax_forward_streamed(const SoftmaxFor
 template <class T>
 auto row_kernel(const SoftmaxPlan& plan, bool plain) -> void (*)(SoftmaxForward) {
   constexpr int kMost = kMostHeld<T>, kLeastOfBlock = sizeof(T) == 4 ? 1 : 2;
-  if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
-  if (!plain) return softmax_forward_rows<T, kMost, false, false>;
-  if (!plan.one_warp && plan.held > 2) return softmax_forward_rows<T, kMost, true, false>;
-  if (!plan.one_warp && plan.held == 2) return softmax_forward_rows<T, 2, true, false>;
-  if (!plan.one_warp) return softmax_forward_rows<T, kLeastOfBlock, true, false>;
-  if (plan.held > 2) return softmax_forward_rows<T, kMost, true, true>;
-  if (plan.held == 2) return softmax_forward_rows<T, 2, true, true>;
-  return softmax_forward_rows<T, 1, true, true>;
+  if constexpr (std::is_same_v<T, __half>) {  // which no model has: one number of vectors
+    if (!plain) return softmax_forward_rows<T, kMost, false, false>;
+    return plan.one_warp ? softmax_forward_rows<T, kMost, true, true> : softmax_forward_rows<T, kMost, true, false>;
+  } else {
+    if (!plain && plan.held == 1) return softmax_forward_rows<T, 1, false, true>;
+    if (!plain) return softmax_forward_rows<T, kMost, false, false>;
+    if (!plan.one_warp && plan.held > 2) return softmax_forward_rows<T, kMost, true, false>;
+    if (!plan.one_warp && plan.held == 2) return softmax_forward_rows<T, 2, true, false>;
+    if (!plan.one_warp) return softmax_forward_rows<T, kLeastOfBlock, true, false>;
+    if (plan.held > 2) return softmax_forward_rows<T, kMost, true, true>;
+    if (plan.held == 2) return softmax_forward_rows<T, 2, true, true>;
+    return softmax_forward_rows<T, 1, true, true>;
+  }
 }
 
 // `fits` is false where the device does not hold the plan's blocks; then nothing ran.

@@ -36,9 +36,7 @@ def _supports(problem: Problem) -> str | None:
 
 
 def _seed(call: Call) -> torch.Tensor | None:
-    if call.seed is not None or call.dropout_p == 0:
-        return call.seed
-    return draw_seed(call.q.device) if call.spare_seed is None else call.spare_seed
+    return draw_seed(call.q.device) if call.seed is None and call.dropout_p > 0 else call.seed
 
 
 def run(call: Call, forward_by: int = 0) -> Attended:

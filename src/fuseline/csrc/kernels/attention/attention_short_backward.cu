@@ -1,4 +1,4 @@
-// The gradients of attention over short sequences of up to 64 rows and keys, in bf16 (attention/attention_short_backward.cuh).
+// The gradients of attention over sequences of up to 64 rows and keys in bf16 (attention/attention_short_backward.cuh).
 #include "attention_short_backward.cuh"
 
 namespace fuseline::short_attention {

@@ -1,4 +1,4 @@
-// Attention over sequences of up to 64 rows and keys, in bf16 (attention/attention_short_forward.cuh).
+// Attention over sequences of up to 64 rows and keys in bf16 (attention/attention_short_forward.cuh).
 #include "attention_short_forward.cuh"
 
 namespace fuseline::short_attention {

@@ -1,0 +1,38 @@
+// Attention backward on Hopper: device/attention_backward_single.cuh and device/attention_backward_wgmma.cuh.
+
+#include "device/attention_backward_single.cuh"
+#include "device/attention_backward_wgmma.cuh"
+
+namespace fuseline {
+
+template int launch_backward_panels<__half, true>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_panels<__half, false>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_panels<__nv_bfloat16, true>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_panels<__nv_bfloat16, false>(const AttentionBackward& g, const Device& device, void* stream);
+
+int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
+                            void* stream) {
+  if (g.a.call.head_dim <= 64) return launch_backward_leaving_of<__nv_bfloat16, 64>(g, gradients, left, stream);
+  return launch_backward_leaving_of<__nv_bfloat16, 128>(g, gradients, left, stream);
+}
+
+// FUSELINE_UNSUPPORTED where the bulk copies do not take the tensors, or shared memory is too small.
+int launch_backward_single(const AttentionBackward& given, const SinglePassScratch& scratch, void* stream) {
+  using Of = SinglePass;
+  SinglePassBackward g{given, {}, {}, {}, {}, scratch, int(divide_up(given.a.call.seqlen_q, Of::kRows))};
+  const fuseline_attention& c = g.a.call;
+  const auto make = [&](CUtensorMap& map, const void* data, const int64_t(&strides)[3], int64_t heads, int64_t rows, int box) {
+    return make_heads_map(map, data, strides, c.batch, heads, rows, c.head_dim, box, c.dtype);
+  };
+  int code = make(g.q, c.q, c.q_strides, c.heads, c.seqlen_q, Of::kRows);
+  if (code == 0) code = make(g.k, c.k, c.k_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
+  if (code == 0) code = make(g.v, c.v, c.v_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
+  if (code == 0) code = make(g.from_out, g.grad_out, g.grad_out_strides, c.heads, c.seqlen_q, Of::kRows);
+  if (code != 0) return code;
+  const AttentionGrid grid(c, c.heads, true, Of::kKeys);
+  const auto kernel = g.a.dropout.seed != nullptr ? attention_backward_single<__nv_bfloat16, true>
+                                                  : attention_backward_single<__nv_bfloat16, false>;
+  return launch_attention(kernel, g, grid, Of::kThreads, Of::kShared, stream);
+}
+
+}  // namespace fuseline

@@ -1,0 +1,167 @@
+// The norm of all gradients in one launch.
+//
+// Moves: each gradient once. Limit: memory; of few gradients the launch and two meetings.
+//
+// Threads: as many blocks as the device holds at once take pieces of 16 KB in turn, four vectors of a thread on their way. A
+// block adds up in fp32 and leaves its sum; the last to arrive adds those up in fp64. Which block has which piece depends on
+// the device and the lengths alone, so that the bits are the same from run to run.
+
+#include "fuseline_optimizer.h"
+#include "optimizer/tensors.cuh"
+
+namespace fuseline {
+namespace {
+
+constexpr int kMostGradients = 1536;
+constexpr int kHeld = 4;
+constexpr int kAtOnce = 6;  // blocks of a multiprocessor
+constexpr int kPieceBytes = kTensorBlock * kHeld * 16;
+constexpr int kWarps = kTensorBlock / kWarp;
+
+struct GradientNorm {
+  const void* grads[kMostGradients];
+  int64_t counts[kMostGradients];
+  uint32_t first[kMostGradients];
+  uint8_t dtypes[kMostGradients];
+  float *sums, *norm;
+  uint32_t* arrived;
+  int count;
+  uint32_t pieces;
+  int before;  // sums that earlier launches left
+  bool ends;   // this launch adds up
+};
+static_assert(sizeof(GradientNorm) <= kMostArgumentBytes);
+
+__host__ __device__ constexpr int piece_of(int dtype) { return kPieceBytes / (dtype == FUSELINE_FLOAT32 ? 4 : 2); }
+
+// Adds the squares of up to a piece of elements; several sums, so that none waits for the one before.
+template <class T>
+__device__ __forceinline__ void add_squares(const void* grad, int64_t start, int left, float (&sums)[4]) {
+  const T* const from = static_cast<const T*>(grad) + start;
+  const int thread = threadIdx.x;
+  const int whole = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? left / kVector<T> : 0;
+  uint4 raw[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int vector = thread + k * kTensorBlock;
+    raw[k] = vector < whole ? load_once(from + vector * kVector<T>) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    float values[kVector<T>];
+    unpack<T>(raw[k], values);
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) sums[i % 4] = __fmaf_rn(values[i], values[i], sums[i % 4]);
+  }
+#pragma unroll 1
+  for (int i = whole * kVector<T> + thread; i < left; i += kTensorBlock) {
+    const float value = to_float(from[i]);
+    sums[0] = __fmaf_rn(value, value, sums[0]);
+  }
+}
+
+// The sum over the block, in its first thread.
+template <class Sum>
+__device__ __forceinline__ Sum block_sum(Sum sum) {
+  __shared__ Sum shared[kWarps];
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp];
+  return sum;
+}
+
+__global__ void __launch_bounds__(kTensorBlock, kAtOnce) gradient_norm(const __grid_constant__ GradientNorm a) {
+  let_next_start();
+  const int thread = threadIdx.x;
+  float sums[4] = {};
+  int index = 0;
+  wait_for_earlier();
+  for (uint32_t piece = blockIdx.x; piece < a.pieces; piece += gridDim.x) {
+    index = tensor_of(a.first, index, a.count, piece);
+    const int dtype = a.dtypes[index], elements = piece_of(dtype);
+    const int64_t start = int64_t(piece - a.first[index]) * elements;
+    const int left = int(min(int64_t(elements), a.counts[index] - start));
+    if (dtype == FUSELINE_FLOAT32) {
+      add_squares<float>(a.grads[index], start, left, sums);
+    } else if (dtype == FUSELINE_BFLOAT16) {
+      add_squares<__nv_bfloat16>(a.grads[index], start, left, sums);
+    } else {
+      add_squares<__half>(a.grads[index], start, left, sums);
+    }
+  }
+  const float mine = block_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  bool last = false;
+  if (thread == 0) {
+    a.sums[a.before + blockIdx.x] = mine;
+    last = arrive(a.arrived) == gridDim.x - 1;
+  }
+  if (!__syncthreads_or(last)) return;
+  if (thread == 0) *a.arrived = 0;
+  if (!a.ends) return;
+  __threadfence();
+  double sum = 0;
+  for (int i = thread; i < a.before + int(gridDim.x); i += kTensorBlock) sum += double(__ldcg(a.sums + i));
+  sum = block_sum(sum);
+  if (thread == 0) *a.norm = float(sqrt(sum));
+}
+
+// ---- launcher ----
+
+// Calls run(first, end, pieces, blocks) for each launch; an error or 0.
+template <class Run>
+int for_each_launch(const int64_t* counts, const int* dtypes, int64_t tensors, Run&& run) {
+  Device device;
+  int at_once = 0;
+  cudaError_t error = current_device(device);
+  if (error == cudaSuccess) error = resident_clusters(gradient_norm, device, kTensorBlock, 0, 1, at_once);
+  if (error != cudaSuccess) return int(error);
+  for (int64_t begin = 0; begin < tensors || begin == 0; begin += kMostGradients) {
+    const int64_t end = std::min<int64_t>(tensors, begin + kMostGradients);
+    int64_t pieces = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (counts[i] < 0) return FUSELINE_BAD_SIZE;
+      if (!known_dtype(dtypes[i])) return FUSELINE_UNSUPPORTED;
+      pieces += divide_up(counts[i], piece_of(dtypes[i]));
+    }
+    if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
+    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>(pieces, at_once)));
+    if (const int code = run(begin, end, pieces, blocks, device)) return code;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace fuseline
+
+int64_t fuseline_gradient_norm_workspace(const int64_t* counts, const int* dtypes, int64_t tensors) {
+  int64_t sums = 0;
+  const int code = fuseline::for_each_launch(counts, dtypes, tensors, [&](int64_t, int64_t, int64_t, int blocks, const fuseline::Device&) {
+    sums += blocks;
+    return 0;
+  });
+  return code == 0 ? sums : -1;
+}
+
+int fuseline_gradient_norm(const void* const* grads, const int64_t* counts, const int* dtypes, int64_t tensors, float* norm,
+                           float* workspace, uint32_t* arrived, void* stream) {
+  using namespace fuseline;
+  if (tensors < 0) return FUSELINE_BAD_SIZE;
+  GradientNorm a{};
+  a.sums = workspace, a.norm = norm, a.arrived = arrived;
+  return for_each_launch(counts, dtypes, tensors, [&](int64_t begin, int64_t end, int64_t pieces, int blocks, const Device& device) {
+    uint32_t first = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      a.grads[i - begin] = grads[i], a.counts[i - begin] = counts[i], a.dtypes[i - begin] = uint8_t(dtypes[i]);
+      a.first[i - begin] = first;
+      first += uint32_t(divide_up(counts[i], piece_of(dtypes[i])));
+    }
+    a.count = int(end - begin), a.pieces = uint32_t(pieces), a.ends = end == tensors;
+    const int code = launch(gradient_norm, a, blocks, dim3(kTensorBlock), 0, 1, stream, device.clusters);
+    a.before += blocks;
+    return code;
+  });
+}
