@@ -174,10 +174,11 @@ def test_self_attention(T: int, causal: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("T", [136, 256, 515, 1000, 1024, 2056])
 def test_self_attention_with_dropout(T: int, causal: int, dtype: torch.dtype) -> None:
     """On Hopper the pass over the scores reads bits of what is kept, to 2,048 rows of whole blocks of Philox;
-    515 and 2,056 rows go another way."""
+    515 and 2,056 rows go another way, and so does what keeps nothing: lse has gradients there."""
     spec = Spec(H=4, H_kv=2, T=T, S=T, D=64, dtype=dtype, causal=causal, scale=0.125, layout="qkv")
     check(replace(spec, dropout_p=0.2), "cuda")
     check(replace(spec, D=40, H_kv=4, dropout_p=0.5), "cuda")
+    check(replace(spec, dropout_p=1.0), "cuda")
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kDeltaThreads) attention_delta(const __grid_co
   for (int lane = 1; lane < kLanesARow; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
   if (threadIdx.x % kLanesARow == 0) {
     const int64_t at = index * g.statistic_rows + row;
-    const float by = g.kept == nullptr ? 1.f : g.a.dropout.scale > 0.f ? 1.f / g.a.dropout.scale : 0.f;
+    const float by = g.kept == nullptr ? 1.f : 1.f / g.a.dropout.scale;
     g.delta[at] = there ? (sum - grad_lse) * by : 0.f;
     g.lse_log2[at] = there && lse != -kInfinity ? lse * kLog2E : kInfinity;  // no power of a score relative to it is infinite
     if (g.turns != nullptr && row % kStatisticRows == 0) g.turns[at / kStatisticRows] = g.key_turns[at / kStatisticRows] = 0;
@@ -136,8 +136,9 @@ int launch_delta(const Delta& g, void* stream) {
   });
 }
 
-// Self-attention of plain scores in bf16 with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole blocks of
-// Philox, and no more of them than their sums of grad_q take as much room as the bits of what is kept.
+// Self-attention of plain scores in bf16 with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole
+// blocks of Philox, and no more of them than their sums of grad_q take as much room as the bits of what is kept; and something
+// is kept, since what comes from grad_lse is divided by its scale.
 bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   const fuseline_attention& c = gradients.call;
   const bool shape = c.dtype == FUSELINE_BFLOAT16 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
@@ -147,7 +148,7 @@ bool takes_single_pass(const fuseline_attention_gradients& gradients) {
   const Attention a = attention_of(c);
   const bool windows = a.left < kUnlimited || (c.causal == FUSELINE_CAUSAL_NONE && a.right < kUnlimited);
   constexpr int64_t kMostDropped = 2048;
-  const bool drawn = c.seqlen_k % 8 == 0 && c.seqlen_k <= kMostDropped && gradients.grad_sinks == nullptr;
+  const bool drawn = c.seqlen_k % 8 == 0 && c.seqlen_k <= kMostDropped && c.dropout < 1 && gradients.grad_sinks == nullptr;
   if (a.dropout.seed != nullptr && !drawn) return false;
   Device device;
   return !windows && plain_but_for_dropout(a) && current_device(device) == cudaSuccess && device.warpgroups;
