@@ -13,6 +13,7 @@ from fuseline.acceleration import judge
 from fuseline.acceleration.accelerate import accelerate_by
 from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.pay import Clock, Verdict
+from fuseline.acceleration.table import table
 
 from .conftest import GivenClock
 
@@ -120,6 +121,14 @@ def test_the_table_puts_equal_sites_together() -> None:
     assert "{1..2} (2)" in text
     assert "2 of 2 sites run Fuseline's ops." in text
     assert "Whole step: 2000.00 ms before, 1000.00 ms now; in pairs 2.00x as fast (2.00 to 2.00)." in text
+
+
+def test_the_whole_steps_times_never_contradict_their_ratio() -> None:
+    """On a busy machine medians taken apart may say that what is faster in pairs is slower."""
+    ratio = GivenClock(1.25).compare(lambda: None, lambda: None, torch.device("cpu")).ratio
+    fast = by(GivenClock(2.0), model())
+    text = table(fast.sites, Verdict(250_000.0, 270_000.0, ratio), ())
+    assert "Whole step: 250.00 ms before, 200.00 ms now; in pairs 1.25x as fast" in text
 
 
 def test_the_table_says_once_that_an_op_is_slower() -> None:

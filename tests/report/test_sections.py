@@ -8,7 +8,7 @@ import pytest
 
 from fuseline.report.blocks import Details, Drawing, Headline, Table, Words
 from fuseline.report.charts import Bars, Panels, Scatter
-from fuseline.report.sections import compile_suite, generic, ladder, op_suite
+from fuseline.report.sections import compile_suite, decode, generic, ladder, op_suite
 from fuseline.report.selection import Shelf
 
 
@@ -443,3 +443,35 @@ def test_the_homeworks_shapes_have_a_table_of_their_own_judged_by_the_bars(all_r
     assert (alone["composed over ours"].text, alone["composed over ours"].tone) == ("4.50x", "")
     assert "to reach" not in alone  # the bars are those of calls
     assert charts(section) == {}
+
+
+def test_the_levers_of_a_generation_are_over_torch_alone_and_over_eager(ladder_records):
+    rates = {"eager": 50.0, "compiled": 200.0, "fused": 250.0}
+    made = [
+        replace(
+            ladder_records[0],
+            suite="decode",
+            case={
+                "preset": "llama",
+                "rung": rung,
+                "lever": "",
+                "batch": 1,
+                "position": 200,
+                "format": "bf16",
+            },
+            metric=metric,
+            value=value,
+            low=None,
+            high=None,
+        )
+        for rung, rate in rates.items()
+        for metric, value in (("tokens_per_s", rate), ("speedup", rate / 50))
+    ]
+    (section,) = decode.sections(Shelf(made))
+    table = tables(section)["Levers"]
+    shown = {r: [row(table, r)[c].text for c in ("over torch alone", "over eager")] for r in rates}
+    assert shown == {
+        "eager": ["0.250x", "1.00x"],
+        "compiled": ["1.00x", "4.00x"],
+        "fused": ["1.25x", "5.00x"],
+    }

@@ -9,10 +9,10 @@ import pytest
 
 from fuseline.bench.compile.backends import BACKENDS
 from fuseline.bench.compile.outcome import Measured, Outcome
-from fuseline.bench.compile.results import case_of, mean_speedups, records_of
+from fuseline.bench.compile.results import _interval_of_mean, case_of, mean_speedups, records_of
 from fuseline.bench.compile.workloads import PRESETS
 from fuseline.records import Environment, Record
-from fuseline.timing import Ratio
+from fuseline.timing import Ratio, summarize
 
 H100 = Environment("NVIDIA H100 80GB HBM3", "1980/2619 MHz", 500.0, "2.11.0", "13.0", "0.1.0", "abc")
 PROCESSOR = Environment("a processor", None, None, "2.11.0", None, "0.1.0", "abc")
@@ -38,13 +38,18 @@ def by_metric(which: Sequence[Record]) -> dict[str, Record]:
     return {record.metric: record for record in which}
 
 
+def test_a_mean_of_few_noisy_samples_has_a_positive_interval() -> None:
+    low, high = _interval_of_mean(summarize([1.0, 1.0, 40.0]))
+    assert 0 < low < 14 < high
+
+
 def test_the_figures_of_a_backend() -> None:
     found = by_metric(records(outcome(paired=Ratio(1.25, 1.2, 1.3, 20)), price=3.6))
     sigma = math.sqrt((8 * 2.0**2 + 2 * 8.0**2) / 9)
     assert found["iteration_ms"].value == 10.0
     assert found["iteration_mean_ms"].value == 12.0
     assert found["iteration_sigma_ms"].value == pytest.approx(sigma)
-    assert found["iteration_mean_ms"].high == pytest.approx(12 + 1.96 * sigma / math.sqrt(10))
+    assert found["iteration_mean_ms"].high == pytest.approx(12 * math.exp(1.96 * sigma / 12 / math.sqrt(10)))
     assert found["tokens_per_s"].value == 16 * 1024 / 0.010
     # 4.945e12 FLOPs in 10 ms are half of 989 TFLOP/s, in 20 ms a quarter.
     assert found["mfu"].value == pytest.approx(0.8 * 0.5 + 0.2 * 0.25)

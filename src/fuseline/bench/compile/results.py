@@ -167,8 +167,9 @@ def _side_figures(measured: Measured, backend: str) -> list[Figure]:
 
 
 def _interval_of_mean(summary: Summary) -> tuple[float, float]:
-    half = 1.96 * summary.sigma / math.sqrt(summary.n)
-    return summary.mean - half, summary.mean + half
+    """By factors, so that what is measured stays positive however few and noisy the samples are."""
+    factor = math.exp(1.96 * summary.sigma / (summary.mean * math.sqrt(summary.n)))
+    return summary.mean / factor, summary.mean * factor
 
 
 def _geometric(ratios: Iterable[Record]) -> tuple[float, float, float]:
