@@ -28,7 +28,6 @@ SOURCES = (
         "dequantize",
         "linear_gemv",
         "linear_gemv_quantized",
-        "linear_row",
         "linear_slices",
         "linear_tiles_order",
     ),
@@ -105,6 +104,6 @@ def test_quant_linear(recorder: Recorder) -> None:
             assert not launches
     kernels = {kernel for kernel, _, _ in seen}
     assert kernels == {
-        *("gemv_kernel", "gemv_team_kernel", "gemv_quantized_kernel", "linear_row_kernel"),
+        *("gemv_kernel", "gemv_team_kernel", "gemv_quantized_kernel"),
         *("linear_stream_kernel", "linear_slices_kernel", "linear_tiles_kernel", "linear_65_to_256_kernel"),
     }

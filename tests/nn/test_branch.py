@@ -101,7 +101,7 @@ def test_what_is_asked_for_ahead_is_a_dense_weight_beside_x() -> None:
 @pytest.mark.parametrize("norm", ["none", "rms", "layer"])
 @torch.no_grad()
 def test_one_launch_of_a_quantized_layer_is_the_composition(norm: str, format: str) -> None:
-    for C, N in ((264, 208), (768, 2304), (1032, 4256), (4096, 1024), (11008, 512)):
+    for C, N in ((264, 208), (768, 2304), (4096, 1024), (11008, 512)):
         plain, over = made(C, N, norm, True, torch.bfloat16, "cuda")
         layer, _ = quantize_linear(plain, Format(format, 128 if format == "int4" else 0))
         for rows in (1, 3):

@@ -13,7 +13,7 @@ from fuseline.native.kernels import DTYPES, Kernels, address
 from fuseline.native.library import NativeError
 
 WEIGHT_FORMATS = {"plain": 0, "int8": 1, "int4": 2}
-LINEAR_KERNELS = {"any": 0, "stream": 1, "tiles": 2, "gemv": 3, "65_to_256": 4, "slices": 5, "row": 6}
+LINEAR_KERNELS = {"any": 0, "stream": 1, "tiles": 2, "gemv": 3, "65_to_256": 4, "slices": 5}
 
 
 class _Call(ctypes.Structure):

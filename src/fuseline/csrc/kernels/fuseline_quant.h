@@ -33,9 +33,7 @@ typedef enum {
   FUSELINE_LINEAR_GEMV = 3,   /* 16-bit weights and up to 4 rows of x; few quantized weights and one row in bf16 */
   FUSELINE_LINEAR_65_TO_256 = 4, /* quantized weights on Hopper and 65 to 256 rows of x in bf16 at multiples of 16 bytes; */
                                /* nothing around them but a bias, no zero points, groups of 128 and more */
-  FUSELINE_LINEAR_SLICES = 5,  /* quantized weights on Hopper and up to 32 rows of x in bf16 (int4 16); likewise */
-  FUSELINE_LINEAR_ROW = 6      /* quantized weights on Hopper and one row of x at a multiple of 16 bytes; no zero points, */
-                               /* groups of 128 and more */
+  FUSELINE_LINEAR_SLICES = 5   /* quantized weights on Hopper and up to 32 rows of x in bf16 (int4 16); likewise */
 } fuseline_linear_kernel;
 
 typedef enum { FUSELINE_NORM_NONE = 0, FUSELINE_NORM_RMS = 1, FUSELINE_NORM_LAYER = 2 } fuseline_linear_norm;

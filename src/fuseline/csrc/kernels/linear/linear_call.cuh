@@ -28,7 +28,6 @@ struct LinearArguments {
   int steps, steps_a_split;  // of k, and of it that a block has: chunks, for int4 streams and tiles pairs of them
   int x_bytes, scale_bytes;  // of shared memory
   int prefetched;            // steps of a warp that the L2 is asked for at once; of tiles, behind those under way
-  int prefetched_early;      // one row: of them, before the launch ahead has ended
   bool x_vectors;  // rows of x start at multiples of 16 bytes and are so many long
   bool overlap;    // weights may be read before earlier launches have ended
   int norm;        // a fuseline_linear_norm

@@ -13,7 +13,6 @@ LinearFunction gemv_quantized_kernel_of(const LinearPlan& plan, int format);
 LinearFunction stream_16_kernel_of(const LinearPlan& plan, bool bf16);
 LinearFunction stream_int8_kernel_of(const LinearPlan& plan, bool bf16);
 LinearFunction stream_int4_kernel_of(const LinearPlan& plan, bool bf16);
-LinearFunction row_kernel_of(int format, bool bf16);
 LinearFunction slices_kernel_of(const LinearPlan& plan, int format);
 LinearFunction tiles_int8_kernel_of(const LinearPlan& plan);
 LinearFunction tiles_int4_kernel_of(const LinearPlan& plan);

@@ -33,8 +33,6 @@ LinearFunction kernel_of(const LinearPlan& plan, const LinearProblem& p) {
       return p.plain() ? stream_16_kernel_of(plan, p.bf16)
              : p.int4() ? stream_int4_kernel_of(plan, p.bf16)
                         : stream_int8_kernel_of(plan, p.bf16);
-    case LinearKernel::row:
-      return row_kernel_of(p.format, p.bf16);
     case LinearKernel::slices:
       return slices_kernel_of(plan, p.format);
     default:
@@ -78,7 +76,6 @@ void take_work(LinearArguments& a, const LinearPlan& plan, const Device& device)
   a.splits = plan.splits, a.units = plan.units, a.base = plan.base, a.extra = plan.extra;
   a.steps = plan.steps, a.steps_a_split = plan.steps_a_split, a.groups_a_slice = plan.groups_a_slice;
   a.x_bytes = int(plan.x_bytes), a.scale_bytes = int(plan.scale_bytes), a.prefetched = plan.prefetched;
-  a.prefetched_early = plan.prefetched_early;
   a.ordered = plan.ordered;
   a.y_pairs = a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0;
   if (plan.kernel == LinearKernel::tiles && plan.splits == 1) {

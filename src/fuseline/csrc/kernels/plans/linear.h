@@ -30,7 +30,6 @@ LinearPlan plan_linear(const LinearProblem& p, const Device& device, const Resid
     const bool taken = p.plain() ? plan_gemv(plan, p, device, residents) : plan_gemv_quantized(plan, p, device);
     if (taken || p.requested) return plan;
   }
-  if (!p.plain() && asks_for(FUSELINE_LINEAR_ROW) && plan_row(plan, p, device)) return plan;
   if (!p.plain() && asks_for(FUSELINE_LINEAR_SLICES) && plan_slices(plan, p, device, residents)) return plan;
   if (!p.plain() && asks_for(FUSELINE_LINEAR_65_TO_256) && plan_65_to_256(plan, p, device, residents)) return plan;
   const bool tiles = asks_for(FUSELINE_LINEAR_TILES), streams = asks_for(FUSELINE_LINEAR_STREAM);

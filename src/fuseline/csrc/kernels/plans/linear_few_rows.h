@@ -193,35 +193,6 @@ bool plan_streams(LinearPlan& plan, const LinearProblem& p, const Device& device
   return false;
 }
 
-// ---- one row on Hopper ----
-
-inline bool plan_row(LinearPlan& given, const LinearProblem& p, const Device& device) {
-  if (p.m != 1 || p.k == 0 || !device.clusters || p.any_groups() || !p.x_vectors || p.requested_splits > 1) return false;
-  if (p.norm && p.k > kRowHeld * kRowThreads * 8) return false;
-  if (!p.requested && p.tiles() < device.processors) return false;  // blocks would share the columns
-  LinearPlan plan = given;
-  plan.kernel = LinearKernel::row;
-  plan.reason = "one row: it is turned to integers, and each warp has a ring of weights";
-  const int grain = p.swiglu ? 2 : 1, grains = p.tiles() / grain, chunks = kRowStepBytes / tile_bytes(p.format);
-  plan.units = std::min(grains, device.processors);
-  plan.base = grains / plan.units, plan.extra = grains % plan.units;
-  plan.steps = int(divide_up(p.chunks(), chunks));
-  const int64_t most_tiles = int64_t(plan.base + (plan.extra > 0)) * grain;
-  const int64_t groups = p.int4() ? divide_up(p.k, int64_t(32) << p.group_shift) : 0;
-  plan.scale_bytes = most_tiles * groups * 32;
-  plan.x_bytes = int64_t(plan.steps) * (chunks * kTileColumns * kRowDigits + kFactorBytes) + plan.scale_bytes;
-  const int64_t sums = (kRowWarps + most_tiles) * kTileRows * 4 + most_tiles * kTileRows * 8;
-  const int64_t shared = kRowRingBytes + plan.x_bytes + sums;
-  constexpr int kOwn = 2048;  // of shared memory, that the kernel and the system have
-  if (shared > device.shared_a_block - kOwn) return false;
-  plan.shape = {plan.units, kRowThreads, 1, 1, size_t(shared)};
-  // What HBM does until x has come, beside the steps under way.
-  constexpr int kUntilX = 2000 * 32;  // nanoseconds, bytes a nanosecond and multiprocessor
-  plan.prefetched = std::min(kWarp, kRowSlots + kUntilX / (kRowWarps * kRowStepBytes));
-  given = plan;
-  return true;
-}
-
 // ---- slices ----
 
 // Of shared memory of a block, for no second one beside it.

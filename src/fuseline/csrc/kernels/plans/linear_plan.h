@@ -11,7 +11,6 @@ enum class LinearKernel {
   gemv_team,       // the same where several warps share a row of W
   gemv_quantized,  // one row of x and so few quantized weights that all are on their way at once
   stream,          // each warp a stream of weights
-  row,             // one row of x and quantized weights on Hopper: a ring of weights for each warp
   slices,          // quantized weights on Hopper: blocks of a cluster have slices of the columns
   tiles,           // quantized weights on Hopper, products of warpgroups
   few_weights      // 65 to 256 rows of x and few quantized weights on Hopper
@@ -28,8 +27,6 @@ inline const char* name_of(LinearKernel kernel) {
       return "gemv_quantized_kernel";
     case LinearKernel::stream:
       return "linear_stream_kernel";
-    case LinearKernel::row:
-      return "linear_row_kernel";
     case LinearKernel::slices:
       return "linear_slices_kernel";
     case LinearKernel::tiles:
@@ -86,7 +83,6 @@ struct LinearPlan {
   int groups_a_slice = 0;                // streams: that a block has scales of, at most
   int64_t x_bytes = 0, scale_bytes = 0;  // of shared memory
   int prefetched = 0;                    // steps of a warp that the L2 is asked for at once
-  int prefetched_early = 0;              // row: of them, before the launch ahead has ended
   bool ordered = false;                  // tiles: a launch ahead puts x in order in the workspace
   size_t workspace = 0;                  // bytes
 };
@@ -101,8 +97,6 @@ inline int bounded_blocks(const LinearPlan& plan, const LinearProblem& p, const 
       return plan.x_rows == 1 ? 3 : 2;
     case LinearKernel::stream:
       return device.clusters ? stream_sizes(p.format, plan.column_blocks, plan.any_groups).blocks : 1;
-    case LinearKernel::row:
-      return kRowBlocks;
     case LinearKernel::tiles:
       return tiles_sizes(p.format, plan.x_rows, plan.any_groups).blocks;
     default:

@@ -52,17 +52,6 @@ constexpr StreamSizes stream_sizes(int format, int column_blocks, bool any_group
   return sizes;
 }
 
-// ---- one row of x on Hopper (linear_row.cuh) ----
-
-constexpr int kRowWarps = 12, kRowThreads = kRowWarps * kWarp;
-constexpr int kRowBlocks = 2;        // of a multiprocessor: of a launch and of the next
-constexpr int kRowStepBytes = 1024;  // of a tile of weights
-constexpr int kRowSlots = 6;         // steps of a warp under way
-constexpr int kRowRingBytes = kRowWarps * kRowSlots * kRowStepBytes;
-constexpr int kRowHeld = 4;          // vectors of x of a thread, at once
-constexpr int kRowDigits = 4;        // of an element of x
-constexpr int kFactorBytes = 16;     // of a step
-
 // ---- slices (linear_slices.cuh) ----
 
 constexpr int kSliceWarps = 16;  // of a block, at most
