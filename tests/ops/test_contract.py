@@ -167,7 +167,7 @@ def test_passes_gradcheck(op: Op, case: Case) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "stepped", "expanded"])
 @pytest.mark.parametrize("op", OPS)
 def test_takes_any_layout(op: Op, layout: str, device: str) -> None:
-    """The same bits: what is not contiguous is read as if it were."""
+    """The same bits, but for a GPU's matrix products: what is not contiguous is read as if it were."""
     arguments = draw(op, matrix_case(op), device, torch.float32)
     expected = run(op, arguments)
     grads_out = gradients_for(expected)
@@ -186,7 +186,10 @@ def test_takes_any_layout(op: Op, layout: str, device: str) -> None:
     out = run(op, own)
     found = torch.autograd.grad([o for o in out if o.is_floating_point()], [own[n] for n in names], grads_out)
     for ours, wanted in zip((*out, *found), (*expected, *expected_grads), strict=True):
-        assert torch.equal(ours, wanted)
+        if op.by_blas and device == "cuda":  # which may add up what is turned in another order
+            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+        else:
+            assert torch.equal(ours, wanted)
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
