@@ -21,6 +21,12 @@ constexpr int kSumsAtOnce = 4;
 constexpr int kItemsAhead = 4;  // loaded before the first is added; 8 are 3% slower
 constexpr uint32_t kNoRow = 0xffffu;
 
+// Blocks of a multiprocessor: of fp16 one fewer, whose conversions take registers that spilled 12 bytes.
+template <class T>
+constexpr int sums_at_once() {
+  return std::is_same_v<T, __half> ? kSumsAtOnce - 1 : kSumsAtOnce;
+}
+
 struct SummedTable {
   const int64_t* ids;  // item i's is ids[i % period]
   int64_t period, skipped;
@@ -93,7 +99,7 @@ __device__ __forceinline__ void find_share(const RowSums& a, bool of_bin, uint32
 }
 
 template <class T, int kWide, bool kBinned>
-__global__ void __launch_bounds__(kSumBlock, kSumsAtOnce) embedding_row_sums(const RowSums a) {
+__global__ void __launch_bounds__(kSumBlock, sums_at_once<T>()) embedding_row_sums(const RowSums a) {
   let_next_start();
   wait_for_earlier();
   extern __shared__ uint4 sums_shared[];
