@@ -113,6 +113,17 @@ def test_computes_what_torch_does(mask: str, batch_first: bool, x: torch.Tensor,
     assert all(map(torch.equal, results(model, x, **given), results(plain, x, **given)))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_result_lies_in_memory_as_torchs_does(batch_first: bool, x: torch.Tensor, keep_all: Make) -> None:
+    model = Heads(batch_first=batch_first)
+    x = x if batch_first else x.transpose(0, 1).contiguous()
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, x)
+    ours, theirs = (m.attn(x, x, x, need_weights=False)[0] for m in (model, plain))
+    assert counts(fast) == (1, {})
+    assert ours.is_contiguous() or not theirs.is_contiguous()
+
+
 def test_other_calls_are_torchs(x: torch.Tensor, keep_all: Make) -> None:
     model = Heads()
     plain = copy.deepcopy(model)

@@ -62,6 +62,14 @@ def test_a_backward_multiplies_by_what_the_forward_did(weight: torch.Tensor) -> 
     assert grad.abs().sum() > 0
 
 
+def test_a_weight_in_other_dimensions_is_the_copy(weight: torch.Tensor) -> None:
+    split = weight.view(weight.shape[0], 2, -1)
+    assert torch.equal(ops.linear(X, split.flatten(1)), 2 * ops.linear(X, weight.to(HALF)))
+    wider = torch.randn(4, 2 * X.shape[1], generator=torch.Generator().manual_seed(3)).to(HALF)
+    joined = weight.view(weight.shape[0] // 2, -1)
+    assert torch.equal(ops.linear(wider, joined), 2 * ops.linear(wider, joined.to(HALF)))
+
+
 def test_a_weight_that_changed_is_cast(weight: torch.Tensor) -> None:
     with torch.no_grad():
         weight.add_(1)

@@ -136,7 +136,9 @@ class PackedAttention(StandIn):
             reason = call
         elif not self.keys.isdisjoint((call.key(lengths=False), call.key(lengths=True))):
             self.taken += 1
-            return call.run().transpose(0, 1), None
+            out = call.run().transpose(0, 1)
+            query = args[0] if args else kwargs["query"]
+            return out.contiguous() if query.is_contiguous() else out, None  # as torch's lies
         else:
             reason = NOT_PROVED
         self.decline(reason)

@@ -22,7 +22,8 @@ class WeightCopies:
 
     Copies live as long as a step: made from the weights as they are when it begins, gone when it ends. So
     nothing has to be told that weights changed, and a module never holds them. They take the memory that the
-    casts took, 2 bytes a weight. A weight that changes within a step is cast anew.
+    casts took, 2 bytes a weight. A weight that changes within a step is cast anew if torch counts the
+    change: one through `.data` in a forward pass is seen in the next step.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fuseline.optim.fused_adamw import Gathered, gathered, why_not
 
@@ -36,8 +36,7 @@ class Update:
         kernels: bool = True,
     ) -> None:
         self.optimizer, self.grad_clip, self.scaler = optimizer, grad_clip, scaler
-        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._device = self._parameters[0].device
+        self._device = optimizer.param_groups[0]["params"][0].device
         self._never = why_not(optimizer, self._device) if kernels else "its own step was asked for"
         self.reason: str | None = self._never
         # The kernels count their blocks in these words, which are zero before and after.
@@ -59,7 +58,8 @@ class Update:
 
     def _by_itself(self) -> None:
         if self.grad_clip:
-            nn.utils.clip_grad_norm_(self._parameters, self.grad_clip)
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.grad_clip)
         if self.scaler is None:
             self.optimizer.step()
         else:

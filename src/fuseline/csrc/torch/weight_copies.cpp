@@ -3,10 +3,12 @@
 //
 // A step begins with the copies that it made and ends by taking them back. In between a copy stands for the weight at its
 // address, unless the weight was changed since. Weights that an op casts itself are noted, so that the next step has copies
-// of them. What is recorded for a compiler is cast: the compiled code runs in other steps too.
+// of them. What is recorded for a compiler is cast: the compiled code runs in other steps too. So is what runs on another
+// stream than the step began on: a CUDA graph that somebody captures within a step outlives the step's copies.
 
 #include "weight_copies.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -23,6 +25,7 @@ namespace {
 struct Copy {
     Tensor weight, copy;
     int64_t version;
+    c10::StreamId stream;
 };
 
 struct Copies {
@@ -39,19 +42,26 @@ Copies& copies() {
 
 int64_t version_of(const Tensor& x) { return x.is_inference() ? 0 : x._version(); }
 
+c10::StreamId stream_of(const Tensor& x) {
+    return x.is_cuda() ? c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device()).id() : 0;
+}
+
 bool lies_like(const Tensor& x, const Tensor& other) { return x.sizes() == other.sizes() && x.strides() == other.strides(); }
 
-// The copy of a weight, of its transpose where the weight is a view of that; undefined where there is none.
+// The copy of a weight, also where the weight is the transpose of what was copied or has its elements in other dimensions;
+// undefined where there is none.
 Tensor copy_of(const Tensor& weight, at::ScalarType type) {
     Copies& all = copies();
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (all.steps == 0) return {};
     const auto found = all.of.find(weight.const_data_ptr());
     if (found != all.of.end() && found->second.copy.scalar_type() == type &&
-        found->second.version == version_of(found->second.weight)) {
+        found->second.version == version_of(found->second.weight) && found->second.stream == stream_of(weight)) {
         const Copy& kept = found->second;
         if (lies_like(weight, kept.weight)) return kept.copy;
         if (kept.weight.dim() == 2 && lies_like(weight, kept.weight.t())) return kept.copy.t();
+        const bool whole = weight.numel() == kept.weight.numel() && weight.is_contiguous() && kept.weight.is_contiguous();
+        if (whole) return kept.copy.view(weight.sizes());
     }
     all.cast.insert(weight.const_data_ptr());
     return {};
@@ -65,7 +75,7 @@ void begin(at::TensorList weights, at::TensorList made) {
     ++all.steps;
     for (size_t i = 0; i < weights.size(); ++i) {
         TORCH_CHECK_VALUE(lies_like(weights[i], made[i]), "weight_copies_begin: copy ", i, " lies otherwise than its weight.");
-        all.of.insert_or_assign(weights[i].const_data_ptr(), Copy{weights[i], made[i], version_of(weights[i])});
+        all.of.insert_or_assign(weights[i].const_data_ptr(), Copy{weights[i], made[i], version_of(weights[i]), stream_of(weights[i])});
     }
 }
 
