@@ -88,7 +88,7 @@ typedef struct {
   double eps;
   double dropout;
   const int64_t* seed;
-  const void* x; /* forward: the input. Backward: what was normalized, x or the sum */
+  const void* x; /* forward: the input. Backward: what was normalized, x or the sum; see `normalized` */
   const void *residual, *x_bias, *weight, *bias;
   void *y, *sum;      /* forward's results; y may be x */
   float *mean, *rstd; /* forward: written where wanted. Backward: read; an RMS norm has no mean */
@@ -99,6 +99,8 @@ typedef struct {
   void* grad_dropped;   /* the gradient of x behind the dropout, for where that or dtypes make it another than grad_x */
   void *grad_weight, *grad_bias;
   void* grad_x_bias; /* needs grad_dropped, or without dropout grad_x */
+  int normalized; /* x is (sum - mean) * rstd in y_dtype, 16 bits of a dtype of fp32, and mean is not read: such is y of a
+                   * norm without weight and bias */
 } fuseline_norm;
 
 FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
