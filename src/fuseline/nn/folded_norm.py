@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
+
+from fuseline import native
 
 
 class Folded(NamedTuple):
@@ -26,8 +28,20 @@ class Folded(NamedTuple):
 
 def fold(norm: nn.LayerNorm, linear: nn.Linear) -> Folded:
     """The weight and bias of `linear` with those of `norm` in them, in the layer's own dtype. The norm has a
-    weight [C], with a bias [C] or without. Gradients go to all of them, once."""
-    return Folded(*_Fold.apply(linear.weight, linear.bias, norm.weight, norm.bias))
+    weight [C], with a bias [C] or without. Gradients go to all of them."""
+    given = linear.weight, linear.bias, norm.weight, norm.bias
+    return Folded(*(_by_formula if is_dynamo_compiling() else _Fold.apply)(*given))
+
+
+def _by_formula(
+    weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """weight * scale, and bias + weight shift. Of autocast it knows nothing."""
+    with torch.autocast(weight.device.type, enabled=False):
+        if shift is None:
+            return weight * scale, bias
+        of_shift = torch.mv(weight, shift)
+        return weight * scale, of_shift if bias is None else of_shift + bias
 
 
 class _Fold(torch.autograd.Function):
@@ -37,23 +51,40 @@ class _Fold(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(weight, scale, shift)
         ctx.set_materialize_grads(False)
-        with torch.autocast(weight.device.type, enabled=False):
-            if shift is not None:
-                bias = torch.mv(weight, shift) if bias is None else torch.addmv(bias, weight, shift)
-            return weight * scale, bias if bias is None or shift is not None else bias.clone()
+        ctx.biased = bias is not None
+        if not _is_native(weight):
+            folded, added = _by_formula(weight, bias, scale, shift)
+        else:
+            folded, added = torch.ops.fuseline.fold_norm.default(weight, bias, scale, shift)
+        return folded, bias.clone() if bias is not None and shift is None else added
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, grad: Tensor | None, grad_bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         weight, scale, shift = ctx.saved_tensors
-        grad_weight = grad_scale = grad_shift = None
+        grad_added = None if shift is None else grad_bias
         with torch.autocast(weight.device.type, enabled=False):
-            if grad is not None:
-                grad_weight, grad_scale = grad * scale, (grad * weight).sum(0)
-            if grad_bias is not None and shift is not None:
-                grad_shift = torch.mv(weight.t(), grad_bias)
-                outer = torch.outer(grad_bias, shift) if grad_weight is None else None
-                grad_weight = outer if grad_weight is None else grad_weight.addr_(grad_bias, shift)
-        return grad_weight, grad_bias, grad_scale, grad_shift
+            grad = torch.zeros_like(weight) if grad is None else grad
+            grad_weight, grad_scale, grad_shift = _gradients(grad, grad_added, weight, scale, shift)
+        return grad_weight, grad_bias if ctx.biased else None, grad_scale, grad_shift
+
+
+def _is_native(weight: Tensor) -> bool:
+    """Not where a backward is recorded: kernels have no gradient of their own."""
+    fits = weight.is_cuda and weight.dtype is torch.float32 and not torch.is_grad_enabled()
+    return fits and native.ready("cuda")
+
+
+def _gradients(
+    grad: Tensor, grad_added: Tensor | None, weight: Tensor, scale: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those of weight, scale and shift."""
+    if _is_native(weight):
+        made = torch.ops.fuseline.fold_norm_backward.default(grad, grad_added, weight, scale, shift)
+        grad_weight, grad_scale, grad_shift = made
+        return grad_weight, grad_scale, grad_shift
+    grad_scale = (grad * weight).sum(0)
+    if shift is None or grad_added is None:
+        return grad * scale, grad_scale, None if shift is None else torch.zeros_like(shift)
+    return (grad * scale).addr_(grad_added, shift), grad_scale, torch.mv(weight.t(), grad_added)

@@ -238,6 +238,20 @@ FUSELINE_API size_t fuseline_column_sums_workspace(int64_t rows, int64_t n, int 
 FUSELINE_API int fuseline_column_sums(const void* x, void* sums, void* workspace, int64_t rows, int64_t n, int dtype,
                                       int sums_dtype, void* stream);
 
+/* A norm's weight and bias, scale and shift [n], in the linear layer that reads the norm, weight [rows, n] and bias [rows]:
+ * folded = weight * scale, added = bias + weight shift. bias and shift: null for none; added: null without shift. All of fp32. */
+FUSELINE_API int fuseline_fold_norm_forward(const float* weight, const float* bias, const float* scale, const float* shift,
+                                            float* folded, float* added, int64_t rows, int64_t n, void* stream);
+
+/* Bytes of scratch that fuseline_fold_norm_backward needs on the current device. */
+FUSELINE_API size_t fuseline_fold_norm_backward_workspace(int64_t rows, int64_t n);
+
+/* From grad, that of folded, and grad_added, null for none: grad_weight [rows, n], and behind each other in grad_vectors [2, n] the
+ * gradients of scale and of shift. workspace: 16-byte aligned, uninitialized. */
+FUSELINE_API int fuseline_fold_norm_backward(const float* grad, const float* grad_added, const float* weight, const float* scale,
+                                             const float* shift, float* grad_weight, float* grad_vectors, void* workspace,
+                                             int64_t rows, int64_t n, void* stream);
+
 /* y = activation(gate) * up: SwiGLU with FUSELINE_SILU, GeGLU with either GELU. (Shazeer 2020, equation 6.)
  *
  * y: [rows, n], contiguous. gate and up: rows of n that stand `stride` elements apart, so that both may be
