@@ -29,9 +29,9 @@ class GPTConfig:
     their gradient over them; "fuseline-linear" makes no more logits at a time than a few thousand rows of
     them.
 
-    `folded_norms`: where autocast trains in 16 bits and `norm` is "fuseline", the weight and bias of each norm
-    before a branch are multiplied into the branch's first layer (`nn/folded_norm.py`). The norm then keeps 2
-    bytes an element for its gradient and not 6.
+    `folded_norms`: where autocast trains in 16 bits and `norm` is "fuseline", the weight and bias of the norm
+    before a branch are multiplied into the branch's first layer (`nn/folded_norm.py`). Norm and layer then
+    keep one tensor of 16 bits for their gradients, and not one of 32 bits beside it.
 
     Raises `InputError` for sizes that cannot be.
     """
