@@ -67,13 +67,16 @@ def _narrow(x_BTC: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
 
 
+def _affine(norm: nn.LayerNorm, affine: bool) -> tuple[Tensor | None, Tensor | None]:
+    return (norm.weight, norm.bias) if affine else (None, None)
+
+
 def _first_norm(norm: nn.Module, x_BTC: Tensor, affine: bool) -> tuple[Tensor, Tensor]:
     """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
     multiplies in."""
     if not is_plain(norm, fuseline.nn.LayerNorm):
         return norm(x_BTC), x_BTC
-    shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
-    weight, bias = (weight, bias) if affine else (None, None)
+    shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
     return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=_narrow(x_BTC))
 
 
@@ -86,8 +89,7 @@ def _add_norm(
     if found is None:
         return _first_norm(norm, x_BTC, affine)
     if isinstance(norm, fuseline.nn.LayerNorm):
-        shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
-        weight, bias = (weight, bias) if affine else (None, None)
+        shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
         if found.bias is None and found.dropout_p == 0.0:
             return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
         x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)

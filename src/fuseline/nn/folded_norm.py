@@ -3,10 +3,10 @@
     W (x_hat * w + b) + c = (W * w) x_hat + (W b + c),  x_hat = (x - mean) * rstd
 
 w, b [C] are the norm's weight and bias, W [F, C] and c [F] those of the layer. In 16 bits both sides round as
-often: once what the layer reads, once its weight. The right side needs less memory in training. The norm gives
-x_hat, which the layer keeps for the gradient of its weight and the norm for its own; the norm does not keep
-what it normalized, in float32, beside it. The gradients of w and b are sums over the rows of W, not over all
-tokens.
+often: once what the layer reads, once its weight. The right side needs less memory in training. The norm
+gives x_hat, which the layer keeps for the gradient of its weight and the norm for its own; the norm does not
+keep what it normalized, in float32, beside it. The gradients of w and b are sums over the rows of W, not over
+all tokens.
 """
 
 from __future__ import annotations
