@@ -34,10 +34,11 @@ def statistics(wide: torch.Tensor, centred: bool) -> tuple[torch.Tensor, torch.T
 def check_gradients(
     kind: str, rows: int, n: int, dtype: torch.dtype, *, wide: torch.dtype | None = None, offset: int = 0,
     affine: torch.dtype | None = None, sums: bool = True, each: bool = True, p: float = P,
-    weighted: bool = True, shift: float = 0.1,
+    weighted: bool = True, shift: float = 0.1, normalized: bool = False,
 ) -> None:  # fmt: skip
     """`wide`: the dtype of what was normalized; `affine`: of the weights; `sums`: over rows are wanted;
-    `each`: of each row; `weighted`: there are a weight and a bias; `shift`: the mean of y's gradient."""
+    `each`: of each row; `weighted`: there are a weight and a bias; `shift`: the mean of y's gradient;
+    `normalized`: what was normalized comes as 16 bits of (x - mean) * rstd."""
     what = f"{kind}, {rows} x {n} of {dtype}, {offset} elements off"
     centred, added, drops = "layer" in kind, "add" in kind, "dropout" in kind
     x, grad_y = place(rows, n, wide or dtype, offset, shift=0.5), place(rows, n, dtype, offset, shift=shift)
@@ -51,10 +52,14 @@ def check_gradients(
     apart = drops or (added and wide is not None)
     affine_wanted = sums and weighted
     wanted = [each, each and apart, affine_wanted, affine_wanted and centred, sums and drops]
-    given = x, (n,), mean, rstd, weight, bias, x_bias, p if drops else 0.0, word, wanted
+    x_hat = (x.double() - middle) * scale
+    if normalized:
+        x = place(rows, n, dtype, offset).copy_(x_hat)
+        x_hat = x.double()
+    given = x, (n,), mean, rstd, weight, bias, x_bias, p if drops else 0.0, word, wanted, normalized
     found, again = (torch.ops.fuseline.norm_backward(kind, grad_y, grad_sum, *given) for _ in range(2))
 
-    x_hat, grad = (x.double() - middle) * scale, grad_y.double()
+    grad = grad_y.double()
     scaled = grad if weight is None else grad * weight.double()
     grad_x = scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)
     grad_x = scale * (grad_x - scaled.mean(-1, keepdim=True) if centred else grad_x)

@@ -31,7 +31,8 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
-from fuseline.nn.feed_forward import feed_forward, is_plain
+from fuseline.nn.feed_forward import autocast_to, feed_forward, is_plain
+from fuseline.nn.folded_norm import Folded, fold
 from fuseline.nn.fp8_linear import Fp8Linear
 from fuseline.ops.embedding import embedding_and_table
 from fuseline.ops.layer_norm import layer_norm_and_input
@@ -59,27 +60,36 @@ class Found(NamedTuple):
     dropout_p: float = 0.0
 
 
-def _first_norm(norm: nn.Module, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
-    multiplies in."""
+def _narrow(x_BTC: Tensor) -> torch.dtype | None:
+    """The dtype that branches multiply in, where that is not the stream's."""
     device = x_BTC.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
+
+
+def _affine(norm: nn.LayerNorm, affine: bool) -> tuple[Tensor | None, Tensor | None]:
+    return (norm.weight, norm.bias) if affine else (None, None)
+
+
+def _first_norm(norm: nn.Module, x_BTC: Tensor, affine: bool) -> tuple[Tensor, Tensor]:
+    """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
+    multiplies in."""
     if not is_plain(norm, fuseline.nn.LayerNorm):
         return norm(x_BTC), x_BTC
-    dtype = torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
-    shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
-    return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=dtype)
+    shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
+    return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=_narrow(x_BTC))
 
 
 def _add_norm(
-    norm: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None
+    norm: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None, affine: bool = True
 ) -> tuple[Tensor, Tensor]:
     """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
-    the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped."""
+    the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped. Not
+    `affine`: without the norm's weight and bias."""
     if found is None:
-        return _first_norm(norm, x_BTC)
+        return _first_norm(norm, x_BTC, affine)
     if isinstance(norm, fuseline.nn.LayerNorm):
-        shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
         if found.bias is None and found.dropout_p == 0.0:
             return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
         x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
@@ -91,11 +101,20 @@ def _add_norm(
     return norm(x_BTC), x_BTC
 
 
-def _found(branch: nn.Module, x_BTC: Tensor) -> Found:
-    """What a branch finds in x. One with hooks, a wrapper or a compiled call is called as a module."""
-    if (is_plain(branch, Attention) or is_plain(branch, MLP)) and not _is_replaced(branch):
-        return branch.found(x_BTC)
-    return Found(branch(x_BTC))
+def _add_norm_and_branch(
+    norm: nn.Module, branch: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Found]:
+    """The stream with what the branch before found, and what `branch` finds in its norm."""
+    if not (is_plain(branch, Attention) or is_plain(branch, MLP)) or _is_replaced(branch):
+        # One with hooks, a wrapper or a compiled call is called as a module.
+        y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed)
+        return x_BTC, Found(branch(y_BTC))
+    first = branch.folds() if torch.is_grad_enabled() and _narrow(x_BTC) is not None else None
+    folded = None
+    if first is not None and is_plain(norm, fuseline.nn.LayerNorm):
+        folded = fold(norm, first)
+    y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed, affine=folded is None)
+    return x_BTC, branch.found(y_BTC, folded)
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -129,7 +148,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.fused = config.norm == "fuseline"
+        self.fused, self.folded_norm = config.norm == "fuseline", config.folded_norms
         self.backend = config.attention
         self.dropout_p = config.dropout
         self.c_attn = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
@@ -139,16 +158,24 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.resid_dropout(self.c_proj(self._gathered(x_BTC)))
 
-    def found(self, x_BTC: Tensor) -> Found:
+    def found(self, x_BTC: Tensor, folded: Folded | None = None) -> Found:
+        """`folded`: c_attn with what x's norm left out, if `folds` named it."""
         if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
-            y_BTC = _product(self.c_proj, self._gathered(x_BTC))
+            y_BTC = _product(self.c_proj, self._gathered(x_BTC, folded))
             return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
         return Found(self(x_BTC))
 
-    def _gathered(self, x_BTC: Tensor) -> Tensor:
+    def folds(self) -> nn.Linear | None:
+        """The layer that can take the weight and bias of the norm ahead, if there is one."""
+        folds = self.folded_norm and self.fused and self.training
+        plain = is_plain(self.c_attn, nn.Linear) and _leaves_to_norm(self.c_proj, self.resid_dropout)
+        return self.c_attn if folds and plain else None
+
+    def _gathered(self, x_BTC: Tensor, folded: Folded | None = None) -> Tensor:
         plain = self.fused and is_plain(self.c_attn, nn.Linear)
+        weight, bias = folded or (self.c_attn.weight, self.c_attn.bias)
         return ops.attention_packed(
-            ops.linear(x_BTC, self.c_attn.weight, self.c_attn.bias) if plain else self.c_attn(x_BTC),
+            ops.linear(x_BTC, weight, bias) if plain else self.c_attn(x_BTC),
             self.num_heads,
             causal=True,
             dropout_p=self.dropout_p if self.training else 0.0,
@@ -163,7 +190,7 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
         self.gelu = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
-        self.fused = config.norm == "fuseline"
+        self.fused, self.folded_norm = config.norm == "fuseline", config.folded_norms
         self.c_proj = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
         self.dropout = _dropout(config)
 
@@ -172,14 +199,22 @@ class MLP(nn.Module):
             return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
 
-    def found(self, x_BTC: Tensor) -> Found:
+    def found(self, x_BTC: Tensor, folded: Folded | None = None) -> Found:
+        """`folded`: c_fc with what x's norm left out, if `folds` named it."""
         if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
             return Found(self(x_BTC))
-        if self._is_one_op():
+        if folded is not None:
+            y_BTC = ops.mlp(*autocast_to(x_BTC, *folded, self.c_proj.weight, None), self.gelu.approximate)
+        elif self._is_one_op():
             y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
         else:
             y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
         return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
+
+    def folds(self) -> nn.Linear | None:
+        """The layer that can take the weight and bias of the norm ahead, if there is one."""
+        plain = is_plain(self.c_fc, nn.Linear) and _leaves_to_norm(self.c_proj, self.dropout)
+        return self.c_fc if self.folded_norm and plain and self._is_one_op() else None
 
     def together(self) -> tuple[nn.Linear, ...]:
         """The layers that are one op in training."""
@@ -208,9 +243,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Found]:
         """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
         before. `seeds` fix what each of the two norms drops; they draw their own where they are None."""
-        y_BTC, x_BTC = _add_norm(self.ln_1, found, x_BTC, seeds[0])
-        y_BTC, x_BTC = _add_norm(self.ln_2, _found(self.attn, y_BTC), x_BTC, seeds[1])
-        return x_BTC, _found(self.mlp, y_BTC)
+        x_BTC, found = _add_norm_and_branch(self.ln_1, self.attn, found, x_BTC, seeds[0])
+        return _add_norm_and_branch(self.ln_2, self.mlp, found, x_BTC, seeds[1])
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""

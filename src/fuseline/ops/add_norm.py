@@ -110,6 +110,7 @@ _CASES = (
     Case("no affine", (33, 768), {"affine": "none"}),
     Case("float32 affine", (40, 384), {"affine_dtype": torch.float32}),
     Case("float32 residual", (40, 384), {"wide_residual": True}),
+    Case("float32 residual, no affine", (40, 384), {"wide_residual": True, "affine": "none"}),
     Case("float32 residual, odd rows", (31, 31), {"wide_residual": True}),
     Case("float32 residual, one row of a vocabulary", (1, 50257), {"wide_residual": True}),
     Case("odd rows", (31, 31)),

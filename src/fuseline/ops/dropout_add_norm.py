@@ -244,6 +244,8 @@ _CASES = (
     Case("float32 affine", (40, 384), {"affine_dtype": torch.float32, "p": 0.1, "x_bias": True}),
     Case("float32 residual", (40, 384), {"wide_residual": True, "p": 0.1, "x_bias": True}),
     Case("float32 residual and affine", (33, 2056), {"wide_residual": True, "affine_dtype": torch.float32}),
+    Case("float32 residual, no affine", (40, 384), {"wide_residual": True, "affine": "none", "p": 0.1}),
+    Case("float32 residual, odd rows, no affine", (31, 31), {"wide_residual": True, "affine": "none"}),
     Case("float32 residual, odd rows", (31, 31), {"wide_residual": True, "p": 0.25, "x_bias": True}),
     Case("odd rows", (31, 31), {"p": 0.25, "x_bias": True}),
     Case("one row of a vocabulary", (1, 50257), {"p": 0.1}),

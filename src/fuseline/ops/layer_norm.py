@@ -164,6 +164,8 @@ LAYER_NORM = register(
             Case("narrowed", (40, 384), {"narrowed": True}),
             Case("narrowed, float32 affine", (40, 2056), {"narrowed": True, "affine_dtype": torch.float32}),
             Case("narrowed odd rows", (31, 31), {"narrowed": True}),
+            Case("narrowed, no affine", (40, 768), {"narrowed": True, "affine": "none"}),
+            Case("narrowed, no affine, odd rows", (31, 31), {"narrowed": True, "affine": "none"}),
             Case("narrowed, one row of a vocabulary", (1, 50257), {"narrowed": True}),
             Case("one element a row", (5, 1)),
             Case("seven a row", (3, 7)),

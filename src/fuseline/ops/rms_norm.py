@@ -135,6 +135,7 @@ RMS_NORM = register(
             Case("narrowed", (40, 384), {"narrowed": True}),
             Case("narrowed, float32 weight", (40, 2056), {"narrowed": True, "affine_dtype": torch.float32}),
             Case("narrowed odd rows", (31, 31), {"narrowed": True}),
+            Case("narrowed, no weight", (40, 768), {"narrowed": True, "affine": False}),
             Case("seven a row", (3, 7)),
             Case("odd rows", (31, 31)),
             Case("one row of a vocabulary", (1, 50257)),

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 7
+#define FUSELINE_KERNELS_ABI_VERSION 8
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -88,7 +88,7 @@ typedef struct {
   double eps;
   double dropout;
   const int64_t* seed;
-  const void* x; /* forward: the input. Backward: what was normalized, x or the sum */
+  const void* x; /* forward: the input. Backward: what was normalized, x or the sum; see `normalized` */
   const void *residual, *x_bias, *weight, *bias;
   void *y, *sum;      /* forward's results; y may be x */
   float *mean, *rstd; /* forward: written where wanted. Backward: read; an RMS norm has no mean */
@@ -99,6 +99,8 @@ typedef struct {
   void* grad_dropped;   /* the gradient of x behind the dropout, for where that or dtypes make it another than grad_x */
   void *grad_weight, *grad_bias;
   void* grad_x_bias; /* needs grad_dropped, or without dropout grad_x */
+  int normalized; /* x is (sum - mean) * rstd in y_dtype, 16 bits of a dtype of fp32, and mean is not read: such is y of a
+                   * norm without weight and bias */
 } fuseline_norm;
 
 FUSELINE_API int fuseline_norm_forward(const fuseline_norm* norm, void* stream);
@@ -235,6 +237,20 @@ FUSELINE_API size_t fuseline_column_sums_workspace(int64_t rows, int64_t n, int 
  * x: [rows, n] of dtype. sums: [n] of sums_dtype. workspace: 16-byte aligned, uninitialized. With no rows sums are zero. */
 FUSELINE_API int fuseline_column_sums(const void* x, void* sums, void* workspace, int64_t rows, int64_t n, int dtype,
                                       int sums_dtype, void* stream);
+
+/* A norm's weight and bias, scale and shift [n], in the linear layer that reads the norm, weight [rows, n] and bias [rows]:
+ * folded = weight * scale, added = bias + weight shift. bias and shift: null for none; added: null without shift. All of fp32. */
+FUSELINE_API int fuseline_fold_norm_forward(const float* weight, const float* bias, const float* scale, const float* shift,
+                                            float* folded, float* added, int64_t rows, int64_t n, void* stream);
+
+/* Bytes of scratch that fuseline_fold_norm_backward needs on the current device. */
+FUSELINE_API size_t fuseline_fold_norm_backward_workspace(int64_t rows, int64_t n);
+
+/* From grad, that of folded, and grad_added, null for none: grad_weight [rows, n], and behind each other in grad_vectors [2, n] the
+ * gradients of scale and of shift. workspace: 16-byte aligned, uninitialized. */
+FUSELINE_API int fuseline_fold_norm_backward(const float* grad, const float* grad_added, const float* weight, const float* scale,
+                                             const float* shift, float* grad_weight, float* grad_vectors, void* workspace,
+                                             int64_t rows, int64_t n, void* stream);
 
 /* y = activation(gate) * up: SwiGLU with FUSELINE_SILU, GeGLU with either GELU. (Shazeer 2020, equation 6.)
  *

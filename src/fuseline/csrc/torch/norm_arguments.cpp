@@ -56,12 +56,11 @@ void check_norm(const NormArguments& a) {
     if (a.seed.has_value()) check_seed(a.op, *a.seed, a.x);
 }
 
-void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow) {
+void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, at::ScalarType type, const char* name, bool may_narrow) {
     if (!grad.has_value()) return;
     check_same_shape("norm_backward", *grad, name, x);
-    TORCH_CHECK_TYPE(grad->scalar_type() == x.scalar_type() ||
-                         (may_narrow && narrows(x.scalar_type(), grad->scalar_type())),
-                     "norm_backward: ", name, " is ", grad->scalar_type(), " and x ", x.scalar_type(), ".");
+    TORCH_CHECK_TYPE(grad->scalar_type() == type || (may_narrow && narrows(type, grad->scalar_type())), "norm_backward: ", name,
+                     " is ", grad->scalar_type(), " and what was normalized ", type, ".");
 }
 
 Norm as_rows(const NormArguments& a) {

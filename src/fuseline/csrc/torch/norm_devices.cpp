@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "dropout.h"
 #include "fuseline_kernels.h"
@@ -99,7 +101,11 @@ void norm_forward_cpu(const Norm& norm, const Normalized& result) {
     if (narrow) result.y.copy_(y);
 }
 
-void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGradients& grads) {
+void norm_backward_cpu(const Norm& norm, const Normalized& given, const NormGradients& grads) {
+    // y of a norm without weight and bias is a row of mean 0 and rstd 1, of which the gradient is multiplied by rstd.
+    const bool normalized = given.y.defined();
+    const Tensor ones = normalized ? at::ones_like(given.rstd) : Tensor();
+    const Normalized saved = normalized ? Normalized{given.y, given.y.to(at::kFloat), at::zeros_like(given.rstd), ones} : given;
     const auto type = cpu_type(saved.sum, kNorm);
     const bool wants_rows = grads.residual.defined() || grads.x.defined() || grads.x_bias.defined();
     const Tensor rows = !wants_rows ? Tensor() : grads.residual.defined() ? grads.residual : at::empty_like(saved.sum);
@@ -119,6 +125,7 @@ void norm_backward_cpu(const Norm& norm, const Normalized& saved, const NormGrad
                     run(task, cpu::LayerNormPartial{partial(0), partial(1)}, begin, end, scratch);
                 });
     if (!wants_rows) return;
+    if (normalized) rows.view({norm.rows, norm.n}).mul_(given.rstd.reshape({norm.rows, 1}));
     if (grads.grad_sum.has_value()) rows.add_(*grads.grad_sum);
     if (!grads.x.defined() && !grads.x_bias.defined()) return;
     const Tensor wide = rows.to(accumulator_type(rows.scalar_type()));
@@ -175,8 +182,11 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     const OptionalTensor none;
     const auto given = [&](const Tensor& t) { return t.defined() ? OptionalTensor(t) : none; };
     const OptionalTensor weight = given(grads.weight), bias = given(grads.bias), x_bias = given(grads.x_bias);
-    fuseline_norm task = kernel_arguments(norm, saved.sum, *grads.grad_y, any_of({&norm.weight, &weight, &bias, &x_bias}));
-    task.x = saved.sum.const_data_ptr();
+    const bool normalized = saved.y.defined();
+    const Tensor& x = normalized ? saved.y : saved.sum;
+    fuseline_norm task = kernel_arguments(norm, x, *grads.grad_y, any_of({&norm.weight, &weight, &bias, &x_bias}));
+    if (normalized) task.normalized = true, task.dtype = FUSELINE_FLOAT32;
+    task.x = x.const_data_ptr();
     task.mean = static_cast<float*>(data_or_null(saved.mean));
     task.rstd = static_cast<float*>(data_or_null(saved.rstd));
     task.grad_y = grads.grad_y->const_data_ptr();
@@ -184,7 +194,8 @@ void norm_backward_cuda(const Norm& norm, const Normalized& saved, const NormGra
     Tensor rows = grads.residual, dropped = grads.x;
     if (grads.x_bias.defined()) {  // few rows take its sums from what was written
         Tensor& source = drops(norm) ? dropped : rows;
-        if (!source.defined()) source = at::empty_like(drops(norm) ? *grads.grad_y : saved.sum);
+        const auto of_rows = normalized ? at::kFloat : x.scalar_type();
+        if (!source.defined()) source = at::empty_like(x, drops(norm) ? grads.grad_y->scalar_type() : of_rows);
     }
     task.grad_x = data_or_null(rows);
     task.grad_dropped = data_or_null(dropped);

@@ -6,6 +6,9 @@
 //
 // The names that callers call differ in their arguments alone. Where a gradient will be wanted they run `norm_forward`,
 // which also returns the rows' mean and rstd for `norm_backward`; elsewhere the statistics are not written.
+//
+// The backward reads what was normalized. Where that is float32, y of 16 bits and there are no weight and bias, it reads y, which
+// is (x - mean) * rstd: half of the bytes, and what reads y next mostly keeps it anyway.
 
 #include "norms.h"
 #include "spent_gradient.h"
@@ -79,22 +82,27 @@ Four norm_forward(const std::string& op, const Tensor& x, const OptionalTensor& 
     return {made.y, made.sum, made.mean, made.rstd};
 }
 
-// `x` is what was normalized. Gradients that are not wanted are undefined; where nothing is dropped and dtypes are the
+// `x` is what was normalized, or with `normalized` y of a norm without weight and bias, of 16 bits where the former was float32.
+// Gradients that are not wanted are undefined; where nothing is dropped and dtypes are the
 // same, that of x is that of residual.
 template <Device device>
 Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTensor& grad_sum, const Tensor& x,
                    Shape shape, const OptionalTensor& mean, const Tensor& rstd, const OptionalTensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& x_bias, double p, const OptionalTensor& seed,
-                   Wanted wanted) {
-    check_norm_gradient(grad_y, x, "grad_y", true);
-    check_norm_gradient(grad_sum, x, "grad_sum", false);
+                   Wanted wanted, bool normalized) {
+    const auto type = normalized ? at::kFloat : x.scalar_type();
+    TORCH_CHECK_TYPE(!normalized || (x.scalar_type() != at::kFloat && x.scalar_type() == grad_y.scalar_type()),
+                     "norm_backward: what is normalized is ", x.scalar_type(), " and grad_y ", grad_y.scalar_type(),
+                     "; they are the same, Half or BFloat16.");
+    check_norm_gradient(grad_y, x, type, "grad_y", true);
+    check_norm_gradient(grad_sum, x, type, "grad_sum", false);
     const c10::OptionalDeviceGuard guard(x.device());
     const auto wanted_like = [](bool want, const OptionalTensor& like) {
         return want && like.has_value() ? at::empty_symint(like->sym_sizes(), like->options()) : Tensor();
     };
     NormGradients grads{grad_y.contiguous(),
                         contiguous(grad_sum),
-                        wanted_like(wanted[0], x),
+                        wanted[0] ? at::empty_symint(x.sym_sizes(), x.options().dtype(type)) : Tensor(),
                         wanted_like(wanted[1], grad_y),
                         wanted_like(wanted[2], weight),
                         wanted_like(wanted[3], bias),
@@ -103,8 +111,8 @@ Five norm_backward(const std::string& op, const Tensor& grad_y, const OptionalTe
         if (x.numel() > 0) {
             const Norm norm = as_rows({op.c_str(), x, std::nullopt, std::nullopt, weight, std::nullopt, seed,
                                        as_vector(shape), 0.0, p, mean.has_value()});
-            const Normalized saved{Tensor(), norm.x, mean.has_value() ? mean->contiguous() : Tensor(),
-                                   rstd.contiguous()};
+            const Normalized saved{normalized ? norm.x : Tensor(), normalized ? Tensor() : norm.x,
+                                   mean.has_value() ? mean->contiguous() : Tensor(), rstd.contiguous()};
             device == Device::cpu ? norm_backward_cpu(norm, saved, grads) : norm_backward_cuda(norm, saved, grads);
         } else {
             for (const Tensor* sums : {&grads.weight, &grads.bias, &grads.x_bias}) {
@@ -139,8 +147,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         ctx->saved_data["y_type"] = static_cast<int64_t>(a->y_type());
         ctx->saved_data["op"] = std::string(a->op);
         const auto or_none = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
-        ctx->save_for_backward({residual.has_value() ? sum : x, mean, rstd, or_none(weight), or_none(bias),
-                                or_none(x_bias), or_none(seed)});
+        const Tensor& added_up = residual.has_value() ? sum : x;
+        const bool y_is_enough = added_up.scalar_type() == at::kFloat && a->y_type() != at::kFloat && !weight.has_value() &&
+                                 !bias.has_value();
+        ctx->save_for_backward({y_is_enough ? y : added_up, mean, rstd, or_none(weight), or_none(bias), or_none(x_bias),
+                                or_none(seed)});
+        ctx->saved_data["normalized"] = y_is_enough;
         ctx->saved_data["added"] = residual.has_value();
         ctx->set_materialize_grads(false);
         if (a->returns_x) return {y, at::alias(x)};
@@ -166,12 +178,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         }
         const auto y_type = static_cast<at::ScalarType>(ctx->saved_data["y_type"].toInt());
         // What drops, or rounds to fewer bits, gives x a gradient of its own.
-        const bool drops = p > 0 || (added && y_type != saved[0].scalar_type());
+        const bool normalized = ctx->saved_data["normalized"].toBool();
+        const bool drops = p > 0 || (added && (normalized || y_type != saved[0].scalar_type()));
         const Wanted wanted = {wants[1] || (wants[0] && !drops), wants[0] && drops, wants[2], wants[3], wants[4]};
         const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros_like(saved[0], y_type);
         const auto [grad_residual, grad_x, grad_weight, grad_bias, grad_x_bias] = norm_backward_op(
             ctx->saved_data["op"].toStringRef(), grad_y, optional(grad_sum), saved[0], shape, optional(saved[1]), saved[2],
-            optional(saved[3]), optional(saved[4]), optional(saved[5]), p, optional(saved[6]), wanted);
+            optional(saved[3]), optional(saved[4]), optional(saved[5]), p, optional(saved[6]), wanted, normalized);
         if (wants[0]) result[0] = drops ? grad_x : grad_residual;
         if (wants[1]) result[1] = grad_residual;
         result[2] = grad_weight, result[3] = grad_bias, result[4] = grad_x_bias;
@@ -188,13 +201,13 @@ variable_list with_graph(const NormArguments& a) {
 Five norm_backward_autograd(const std::string& op, const Tensor& grad_y, const OptionalTensor& grad_sum,
                             const Tensor& x, Shape shape, const OptionalTensor& mean, const Tensor& rstd,
                             const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
-                            double p, const OptionalTensor& seed, Wanted wanted) {
+                            double p, const OptionalTensor& seed, Wanted wanted, bool normalized) {
     variable_list tracked;
     if (at::GradMode::is_enabled()) {
         for (const OptionalTensor& each : {OptionalTensor(grad_y), grad_sum, OptionalTensor(x), weight}) add_tracked(tracked, each);
     }
     const Five made = norm_backward_op.below_autograd(op, grad_y, grad_sum, x, shape, mean, rstd, weight, bias, x_bias, p, seed,
-                                                      wanted);
+                                                      wanted, normalized);
     return refused(made, tracked, op.c_str());
 }
 
@@ -348,7 +361,8 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
               "Tensor sum, Tensor mean, Tensor rstd)",
            norm_forward<Device::cpu>, norm_forward<Device::cuda>, norm_forward<Device::meta>);
     define(m, "norm_backward(str op, Tensor grad_y, Tensor? grad_sum, Tensor x, SymInt[] normalized_shape, Tensor? mean, "
-              "Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, bool[5] wanted) -> "
+              "Tensor rstd, Tensor? weight, Tensor? bias, Tensor? x_bias, float p, Tensor? seed, bool[5] wanted, "
+              "bool normalized=False) -> "
               "(Tensor grad_residual, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_x_bias)",
            norm_backward<Device::cpu>, norm_backward<Device::cuda>, norm_backward<Device::meta>);
     differentiate<norm_backward_autograd>(m, "norm_backward");

@@ -26,8 +26,8 @@ struct NormArguments {
 // Throws where they do not fit each other.
 void check_norm(const NormArguments& a);
 
-// The same of a gradient and what was normalized, x; `may_narrow`: it may have 16 bits of an x of float32.
-void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, const char* name, bool may_narrow);
+// The same of a gradient and what was normalized, of x's shape and of `type`; `may_narrow`: it may have 16 bits of a float32.
+void check_norm_gradient(const OptionalTensor& grad, const Tensor& x, at::ScalarType type, const char* name, bool may_narrow);
 
 // What is normalized is x, or with a residual the sum residual + dropout(x + x_bias). Tensors are contiguous.
 struct Norm {
@@ -43,7 +43,8 @@ struct Normalized {
     Tensor y, sum, mean, rstd;
 };
 
-// For the backward: `normalized.sum` (x itself where nothing was added), mean and rstd are given.
+// For the backward: `normalized.sum` (x itself where nothing was added), mean and rstd are given. Or, in place of the first two,
+// y of a norm without weight and bias, of 16 bits where the sum is float32.
 struct NormGradients {
     OptionalTensor grad_y, grad_sum;             // incoming
     Tensor residual, x, weight, bias, x_bias;    // filled where defined; `residual` is x's too where nothing is dropped

@@ -33,9 +33,9 @@ struct NormForward {
 struct NormBackward {
   const void* grad_y;
   const void* grad_sum;  // added to the gradient of what was normalized; null for none
-  const void* x;         // what was normalized
+  const void* x;         // what was normalized, X; or of it (x - mean) * rstd, Y
   const void* weight;
-  const float* mean;  // null for an RMS norm
+  const float* mean;  // null for an RMS norm, and where x is normalized
   const float* rstd;
   void* grad_x;        // of what was normalized
   void* grad_dropped;  // the same, behind the dropout, in Y
@@ -47,6 +47,8 @@ struct NormBackward {
   int64_t columns;  // n, up to a multiple of four
   float inverse_n;
   Dropout dropout;
+  bool centred;       // a layer norm
+  bool normalized;    // x is
   bool fp32_weights;
   int cluster;
   int stages;  // rows in the ring of the kernel for long ones

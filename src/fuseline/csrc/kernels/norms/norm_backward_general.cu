@@ -25,6 +25,8 @@ struct GeneralNorm {
   int column_blocks, shares;
   int dtype, y_dtype;  // fuseline_dtype, of what was normalized and of y
 
+  __device__ __forceinline__ int x_dtype() const { return norm.normalized ? y_dtype : dtype; }
+
   __device__ __forceinline__ int weight_dtype() const { return norm.fp32_weights ? int(FUSELINE_FLOAT32) : y_dtype; }
 };
 
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general(cons
     const int left = left_from(first);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      apart[k] = k * threads < left ? load_as(a.x, given.dtype, at + k * threads) - terms.mean : 0.f;
+      apart[k] = k * threads < left ? load_as(a.x, given.x_dtype(), at + k * threads) - terms.mean : 0.f;
       weighted[k] = k * threads < left ? load_as(a.grad_y, given.y_dtype, at + k * threads) : 0.f;
     }
     if (!a.weight) return;
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general(cons
     sums = make_float2(0.f, 0.f);
     for (int block = 0; block < cluster; ++block) sums = plus(sums, of_blocks[block]);
   }
-  terms.set(a, a.mean, sums.x, sums.y);
+  terms.set(a, a.centred, sums.x, sums.y);
   if (given.terms && lane == 0 && n > 0) given.terms[row] = make_float2(terms.offset, terms.slope);
   if (!a.grad_x && !a.grad_dropped) return;
 
@@ -156,18 +158,18 @@ __global__ void __launch_bounds__(kGeneralThreads, 2) norm_backward_general_sums
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first + r * step, at = base + r * step * a.n;
       const bool there = row < rows;
-      apart[r] = there ? load_as(a.x, given.dtype, at) - (a.mean ? a.mean[row] : 0.f) : 0.f;
+      apart[r] = there ? load_as(a.x, given.x_dtype(), at) - (a.mean ? a.mean[row] : 0.f) : 0.f;
       grad[r] = there ? load_as(a.grad_y, given.y_dtype, at) : 0.f;
       rstd[r] = there ? a.rstd[row] : 0.f;
       more[r] = there && grad_sum ? load_as(grad_sum, given.dtype, at) : 0.f;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      weight_sum += grad[r] * (apart[r] * rstd[r]);
+      weight_sum += grad[r] * (apart[r] * RowTerms::unit(a, rstd[r]));
       bias_sum += grad[r];
       if (!given.terms || first + r * step >= rows) continue;
       const float2 terms = given.terms[first + r * step];
-      const float scale = a.mean && a.n == 1 ? 0.f : rstd[r];
+      const float scale = a.centred && a.n == 1 ? 0.f : rstd[r];
       const float of_row = grad[r] * weight * scale - terms.x - apart[r] * terms.y + more[r];
       x_bias_sum += a.dropout.seed ? of_row * dropout_multiplier(a.dropout, seed, base + r * step * a.n) : of_row;
     }

@@ -28,7 +28,6 @@ struct RingKind {
   static constexpr int kColumns = kWarp * kSlots * kSize;  // of a warp
   template <class T>
   static constexpr int kPart = kColumns * int(sizeof(T));  // bytes of a warp's part of a row
-  static constexpr int kStage = kPart<X> * (kAdded ? 2 : 1) + kPart<Y>;
 };
 
 // States of the meetings of any number of warps.
@@ -66,25 +65,30 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
   const int64_t first_row = (a.beside ? block * share : int64_t(block) * blockDim.y) + group;
   const int64_t rows = a.beside ? min(a.rows, (block + 1) * share) : a.rows;
   const int from = (rank * warps + warp) * kColumns, start = from + lane * kSize;
-  const bool centred = kCentred && (!kAdded || a.mean);
+  const bool centred = kCentred && (!kAdded || a.centred);
+  const bool normalized = sizeof(X) > sizeof(Y) && a.normalized;
   const bool wants_rows = a.wants_rows();
   const bool alone = cluster * warps == 1;           // a row has one warp
   const int behind = stages > 2 && !alone ? 1 : 0;        // rows between the first pass and the second
 
   const int place = group * warps + warp;  // of this warp's ring
-  const int stage_bytes = int(blockDim.y) * warps * Kind::kStage;
-  unsigned char* const mine = ring + place * Kind::kStage;
+  // Of a warp's part of a row: x, grad_y, grad_sum.
+  const int grad_y_at = normalized ? Kind::template kPart<Y> : Kind::template kPart<X>;
+  const int grad_sum_at = grad_y_at + Kind::template kPart<Y>;
+  const int part_bytes = grad_sum_at + (kAdded ? Kind::template kPart<X> : 0);
+  const int stage_bytes = int(blockDim.y) * warps * part_bytes;
+  unsigned char* const mine = ring + place * part_bytes;
   const auto stage_at = [&](int stage) { return mine + stage * stage_bytes; };
-  constexpr int kGradY = Kind::template kPart<X>, kGradSum = kGradY + Kind::template kPart<Y>;  // behind x
   const auto fetch = [&](int64_t row, int stage) {
     if (row >= rows) return;
     unsigned char* const to = stage_at(stage);
     uint64_t* const barrier = &arrived[stage][place];
     const auto parts = [&](bool prepare) {
-      int bytes = fetch_part<X, kColumns>(a, a.x, row, from, to, barrier, prepare);
-      bytes += fetch_part<Y, kColumns>(a, a.grad_y, row, from, to + kGradY, barrier, prepare);
+      int bytes = normalized ? fetch_part<Y, kColumns>(a, a.x, row, from, to, barrier, prepare)
+                             : fetch_part<X, kColumns>(a, a.x, row, from, to, barrier, prepare);
+      bytes += fetch_part<Y, kColumns>(a, a.grad_y, row, from, to + grad_y_at, barrier, prepare);
       if (kAdded && a.grad_sum) {
-        bytes += fetch_part<X, kColumns>(a, a.grad_sum, row, from, to + kGradSum, barrier, prepare);
+        bytes += fetch_part<X, kColumns>(a, a.grad_sum, row, from, to + grad_sum_at, barrier, prepare);
       }
       return bytes;
     };
@@ -134,10 +138,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
 
   const uint64_t seed = kAdded && a.dropout.seed ? uint64_t(*a.dropout.seed) : 0;
   ColumnSums<kSize, kSums> columns[kSlots] = {};
+  const auto take_x = [&](const unsigned char* parts, int slot, float (&values)[kSize]) {
+    normalized ? take_slot<Y, kSize>(parts, slot).values(values) : take_slot<X, kSize>(parts, slot).values(values);
+  };
   const auto statistics = [&](int64_t row, float& mean, float& rstd) {
     const bool there = row < rows;
     forget(row);  // that all lanes have it: a load known to be the same for all is waited for where it stands
-    mean = centred && there ? a.mean[row] : 0.f;
+    mean = centred && !normalized && there ? a.mean[row] : 0.f;
     rstd = there ? a.rstd[row] : 0.f;
   };
   int stage = 0, parity = 0, before = 0;
@@ -161,9 +168,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
         if (first >= n) continue;
         float values[kSize], grad[kSize], weight[kSize];
         weights.take(k, weight);
-        take_slot<X, kSize>(parts, k * kWarp + lane).values(values);
-        take_slot<Y, kSize>(parts + kGradY, k * kWarp + lane).values(grad);
-        first_pass<kSize, kSums, kCentred>(values, grad, weight, mean, rstd, columns[k], sum, product_sum);
+        take_x(parts, k * kWarp + lane, values);
+        take_slot<Y, kSize>(parts + grad_y_at, k * kWarp + lane).values(grad);
+        first_pass<kSize, kSums, kCentred>(values, grad, weight, mean, RowTerms::unit(a, rstd), columns[k], sum, product_sum);
       }
       if (wants_rows) {
         warp_sums = sum_over_warp(make_float2(sum, product_sum));
@@ -192,12 +199,12 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) norm_backward_ring(const No
           if (first >= n) continue;
           float values[kSize], grad[kSize], weight[kSize];
           weights.take(k, weight);
-          take_slot<X, kSize>(parts, k * kWarp + lane).values(values);
-          take_slot<Y, kSize>(parts + kGradY, k * kWarp + lane).values(grad);
+          take_x(parts, k * kWarp + lane, values);
+          take_slot<Y, kSize>(parts + grad_y_at, k * kWarp + lane).values(grad);
           second_pass<kSize, kCentred>(values, weight, terms, grad);
           if constexpr (kAdded) {
             if (a.grad_sum) {
-              take_slot<X, kSize>(parts + kGradSum, k * kWarp + lane).values(values);
+              take_slot<X, kSize>(parts + grad_sum_at, k * kWarp + lane).values(values);
 #pragma unroll
               for (int i = 0; i < kSize; ++i) grad[i] += values[i];
             }

@@ -17,12 +17,16 @@ struct RowTerms {
   float mean, rstd;
   float scale, offset, slope;  // grad_x = g * w * scale - offset - (x - mean) * slope
 
+  // What takes x - mean to x_hat: an x that is normalized is x_hat, and its mean is 0.
+  __device__ __forceinline__ static float unit(const NormBackward& a, float rstd) { return a.normalized ? 1.f : rstd; }
+
   // From the sums of g * w and of g * w * (x - mean). Of one element alone nothing is left of x - mean, nor of its
   // gradient; below, rounding would be.
   __device__ __forceinline__ void set(const NormBackward& a, bool centred, float sum, float product_sum) {
     scale = centred && a.n == 1 ? 0.f : rstd;
     offset = centred ? scale * (sum * a.inverse_n) : 0.f;
-    slope = scale * rstd * (rstd * product_sum * a.inverse_n);
+    const float to_x_hat = unit(a, rstd);
+    slope = scale * to_x_hat * (to_x_hat * product_sum * a.inverse_n);
   }
 };
 

@@ -89,7 +89,8 @@ int forward(const fuseline_norm& norm, void* stream) {
 NormBackward arguments_of_backward(const fuseline_norm& norm) {
   NormBackward a{};
   a.grad_y = norm.grad_y, a.grad_sum = norm.grad_sum, a.x = norm.x, a.weight = norm.weight;
-  a.mean = norm.kind == FUSELINE_LAYER_NORM ? norm.mean : nullptr, a.rstd = norm.rstd;
+  a.centred = norm.kind == FUSELINE_LAYER_NORM, a.normalized = norm.normalized;
+  a.mean = a.centred && !a.normalized ? norm.mean : nullptr, a.rstd = norm.rstd;
   a.grad_x = norm.grad_x, a.grad_dropped = norm.grad_dropped;
   a.grad_weight = norm.grad_weight, a.grad_bias = norm.grad_bias, a.grad_x_bias = norm.grad_x_bias;
   a.rows = norm.rows, a.n = norm.n, a.columns = norm_backward_plans::columns_of_partials(norm.n);
@@ -103,7 +104,7 @@ NormBackwardProblem problem_of(const fuseline_norm& norm) {
   NormBackwardProblem p{};
   p.x_size = bytes_of(norm.dtype), p.y_size = bytes_of(norm.y_dtype), p.fp16 = norm.y_dtype == FUSELINE_FLOAT16;
   p.rows = norm.rows, p.n = norm.n, p.centred = norm.kind == FUSELINE_LAYER_NORM;
-  p.drops = norm.seed && norm.dropout > 0;
+  p.drops = norm.seed && norm.dropout > 0, p.normalized = norm.normalized;
   p.weighted = norm.weight, p.fp32_weights = norm.weight_dtype == FUSELINE_FLOAT32;
   p.rows_aligned = are_aligned({norm.grad_y, norm.grad_sum, norm.x, norm.grad_x, norm.grad_dropped});
   p.weight_aligned = are_aligned({norm.weight});
@@ -148,6 +149,7 @@ int backward(const fuseline_norm& norm, void* workspace, void* stream) {
   if (norm.rows < 0 || norm.n < 0) return FUSELINE_BAD_SIZE;
   const NormBackwardProblem problem = problem_of(norm);
   if (!dtypes_fit(norm, norm.weight || problem.wants_sums())) return FUSELINE_UNSUPPORTED;
+  if (norm.normalized && norm.dtype == norm.y_dtype) return FUSELINE_UNSUPPORTED;
   if (norm.n == 0) return 0;
   if (norm.rows == 0) return write_zeros(norm, stream);
   if (!norm.grad_x && !norm.grad_dropped && !problem.wants_sums()) return 0;

@@ -74,7 +74,7 @@ inline bool make_ring(Ring& ring, const NormBackwardProblem& p, int slots, int m
   const int all = std::min(most_threads, ring_threads(slots, added));
   if (threads > all) return false;
   int groups = cluster > 1 ? 1 : std::min(kMostRingGroups, all / threads);
-  const int of_warp = kWarp * slots * size * (p.x_size * (added ? 2 : 1) + p.y_size);
+  const int of_warp = kWarp * slots * size * bytes_ahead(p, added);
   const int weight_bytes = p.weighted && p.fp32_weights ? 4 : p.y_size;
   int64_t stage, beside;  // bytes of a row of all groups, and of what a block has besides rows
   const auto measure = [&] {
@@ -89,7 +89,7 @@ inline bool make_ring(Ring& ring, const NormBackwardProblem& p, int slots, int m
   }
   int stages = int(std::min<int64_t>({(device.shared_a_block - beside) / stage, most_stages, kMostRingStages}));
   if (added && !measuring && (p.n * p.y_size <= kLongestFew || (p.drops && cluster <= kMaxCluster))) {
-    const int64_t ahead = divide_up(groups * p.n, int64_t(cluster)) * int64_t(2 * p.x_size + p.y_size);
+    const int64_t ahead = divide_up(groups * p.n, int64_t(cluster)) * int64_t(bytes_ahead(p, added));
     stages = std::min(stages, std::max(kBehind, int(kMostAhead / ahead)));
   }
   if (stages < 2) return false;
@@ -110,7 +110,7 @@ inline Ring ring_by_rules(const NormBackwardProblem& p, const Device& device) {
   const RowChoice* const choice = choice_for(FUSELINE_LAYER_NORM_BACKWARD, p.y_size, p.n);
   const bool table = choice && choice->stages >= 2 && !is_added(p);
   if (!table && bytes < shortest) return ring;
-  if (bytes <= kLongestHeld && p.rows < kFewNormRows * device.processors && !p.fp16) return ring;
+  if (bytes <= kLongestHeld && p.rows < kFewNormRows * device.processors && !p.fp16 && !p.normalized) return ring;
   const bool by_table = table && fits(choice->held, choice->block, choice->cluster, choice->stages);
   // A warp that holds a whole row waits for no other.
   const bool one_warp =
@@ -249,12 +249,14 @@ inline NormBackwardPlan plan_norm_backward(const NormBackwardProblem& p, const D
     if (!plan_ring(plan, p, measured, grants, device)) plan_held(plan, p, nullptr, grants, device);
     return plan;
   }
-  if (p.rows <= kMostFewRows && plan_apart(plan, p, device)) return plan;
-  if (p.rows <= kMostFewRows && plan_few(plan, p, grants, device)) return plan;
-  plan = {};
-  if (plan_tiles(plan, p, device)) return plan;
+  if (!p.normalized) {
+    if (p.rows <= kMostFewRows && plan_apart(plan, p, device)) return plan;
+    if (p.rows <= kMostFewRows && plan_few(plan, p, grants, device)) return plan;
+    plan = {};
+    if (plan_tiles(plan, p, device)) return plan;
+  }
   if (plan_ring(plan, p, nullptr, grants, device)) return plan;
-  if (plan_held(plan, p, nullptr, grants, device)) return plan;
+  if (!p.normalized && plan_held(plan, p, nullptr, grants, device)) return plan;
   plan = {};
   plan_general(plan, p, device);
   return plan;

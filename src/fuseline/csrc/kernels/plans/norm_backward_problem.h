@@ -44,6 +44,7 @@ struct NormBackwardProblem {
   int64_t rows, n;
   bool centred;          // a layer norm
   bool drops;            // there is a mask
+  bool normalized;       // x comes as (x - mean) * rstd in grad_y's dtype
   bool weighted;         // there is a weight
   bool fp32_weights;     // weights and their gradients are fp32
   bool rows_aligned;     // tensors of rows begin at multiples of 16 bytes
@@ -96,6 +97,10 @@ inline int64_t columns_of_partials(int64_t n) { return (n + 3) / 4 * 4; }
 inline bool is_added(const NormBackwardProblem& p) { return p.sums() == kSumsOfAddedNorm; }
 inline bool is_mixed(const NormBackwardProblem& p) { return p.x_size > p.y_size; }
 inline bool has_rings_alone(const NormBackwardProblem& p) { return p.fp16 && !is_mixed(p); }
+// Bytes of an element of x, grad_y and the gradient of a sum.
+inline int bytes_ahead(const NormBackwardProblem& p, bool added) {
+  return (p.normalized ? p.y_size : p.x_size) + p.y_size + (added ? p.x_size : 0);
+}
 inline int64_t vectors_of(const NormBackwardProblem& p) { return divide_up(p.n, 16 / p.y_size); }
 inline bool in_vectors(const NormBackwardProblem& p) {
   return p.n % (16 / p.y_size) == 0 && p.rows_aligned && p.weight_aligned;
