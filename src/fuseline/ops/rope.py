@@ -147,7 +147,7 @@ def rope_pair(
     dims: int | None = None,
     seq_dim: int = -2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` of queries and of keys, in one launch each way where all their sizes but the heads are alike.
+    """`rope` of queries and keys, in one launch each way where all their sizes but the heads are alike.
 
     The arguments are those of `rope`, `dims` of each by itself if absent; so are errors and the results' bits.
     """
