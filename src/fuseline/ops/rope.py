@@ -149,7 +149,7 @@ def rope_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rope` of queries and keys, in one launch each way where all their sizes but the heads are alike.
 
-    The arguments are those of `rope`, `dims` of each by itself if absent; so are errors and the results' bits.
+    Arguments, errors and the results' bits are those of `rope`; `dims` is each one's own if absent.
     """
     device = q.device.type
     if native.ready(device) and not (device == "cuda" and torch.float64 in (q.dtype, k.dtype)):
