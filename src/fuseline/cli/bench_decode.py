@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-decode")
+POSITIONS = (200,)
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,12 @@ class Options(Recorded, Seeded):
     """Shape of the model: llama2-7b, llama3-8b, gpt2, ..; auto: llama2-7b on a GPU, else llama-tiny."""
     batch_size: tuple[int, ...] = (1, 8)
     """Rows decoded together."""
-    positions: tuple[int, ...] = (200,)
+    positions: tuple[int, ...] = POSITIONS
     """Places in the context around which steps are timed."""
+    drawn: int | None = None
+    """Positions drawn from --seed besides, at which nothing was chosen, with the first number of rows and in
+    the first format; their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no other
+    --positions are named."""
     capacity: int = 512
     """Positions that the cache has room for."""
     formats: tuple[str, ...] = ()
@@ -76,6 +82,7 @@ def run(options: Options) -> int:
         options.resume,
         jobs=options.jobs,
         gptfast=options.gptfast,
+        drawn=drawn.how_many(options.drawn, named=options.positions != POSITIONS, on_gpu=on_gpu),
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -88,7 +95,7 @@ def run(options: Options) -> int:
     left = suite.left(bench, out)
     if left:
         remarks.append(f"The budget left out {len(left)} measurements; --resume takes them up.")
-    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=options.json)
+    return publish(records, out / "decode.jsonl", _tables(records), remarks, as_json=options.json)
 
 
 def skipped(records: Sequence[Record]) -> list[str]:
@@ -97,12 +104,19 @@ def skipped(records: Sequence[Record]) -> list[str]:
     return [*dict.fromkeys(f"Skipped: {record.peer}: {record.case['reason']}" for record in left)]
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _tables(records: Sequence[Record]) -> list[Table]:
+    """What is always measured, and apart from it what was drawn at random."""
+    listed, at_random = drawn.apart(records)
+    titles = {"Decoding": listed, "Decoding, positions drawn at random": at_random}
+    return [_table(title, found) for title, found in titles.items() if found]
+
+
+def _table(title: str, records: Sequence[Record]) -> Table:
     from rich import box
     from rich.table import Table
 
     metrics = ("tokens_per_s", "iteration_ms", "share_of_copy", "ttft_ms", "peak_memory_gib")
-    table = Table(title="Decoding", box=box.SIMPLE)
+    table = Table(title=title, box=box.SIMPLE)
     for heading in ("rows", "position", "format", "by"):
         table.add_column(heading)
     for heading in ("tokens/s", "ms a step", "share of copy", "first token, ms", "memory, GiB"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -89,11 +90,8 @@ def _skipped(records: Sequence[Record]) -> list[str]:
 
 def _tables(records: Sequence[Record]) -> list[Table]:
     """What is always measured, and apart from it what was drawn at random."""
-    from fuseline.bench.drawn import LABEL
-
-    drawn = [record for record in records if record.case.get(LABEL)]
-    listed = [record for record in records if not record.case.get(LABEL)]
-    titles = {"Linear layers": listed, "Sizes drawn at random": drawn}
+    listed, at_random = drawn.apart(records)
+    titles = {"Linear layers": listed, "Sizes drawn at random": at_random}
     return [_table(title, found) for title, found in titles.items() if found]
 
 

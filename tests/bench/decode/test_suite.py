@@ -166,7 +166,16 @@ def test_a_gpt_is_compared_too() -> None:
 
 def test_records_say_what_was_run(tmp_path: Path) -> None:
     bench = DecodeBench(
-        CPU, "llama-tiny", (1, 2), (40,), 64, ("fp32", "int8"), ("fuseline", "eager"), steps=2, runs=3
+        CPU,
+        "llama-tiny",
+        (1, 2),
+        (40,),
+        64,
+        ("fp32", "int8"),
+        ("fuseline", "eager"),
+        steps=2,
+        runs=3,
+        drawn=1,
     )
     seen: list[str] = []
     records = run(bench, tmp_path, lambda now, done, total: seen.append(now))
@@ -183,7 +192,10 @@ def test_records_say_what_was_run(tmp_path: Path) -> None:
         assert rate.value == pytest.approx(int(str(rate.case["batch"])) * 1e3 / (time.value or 0))
         assert (rate.low or 0) <= (rate.value or 0) <= (rate.high or 0)
         assert rate.n == 3
+    at_random = {(r.peer, r.case["batch"], r.case["format"]) for r in rates if r.case.get("drawn")}
+    assert at_random == {("fuseline", 1, "fp32"), ("eager", 1, "fp32")}
     page = report.build(records, tmp_path).read_text()
+    assert "Positions drawn at random, at which nothing was chosen" in page
     assert "Decoding: llama-tiny" in page
     assert "tokens/s with 1 row in" in page
 
@@ -227,5 +239,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "llama-tiny: " in capsys.readouterr().out
     small = ["--peers", "fuseline", "--formats", "fp32", "--batch-size", "1", "--steps", "2", "--runs", "3"]
     assert command([*arguments, *small, "--positions", "40"]) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "drawn at random" not in printed
     assert (tmp_path / "index.html").exists()

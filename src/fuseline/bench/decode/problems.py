@@ -9,6 +9,7 @@ import torch
 
 from fuseline.bench.decode.contenders import FORMATS, PEERS
 from fuseline.bench.decode.plain_torch import FLOATS
+from fuseline.bench.drawn import check_count, drawn_lengths
 from fuseline.errors import InputError, unknown_name
 from fuseline.training.text_generator import Numbers, TextGenerator, Wanted, load
 
@@ -17,13 +18,14 @@ WARM_UP = 3  # steps: the first records or compiles
 
 @dataclass(frozen=True)
 class Problem:
-    """`batch` rows in `format`, timed around `position` of `capacity`."""
+    """`batch` rows in `format`, timed around `position` of `capacity`, which may be a `drawn` one."""
 
     batch: int
     format: str
     position: int
     capacity: int
     peer: str
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class DecodeBench:
 
     With `budget_seconds` a problem is left out that would not be done in time, by how long its contender's
     others took; with `resume` what the same commit measured into the same folder before is not done again.
-    `jobs` processes compile beforehand.
+    `jobs` processes compile beforehand. Besides, the first format and batch are timed around `drawn`
+    positions from `seed`, fewer where the cache has no room for so many.
     """
 
     device: torch.device
@@ -52,6 +55,7 @@ class DecodeBench:
     jobs: int = 0
     gptfast: Path | None = None
     """Folder of a checkout of gpt-fast, whose files are a contender."""
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -64,6 +68,7 @@ class DecodeBench:
         for what, number in fewest.items():
             if number < 1:
                 raise InputError(f"{number} {what} leave nothing to measure. Take one or more.")
+        check_count(self.drawn)
         before = self.before
         for position in self.positions:
             if position <= before or position + self.tokens - before >= self.capacity:
@@ -94,13 +99,21 @@ class DecodeBench:
     def problems(self) -> tuple[Problem, ...]:
         """All of them, those of one format together, and of these those of one contender."""
         return tuple(
-            Problem(batch, format, position, self.capacity, peer)
+            Problem(batch, format, position, self.capacity, peer, drawn)
             for format in self.formats
             for peer in self.peers
-            for batch in self.batches
-            for position in self.positions
             if format in FORMATS.get(peer, FLOATS)
+            for batch, position, drawn in self._places(format)
         )
+
+    def _places(self, format: str) -> list[tuple[int, int, bool]]:
+        """Rows and positions that are measured in a format, and whether these were drawn."""
+        listed = [(batch, position, False) for batch in self.batches for position in self.positions]
+        if not self.drawn or format != self.formats[0]:
+            return listed
+        first, last = self.before + 1, self.capacity - 1 - self.tokens + self.before
+        positions = drawn_lengths(self.seed, first, last, self.positions, count=self.drawn)
+        return [*listed, *((self.batches[0], position, True) for position in positions)]
 
 
 def made_model(bench: DecodeBench, format: str, rows: int = 1) -> TextGenerator:

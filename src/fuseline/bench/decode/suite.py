@@ -16,6 +16,7 @@ from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.decode.contenders import Contender, contender
 from fuseline.bench.decode.problems import WARM_UP, DecodeBench, Problem, made_model
 from fuseline.bench.decode.warmup import compile_steps
+from fuseline.bench.drawn import LABEL
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.errors import InputError
@@ -113,6 +114,8 @@ def _measured(
         "preset": bench.preset,
         **_sizes(problem),
     }
+    if problem.drawn:
+        case[LABEL] = True
     if problem.format == "int4":
         case["group_size"] = 128
     if generator.left:
