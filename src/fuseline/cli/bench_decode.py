@@ -42,8 +42,8 @@ class Options(Recorded, Seeded):
     formats: tuple[str, ...] = ()
     """Of bf16, fp32, int8, int4, fp8; on a CPU fp32 and int8 if none is named, on a GPU all but fp32."""
     peers: tuple[str, ...] = ()
-    """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled. All if
-    none is named."""
+    """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled,
+    max-autotune. All but max-autotune, which compiles for minutes, if none is named."""
     gptfast: Path | None = None
     """Folder of a checkout of gpt-fast; its own files decode too (peer gptfast-files). Its license is its
     own."""
@@ -57,6 +57,9 @@ class Options(Recorded, Seeded):
     """Measure what the same commit has not measured into the folder yet."""
     jobs: int = 0
     """Processes that compile for the peers beforehand, side by side; 0 for none."""
+    own_clock: bool = False
+    """Let inductor tune by its own clock, 0.1 s for each configuration, and not by a brief one. Its peers are
+    recorded under names of their own, so that both stand and the better counts."""
 
 
 def run(options: Options) -> int:
@@ -74,7 +77,7 @@ def run(options: Options) -> int:
         options.positions,
         options.capacity if on_gpu or options.capacity != 512 else 256,
         split_names(options.formats) or (("bf16", "int8", "int4", "fp8") if on_gpu else ("fp32", "int8")),
-        split_names(options.peers) or suite.PEERS,
+        split_names(options.peers) or suite.DEFAULTS,
         options.steps,
         options.runs,
         options.seed,
@@ -82,6 +85,7 @@ def run(options: Options) -> int:
         options.resume,
         jobs=options.jobs,
         gptfast=options.gptfast,
+        own_clock=options.own_clock,
         drawn=drawn.how_many(options.drawn, named=options.positions != POSITIONS, on_gpu=on_gpu),
     )
     out = options.out or DEFAULT_OUT

@@ -44,6 +44,9 @@ class Options(Recorded, Seeded):
     """Leave out what --out holds already from this GPU, torch and commit."""
     jobs: int | None = None
     """Processes that compile for the peers beforehand; 0 for none, by default one a core on a GPU machine."""
+    own_clock: bool = False
+    """Let inductor tune by its own clock, 0.1 s for each configuration, and not by a brief one. Its peers are
+    recorded under names of their own, so that both stand and the better counts."""
 
 
 def run(options: Options) -> int:
@@ -68,6 +71,7 @@ def run(options: Options) -> int:
         jobs=default_jobs(device) if options.jobs is None else options.jobs,
         resume=options.resume,
         seed=options.seed,
+        own_clock=options.own_clock,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:

@@ -243,3 +243,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens/s" in printed
     assert "drawn at random" not in printed
     assert (tmp_path / "index.html").exists()
+
+
+def test_max_autotune_and_inductors_own_clock_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "max-autotune" not in DecodeBench(CPU, "llama-tiny").peers
+    seen: list[bool] = []
+
+    def compiled(*given: Any, autotuned: bool, **options: Any) -> Compiled:
+        seen.append(autotuned)
+        return Compiled(*given, backend="eager", **options)
+
+    monkeypatch.setattr(contenders, "Compiled", compiled)
+    peers = ("fuseline", "gptfast", "max-autotune")
+    bench = DecodeBench(CPU, "llama-tiny", (1,), (40,), 64, ("fp32",), peers, steps=2, runs=2)
+    first = run(bench, tmp_path, lambda *_: None)
+    second = run(replace(bench, own_clock=True, resume=True), tmp_path, lambda *_: None)
+    rates = [r.peer for r in (*first, *second) if r.metric == "tokens_per_s"]
+    assert rates == ["fuseline", "gptfast", "gptfast-own-clock"]
+    skipped = {r.peer: r.case["reason"] for r in (*first, *second) if r.metric == "skipped"}
+    reason = "max-autotune chooses among a GPU's kernels"
+    assert skipped == {"max-autotune": reason, "max-autotune-own-clock": reason}
+    assert seen == [False, False]
+    assert not left(replace(bench, own_clock=True), tmp_path)
+
+
+def test_max_autotune_compiles_with_that_option(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    for autotuned in (False, True):
+        Compiled(in_plain_torch(model), batch=1, capacity=32, autotuned=autotuned)
+    assert [options["options"]["max_autotune"] for options in asked] == [False, True]
+    listed = torch._inductor.list_mode_options("max-autotune")
+    assert {**asked[1]["options"], **listed} == asked[1]["options"]

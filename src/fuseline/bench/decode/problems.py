@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fuseline.bench.decode.contenders import FORMATS, PEERS
+from fuseline.bench.compiling import OWN_CLOCK
+from fuseline.bench.decode.contenders import COMPILED, DEFAULTS, FORMATS, PEERS
 from fuseline.bench.decode.plain_torch import FLOATS
 from fuseline.bench.drawn import check_count, drawn_lengths
 from fuseline.errors import InputError, unknown_name
@@ -35,7 +36,8 @@ class DecodeBench:
     With `budget_seconds` a problem is left out that would not be done in time, by how long its contender's
     others took; with `resume` what the same commit measured into the same folder before is not done again.
     `jobs` processes compile beforehand. Besides, the first format and batch are timed around `drawn`
-    positions from `seed`, fewer where the cache has no room for so many.
+    positions from `seed`, fewer where the cache has no room for so many. With `own_clock` inductor tunes by
+    its own clock, and its contenders have names of their own in records: both stand, and the better counts.
     """
 
     device: torch.device
@@ -44,7 +46,7 @@ class DecodeBench:
     positions: tuple[int, ...] = (200,)
     capacity: int = 512
     formats: tuple[str, ...] = ("bf16", "int8", "int4", "fp8")
-    peers: tuple[str, ...] = PEERS
+    peers: tuple[str, ...] = DEFAULTS
     steps: int = 10
     runs: int = 7
     seed: int = 1337
@@ -56,6 +58,7 @@ class DecodeBench:
     gptfast: Path | None = None
     """Folder of a checkout of gpt-fast, whose files are a contender."""
     drawn: int = 0
+    own_clock: bool = False
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -86,6 +89,10 @@ class DecodeBench:
     def before(self) -> int:
         """Of these, before the middle."""
         return WARM_UP + self.runs * self.steps // 2
+
+    def recorded(self, peer: str) -> str:
+        """The name of a contender in records."""
+        return peer + OWN_CLOCK if self.own_clock and peer in COMPILED else peer
 
     def within(self, context: int) -> DecodeBench:
         """The same for a model of so many positions: no further, with fewer tokens a run if need be."""
