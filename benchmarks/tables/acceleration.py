@@ -15,7 +15,16 @@ OURS = ("fuseline-eager", "fuseline")
 
 def acceleration(records: Sequence[Record]) -> list[str]:
     """Milliseconds a step by each, the paired ratio of the fastest of the others to ours, and memory; nothing
-    where there are no records."""
+    where there are no records. Lengths drawn at random have a table of their own."""
+    listed = [r for r in records if not r.case.get("drawn")]
+    at_random = _lines([r for r in records if r.case.get("drawn")])
+    lines = _lines(listed)
+    if at_random:
+        lines += ["", "The same at lengths drawn at random, at which nothing was chosen:", "", *at_random]
+    return [*lines, "", source(records)] if lines else []
+
+
+def _lines(records: Sequence[Record]) -> list[str]:
     times, memory = newest(records, "iteration_ms", _place), newest(records, "peak_memory_gib", _place)
     ready = newest(records, "compile_s", _place)
     ratios: dict[tuple[object, ...], Record] = {
@@ -42,7 +51,7 @@ def acceleration(records: Sequence[Record]) -> list[str]:
         body.append(["geometric mean", *([""] * len(peers)), f"**{mean:.2f}x**", "", "", ""])
     head = [f"{NAMES.get(peer, named(peer))}, ms" for peer in peers]
     tail = ["best of the others over `training_step`", "eager, GiB", "Fuseline, GiB", "ready after, s"]
-    return [*table(["model", *head, *tail], body), "", source(records)]
+    return table(["model", *head, *tail], body)
 
 
 NAMES = {"fuseline": "recorded, ours", "fuseline-eager": "accelerated, own loop"}

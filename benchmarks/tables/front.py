@@ -23,7 +23,9 @@ def steps(records: Sequence[Record]) -> list[str]:
         case = r.case
         model = case.get("model") or case.get("preset")
         keys = ("task", "batch", "seqlen_q", "dtype", "dropout")
-        return (r.device, model, *(case.get(key) for key in keys)) if model else None
+        if not model or case.get("drawn"):
+            return None
+        return (r.device, model, *(case.get(key) for key in keys))
 
     times, memory = newest(records, "iteration_ms", place), newest(records, "peak_memory_gib", place)
     body = []
@@ -181,7 +183,14 @@ def _linears(records: Sequence[Record]) -> list[Line]:
 
 def step_in_words(records: Sequence[Record]) -> list[str]:
     """One line: the largest training step of GPT-2 on record, ours and compiled nanoGPT's."""
-    times = [r for r in records if r.metric == "iteration_ms" and r.case.get("preset") == "gpt2" and r.value]
+    times = [
+        r
+        for r in records
+        if r.metric == "iteration_ms"
+        and r.case.get("preset") == "gpt2"
+        and r.value
+        and not r.case.get("drawn")
+    ]
     largest = max(int(str(r.case["batch"])) for r in times)
     found = {r.peer: r for r in times if r.case["batch"] == largest}
     ours, theirs = fastest_of(found, OURS), fastest_of(found, sorted(set(found) - set(OURS)))

@@ -129,7 +129,9 @@ def attention_layer(records: Sequence[Record]) -> list[str]:
 
     def place(r: Record) -> tuple[object, ...] | None:
         case = r.case
-        if case.get("form") != "shared" or case.get("dtype") != "float32" or case.get("baseline") != "python":
+        if case.get("form") != "shared" or case.get("dtype") != "float32" or case.get("drawn"):
+            return None
+        if case.get("baseline") != "python":
             return None
         return case["direction"], case["seqlen_q"], case["embed_dim"]
 

@@ -134,6 +134,17 @@ def test_within_a_search_configurations_are_timed_again(monkeypatch: pytest.Monk
     assert CachingAutotuner.bench is module._untimed
 
 
+def test_inductor_may_tune_by_its_own_clock() -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    own, gpu = benchmarker.benchmark, torch.device("cuda")
+    with module.tuned_here(gpu):
+        assert benchmarker.benchmark != own
+    with module.tuned_here(gpu, own_clock=True):
+        assert benchmarker.benchmark == own
+        assert torch._inductor.config.autotune_local_cache is False
+
+
 MEASURES = """
 import os, sys, time
 from pathlib import Path

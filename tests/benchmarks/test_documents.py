@@ -179,6 +179,18 @@ def test_users_models_have_a_column_for_everyone(documents: ModuleType) -> None:
     assert documents.accelerations.acceleration([]) == []
 
 
+def test_lengths_drawn_at_random_have_a_table_of_their_own(documents: ModuleType) -> None:
+    usual = [a_record(), a_record(peer="eager", value=60.0)]
+    case = {**usual[0].case, "seqlen_q": 411, "drawn": True}
+    at_random = [a_record(case=case), a_record(peer="eager", value=70.0, case=case)]
+    lines = documents.accelerations.acceleration([*usual, *at_random])
+    place = lines.index("The same at lengths drawn at random, at which nothing was chosen:")
+    assert [line for line in lines if "x 411" in line] == [lines[place + 4]]
+    assert "70.00" in lines[place + 4]
+    front = documents.front.steps([*usual, *at_random])
+    assert front == documents.front.steps(usual)
+
+
 def test_figures_of_older_kernels_are_known_by_the_hashes_of_their_records(documents: ModuleType) -> None:
     softmax = {"op": "softmax", "n": 4}
     today = kernel_sources.hashes("ops", softmax, "fuseline", "time_us", on_gpu=True)

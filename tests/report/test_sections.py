@@ -134,6 +134,7 @@ def test_the_best_that_torch_does_alone_is_the_headline(ladder_records):
     assert headline.words.startswith("[1.22, 1.28] faster than the best that torch does alone")
     assert "11.81x" not in headline.words
     assert headline.below.startswith("11.81x [11.77, 11.88] faster than plain PyTorch")
+    assert headline.below.endswith("Torch alone was timed as inductor.")
     assert section.summary.startswith("1.25x")
     tokens = {label: (value, detail) for label, value, detail in headline.tiles}["tokens a second"]
     assert tokens == ("469\u202f456", "torch alone 375\u202f564")

@@ -6,13 +6,22 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import cycle, islice
 
+from fuseline.errors import InputError
 from fuseline.native import layouts
 
 COUNT = 5
 LABEL = "drawn"  # of the flag in a record's case
 ALIGNED = 8  # elements: every other length is a multiple, as most models' are
+
+
+def check_count(count: int) -> None:
+    """`InputError` for fewer than no sizes."""
+    if count < 0:
+        raise InputError(f"--drawn {count}: it must be 0 or more.")
 
 
 def drawn_lengths(
@@ -38,6 +47,16 @@ def drawn_lengths(
         if low <= n <= high and n not in left_out:
             found.add(n)
     return tuple(sorted(found))
+
+
+def dealt(count: int, names: Sequence[str]) -> Counter[str]:
+    """How many of `count` draws each of `names` gets, dealt out one by one."""
+    return Counter(islice(cycle(names), count))
+
+
+def with_as_many_tokens(batch: int, seqlen: int, length: int) -> int:
+    """The batch of sequences of `length` tokens that has about as many tokens as `batch` of `seqlen`."""
+    return max(1, round(batch * seqlen / length))
 
 
 @functools.cache

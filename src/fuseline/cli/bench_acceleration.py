@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import drawn
 from fuseline.cli.contests import contest_table, paired, progress, value
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -36,6 +37,9 @@ class Options(Recorded, Seeded):
     max-autotune if none is named."""
     preset: str = "auto"
     """full, or small: the same architectures shrunk for a processor. auto: full on a GPU, else small."""
+    drawn: int | None = None
+    """Lengths drawn from --seed besides, at which nothing was chosen, dealt out to the cases but for images;
+    their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no --cases are named."""
     precision: str = "auto"
     """Of the weights: bf16 or fp32; auto: bf16 on a GPU, else fp32."""
     seconds: float = 10.0
@@ -57,7 +61,7 @@ def run(options: Options) -> int:
     file = out / "acceleration.jsonl"
     with progress(_WORDS) as observe:
         records = suite.run(bench, file, observe)
-    return publish(records, file, [_table(records)], _remarks(records), width=140, as_json=options.json)
+    return publish(records, file, _tables(records), _remarks(records), width=140, as_json=options.json)
 
 
 def _bench(options: Options) -> AccelerationBench:
@@ -69,9 +73,11 @@ def _bench(options: Options) -> AccelerationBench:
     device = torch.device(resolve_device(options.device))
     on_gpu = device.type == "cuda"
     cases = split_names(options.cases)
+    count = drawn.how_many(options.drawn, named=bool(cases), on_gpu=on_gpu)
     return AccelerationBench(
         device,
         cases,
+        drawn=count,
         preset=("full" if on_gpu else "small") if options.preset == "auto" else options.preset,
         dtype=("bf16" if on_gpu else "fp32") if options.precision == "auto" else options.precision,
         peers=split_names(options.peers) or DEFAULTS,
@@ -79,15 +85,14 @@ def _bench(options: Options) -> AccelerationBench:
         rounds=options.rounds,
         budget_s=parse_duration(options.budget) or math.inf,
         seed=options.seed,
-        apart=on_gpu and len(cases) != 1,
+        apart=on_gpu and (len(cases) != 1 or count > 0),
     )
 
 
 def _print_plan(bench: AccelerationBench) -> None:
-    from fuseline.bench.acceleration import find_cases
     from fuseline.bench.acceleration.contenders import why_not
 
-    for case in find_cases(bench.cases, bench.preset):
+    for case in bench.found():
         print(f"{case}, {bench.dtype}, on {bench.device}:")
         for peer in bench.contenders:
             reason = why_not(peer, bench.device)
@@ -102,10 +107,18 @@ _WORDS = {
 }
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _tables(records: Sequence[Record]) -> list[Table]:
+    """What is always measured, and apart from it what was drawn at random."""
+    listed, at_random = drawn.apart(records)
+    title = "Models unchanged and accelerated"
+    tables = [_table(title, listed)]
+    return [*tables, _table(f"{title}, lengths drawn at random", at_random)] if at_random else tables
+
+
+def _table(title: str, records: Sequence[Record]) -> Table:
     loss, output = value("loss_error", "{:.1e}"), value("error", "{:.1e}")
     return contest_table(
-        "Models unchanged and accelerated",
+        title,
         records,
         lambda r: f"{r.case['model']}, {r.case['task']}, {r.case['batch']} x {r.case['seqlen_q']}",
         {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -45,6 +46,9 @@ class Options(Recorded, Seeded):
     """For the suite small: shared (one projection for all heads, as in the seed), full (a projection for
     each), block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if
     none is named."""
+    drawn: int | None = None
+    """For the suite small: lengths drawn from --seed besides, at which nothing was chosen; their figures
+    stand apart. 0 for none; 5 on a GPU and 2 on a processor by default."""
     write_table: Path | None = None
     """Measure problems for the picker instead: typical ones for the table in this file, as those in
     `src/fuseline/ops/attention/shipped/`, and random ones for the networks beside it."""
@@ -99,6 +103,7 @@ def run(options: Options) -> int:
         only=options.only,
         budget_seconds=bench.budget_seconds,
         resume=options.resume,
+        drawn=drawn.how_many(options.drawn, named=False, on_gpu=device.type == "cuda"),
     )
     if options.only and options.write_table is not None:
         raise InputError(

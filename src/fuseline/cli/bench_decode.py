@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fuseline.records import Record
 
 DEFAULT_OUT = Path("fuseline-decode")
+POSITIONS = (200,)
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,19 @@ class Options(Recorded, Seeded):
     """Shape of the model: llama2-7b, llama3-8b, gpt2, ..; auto: llama2-7b on a GPU, else llama-tiny."""
     batch_size: tuple[int, ...] = (1, 8)
     """Rows decoded together."""
-    positions: tuple[int, ...] = (200,)
+    positions: tuple[int, ...] = POSITIONS
     """Places in the context around which steps are timed."""
+    drawn: int | None = None
+    """Positions drawn from --seed besides, at which nothing was chosen, with the first number of rows and in
+    the first format; their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no other
+    --positions are named."""
     capacity: int = 512
     """Positions that the cache has room for."""
     formats: tuple[str, ...] = ()
     """Of bf16, fp32, int8, int4, fp8; on a CPU fp32 and int8 if none is named, on a GPU all but fp32."""
     peers: tuple[str, ...] = ()
-    """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled. All if
-    none is named."""
+    """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled,
+    max-autotune. All but max-autotune, which compiles for minutes, if none is named."""
     gptfast: Path | None = None
     """Folder of a checkout of gpt-fast; its own files decode too (peer gptfast-files). Its license is its
     own."""
@@ -51,6 +57,9 @@ class Options(Recorded, Seeded):
     """Measure what the same commit has not measured into the folder yet."""
     jobs: int = 0
     """Processes that compile for the peers beforehand, side by side; 0 for none."""
+    own_clock: bool = False
+    """Let inductor tune by its own clock, 0.1 s for each configuration, and not by a brief one. Its peers are
+    recorded under names of their own, so that both stand and the better counts."""
 
 
 def run(options: Options) -> int:
@@ -68,7 +77,7 @@ def run(options: Options) -> int:
         options.positions,
         options.capacity if on_gpu or options.capacity != 512 else 256,
         split_names(options.formats) or (("bf16", "int8", "int4", "fp8") if on_gpu else ("fp32", "int8")),
-        split_names(options.peers) or suite.PEERS,
+        split_names(options.peers) or suite.DEFAULTS,
         options.steps,
         options.runs,
         options.seed,
@@ -76,6 +85,8 @@ def run(options: Options) -> int:
         options.resume,
         jobs=options.jobs,
         gptfast=options.gptfast,
+        own_clock=options.own_clock,
+        drawn=drawn.how_many(options.drawn, named=options.positions != POSITIONS, on_gpu=on_gpu),
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -88,7 +99,7 @@ def run(options: Options) -> int:
     left = suite.left(bench, out)
     if left:
         remarks.append(f"The budget left out {len(left)} measurements; --resume takes them up.")
-    return publish(records, out / "decode.jsonl", [_table(records)], remarks, as_json=options.json)
+    return publish(records, out / "decode.jsonl", _tables(records), remarks, as_json=options.json)
 
 
 def skipped(records: Sequence[Record]) -> list[str]:
@@ -97,12 +108,19 @@ def skipped(records: Sequence[Record]) -> list[str]:
     return [*dict.fromkeys(f"Skipped: {record.peer}: {record.case['reason']}" for record in left)]
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _tables(records: Sequence[Record]) -> list[Table]:
+    """What is always measured, and apart from it what was drawn at random."""
+    listed, at_random = drawn.apart(records)
+    titles = {"Decoding": listed, "Decoding, positions drawn at random": at_random}
+    return [_table(title, found) for title, found in titles.items() if found]
+
+
+def _table(title: str, records: Sequence[Record]) -> Table:
     from rich import box
     from rich.table import Table
 
     metrics = ("tokens_per_s", "iteration_ms", "share_of_copy", "ttft_ms", "peak_memory_gib")
-    table = Table(title="Decoding", box=box.SIMPLE)
+    table = Table(title=title, box=box.SIMPLE)
     for heading in ("rows", "position", "format", "by"):
         table.add_column(heading)
     for heading in ("tokens/s", "ms a step", "share of copy", "first token, ms", "memory, GiB"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -43,6 +44,9 @@ class Options(Recorded, Seeded):
     """Leave out what --out holds already from this GPU, torch and commit."""
     jobs: int | None = None
     """Processes that compile for the peers beforehand; 0 for none, by default one a core on a GPU machine."""
+    own_clock: bool = False
+    """Let inductor tune by its own clock, 0.1 s for each configuration, and not by a brief one. Its peers are
+    recorded under names of their own, so that both stand and the better counts."""
 
 
 def run(options: Options) -> int:
@@ -67,6 +71,7 @@ def run(options: Options) -> int:
         jobs=default_jobs(device) if options.jobs is None else options.jobs,
         resume=options.resume,
         seed=options.seed,
+        own_clock=options.own_clock,
     )
     out = options.out or DEFAULT_OUT
     if options.dry_run:
@@ -89,11 +94,8 @@ def _skipped(records: Sequence[Record]) -> list[str]:
 
 def _tables(records: Sequence[Record]) -> list[Table]:
     """What is always measured, and apart from it what was drawn at random."""
-    from fuseline.bench.drawn import LABEL
-
-    drawn = [record for record in records if record.case.get(LABEL)]
-    listed = [record for record in records if not record.case.get(LABEL)]
-    titles = {"Linear layers": listed, "Sizes drawn at random": drawn}
+    listed, at_random = drawn.apart(records)
+    titles = {"Linear layers": listed, "Sizes drawn at random": at_random}
     return [_table(title, found) for title, found in titles.items() if found]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from fuseline.cli import drawn
 from fuseline.cli.measuring import measuring
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -28,7 +29,6 @@ GPU_LENGTHS = (
 FEW_ROWS = (4, 32, 128, 512)
 FEW_ROWS_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
 CPU_LENGTHS = (128, 1024)
-CPU_DRAWN = 2
 # 256 MiB a matrix on a GPU: several times its L2. On a processor small enough to be done in a minute.
 GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
 CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
@@ -131,21 +131,13 @@ def _bench(options: Options) -> OpsBench:
         peers=split_names(options.peers) or tuple(PEERS),
         rows=rows,
         own_lengths=not (options.lengths or options.quick),
-        drawn=_drawn(options, on_gpu=on_gpu),
+        drawn=drawn.how_many(options.drawn, named=bool(options.lengths) or options.quick, on_gpu=on_gpu),
         loss_rows=LOSS_ROWS if on_gpu and options.elements is None else None,
         jobs=default_jobs(device) if options.jobs is None else options.jobs,
         budget_seconds=None if options.budget is None else parse_duration(options.budget),
         resume=options.resume,
         seed=options.seed,
     )
-
-
-def _drawn(options: Options, *, on_gpu: bool) -> int:
-    from fuseline.bench.drawn import COUNT
-
-    if options.drawn is not None:
-        return options.drawn
-    return 0 if options.lengths or options.quick else COUNT if on_gpu else CPU_DRAWN
 
 
 def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
@@ -157,8 +149,8 @@ def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
     how = "inside a CUDA graph" if bench.only_captured else "forward and backward"
     print(f"{len(cases)} cases on {bench.device}, {how}:")
     for case in cases:
-        drawn = "  (drawn)" if "drawn" in case else ""
-        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case) + drawn)
+        mark = "  (drawn)" if "drawn" in case else ""
+        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case) + mark)
     for peer, reason in absent.items():
         print(f"peer {peer:<12} {f'skipped: {reason}' if reason else 'here'}")
     print(f"Records would go to {out / 'ops.jsonl'}.")

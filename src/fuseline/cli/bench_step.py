@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseline.cli import drawn
 from fuseline.cli.contests import contest_table, paired, progress, value
 from fuseline.cli.names import split_names
 from fuseline.cli.options import Recorded, Seeded, resolve_device
@@ -37,6 +38,9 @@ class Options(Recorded, Seeded):
     """Sequences a step; the preset's own if not given (gpt2: 16, then 64)."""
     seqlen: int | None = None
     """Tokens a sequence; the preset's own if not given."""
+    drawn: int | None = None
+    """Sequence lengths drawn from --seed besides, at which nothing was chosen, dealt out to the presets;
+    their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no --seqlen is named."""
     precision: str = "auto"
     """bf16, fp32 or tf32; auto: bf16 on a GPU, else fp32."""
     dropout: float | None = None
@@ -68,7 +72,8 @@ def run(options: Options) -> int:
         for r in records
         if r.metric == "layers_in_fp8"
     ]
-    return publish(records, file, [_table(records)], [*skipped, *in_fp8], as_json=options.json)
+    remarks = [*skipped, *in_fp8]
+    return publish(records, file, _tables(records), remarks, width=140, as_json=options.json)
 
 
 def _bench(options: Options) -> StepBench:
@@ -86,6 +91,8 @@ def _bench(options: Options) -> StepBench:
         precision=precision,
         dropout=options.dropout,
         bias=not options.no_bias,
+        drawn=drawn.how_many(options.drawn, named=options.seqlen is not None, on_gpu=on_gpu),
+        seed=options.seed,
     )
     return StepBench(
         device,
@@ -117,10 +124,18 @@ _WORDS = {
 }
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _tables(records: Sequence[Record]) -> list[Table]:
+    """What is always measured, and apart from it what was drawn at random."""
+    listed, at_random = drawn.apart([record for record in records if record.metric != "skipped"])
+    title = "One training step"
+    tables = [_table(title, listed)]
+    return [*tables, _table(f"{title}, lengths drawn at random", at_random)] if at_random else tables
+
+
+def _table(title: str, records: Sequence[Record]) -> Table:
     return contest_table(
-        "One training step",
-        [record for record in records if record.metric != "skipped"],
+        title,
+        records,
         lambda r: f"{r.case['preset']} {r.case['batch']} x {r.case['seqlen_q']}",
         {
             "ms": value("iteration_ms", "{:.2f}"),

@@ -92,6 +92,7 @@ def _settings(options: Options) -> Settings:
         runs=options.runs,
         resume=options.resume,
         max_batch=options.max_batch,
+        max_autotune=options.max_autotune,
     )
 
 

@@ -41,6 +41,7 @@ def settings(options: Options) -> ModelSettings:
         runs=options.runs,
         resume=options.resume,
         max_batch="none",
+        max_autotune=options.max_autotune,
         work=_load(options),
     )
 

@@ -23,8 +23,8 @@ class Options(Recorded, Seeded):
     """A model of your own instead of a preset: MODULE:FUNCTION or FILE.py:FUNCTION, a function that returns
     (model, batch) or (model, batch, loss_fn), or a Hugging Face folder. It runs unchanged first, then with
     TF32, bf16, the fused AdamW, accelerate, torch.compile and a recorded step. It uses only --mode, --rungs,
-    --budget, --steps and --runs of the options below, and for a folder --batch-size (4) and --seqlen
-    (512)."""
+    --budget, --steps, --runs and --max-autotune of the options below, and for a folder --batch-size (4) and
+    --seqlen (512)."""
     preset: str = "auto"
     """tiny, shakespeare, gpt2, gpt2-medium, gpt2-large, gpt2-xl; auto: gpt2 on a GPU, else tiny."""
     checkpoint: Path | None = None
@@ -58,6 +58,10 @@ class Options(Recorded, Seeded):
     max_batch: str = "kept"
     """How to find the largest batch (GPU only): none: not at all; fit: predict it from two sizes; kept: try
     it, in a process of its own, for the kept eager rungs and the fastest rung; all: try it for every rung."""
+
+    max_autotune: bool = False
+    """Time the best that torch does alone under torch.compile's max-autotune, too (GPU only). It compiles for
+    minutes: give --budget as many more."""
 
     def budget_seconds(self, device: str) -> float | None:
         """What --budget says, or the default for such a device."""

@@ -25,7 +25,7 @@ from fuseline.bench.ladder.events import (
 from fuseline.bench.ladder.references import reference
 from fuseline.bench.ladder.result import Figure, RungResult
 from fuseline.bench.ladder.settings import Outcome, Planned, Settings
-from fuseline.bench.ladder.torch_alone import TORCH_ALONE
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE, modes_told
 from fuseline.records import Record
 
 NAME_WIDTH = 36
@@ -234,6 +234,7 @@ def _verdict(outcome: Outcome, settings: Settings) -> list[str]:
             recipe = settings.course.rung_of(best.spec).summary
             told = f"[bold]1.00x[/]. No rung of ours gained in this run: use torch's own, {recipe}"
         lines.append(f"{best.name} over the best that torch does alone: {told}")
+        lines.append(f"[dim]{modes_told(outcome.torch_modes)}[/]")
     if best is not None and total is not None:
         first = next((r.name for r in outcome.results if r.slot == "baseline"), "plain PyTorch")
         lines.append(f"{best.name} over {first}: {_ratio(total)}")

@@ -30,6 +30,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         for record in times:
             if record.case["captured"] == captured:
                 line = tuple(str(record.case[key]) for key in ("form", "dtype", "embed_dim", "direction"))
+                line = (line[0] + ", drawn lengths", *line[1:]) if record.case.get("drawn") else line
                 lines.setdefault(line, []).append(record)
         if not lines:
             continue

@@ -207,10 +207,13 @@ def test_a_process_that_dies_costs_one_case(tmp_path: Path, monkeypatch: pytest.
 def test_a_case_in_a_process_of_its_own(tmp_path: Path) -> None:
     peers = ("eager", "fuseline-eager")
     bench = AccelerationBench(
-        CPU, ("encoder",), "small", "fp32", peers, seconds=0.05, budget_s=300, apart=True
+        CPU, ("encoder",), "small", "fp32", peers, seconds=0.05, budget_s=300, apart=True, drawn=1
     )
     records = run(bench, tmp_path / "acceleration.jsonl", nothing)
-    assert {r.peer for r in records if r.metric == "iteration_ms"} == set(peers)
+    cases = bench.found()
+    assert len(cases) == 2
+    timed = {(r.peer, r.case["seqlen_q"], r.case.get("drawn")) for r in records if r.metric == "iteration_ms"}
+    assert timed == {(peer, case.seqlen, case.drawn or None) for peer in peers for case in cases}
 
 
 @pytest.mark.slow
@@ -304,8 +307,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command([*arguments, "--dry-run"]) == 0
     plan = capsys.readouterr().out
     assert "nn.TransformerEncoder 512 x 6, shrunk, train, 2 x 16, dropout 0.1, fp32, on cpu:" in plan
-    assert command([*arguments, "--seconds", "0.02", "--out", str(tmp_path)]) == 0
+    assert command([*arguments, "--drawn", "1", "--seconds", "0.02", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
+    listed, at_random = told.split("Models unchanged and accelerated, lengths drawn at random")
+    assert "2 x 16" in listed
+    assert "2 x 16" not in at_random
+    assert "Sizes drawn at random, at which nothing was chosen" in (tmp_path / "index.html").read_text()
     assert "fuseline: eager: the model is on cpu, which has no CUDA graphs" in told
     assert (tmp_path / "index.html").exists()
     assert command([*arguments, "--cases", "nothing"]) == 2

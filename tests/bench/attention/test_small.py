@@ -12,7 +12,10 @@ import torch
 
 from fuseline.bench.attention import small
 from fuseline.bench.attention.small_layers import PEERS, build
+from fuseline.cli.layer_tables import tables
 from fuseline.records import read
+from fuseline.report.sections import attention_small
+from fuseline.report.selection import Shelf
 
 CPU = torch.device("cpu")
 
@@ -106,3 +109,21 @@ def test_goes_on_where_its_budget_ended(tmp_path: Path) -> None:
     assert run(resume=True, budget_seconds=0.0) == ([], 1)
     assert run(resume=True) == ([4], 0)
     assert run(resume=True) == ([], 0)
+
+
+def test_lengths_drawn_at_random_stand_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "DRAWN_WIDTH", 16)
+    bench = small.SmallBench(
+        CPU, batch=2, heads=2, lengths=(8,), embed_dims=(16,), forms=("full",), rounds=2, drawn=2
+    )
+    usual, *at_random = bench.cases()
+    assert [usual.drawn, *(case.drawn for case in at_random)] == [False, True, True]
+    assert all(8 < case.length <= 128 for case in at_random)
+    records, _ = small.run_small(bench, tmp_path, lambda now, done, total: None)
+    marked = {(r.case["seqlen_q"], r.case.get("drawn")) for r in records}
+    assert marked == {(8, None), *((case.length, True) for case in at_random)}
+    titles = [section.title for section in attention_small.sections(Shelf(records))]
+    title = "Small attention layers, full, float32"
+    assert titles == [title, f"{title}, lengths drawn at random"]
+    (table,) = tables(records)
+    assert list(table.columns[0].cells) == ["full"] * 2 + ["full, drawn lengths"] * 2

@@ -166,7 +166,16 @@ def test_a_gpt_is_compared_too() -> None:
 
 def test_records_say_what_was_run(tmp_path: Path) -> None:
     bench = DecodeBench(
-        CPU, "llama-tiny", (1, 2), (40,), 64, ("fp32", "int8"), ("fuseline", "eager"), steps=2, runs=3
+        CPU,
+        "llama-tiny",
+        (1, 2),
+        (40,),
+        64,
+        ("fp32", "int8"),
+        ("fuseline", "eager"),
+        steps=2,
+        runs=3,
+        drawn=1,
     )
     seen: list[str] = []
     records = run(bench, tmp_path, lambda now, done, total: seen.append(now))
@@ -183,7 +192,10 @@ def test_records_say_what_was_run(tmp_path: Path) -> None:
         assert rate.value == pytest.approx(int(str(rate.case["batch"])) * 1e3 / (time.value or 0))
         assert (rate.low or 0) <= (rate.value or 0) <= (rate.high or 0)
         assert rate.n == 3
+    at_random = {(r.peer, r.case["batch"], r.case["format"]) for r in rates if r.case.get("drawn")}
+    assert at_random == {("fuseline", 1, "fp32"), ("eager", 1, "fp32")}
     page = report.build(records, tmp_path).read_text()
+    assert "Positions drawn at random, at which nothing was chosen" in page
     assert "Decoding: llama-tiny" in page
     assert "tokens/s with 1 row in" in page
 
@@ -227,5 +239,41 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "llama-tiny: " in capsys.readouterr().out
     small = ["--peers", "fuseline", "--formats", "fp32", "--batch-size", "1", "--steps", "2", "--runs", "3"]
     assert command([*arguments, *small, "--positions", "40"]) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "drawn at random" not in printed
     assert (tmp_path / "index.html").exists()
+
+
+def test_max_autotune_and_inductors_own_clock_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "max-autotune" not in DecodeBench(CPU, "llama-tiny").peers
+    seen: list[bool] = []
+
+    def compiled(*given: Any, autotuned: bool, **options: Any) -> Compiled:
+        seen.append(autotuned)
+        return Compiled(*given, backend="eager", **options)
+
+    monkeypatch.setattr(contenders, "Compiled", compiled)
+    peers = ("fuseline", "gptfast", "max-autotune")
+    bench = DecodeBench(CPU, "llama-tiny", (1,), (40,), 64, ("fp32",), peers, steps=2, runs=2)
+    first = run(bench, tmp_path, lambda *_: None)
+    second = run(replace(bench, own_clock=True, resume=True), tmp_path, lambda *_: None)
+    rates = [r.peer for r in (*first, *second) if r.metric == "tokens_per_s"]
+    assert rates == ["fuseline", "gptfast", "gptfast-own-clock"]
+    skipped = {r.peer: r.case["reason"] for r in (*first, *second) if r.metric == "skipped"}
+    reason = "max-autotune chooses among a GPU's kernels"
+    assert skipped == {"max-autotune": reason, "max-autotune-own-clock": reason}
+    assert seen == [False, False]
+    assert not left(replace(bench, own_clock=True), tmp_path)
+
+
+def test_max_autotune_compiles_with_that_option(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    for autotuned in (False, True):
+        Compiled(in_plain_torch(model), batch=1, capacity=32, autotuned=autotuned)
+    assert [options["options"]["max_autotune"] for options in asked] == [False, True]
+    listed = torch._inductor.list_mode_options("max-autotune")
+    assert {**asked[1]["options"], **listed} == asked[1]["options"]

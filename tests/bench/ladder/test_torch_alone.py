@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
 from fuseline.bench.ladder.machine import Machine
+from fuseline.bench.ladder.model_spec import MODEL_COURSE, ModelSpec
 from fuseline.bench.ladder.result import RungResult
 from fuseline.bench.ladder.rungs import find_rung
-from fuseline.bench.ladder.settings import Outcome
+from fuseline.bench.ladder.settings import Outcome, Settings
 from fuseline.bench.ladder.spec import RunSpec
-from fuseline.bench.ladder.torch_alone import rung_of, torch_alone
+from fuseline.bench.ladder.torch_alone import modes_told, rung_of, torch_alone
 
 
 def test_on_a_processor_attention_written_out_is_tried_beside_sdpa(
@@ -27,6 +29,30 @@ def test_on_a_processor_attention_written_out_is_tried_beside_sdpa(
     after_flash = torch_alone(ours.with_({"attention": "flash"}), cpu)
     assert [spec.attention for spec in after_flash] == ["flash", "naive"]
     assert {spec.attention for spec in torch_alone(ours, gpu)} == {"auto"}
+
+
+def test_max_autotune_is_torchs_too_where_it_is_asked_for(
+    base: RunSpec, cpu: Machine, gpu: Machine, tmp_path: Path
+) -> None:
+    usual = [spec.execution for spec in torch_alone(base, gpu)]
+    assert usual == ["inductor", "reduce-overhead"]
+    assert [spec.execution for spec in torch_alone(base, gpu, autotuned=True)] == [*usual, "max-autotune"]
+    assert torch_alone(base, cpu, autotuned=True) == torch_alone(base, cpu)
+    model = ModelSpec("a model", 4)
+    assert [spec.execution for spec in MODEL_COURSE.autotuned().torch_alone(model, gpu)][-1] == "max-autotune"
+    for asked, last in ((False, "reduce-overhead"), (True, "max-autotune")):
+        course = Settings("gpt2", "cpu", tmp_path, max_autotune=asked).course
+        assert course.torch_alone(base, gpu)[-1].execution == last
+
+
+def test_which_modes_were_timed_is_said() -> None:
+    assert modes_told(["inductor"]) == "Torch alone was timed as inductor."
+    assert modes_told(["inductor", "reduce-overhead"]).endswith(
+        "not as max-autotune, which --max-autotune adds."
+    )
+    assert modes_told(["inductor", "reduce-overhead", "max-autotune"]) == (
+        "Torch alone was timed as inductor and reduce-overhead and max-autotune."
+    )
 
 
 def _hidden_from_the_compiler(spec: RunSpec) -> float:

@@ -273,3 +273,23 @@ def test_all_who_compile_are_tuned_alike() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert TUNING["coordinate_descent_tuning"]
     assert not torch._inductor.config.coordinate_descent_tuning
+
+
+def test_what_inductor_tuned_by_its_own_clock_has_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(contenders.MAKERS, "inductor", contenders.eager_layer)
+    bench = LinearBench(
+        CPU,
+        ("chart",),
+        ("fuseline", "inductor", "tinygemm"),
+        ("int8",),
+        sizes=(64,),
+        repeats=1,
+        copy_gbs=10.0,
+    )
+    by_both = [*run(bench, tmp_path, lambda *_: None)]
+    by_both += run(replace(bench, own_clock=True, resume=True), tmp_path, lambda *_: None)
+    times = [(r.peer, r.value) for r in by_both if r.metric == "time_us"]
+    assert [peer for peer, _ in times] == ["fuseline", "inductor", "inductor-own-clock"]
+    assert {r.peer for r in read(tmp_path / "linear.jsonl") if r.metric == "skipped"} == {"tinygemm"}

@@ -10,6 +10,7 @@ import torch
 
 from fuseline.bench.step import StepBench, find_cases, run
 from fuseline.bench.step.contenders import FORMS
+from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.records import read
 
@@ -100,3 +101,18 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     bench = StepBench(torch.device("cpu"), cases, ("nanogpt-eager",), 1, 1, nanogpt=empty)
     with pytest.raises(InputError, match="no GPT and GPTConfig"):
         run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)
+
+
+def test_lengths_drawn_at_random_stand_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "step", "--device", "cpu", "--presets", "tiny", "--peers", "fuseline-eager"]
+    short = ["--batch-size", "1", "--rounds", "2", "--steps", "1", "--out", str(tmp_path)]
+    assert command([*arguments, *short, "--drawn", "1"]) == 0
+    (usual, drawn) = find_cases(["tiny"], batch_size=1, precision="fp32", drawn=1)
+    listed, at_random = capsys.readouterr().out.split("One training step, lengths drawn at random")
+    assert f"tiny 1 x {usual.seqlen}" in listed
+    assert f"tiny {drawn.batch} x {drawn.seqlen}" in at_random
+    assert f"tiny 1 x {usual.seqlen}" not in at_random
+    marked = {(r.case["seqlen_q"], r.case.get("drawn")) for r in read(tmp_path / "step.jsonl")}
+    assert marked == {(usual.seqlen, None), (drawn.seqlen, True)}
+    assert command([*arguments, "--seqlen", "16", "--dry-run"]) == 0
+    assert "drawn" not in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fuseline.bench.acceleration.case import Case, find_cases
+from fuseline.bench.acceleration.case import Case
 from fuseline.bench.acceleration.contest import Observer
 from fuseline.bench.acceleration.suite import AccelerationBench, run_case
 from fuseline.records import append
@@ -18,7 +18,7 @@ from fuseline.records import append
 
 def main() -> None:
     job = json.loads(sys.stdin.read())
-    left = job.pop("left")
+    left, index = job.pop("left"), job.pop("index")
     deadline = math.inf if left is None else time.monotonic() + left
     bench = AccelerationBench(
         **{
@@ -28,8 +28,7 @@ def main() -> None:
             "peers": tuple(job["peers"]),
         }
     )
-    for case in find_cases(bench.cases, bench.preset):
-        append(Path(sys.argv[1]), run_case(bench, case, deadline, _told()))
+    append(Path(sys.argv[1]), run_case(bench, bench.found()[index], deadline, _told()))
 
 
 def _told() -> Observer:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fuseline.bench.drawn import LABEL, check_count, dealt, drawn_lengths, with_as_many_tokens
 from fuseline.errors import unknown_name
 from fuseline.records.record import Scalar
 
@@ -19,7 +20,7 @@ class Case:
     `architecture` is a class of transformers, made from `config` with random weights, or torch's own
     "TransformerEncoder". `inputs` is what the batch is made of: "causal" (tokens that are their own labels),
     "masked" (tokens, a seventh of them to be predicted), "images" with a class each, or "vectors". `seqlen`
-    counts the positions of one example, an image's patches among them.
+    counts the positions of one example, an image's patches among them; it may be a `drawn` length.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     task: str = "train"
     dropout: float = 0.0
     preset: str = "full"
+    drawn: bool = False
 
     @property
     def trains(self) -> bool:
@@ -46,10 +48,12 @@ class Case:
             "dtype": dtype,
             "dropout": self.dropout,
             "preset": self.preset,
+            **({LABEL: True} if self.drawn else {}),
         }
 
     def __str__(self) -> str:
         extras = f", dropout {self.dropout:g}" if self.dropout else ""
+        extras += ", drawn" if self.drawn else ""
         return f"{self.model}, {self.task}, {self.batch} x {self.seqlen}{extras}"
 
 
@@ -151,12 +155,27 @@ PRESETS: Mapping[str, Mapping[str, Case]] = {
 CASES = tuple(PRESETS["full"])
 
 
-def find_cases(names: Iterable[str], preset: str) -> tuple[Case, ...]:
-    """The cases of those names in the order given, all if there is none, in the sizes of `preset`."""
+_SHORTEST_DRAWN = 8  # of a case's own length, one of so many parts
+
+
+def find_cases(names: Iterable[str], preset: str, drawn: int = 0, seed: int = 1337) -> tuple[Case, ...]:
+    """The cases of those names in the order given, all if there is none, in the sizes of `preset`. Then those
+    with `drawn` lengths from `seed`, dealt out to the cases whose length is not an image's: none longer than
+    the case's own, and where it trains of about as many tokens."""
+    check_count(drawn)
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
     wanted = tuple(dict.fromkeys(names)) or CASES
     for name in wanted:
         if name not in CASES:
             raise unknown_name("case", name, CASES)
-    return tuple(PRESETS[preset][name] for name in wanted)
+    found = [PRESETS[preset][name] for name in wanted]
+    draws = dealt(drawn, [case.name for case in found if case.inputs != IMAGES])
+    return (*found, *(other for case in found for other in _at_lengths(case, draws[case.name], seed)))
+
+
+def _at_lengths(case: Case, count: int, seed: int) -> Iterator[Case]:
+    lowest = max(1, case.seqlen // _SHORTEST_DRAWN)
+    for n in drawn_lengths(seed, lowest, case.seqlen, (case.seqlen,), count=count):
+        batch = with_as_many_tokens(case.batch, case.seqlen, n) if case.trains else case.batch
+        yield replace(case, seqlen=n, batch=batch, drawn=True)

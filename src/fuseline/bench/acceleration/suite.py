@@ -30,7 +30,8 @@ ALONE = "fuseline.bench.acceleration.alone"
 @dataclass(frozen=True)
 class AccelerationBench:
     """What to time. `seconds` and `rounds` are those of `Settings`; `budget_s` bounds the whole run: what has
-    found no time by then is refused. `apart`: each case in a process of its own."""
+    found no time by then is refused. `apart`: each case in a process of its own. `drawn`: cases at so many
+    lengths from `seed` besides."""
 
     device: torch.device
     cases: tuple[str, ...] = ()
@@ -42,16 +43,21 @@ class AccelerationBench:
     budget_s: float = math.inf
     seed: int = 1337
     apart: bool = False
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         check_names(self.peers)
-        find_cases(self.cases, self.preset)
+        self.found()
         if self.dtype not in DTYPES:
             raise unknown_name("precision", self.dtype, DTYPES)
         if not 0 < self.seconds < math.inf:
             raise InputError(f"--seconds {self.seconds:g}: a time needs some, and an end.")
         if self.rounds < 1:
             raise InputError(f"--rounds {self.rounds}: each peer needs a turn.")
+
+    def found(self) -> tuple[Case, ...]:
+        """The cases, those at drawn lengths last."""
+        return find_cases(self.cases, self.preset, self.drawn, self.seed)
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -65,7 +71,7 @@ class AccelerationBench:
 def run(bench: AccelerationBench, file: Path, observe: Observer) -> list[Record]:
     """Time every case; returns the records, which `file` gets case by case."""
     end = time.monotonic() + bench.budget_s
-    cases = find_cases(bench.cases, bench.preset)
+    cases = bench.found()
     records: list[Record] = []
     for index, case in enumerate(cases):
         now = time.monotonic()
@@ -73,7 +79,7 @@ def run(bench: AccelerationBench, file: Path, observe: Observer) -> list[Record]
         if left <= 0:
             new = _refused(bench, case, OUT_OF_TIME)
         elif bench.apart:
-            new = _in_another_process(bench, case, left)
+            new = _in_another_process(bench, index, case, left)
         else:
             new = run_case(bench, case, now + left, observe)
         append(file, new)
@@ -90,10 +96,12 @@ def run_case(bench: AccelerationBench, case: Case, deadline: float, observe: Obs
         close(contest)
 
 
-def _in_another_process(bench: AccelerationBench, case: Case, left: float) -> list[Record]:
+def _in_another_process(bench: AccelerationBench, index: int, case: Case, left: float) -> list[Record]:
     job = {
         "device": str(bench.device),
-        "cases": [case.name],
+        "index": index,
+        "cases": bench.cases,
+        "drawn": bench.drawn,
         "preset": bench.preset,
         "dtype": bench.dtype,
         "peers": bench.peers,

@@ -21,6 +21,7 @@ from fuseline import native
 from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.attention.small_layers import PEERS, build
 from fuseline.bench.attention.suites import is_wanted, thinned
+from fuseline.bench.drawn import LABEL, check_count, drawn_lengths
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops.captured import Captured
@@ -53,6 +54,9 @@ BAR_DTYPES = ("bfloat16", "tf32", "float32")
 SAMPLE_SECONDS, BAR_SAMPLE_SECONDS = 2e-3, 1e-2
 """Of the sweep, and of the bar: 2 ms are two calls of a slow host's SDPA module, the first of them cold."""
 
+DRAWN_SPAN, DRAWN_WIDTH = (8, 128), 512
+"""Lengths among which others are drawn, and the embedding at which they are measured."""
+
 MOST_CALLS = 400  # of a sample
 CAPTURED_CALLS = 16
 CAPTURED_RUNS = 15
@@ -72,9 +76,11 @@ class Case:
     heads: int
     length: int
     embed_dim: int
+    drawn: bool = False
 
     def __str__(self) -> str:
-        return f"{self.form} {self.dtype} B={self.batch} H={self.heads} S={self.length} E={self.embed_dim}"
+        sizes = f"B={self.batch} H={self.heads} S={self.length} E={self.embed_dim}"
+        return f"{self.form} {self.dtype} {sizes}" + (" drawn" if self.drawn else "")
 
     def element(self) -> torch.dtype:
         return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
@@ -85,7 +91,7 @@ class SmallBench:
     """The sweep. `rounds` is how often every peer is timed in turn; without `dtypes` those of the device.
     `every` thins it out to each so many'th case, and `only` leaves those whose line has one of its texts;
     with `resume` cases that an earlier run into the same folder measured are left out; no case is begun when
-    the budget is spent."""
+    the budget is spent. Besides, each form but `bar` is measured at `drawn` lengths from `seed`."""
 
     device: torch.device
     batch: int = 16
@@ -100,8 +106,10 @@ class SmallBench:
     only: tuple[str, ...] = ()
     budget_seconds: float | None = None
     resume: bool = False
+    drawn: int = 0
 
     def __post_init__(self) -> None:
+        check_count(self.drawn)
         for form in self.forms:
             if form not in PEERS:
                 raise unknown_name("form of the layer", form, PEERS)
@@ -116,13 +124,21 @@ class SmallBench:
             for embed_dim in self.embed_dims
             for length in self.lengths
         ]
+        at_random = [
+            Case(form, dtype, self.batch, self.heads, length, DRAWN_WIDTH, drawn=True)
+            for form in self.forms
+            if form != "bar"
+            for dtype in self.dtypes or DTYPES[on_gpu]
+            for length in drawn_lengths(self.seed, *DRAWN_SPAN, self.lengths, count=self.drawn)
+        ]
         bar = [
             Case("bar", dtype, BAR_BATCH, heads, length, embed_dim)
             for dtype in BAR_DTYPES
             for length, embed_dim, heads in BAR_SIZES
             if on_gpu and "bar" in self.forms
         ]
-        return [case for case in bar + thinned(cases, self.every) if is_wanted(case, self.only)]
+        cases = thinned(cases + at_random, self.every)
+        return [case for case in bar + cases if is_wanted(case, self.only)]
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,7 @@ def _named(case: Case) -> dict[str, Scalar]:
         "heads": case.heads,
         "seqlen_q": case.length,
         "embed_dim": case.embed_dim,
+        **({LABEL: True} if case.drawn else {}),
     }
 
 

@@ -24,12 +24,23 @@ from fuseline.models.llama import Llama
 from fuseline.models.llama_hugging_face import described, places
 from fuseline.models.pretrained import LanguageModel
 
-PEERS = ("fuseline", "eager", "gptfast", "gptfast-files", "transformers", "transformers-compiled")
+PEERS = (
+    "fuseline",
+    "eager",
+    "gptfast",
+    "gptfast-files",
+    "transformers",
+    "transformers-compiled",
+    "max-autotune",
+)
+DEFAULTS = tuple(peer for peer in PEERS if peer != "max-autotune")  # it compiles for minutes
+COMPILED = ("gptfast", "gptfast-files", "transformers-compiled", "max-autotune")
 # What each can decode; others' own quantized kernels are measured as products, by `fuseline bench linear`.
 FORMATS = {
     "fuseline": (*FLOATS, "int8", "int4", "fp8"),
     "gptfast": (*FLOATS, "int8", "int4"),
     "gptfast-files": (*FLOATS, "int8", "int4"),
+    "max-autotune": (*FLOATS, "int8", "int4"),
 }
 
 
@@ -59,7 +70,10 @@ def contender(
     plain = in_plain_torch(model)
     if peer == "eager":
         return Decoder(plain, batch=batch, capacity=capacity, graphs=False)
-    return Compiled(plain, batch=batch, capacity=capacity)
+    autotuned = peer == "max-autotune"
+    if autotuned and next(model.parameters()).device.type != "cuda":
+        raise InputError("max-autotune chooses among a GPU's kernels")
+    return Compiled(plain, batch=batch, capacity=capacity, autotuned=autotuned)
 
 
 class _LayeredCache(StaticCache):
@@ -79,12 +93,25 @@ class _LayeredCache(StaticCache):
 
 class Compiled(Decoder):
     """gpt-fast's way: a static cache as long as it will ever be, and the whole step under `torch.compile`,
-    which fuses what it can, products of one row too, and replays it as a CUDA graph."""
+    which fuses what it can, products of one row too, and replays it as a CUDA graph. `autotuned` tries
+    Triton's templates of a product beside cuBLAS, too."""
 
-    def __init__(self, model: LanguageModel, *, batch: int, capacity: int, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        batch: int,
+        capacity: int,
+        backend: str = "inductor",
+        autotuned: bool = False,
+    ) -> None:
         super().__init__(model, batch=batch, capacity=capacity, graphs=False)
         # "reduce-overhead", with the tuning by which inductor takes a product of one row for a reduction.
-        tuned = {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+        tuned = {
+            "triton.cudagraphs": True,
+            "coordinate_descent_tuning": True,
+            "max_autotune": autotuned,
+        }
         options: dict[str, Any] = {"options": tuned} if backend == "inductor" else {}
         self.cache = cache = _LayeredCache(self.cache)
         # A cache written in place keeps a step from being recorded, unless it is known to stay where it is.

@@ -16,6 +16,7 @@ from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
 from fuseline.bench.decode.contenders import Contender, contender
 from fuseline.bench.decode.problems import WARM_UP, DecodeBench, Problem, made_model
 from fuseline.bench.decode.warmup import compile_steps
+from fuseline.bench.drawn import LABEL
 from fuseline.bench.failure import describe_failure
 from fuseline.bench.ladder.budget import Budget
 from fuseline.errors import InputError
@@ -47,7 +48,8 @@ def run(bench: DecodeBench, out: Path, observe: Observer) -> list[Record]:
     longest: dict[str, float] = {}
     records: list[Record] = []
     held: tuple[tuple[str, int], TextGenerator] | None = None
-    with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
+    tuned = tuned_here(bench.device, own_clock=bench.own_clock)
+    with Compilers(bench.device, bench.jobs) as compilers, tuned:
         within = budget.left() * MOST_COMPILING
         compile_steps(compilers, bench, problems, partial(_tell_compiled, observe, len(problems)), within)
         for number, problem in enumerate(problems):
@@ -83,7 +85,10 @@ def left(bench: DecodeBench, out: Path) -> tuple[Problem, ...]:
         and record.metric in ("tokens_per_s", "skipped")
         and "rung" not in record.case
     }
-    wanted = [(problem, _key(bench.preset, _sizes(problem), problem.peer)) for problem in bench.problems()]
+    wanted = [
+        (problem, _key(bench.preset, _sizes(problem), bench.recorded(problem.peer)))
+        for problem in bench.problems()
+    ]
     return tuple(problem for problem, key in wanted if key not in done)
 
 
@@ -113,10 +118,13 @@ def _measured(
         "preset": bench.preset,
         **_sizes(problem),
     }
+    if problem.drawn:
+        case[LABEL] = True
     if problem.format == "int4":
         case["group_size"] = 128
     if generator.left:
         case["layers_left"] = len(generator.left)
+    name = bench.recorded(problem.peer)
     reset_peak_memory(bench.device)
     try:
         made = contender(
@@ -130,9 +138,7 @@ def _measured(
         made.close()
     except (InputError, RuntimeError, TypeError, AttributeError) as error:  # a peer's failure is its result
         reason = str(error) if isinstance(error, InputError) else describe_failure(error)
-        yield Record.of(
-            SUITE, case | {"reason": reason}, "skipped", None, describe(bench.device), peer=problem.peer
-        )
+        yield Record.of(SUITE, case | {"reason": reason}, "skipped", None, describe(bench.device), peer=name)
         return
     finally:
         _tidy()
@@ -140,9 +146,7 @@ def _measured(
     version = _version("transformers") if problem.peer.startswith("transformers") else None
 
     def record(metric: str, value: float | None, **interval: Any) -> Record:
-        return Record.of(
-            SUITE, case, metric, value, environment, peer=problem.peer, peer_version=version, **interval
-        )
+        return Record.of(SUITE, case, metric, value, environment, peer=name, peer_version=version, **interval)
 
     gbs = generator.weight_bytes / times.median / 1e6
     yield record("iteration_ms", times.median, low=times.low, high=times.high, n=times.n)

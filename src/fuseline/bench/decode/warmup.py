@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuseline.bench.compiling import Compilers, Task, briefly_shared, one_task, timed_briefly
-from fuseline.bench.decode.contenders import contender
+from fuseline.bench.decode.contenders import COMPILED, contender
 from fuseline.bench.decode.plain_torch import FLOATS
 from fuseline.bench.decode.problems import DecodeBench, Problem, made_model
 from fuseline.generation.footprint import footprint
 from fuseline.training.text_generator import config_of
 
-COMPILED = ("gptfast", "gptfast-files")
 QUIET_SECONDS = (
     240.0  # until the first of them is done: a step of Llama-2-7B compiles for a minute and a half
 )
@@ -30,7 +29,8 @@ def compile_steps(
     within: float = math.inf,
 ) -> None:
     """Run a step of each that is compiled, once for all positions; see `Compilers.run`."""
-    there = [peer for peer in COMPILED if peer != "gptfast-files" or bench.gptfast is not None]
+    left_out = {"transformers-compiled", *(() if bench.gptfast else ("gptfast-files",))}
+    there = [peer for peer in COMPILED if peer not in left_out]
     steps = {(p.peer, p.format, p.batch): p for p in problems if p.peer in there}
     tasks = [Task(_compile, (bench, problem), _room(bench, problem)) for problem in steps.values()]
     compilers.run(tasks, observe, within, QUIET_SECONDS)

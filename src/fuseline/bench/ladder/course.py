@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.rungs import NO_LEVER, RUNGS, Rung, find_rung
 from fuseline.bench.ladder.spec import RunSpec
 from fuseline.bench.ladder.torch_alone import rung_of, torch_alone
@@ -14,15 +14,19 @@ from fuseline.bench.ladder.torch_alone import rung_of, torch_alone
 
 @dataclass(frozen=True)
 class Course:
-    """`torch_alone(best, machine)` are the specs of the second baseline, and `rung_of` one of them as a rung.
-    `visible_to_a_compiler(spec)` are rungs that put operations a compiler sees into in the place of kernels
-    of ours."""
+    """`torch_alone(best, machine, autotuned=False)` are the specs of the second baseline, and `rung_of` one
+    of them as a rung. `visible_to_a_compiler(spec)` are rungs that put operations a compiler sees into in
+    the place of kernels of ours."""
 
     baseline: Rung
     rungs: Sequence[Rung]
-    torch_alone: Callable[[Any, Machine], Sequence[Any]]
+    torch_alone: Callable[..., Sequence[Any]]
     rung_of: Callable[[Any], Rung]
     visible_to_a_compiler: Callable[[Any], list[Rung]]
+
+    def autotuned(self) -> Course:
+        """The same, with max-autotune among what torch does alone."""
+        return replace(self, torch_alone=partial(self.torch_alone, autotuned=True))
 
 
 def _visible_to_a_compiler(spec: RunSpec) -> list[Rung]:

@@ -45,7 +45,7 @@ class ModelSettings(Settings):
 
     @property
     def course(self) -> Course:
-        return MODEL_COURSE
+        return MODEL_COURSE.autotuned() if self.max_autotune else MODEL_COURSE
 
     @property
     def base(self) -> Spec:

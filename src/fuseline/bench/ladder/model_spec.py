@@ -9,7 +9,7 @@ from typing import Any
 from fuseline.bench.ladder.course import Course
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.rungs import NO_LEVER, Rung, find_rung, why_not
-from fuseline.bench.ladder.torch_alone import EXECUTIONS, TORCH_ALONE
+from fuseline.bench.ladder.torch_alone import TORCH_ALONE, executions
 from fuseline.records.record import Scalar
 
 
@@ -141,11 +141,12 @@ MODEL_RUNGS: tuple[Rung, ...] = (
 )
 
 
-def _torch_alone(best: ModelSpec, machine: Machine) -> list[ModelSpec]:
+def _torch_alone(best: ModelSpec, machine: Machine, *, autotuned: bool = False) -> list[ModelSpec]:
     """The model's own modules in the best format, the fused AdamW, and every mode of torch.compile that runs
     here (eager only where none does)."""
     plain = best.with_({"optimizer": "fused", "kernels": "torch"})
-    specs = [plain.with_({"execution": execution}) for execution in EXECUTIONS]
+    modes = executions(machine, autotuned=autotuned)
+    specs = [plain.with_({"execution": execution}) for execution in modes]
     able = [spec for spec in specs if why_not(spec, machine, MODEL_RUNGS) is None]
     return [spec for spec in able if spec.is_compiled] or able
 

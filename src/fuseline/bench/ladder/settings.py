@@ -24,6 +24,7 @@ class Settings:
 
     `max_batch` (GPU only): `none`; `fit`, predict from two sizes where the second costs nothing; `kept`, also
     try it out for the eager rungs that the climb kept and for the fastest of all; `all`, for every rung.
+    `max_autotune` (GPU only) times torch alone under that mode of torch.compile too.
 
     Raises `InputError` for values that cannot be.
     """
@@ -43,6 +44,7 @@ class Settings:
     runs: int = 5
     resume: bool = False
     max_batch: str = "kept"
+    max_autotune: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch not in MAX_BATCH_CHOICES:
@@ -62,7 +64,7 @@ class Settings:
 
     @property
     def course(self) -> Course:
-        return GPT_COURSE
+        return GPT_COURSE.autotuned() if self.max_autotune else GPT_COURSE
 
     @property
     def base(self) -> Spec:
@@ -136,8 +138,16 @@ class Outcome:
     def torch_alone(self) -> RungResult | None:
         """The best that torch does alone: the fastest of its modes, each of which stands beside the best
         rung."""
-        ran = [r for r in self.results if r.slot == TORCH_ALONE and r.value("paired_speedup") is not None]
-        return max(ran, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+        return max(self._alone, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+
+    @property
+    def torch_modes(self) -> tuple[str, ...]:
+        """The executions of which that is the best."""
+        return tuple(dict.fromkeys(r.spec.execution for r in self._alone))
+
+    @property
+    def _alone(self) -> list[RungResult]:
+        return [r for r in self.results if r.slot == TORCH_ALONE and r.value("paired_speedup") is not None]
 
     @property
     def over_torch(self) -> Figure | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fuseline import native
-from fuseline.bench.compiling import MOST_COMPILING, Compilers, tuned_here
+from fuseline.bench.compiling import MOST_COMPILING, OWN_CLOCK, Compilers, tuned_here
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.linear import earlier, on_cpu
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
@@ -63,7 +63,8 @@ class LinearBench:
     """What to measure, on what, each contender in `repeats` turns.
 
     `seconds` stops it after that long, between problems (0: no limit); `resume` leaves out what the file of
-    records has. `jobs` processes compile beforehand.
+    records has. `jobs` processes compile beforehand. With `own_clock` inductor tunes by its own clock, and
+    its contenders have names of their own in records: both stand, and the better counts.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class LinearBench:
     resume: bool = False
     seed: int = 1337
     """Of the sizes of the part "drawn"."""
+    own_clock: bool = False
 
     def __post_init__(self) -> None:
         known = (
@@ -112,6 +114,10 @@ class LinearBench:
     def wanted(self, peer: str, problem: Problem) -> bool:
         return peer not in COMPILED or problem.m in COMPILED_ROWS
 
+    def recorded(self, peer: str) -> str:
+        """The name of a contender in records."""
+        return peer + OWN_CLOCK if self.own_clock and peer in COMPILED else peer
+
 
 def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     """Measure; records are appended to `<out>/linear.jsonl` problem by problem."""
@@ -130,7 +136,8 @@ def run(bench: LinearBench, out: Path, observe: Observer) -> list[Record]:
     records: list[Record] = []
     if ON_CPU in bench.parts:
         records += _measure_on_cpu(bench, file, observe, ceiling.copy_gbs, environment, budget, done)
-    with Compilers(bench.device, bench.jobs) as compilers, tuned_here(bench.device):
+    tuned = tuned_here(bench.device, own_clock=bench.own_clock)
+    with Compilers(bench.device, bench.jobs) as compilers, tuned:
         for number, problem in enumerate(missing):
             if budget.left() <= 0:
                 break
@@ -175,7 +182,7 @@ def _measure_on_cpu(
 def _wanted(bench: LinearBench, problem: Problem, done: set[earlier.Done]) -> list[str]:
     """Who is to compute `problem`."""
     peers = (peer for peer in bench.peers if bench.wanted(peer, problem))
-    return [peer for peer in peers if earlier.of(peer, _case(problem)) not in done]
+    return [peer for peer in peers if earlier.of(bench.recorded(peer), _case(problem)) not in done]
 
 
 def _tell_compiled(observe: Observer, done: int, total: int, number: int, of: int) -> None:
@@ -193,10 +200,16 @@ def _measure(
     x = torch.randn((problem.m, problem.k), device=bench.device).bfloat16()
     taken, refused = _take_turns(bench, problem, peers, x)
     for peer, reason in refused.items():
-        yield Record.of(SUITE, {**case, "reason": reason}, "skipped", None, environment, peer=peer)
+        told = {**case, "reason": reason}
+        yield Record.of(SUITE, told, "skipped", None, environment, peer=bench.recorded(peer))
     for peer in (peer for peer in peers if peer in taken):
         record = partial(
-            Record.of, SUITE, case, environment=environment, peer=peer, peer_version=version(peer)
+            Record.of,
+            SUITE,
+            case,
+            environment=environment,
+            peer=bench.recorded(peer),
+            peer_version=version(peer),
         )
         took = summarize(taken[peer])
         bandwidth = problem.bytes / took.median / 1e3

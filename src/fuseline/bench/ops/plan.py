@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fuseline.bench.drawn import LABEL, drawn_lengths
+from fuseline.bench.drawn import LABEL, check_count, drawn_lengths
 from fuseline.bench.ops.bound import LOSSES
 from fuseline.bench.ops.measure import Effort
 from fuseline.bench.peers import PEERS, Peer, find_peers
@@ -100,8 +100,7 @@ class OpsBench:
         for rows in self.rows:
             if rows < 1:
                 raise InputError(f"{rows} rows are none: --rows takes whole numbers from 1.")
-        if self.drawn < 0:
-            raise InputError(f"--drawn {self.drawn}: it must be 0 or more.")
+        check_count(self.drawn)
         if not self.dtypes or not self.lengths or not self.contenders:
             raise InputError("Nothing to measure: name at least one dtype, one length and one peer.")
         for name in self.ops:

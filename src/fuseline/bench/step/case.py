@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from fuseline.bench.drawn import LABEL, check_count, dealt, drawn_lengths, with_as_many_tokens
 from fuseline.errors import InputError, unknown_name
 from fuseline.models import llama_config
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
@@ -21,11 +22,13 @@ _BATCHES = {
     "llama-1b": (4,),
 }
 _VOCAB_MULTIPLE = 64
+_SHORTEST_DRAWN = 8  # of a model's longest sequence, one of so many parts
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step of `batch` sequences of `seqlen` tokens of one of our presets of GPT or Llama."""
+    """A step of `batch` sequences of `seqlen` tokens, which may be a `drawn` length, of one of our presets of
+    GPT or Llama."""
 
     preset: str
     batch: int
@@ -33,6 +36,7 @@ class StepCase:
     precision: str = "bf16"
     dropout: float = 0.0
     bias: bool = True
+    drawn: bool = False
 
     @property
     def config(self) -> GPTConfig | LlamaConfig:
@@ -62,12 +66,15 @@ class StepCase:
             "dtype": self.precision,
             "dropout": self.dropout,
             "bias": self.bias,
+            **({LABEL: True} if self.drawn else {}),
         }
 
     def __str__(self) -> str:
         extras = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"{self.preset}, {self.batch} x {self.seqlen}, {self.precision}{extras}" + (
-            "" if self.bias else ", no biases"
+        return (
+            f"{self.preset}, {self.batch} x {self.seqlen}, {self.precision}{extras}"
+            + ("" if self.bias else ", no biases")
+            + (", drawn" if self.drawn else "")
         )
 
 
@@ -79,13 +86,18 @@ def find_cases(
     precision: str = "bf16",
     dropout: float | None = None,
     bias: bool = True,
+    drawn: int = 0,
+    seed: int = 1337,
 ) -> tuple[StepCase, ...]:
-    """The cases of these presets; sizes that are not given are the preset's own."""
+    """The cases of these presets; sizes that are not given are the preset's own. Then those with `drawn`
+    sequence lengths from `seed`, dealt out to the presets, of as many tokens as the preset's first batch."""
+    check_count(drawn)
     if precision == "fp16":
         raise InputError("bench step has no fp16: nanoGPT's step would need a gradient scaler. Take bf16.")
     if precision == "fp8":
         raise InputError("The peer fuseline-fp8 computes in fp8, beside others in bf16: take bf16.")
-    cases = []
+    presets, cases, at_random = tuple(presets), [], []
+    draws = dealt(drawn, presets)
     for name in presets:
         if name not in PRESETS and name not in llama_config.PRESETS:
             raise unknown_name("preset", name, [*PRESETS, *llama_config.PRESETS])
@@ -100,4 +112,8 @@ def find_cases(
         if isinstance(own, GPTConfig):
             p, biased = own.dropout if dropout is None else dropout, bias
         cases += [StepCase(name, batch, length, precision, p, biased) for batch in batches]
-    return tuple(cases)
+        lowest = max(1, own.block_size // _SHORTEST_DRAWN)
+        for n in drawn_lengths(seed, lowest, own.block_size, (length, own.block_size), count=draws[name]):
+            rows = with_as_many_tokens(batches[0], length, n)
+            at_random.append(StepCase(name, rows, n, precision, p, biased, drawn=True))
+    return (*cases, *at_random)

@@ -51,12 +51,15 @@ AGAINST = {"seqlen_q": ("length", "embed_dim", "E"), "embed_dim": ("embedding", 
 def sections(shelf: Shelf) -> list[Section]:
     """Take the suite's records: a section for each machine and form of the layer."""
     records = shelf.take(lambda r: r.suite == "attention" and r.case.get("section") == SECTION)
-    places = grouped(records, lambda r: (r.device, r.torch, str(r.case["form"]), str(r.case["dtype"])))
+    places = grouped(
+        records,
+        lambda r: (r.device, r.torch, str(r.case["form"]), str(r.case["dtype"]), bool(r.case.get("drawn"))),
+    )
     return [_section(i, *place, group) for i, (place, group) in enumerate(places.items(), 1)]
 
 
 def _section(
-    index: int, device: str, torch: str, form: str, dtype: str, records: Sequence[Record]
+    index: int, device: str, torch: str, form: str, dtype: str, drawn: bool, records: Sequence[Record]
 ) -> Section:
     first = records[0].case
     heads = " or ".join(str(n) for n in sorted({int(r.case["heads"] or 0) for r in records}))
@@ -85,7 +88,7 @@ def _section(
     )
     blocks.append(Details("What was not measured", skipped) if skipped else None)
     made = tuple(block for block in blocks if block is not None)
-    title = f"Small attention layers, {form}, {dtype}"
+    title = f"Small attention layers, {form}, {dtype}" + (", lengths drawn at random" if drawn else "")
     return Section(f"attention-small-{index}", title, device, headline(times, device), made)
 
 

@@ -21,7 +21,12 @@ def sections(shelf: Shelf) -> list[Section]:
     places = grouped(shelf.rest(), lambda r: (r.suite, r.device, r.torch))
     made = []
     for index, ((suite, device, _), records) in enumerate(places.items(), 1):
-        blocks: tuple[Block, ...] = tuple(b for b in (pivot("Measurements", records),) if b is not None)
+        parts = {
+            "Measurements": [r for r in records if not r.case.get("drawn")],
+            "Sizes drawn at random, at which nothing was chosen": [r for r in records if r.case.get("drawn")],
+        }
+        tables = [pivot(name, found) for name, found in parts.items() if found]
+        blocks: tuple[Block, ...] = tuple(b for b in tables if b is not None)
         title = suite.capitalize() + (": other measurements" if suite in DRAWN else "")
         made.append(
             Section(

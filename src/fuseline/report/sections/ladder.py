@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fuseline.bench.ladder.references import REFERENCES
+from fuseline.bench.ladder.torch_alone import modes_told
 from fuseline.records import Record
 from fuseline.report.blocks import Block, Heading, Headline, Section, Words
 from fuseline.report.metrics import number, verdict
@@ -137,6 +138,8 @@ def _headline(climb: Climb) -> Headline | None:
     else:
         words = f"{interval} {verdict(*over_torch, TORCHS_BEST)}"
         other, gain, said = alone, over_torch[0], "torch alone"
+    if alone is not None and over_torch is not None:
+        below += f" {modes_told(climb.torch_modes)}"
     records = [r for rung in (other, best) for r in (rung.time,) if r]
     made_of = f"{_recipe(best)}. {source(records, samples='n (runs)')}"
     return Headline(value, f"{words}, {step}".strip(), _tiles(other, best, gain, said), made_of, below)

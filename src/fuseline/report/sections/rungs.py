@@ -100,8 +100,16 @@ class Climb:
     @property
     def torch_alone(self) -> Rung | None:
         """The best that torch does alone, the fastest of its modes: each stands beside `best`."""
-        modes = [r for r in self.ran if r.said("slot", "") == TORCH_ALONE and r.value("paired_speedup")]
-        return max(modes, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+        return max(self._alone, key=lambda r: r.value("paired_speedup") or 0.0, default=None)
+
+    @property
+    def torch_modes(self) -> tuple[str, ...]:
+        """The executions of which that is the best."""
+        return tuple(dict.fromkeys(r.said("execution", "eager") for r in self._alone))
+
+    @property
+    def _alone(self) -> list[Rung]:
+        return [r for r in self.ran if r.said("slot", "") == TORCH_ALONE and r.value("paired_speedup")]
 
     @property
     def over_torch(self) -> tuple[float, float | None, float | None] | None:
