@@ -28,6 +28,8 @@ E4M3_MAX = 448.0
 LARGEST = {E4M3: E4M3_MAX, E5M2: 57344.0}
 SMALLEST = 1e-37
 """The least scale of a row, so that a row of zeros does not divide by zero. Rows of gradients are small."""
+_LEAST_WITH_BIAS = 128
+"""Rows of `others` from which torch adds the bias: cuBLASLt has no such product of 32 rows over 8,192."""
 ROW_STEP = 16  # columns that the kernels read at a time, and the multiple that torch's product takes
 
 
@@ -89,7 +91,7 @@ def scaled_product(
         with torch.autocast(device, enabled=False):
             sums = F.linear(rows.float() * scales, others.float() * other_scales[:, None])
         return (sums if bias is None else sums + bias).to(dtype)
-    if dtype is torch.bfloat16:
+    if dtype is torch.bfloat16 and (bias is None or N >= _LEAST_WITH_BIAS):
         return torch._scaled_mm(
             rows,
             others.t(),
@@ -99,8 +101,7 @@ def scaled_product(
             out_dtype=dtype,
             use_fast_accum=True,
         )
-    # torch scales rows in bf16 only. For other dtypes it returns plain float32 sums, which a second pass
-    # scales.
+    # torch scales rows in bf16 only. Elsewhere it returns plain float32 sums, which a second pass scales.
     one = torch.ones((), dtype=torch.float32, device=rows.device)
     sums = torch._scaled_mm(
         rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False

@@ -22,7 +22,9 @@ KINDS = (
     "patch_embedding",
     "residual_norm",
     "head_loss",
+    "linear",
 )
+"""Linear layers are sites on a GPU alone, and no list names them."""
 
 _FILE = Path(__file__).with_name("sites.json")
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseline.ops import attention
 from fuseline.ops.attention.call import make_call
 from fuseline.ops.attention.candidates import CANDIDATES
-from fuseline.ops.attention.candidates.arguments import aligned
+from fuseline.ops.attention.candidates.arguments import aligned, in_pieces
 
 Views = tuple[torch.Tensor, ...]
 LAYOUTS: dict[str, Callable[[torch.Tensor, int, int], Views]] = {
@@ -66,3 +66,13 @@ def test_a_call_needs_room_for_its_result_alone(backend: str, layout: str) -> No
     out = attention(q, k, v, causal=True, backend=backend)
     used = torch.cuda.max_memory_allocated() - before
     assert used < 1.9 * out.numel() * out.element_size(), "one tensor more would be a copy"
+
+
+@pytest.mark.parametrize("S", [16, 17])
+def test_rows_of_a_bias_whose_heads_stand_side_by_side_become_contiguous(S: int) -> None:
+    """As T5 makes it: [T, S, H] in memory. The vendors' kernels read rows in pieces of 16 bytes."""
+    bias = torch.randn(5, S, 4).permute(2, 0, 1)[None]
+    rows = in_pieces(bias, S)
+    assert torch.equal(rows, bias)
+    assert rows.stride(-1) == 1
+    assert all(stride % 4 == 0 for stride in rows.stride()[:-1])

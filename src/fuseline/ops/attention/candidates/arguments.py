@@ -72,7 +72,8 @@ def in_pieces(bias_BHTS: torch.Tensor, S: int) -> torch.Tensor:
     rows = bias_BHTS.expand(*bias_BHTS.shape[:3], S)
     piece = 16 // rows.element_size()
     if S % piece:
-        return F.pad(rows, (0, -S % 16))[..., :S]
+        # A pad keeps the order of dimensions, as T5's bias has it, whose heads stand side by side.
+        return F.pad(rows, (0, -S % 16)).contiguous()[..., :S]
     return aligned(rows)
 
 
