@@ -22,8 +22,8 @@ ROLES = ("accent", "kernels", "tensor", "quantize", "other")
 NOT_THE_RUN = ("section", "step", "best_step", "training_s", "dtype", "seed")
 READING = (
     "Lines are means over seeds, bands reach from the lowest to the highest. Runs of one seed begin with the "
-    "same weights and see the same batches. On the right, the first precision's band is that of its own seeds "
-    "around their mean. Step 0 is left out."
+    "same weights and see the same batches. On the right, the first precision's band is that of its own "
+    "seeds around their mean. Step 0 is left out."
 )
 
 Curve = Mapping[int, float]
