@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fuseline.models import gpt
 from fuseline.models.gpt import GPT, GPTConfig
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 B, T, C, LAYERS = 3, 11, 48, 2
 
 
-def models(device: str, **changes: object) -> tuple[GPT, GPT]:
-    """As it is, and with folded norms; of equal weights, whose norms are not ones and zeros."""
+def model(device: str, **changes: object) -> GPT:
+    """One whose norms are not ones and zeros."""
     sizes = {"block_size": 16, "vocab_size": 37, "num_layers": LAYERS, "num_heads": 4, "embed_dim": C}
-    config = GPTConfig(**{**sizes, "norm": "fuseline", "loss": "fuseline", **changes})
     torch.manual_seed(0)
-    plain = GPT(config)
+    made = GPT(GPTConfig(**{**sizes, "norm": "fuseline", "loss": "fuseline", **changes}))
     with torch.no_grad():
-        for parameter in plain.parameters():
+        for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.05))
-    folded = GPT(GPTConfig(**{**vars(config), "folded_norms": True}))
-    folded.load_state_dict(plain.state_dict())
-    return plain.to(device), folded.to(device)
+    return made.to(device)
+
+
+@contextmanager
+def folding(on: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt, "FOLD_FROM", B * T if on else B * T + 1)
+        yield
 
 
 def batch(device: str) -> tuple[Tensor, Tensor]:
@@ -33,11 +39,14 @@ def batch(device: str) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def step(model: nn.Module, device: str, dtype: torch.dtype | None = torch.bfloat16) -> list[Tensor]:
+def step(
+    model: nn.Module, device: str, folds: bool, dtype: torch.dtype | None = torch.bfloat16
+) -> list[Tensor]:
     """The loss and all gradients."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(2)  # of dropout
-    with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+    narrow = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    with folding(folds), narrow:
         loss = model(*batch(device))
     loss.backward()
     return [
@@ -46,7 +55,7 @@ def step(model: nn.Module, device: str, dtype: torch.dtype | None = torch.bfloat
     ]
 
 
-def kept(model: nn.Module, device: str) -> list[torch.dtype]:
+def kept(model: nn.Module, device: str, folds: bool) -> list[torch.dtype]:
     """The dtypes of the streams that a forward keeps."""
     found: dict[int, Tensor] = {}
 
@@ -56,6 +65,7 @@ def kept(model: nn.Module, device: str) -> list[torch.dtype]:
         return tensor
 
     with (
+        folding(folds),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast(device, dtype=torch.bfloat16),
     ):
@@ -67,9 +77,9 @@ def kept(model: nn.Module, device: str) -> list[torch.dtype]:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_are_as_near_as_without(bias: bool, dropout: float, device: str) -> None:
-    plain, folded = models(device, bias=bias, dropout=dropout)
-    exact = step(copy.deepcopy(plain), device, None)
-    near, found = step(plain, device), step(folded, device)
+    made = model(device, bias=bias, dropout=dropout)
+    exact = step(made, device, False, None)
+    near, found = step(made, device, False), step(made, device, True)
     assert len(found) == len(near) == len(exact)
     distances = [
         sum(float((one - other).double().square().sum()) for one, other in zip(each, exact, strict=True))
@@ -81,18 +91,20 @@ def test_gradients_are_as_near_as_without(bias: bool, dropout: float, device: st
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_the_last_norm_keeps_the_stream(device: str) -> None:
-    plain, folded = models(device)
-    assert kept(plain, device).count(torch.float32) == 2 * LAYERS + 1
-    assert kept(folded, device).count(torch.float32) == 1
+    made = model(device)
+    assert kept(made, device, False).count(torch.float32) == 2 * LAYERS + 1
+    assert kept(made, device, True).count(torch.float32) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_autocast_or_training_nothing_is_folded(device: str) -> None:
-    plain, folded = models(device)
-    for ours, theirs in zip(step(folded, device, None), step(plain, device, None), strict=True):
+    made = model(device)
+    for ours, theirs in zip(step(made, device, True, None), step(made, device, False, None), strict=True):
         assert torch.equal(ours, theirs)
-    with torch.no_grad():
-        losses = [model.eval()(*batch(device)) for model in (plain, folded)]
+    losses = []
+    for folds in (False, True):
+        with folding(folds), torch.no_grad():
+            losses.append(made.eval()(*batch(device)))
     assert torch.equal(*losses)
 
 
@@ -100,19 +112,20 @@ def test_without_autocast_or_training_nothing_is_folded(device: str) -> None:
     "part", ["ln_1", "attn", "attn.c_attn", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.dropout"]
 )
 def test_what_is_listened_to_is_not_folded(part: str) -> None:
-    plain, folded = models("cpu")
+    made = model("cpu")
+    near = step(made, "cpu", False)
     seen = []
-    for block in folded.transformer.h:
+    for block in made.transformer.h:
         block.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
-    near, found = step(plain, "cpu"), step(folded, "cpu")
+    found = step(made, "cpu", True)
     assert len(seen) == LAYERS or part.startswith("ln")
     for ours, theirs in zip(found, near, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02 * float(theirs.abs().max()))
 
 
 def test_compiles_to_one_graph() -> None:
-    _, folded = models("cpu")
-    wanted = step(folded, "cpu")
-    found = step(torch.compile(folded, fullgraph=True, backend="aot_eager"), "cpu")
+    made = model("cpu")
+    wanted = step(made, "cpu", True)
+    found = step(torch.compile(made, fullgraph=True, backend="aot_eager"), "cpu", True)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02 * float(theirs.abs().max()))

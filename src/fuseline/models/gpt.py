@@ -41,6 +41,7 @@ from fuseline.ops.philox import draw_seed
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
 IGNORE_INDEX = -1
+FOLD_FROM = 16384  # tokens a call, with which a step of GPT-2 took as long as without (one H200)
 
 
 def _norm(config: GPTConfig) -> nn.Module:
@@ -109,12 +110,17 @@ def _add_norm_and_branch(
         # One with hooks, a wrapper or a compiled call is called as a module.
         y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed)
         return x_BTC, Found(branch(y_BTC))
-    first = branch.folds() if torch.is_grad_enabled() and _narrow(x_BTC) is not None else None
-    folded = None
+    first, folded = branch.folds() if _is_worth_folding(x_BTC) else None, None
     if first is not None and is_plain(norm, fuseline.nn.LayerNorm):
         folded = fold(norm, first)
     y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed, affine=folded is None)
     return x_BTC, branch.found(y_BTC, folded)
+
+
+def _is_worth_folding(x_BTC: Tensor) -> bool:
+    """Whether the weight and bias of a norm go into the layer behind it: norm and layer then keep one tensor
+    of 16 bits for their gradients, and not one of 32 bits beside it. Folding reads and writes weights."""
+    return torch.is_grad_enabled() and _narrow(x_BTC) is not None and x_BTC.shape[:-1].numel() >= FOLD_FROM
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -148,7 +154,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.fused, self.folded_norm = config.norm == "fuseline", config.folded_norms
+        self.fused = config.norm == "fuseline"
         self.backend = config.attention
         self.dropout_p = config.dropout
         self.c_attn = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
@@ -167,9 +173,8 @@ class Attention(nn.Module):
 
     def folds(self) -> nn.Linear | None:
         """The layer that can take the weight and bias of the norm ahead, if there is one."""
-        folds = self.folded_norm and self.fused and self.training
         plain = is_plain(self.c_attn, nn.Linear) and _leaves_to_norm(self.c_proj, self.resid_dropout)
-        return self.c_attn if folds and plain else None
+        return self.c_attn if self.fused and self.training and plain else None
 
     def _gathered(self, x_BTC: Tensor, folded: Folded | None = None) -> Tensor:
         plain = self.fused and is_plain(self.c_attn, nn.Linear)
@@ -190,7 +195,7 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
         self.gelu = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
-        self.fused, self.folded_norm = config.norm == "fuseline", config.folded_norms
+        self.fused = config.norm == "fuseline"
         self.c_proj = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
         self.dropout = _dropout(config)
 
@@ -214,7 +219,7 @@ class MLP(nn.Module):
     def folds(self) -> nn.Linear | None:
         """The layer that can take the weight and bias of the norm ahead, if there is one."""
         plain = is_plain(self.c_fc, nn.Linear) and _leaves_to_norm(self.c_proj, self.dropout)
-        return self.c_fc if self.folded_norm and plain and self._is_one_op() else None
+        return self.c_fc if plain and self._is_one_op() else None
 
     def together(self) -> tuple[nn.Linear, ...]:
         """The layers that are one op in training."""

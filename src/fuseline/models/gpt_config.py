@@ -29,10 +29,6 @@ class GPTConfig:
     their gradient over them; "fuseline-linear" makes no more logits at a time than a few thousand rows of
     them.
 
-    `folded_norms`: where autocast trains in 16 bits and `norm` is "fuseline", the weight and bias of the norm
-    before a branch are multiplied into the branch's first layer (`nn/folded_norm.py`). Norm and layer then
-    keep one tensor of 16 bits for their gradients, and not one of 32 bits beside it.
-
     Raises `InputError` for sizes that cannot be.
     """
 
@@ -48,7 +44,6 @@ class GPTConfig:
     norm: str = "torch"
     activation: str = "gelu"
     loss: str = "float32"
-    folded_norms: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("block_size", "vocab_size", "num_layers", "num_heads", "embed_dim", "vocab_multiple")

@@ -70,7 +70,7 @@ def test_a_call_needs_room_for_its_result_alone(backend: str, layout: str) -> No
 
 @pytest.mark.parametrize("S", [16, 17])
 def test_rows_of_a_bias_whose_heads_stand_side_by_side_become_contiguous(S: int) -> None:
-    """As T5 adds it to a mask: [B, T, S, H] in memory. The vendors' kernels read rows in pieces of 16 bytes."""
+    """As T5 adds it to a mask: [B, T, S, H] in memory. The vendors' kernels read pieces of 16 bytes."""
     bias = torch.randn(2, 5, S, 4).permute(0, 3, 1, 2)
     rows = in_pieces(bias, S)
     assert torch.equal(rows, bias)
