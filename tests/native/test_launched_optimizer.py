@@ -64,8 +64,9 @@ def test_a_block_has_a_piece_of_one_parameter(recorder: Recorder) -> None:
             assert all("adamw" in launch[0] and launch[2:] == (256, 1, 0) for launch in launches)
 
 
-def test_a_norms_blocks_are_those_that_a_device_holds(recorder: Recorder) -> None:
+def test_a_norms_blocks_have_as_many_pieces_each(recorder: Recorder) -> None:
     processors = GPUS["h100"].processors  # the recorder's device holds one block on each
+    few, waves = 4, 8
     draw = random.Random(1)
     for tensors in (1, 2, 150, MOST_GRADIENTS, MOST_GRADIENTS + 1, 4000):
         dtype = draw.randrange(3)
@@ -76,9 +77,18 @@ def test_a_norms_blocks_are_those_that_a_device_holds(recorder: Recorder) -> Non
         sums = recorder.library.fuseline_gradient_norm_workspace(*call, count)
         assert recorder.library.fuseline_gradient_norm(at, *call, count, none, none, none, none) == 0
         groups = [counts[at : at + MOST_GRADIENTS] for at in range(0, tensors, MOST_GRADIENTS)]
-        piece = 4096 if dtype == FLOAT32 else 8192
-        blocks = [min(processors, max(1, in_pieces(group, piece))) for group in groups]
-        assert [launch[1] for launch in recorder.taken()] == blocks
+        blocks = [launch[1] for launch in recorder.taken()]
+        for group, launched in zip(groups, blocks, strict=True):
+            pieces = in_pieces(group, 4096 if dtype == FLOAT32 else 8192)
+            each = -(-pieces // launched)
+            assert launched == max(1, -(-pieces // max(1, each)))  # none is without a piece
+            assert launched <= waves * processors
+            if pieces <= processors:
+                assert each <= 1
+            if each > few:
+                assert pieces > few * (waves * processors)
+            elif each < few:
+                assert pieces <= processors * each
         assert sums == sum(blocks)
 
 

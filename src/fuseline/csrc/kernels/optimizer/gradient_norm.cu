@@ -2,9 +2,11 @@
 //
 // Moves: each gradient once. Limit: memory; of few gradients the launch and two meetings.
 //
-// Threads: as many blocks as the device holds at once take pieces of 16 KB in turn, four vectors of a thread on their way. A
-// block adds up in fp32 and leaves its sum; the last to arrive adds those up in fp64. Which block has which piece depends on
-// the device and the lengths alone, so that the bits are the same from run to run.
+// Threads: a block has a run of neighboring pieces of 16 KB and looks once for the tensor that its first one belongs to; a
+// lookup a piece takes longer than reading it. Each thread has four vectors on their way. Blocks begin in the order of the
+// gradients, so that the L2 holds the last ones in the end, where AdamW begins. A block adds up in fp32 and leaves its sum; the
+// last to arrive adds those up in fp64. Which block has which pieces depends on the device and the lengths alone, so that the
+// bits are the same from run to run.
 
 #include "fuseline_optimizer.h"
 #include "optimizer/tensors.cuh"
@@ -14,7 +16,9 @@ namespace {
 
 constexpr int kMostGradients = 1536;
 constexpr int kHeld = 4;
-constexpr int kAtOnce = 6;  // blocks of a multiprocessor
+constexpr int kAtOnce = 8;  // blocks of a multiprocessor
+constexpr int kWaves = 8;   // blocks that one place of the device gets in turn, at most
+constexpr int kFewPieces = 4;  // a block takes so many before there is a second wave
 constexpr int kPieceBytes = kTensorBlock * kHeld * 16;
 constexpr int kWarps = kTensorBlock / kWarp;
 
@@ -27,6 +31,7 @@ struct GradientNorm {
   uint32_t* arrived;
   int count;
   uint32_t pieces;
+  uint32_t each;  // pieces of a block
   int before;  // sums that earlier launches left
   bool ends;   // this launch adds up
 };
@@ -34,28 +39,32 @@ static_assert(sizeof(GradientNorm) <= kMostArgumentBytes);
 
 __host__ __device__ constexpr int piece_of(int dtype) { return kPieceBytes / (dtype == FUSELINE_FLOAT32 ? 4 : 2); }
 
-// Adds the squares of up to a piece of elements; several sums, so that none waits for the one before.
+// Adds the squares of `count` elements from `start` on; several sums, so that none waits for the one before. Elements before
+// the first whole vector and behind the last go one by one.
 template <class T>
-__device__ __forceinline__ void add_squares(const void* grad, int64_t start, int left, float (&sums)[4]) {
+__device__ __forceinline__ void add_squares(const void* grad, int64_t start, int count, float (&sums)[4]) {
   const T* const from = static_cast<const T*>(grad) + start;
   const int thread = threadIdx.x;
-  const int whole = reinterpret_cast<uintptr_t>(from) % 16 == 0 ? left / kVector<T> : 0;
-  uint4 raw[kHeld];
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    const int vector = thread + k * kTensorBlock;
-    raw[k] = vector < whole ? load_once(from + vector * kVector<T>) : make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    float values[kVector<T>];
-    unpack<T>(raw[k], values);
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) sums[i % 4] = __fmaf_rn(values[i], values[i], sums[i % 4]);
-  }
+  const int before = min(count, int((16 - reinterpret_cast<uintptr_t>(from) % 16) % 16 / sizeof(T)));
+  const int whole = (count - before) / kVector<T>;
+  const T* at = from + before + thread * kVector<T>;
 #pragma unroll 1
-  for (int i = whole * kVector<T> + thread; i < left; i += kTensorBlock) {
-    const float value = to_float(from[i]);
+  for (int left = whole - thread; left > 0; left -= kHeld * kTensorBlock, at += kHeld * kTensorBlock * kVector<T>) {
+    uint4 raw[kHeld];
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      raw[k] = k * kTensorBlock < left ? load_once(at + k * kTensorBlock * kVector<T>) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      float values[kVector<T>];
+      unpack<T>(raw[k], values);
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) sums[i % 4] = __fmaf_rn(values[i], values[i], sums[i % 4]);
+    }
+  }
+  if (thread < count - whole * kVector<T>) {
+    const float value = to_float(from[thread < before ? thread : thread + whole * kVector<T>]);
     sums[0] = __fmaf_rn(value, value, sums[0]);
   }
 }
@@ -78,20 +87,24 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) gradient_norm(const __g
   let_next_start();
   const int thread = threadIdx.x;
   float sums[4] = {};
-  int index = 0;
+  uint32_t piece = blockIdx.x * a.each;
+  const uint32_t end = min(piece + a.each, a.pieces);
+  int index = tensor_of(a.first, 0, a.count, piece);
   wait_for_earlier();
-  for (uint32_t piece = blockIdx.x; piece < a.pieces; piece += gridDim.x) {
-    index = tensor_of(a.first, index, a.count, piece);
+#pragma unroll 1
+  for (; piece < end; ++index) {
+    const uint32_t next = index + 1 < a.count ? min(a.first[index + 1], end) : end;
     const int dtype = a.dtypes[index], elements = piece_of(dtype);
     const int64_t start = int64_t(piece - a.first[index]) * elements;
-    const int left = int(min(int64_t(elements), a.counts[index] - start));
+    const int count = int(min(int64_t(next - piece) * elements, a.counts[index] - start));
     if (dtype == FUSELINE_FLOAT32) {
-      add_squares<float>(a.grads[index], start, left, sums);
+      add_squares<float>(a.grads[index], start, count, sums);
     } else if (dtype == FUSELINE_BFLOAT16) {
-      add_squares<__nv_bfloat16>(a.grads[index], start, left, sums);
+      add_squares<__nv_bfloat16>(a.grads[index], start, count, sums);
     } else {
-      add_squares<__half>(a.grads[index], start, left, sums);
+      add_squares<__half>(a.grads[index], start, count, sums);
     }
+    piece = next;
   }
   const float mine = block_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   bool last = false;
@@ -111,7 +124,7 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) gradient_norm(const __g
 
 // ---- launcher ----
 
-// Calls run(first, end, pieces, blocks) for each launch; an error or 0.
+// Calls run(first, end, pieces, each, blocks, device) for each launch, `each` being the pieces of a block; an error or 0.
 template <class Run>
 int for_each_launch(const int64_t* counts, const int* dtypes, int64_t tensors, Run&& run) {
   Device device;
@@ -128,8 +141,10 @@ int for_each_launch(const int64_t* counts, const int* dtypes, int64_t tensors, R
       pieces += divide_up(counts[i], piece_of(dtypes[i]));
     }
     if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
-    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>(pieces, at_once)));
-    if (const int code = run(begin, end, pieces, blocks, device)) return code;
+    const int64_t few = std::min<int64_t>(kFewPieces, divide_up(pieces, at_once));
+    const int64_t each = std::max<int64_t>({1, few, divide_up(pieces, int64_t(kWaves) * at_once)});
+    const int blocks = int(std::max<int64_t>(1, divide_up(pieces, each)));
+    if (const int code = run(begin, end, pieces, each, blocks, device)) return code;
   }
   return 0;
 }
@@ -139,10 +154,11 @@ int for_each_launch(const int64_t* counts, const int* dtypes, int64_t tensors, R
 
 int64_t fuseline_gradient_norm_workspace(const int64_t* counts, const int* dtypes, int64_t tensors) {
   int64_t sums = 0;
-  const int code = fuseline::for_each_launch(counts, dtypes, tensors, [&](int64_t, int64_t, int64_t, int blocks, const fuseline::Device&) {
+  const auto add = [&](int64_t, int64_t, int64_t, int64_t, int blocks, const fuseline::Device&) {
     sums += blocks;
     return 0;
-  });
+  };
+  const int code = fuseline::for_each_launch(counts, dtypes, tensors, add);
   return code == 0 ? sums : -1;
 }
 
@@ -152,16 +168,18 @@ int fuseline_gradient_norm(const void* const* grads, const int64_t* counts, cons
   if (tensors < 0) return FUSELINE_BAD_SIZE;
   GradientNorm a{};
   a.sums = workspace, a.norm = norm, a.arrived = arrived;
-  return for_each_launch(counts, dtypes, tensors, [&](int64_t begin, int64_t end, int64_t pieces, int blocks, const Device& device) {
+  const auto run = [&](int64_t begin, int64_t end, int64_t pieces, int64_t each, int blocks, const Device& device) {
     uint32_t first = 0;
     for (int64_t i = begin; i < end; ++i) {
       a.grads[i - begin] = grads[i], a.counts[i - begin] = counts[i], a.dtypes[i - begin] = uint8_t(dtypes[i]);
       a.first[i - begin] = first;
       first += uint32_t(divide_up(counts[i], piece_of(dtypes[i])));
     }
-    a.count = int(end - begin), a.pieces = uint32_t(pieces), a.ends = end == tensors;
+    a.count = int(end - begin), a.pieces = uint32_t(pieces), a.each = uint32_t(each);
+    a.ends = end == tensors;
     const int code = launch(gradient_norm, a, blocks, dim3(kTensorBlock), 0, 1, stream, device.clusters);
     a.before += blocks;
     return code;
-  });
+  };
+  return for_each_launch(counts, dtypes, tensors, run);
 }
