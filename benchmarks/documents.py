@@ -19,6 +19,7 @@ from tables import acceleration as accelerations
 from tables import (
     attention,
     behind,
+    curves,
     front,
     generation,
     hardware,
@@ -118,6 +119,11 @@ def accelerated(of: Source) -> list[str]:
     return accelerations.acceleration(of("acceleration", gpu="nvidia"))
 
 
+def precision_curves(of: Source) -> list[str]:
+    """Trainings in several precisions, by seeds; nothing while none is on record."""
+    return curves.precisions(of("quality", gpu="nvidia"))
+
+
 def older_kernels(of: Source) -> list[str]:
     """What of the benchmarks' page is of other kernels than today's."""
     text = BENCHMARKS.read_text(encoding="utf-8").replace(f"<!-- /{OLDER} -->", "")
@@ -130,6 +136,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "step": step,
     "acceleration": acceleration,
     "accelerated": accelerated,
+    "precision-curves": precision_curves,
     "against": against,
     "behind": where_others_lead,
     "plans-softmax": lambda of: plans.softmax(),

@@ -8,7 +8,7 @@ from fuseline.records import Record
 from fuseline.report.blocks import Block, Headline, Section
 from fuseline.report.numbers import plain, whole
 from fuseline.report.provenance import source
-from fuseline.report.sections import loss_clock
+from fuseline.report.sections import loss_clock, precision_curves
 from fuseline.report.sections.curve import drawing, is_point
 from fuseline.report.sections.generic import pivot
 from fuseline.report.selection import Shelf, grouped
@@ -24,7 +24,7 @@ def sections(shelf: Shelf) -> list[Section]:
     alone = [
         _section(number, device, group) for number, ((device, _, _), group) in enumerate(runs.items(), 1)
     ]
-    return [*loss_clock.sections(records), *alone]
+    return [*precision_curves.sections(records), *loss_clock.sections(records), *alone]
 
 
 def _section(index: int, device: str, records: Sequence[Record]) -> Section:
