@@ -20,6 +20,7 @@ from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.rebound import StandIn
 from fuseline.acceleration.swap import NOT_PROVED, Inside, Key, tensors_and_form, why_not_tensors
 from fuseline.ops import rope
+from fuseline.ops.rope import rope_pair
 
 NOTE = "_fuseline_tables"
 UNKNOWN = "its cosines and sines are not the tables of a module that was proved, or were written to"
@@ -67,18 +68,16 @@ class TurnRecipe:
     widen: bool = False
 
     def run(self, tensors: Sequence[torch.Tensor], tables: Tables) -> list[torch.Tensor]:
-        return [
-            rope(
-                tensors[i].float() if self.widen else tensors[i],
-                tables.cos,
-                tables.sin,
-                positions=tables.positions,
-                interleaved=self.interleaved,
-                dims=2 * tables.cos.shape[-1],
-                seq_dim=self.seq_dim,
-            )
-            for i in self.xs
-        ]
+        how: dict[str, Any] = {
+            "positions": tables.positions,
+            "interleaved": self.interleaved,
+            "dims": 2 * tables.cos.shape[-1],
+            "seq_dim": self.seq_dim,
+        }
+        xs = [tensors[i].float() if self.widen else tensors[i] for i in self.xs]
+        if len(xs) == 2:
+            return list(rope_pair(xs[0], xs[1], tables.cos, tables.sin, **how))
+        return [rope(x, tables.cos, tables.sin, **how) for x in xs]
 
 
 class TableMaker(Layer):

@@ -19,6 +19,7 @@ from torch import Tensor
 from fuseline import ops
 from fuseline.ops.rms_norm import reference as plain_rms_norm
 from fuseline.ops.rope import reference as plain_rope
+from fuseline.ops.rope import rope_pair
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,8 @@ class Heads:
         H, K, D = self.num_heads, self.num_kv_heads, self.head_dim
         heads_BTHD = qkv_BTN.view(B, T, H + 2 * K, D)
         q_BHTD, k_BHTD, v_BHTD = heads_BTHD.transpose(1, 2).split([H, K, K], dim=1)
-        return (
-            self._turned(self._normed(q_BHTD, self.q_norm), positions_BT),
-            self._turned(self._normed(k_BHTD, self.k_norm), positions_BT),
-            v_BHTD,
-        )
+        q_BHTD, k_BHTD = self._normed(q_BHTD, self.q_norm), self._normed(k_BHTD, self.k_norm)
+        return *self._turned(q_BHTD, k_BHTD, positions_BT), v_BHTD
 
     def _normed(self, x_BHTD: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -59,11 +57,13 @@ class Heads:
         norm = ops.rms_norm if self.fused else plain_rms_norm
         return norm(x_BHTD, weight, self.eps)
 
-    def _turned(self, x_BHTD: Tensor, positions_BT: Tensor | None) -> Tensor:
+    def _turned(self, q_BHTD: Tensor, k_BHTD: Tensor, positions_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.cos is None:
-            return x_BHTD
-        turn = ops.rope if self.fused else plain_rope
-        return turn(x_BHTD, self.cos, self.sin, positions=positions_BT)
+            return q_BHTD, k_BHTD
+        if self.fused:
+            return rope_pair(q_BHTD, k_BHTD, self.cos, self.sin, positions=positions_BT)
+        one, other = (plain_rope(x, self.cos, self.sin, positions=positions_BT) for x in (q_BHTD, k_BHTD))
+        return one, other
 
 
 Attend = Callable[[int, Tensor, Heads], Tensor]

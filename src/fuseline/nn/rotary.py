@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fuseline.ops import rope
-from fuseline.ops.rope import rope_angles
+from fuseline.ops.rope import rope_angles, rope_pair
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -63,4 +63,14 @@ class RotaryEmbedding(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q and k, which may have different numbers of heads, by the same positions."""
-        return self.turn(q, positions), self.turn(k, positions)
+        return rope_pair(
+            q,
+            k,
+            self.cos,
+            self.sin,
+            positions=positions,
+            base=self.base,
+            interleaved=self.interleaved,
+            dims=self.dims,
+            seq_dim=self.seq_dim,
+        )

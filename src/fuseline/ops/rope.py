@@ -135,6 +135,52 @@ def rope(
     )
 
 
+def rope_pair(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    positions: torch.Tensor | None = None,
+    base: float = 10000.0,
+    interleaved: bool = False,
+    dims: int | None = None,
+    seq_dim: int = -2,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope` of queries and keys, in one launch each way where all their sizes but the heads are alike.
+
+    Arguments, errors and the results' bits are those of `rope`; `dims` is each one's own if absent.
+    """
+    device = q.device.type
+    if native.ready(device) and not (device == "cuda" and torch.float64 in (q.dtype, k.dtype)):
+        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.fuseline.rope_pair.default(
+            q,
+            k,
+            cos,
+            sin,
+            positions=positions,
+            base=base,
+            interleaved=interleaved,
+            dims=dims,
+            seq_dim=seq_dim,
+        )
+        return both
+    one, other = (
+        rope(
+            x,
+            cos,
+            sin,
+            positions=positions,
+            base=base,
+            interleaved=interleaved,
+            dims=dims,
+            seq_dim=seq_dim,
+        )
+        for x in (q, k)
+    )
+    return one, other
+
+
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a signature or the meaning of an argument below changes. */
-#define FUSELINE_KERNELS_ABI_VERSION 7
+#define FUSELINE_KERNELS_ABI_VERSION 8
 
 enum {
   FUSELINE_UNSUPPORTED = -1, /* a dtype, pair of dtypes or mask kind that is not listed here */
@@ -249,19 +249,26 @@ FUSELINE_API int fuseline_glu_backward(const void* grad_out, const void* gate, c
                                        void* grad_up, int64_t rows, int64_t n, int64_t stride,
                                        int64_t grad_stride, int activation, int dtype, void* stream);
 
-/* Rotary positions over [B, H, T, D]: of the first `rotary` elements of each head, pair i is turned by
- * position * base^(-2 i / rotary); the others are copied. (Su et al. 2021, equation 34.)
+/* One tensor of fuseline_rope, [B, heads, T, D]: strides of batch, head and token in elements, so that [B, T, H, D] and
+ * parts of larger tensors need no copy; unit stride within a head; y overlaps no x. */
+typedef struct {
+  const void* x;
+  void* y;
+  int64_t x_strides[3], y_strides[3];
+  int64_t heads;
+} fuseline_rope_tensor;
+
+/* Rotary positions of `count` tensors, 1 or 2, over the same B sequences of T tokens, in one launch: of the first `rotary`
+ * elements of each head, pair i is turned by position * base^(-2 i / rotary); the others are copied. (Su et al. 2021,
+ * equation 34.)
  *
- * x, y: strides of batch, head and token in elements, so that [B, T, H, D] and parts of larger tensors need no
- * copy; unit stride within a head; y does not overlap x. interleaved: pair i is elements 2 i and 2 i + 1 (GPT-J), else i
- * and i + rotary / 2 (GPT-NeoX, Llama). rotary is even. cos, sin: [table_rows, rotary / 2], a row for each
- * position; with null the angles are computed, for rotary up to 512. positions: that of token t of batch b at
- * b * positions_stride + t; null for 0, 1, ... A position outside the table gives NaN. backward: turns by minus
- * the angle, which is the gradient. */
-FUSELINE_API int fuseline_rope(const void* x, void* y, const int64_t x_strides[3], const int64_t y_strides[3],
-                               const float* cos, const float* sin, int64_t table_rows, double base,
-                               const int64_t* positions, int64_t positions_stride, int64_t B, int64_t H,
-                               int64_t T, int64_t D, int64_t rotary, int interleaved, int backward, int dtype,
+ * interleaved: pair i is elements 2 i and 2 i + 1 (GPT-J), else i and i + rotary / 2 (GPT-NeoX, Llama). rotary is even.
+ * cos, sin: [table_rows, rotary / 2], a row for each position; with null the angles are computed, for rotary up to 512.
+ * positions: that of token t of batch b at b * positions_stride + t; null for 0, 1, ... A position outside the table gives
+ * NaN. backward: turns by minus the angle, which is the gradient. */
+FUSELINE_API int fuseline_rope(const fuseline_rope_tensor* tensors, int count, const float* cos, const float* sin,
+                               int64_t table_rows, double base, const int64_t* positions, int64_t positions_stride,
+                               int64_t B, int64_t T, int64_t D, int64_t rotary, int interleaved, int backward, int dtype,
                                void* stream);
 
 /* y[i] = dropout(table[tokens[i]] + position_table[position of i]) for i < items, rows of n.

@@ -1,4 +1,4 @@
-// Rotary positions, and their gradient: the same turn backwards.
+// Rotary positions, and their gradient: the same turn backwards; of one tensor, or of two (queries and keys) in one launch.
 //
 // x is [.., H, T, D] or [.., T, H, D], read through its strides; the result lies in memory in the order x does. On the CPU
 // it is put together from ATen's own kernels, in float32 (float64 for float64) and rounded once at the end.
@@ -12,7 +12,9 @@
 #include <ATen/ops/sin.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <array>
+#include <tuple>
 
 #include "op.h"
 
@@ -36,6 +38,16 @@ using Signature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTen
 Tensor forward_op(const Tensor& x, const Turn& turn) {
     constexpr Op<"rope", Signature> op;
     return op(x, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
+}
+
+using Two = std::tuple<Tensor, Tensor>;
+using PairSignature = Two(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                          double, bool, std::optional<int64_t>, int64_t);
+
+template <OpName name>
+Two pair_op(const Tensor& q, const Tensor& k, const Turn& turn) {
+    constexpr Op<name, PairSignature> op;
+    return op(q, k, turn.cos, turn.sin, turn.positions, turn.base, turn.interleaved, turn.dims, turn.seq_dim);
 }
 
 Tensor backward_op(const Tensor& grad_out, const Turn& turn) {
@@ -182,34 +194,83 @@ Tensor rope_cpu(const Tensor& x, const OptionalTensor& cos, const OptionalTensor
     return y;
 }
 
-template <bool backward>
-Tensor rope_cuda(const Tensor& given, const OptionalTensor& cos, const OptionalTensor& sin,
-                 const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
-                 int64_t seq_dim) {
-    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
-    check(given, turn);
-    const c10::DeviceGuard guard(given.device());
-    const Tensor x = given.size(-1) > 1 && given.stride(-1) != 1 ? given.contiguous() : given;
-    const Dimensions at(x, turn);
-    const int64_t rotary = rotary_dims(x, turn);
-    TORCH_CHECK_VALUE(cos.has_value() || rotary <= 512, kName, ": ", rotary, " rotary dimensions; for more than 512 give "
-                      "cos and sin.");
-    Tensor y = empty_beside(given);
+// One launch for `given`, one tensor or two that have all sizes but the heads alike.
+template <size_t kCount>
+std::array<Tensor, kCount> turned(const std::array<Tensor, kCount>& given, const Turn& turn, bool backward) {
+    const Tensor& first = given[0];
+    const c10::DeviceGuard guard(first.device());
+    const Dimensions at(first, turn);
+    const int64_t rotary = rotary_dims(first, turn), T = first.size(at.token), D = first.size(-1);
+    TORCH_CHECK_VALUE(turn.cos.has_value() || rotary <= 512, kName, ": ", rotary, " rotary dimensions; for more than 512 "
+                      "give cos and sin.");
+    std::array<Tensor, kCount> xs, ys;
+    std::array<fuseline_rope_tensor, kCount> tensors;
+    for (size_t i = 0; i < kCount; ++i) {
+        xs[i] = D > 1 && given[i].stride(-1) != 1 ? given[i].contiguous() : given[i];
+        ys[i] = empty_beside(given[i]);
+        tensors[i].x = xs[i].const_data_ptr(), tensors[i].y = ys[i].data_ptr();
+        tensors[i].heads = Dimensions::size(xs[i], at.head);
+        std::ranges::copy(at.strides(xs[i]), tensors[i].x_strides);
+        std::ranges::copy(at.strides(ys[i]), tensors[i].y_strides);
+    }
     const auto table = [](const OptionalTensor& t) {
         return t.has_value() ? OptionalTensor(t->to(at::kFloat).contiguous()) : std::nullopt;
     };
-    const OptionalTensor cosine = table(cos), sine = table(sin), numbers = contiguous(positions);
-    const int64_t T = x.size(at.token);
+    const OptionalTensor cosine = table(turn.cos), sine = table(turn.sin), numbers = contiguous(turn.positions);
     const auto floats = [](const OptionalTensor& t) { return static_cast<const float*>(data_or_null(t)); };
     static const auto launch = FUSELINE_KERNEL(fuseline_rope);
-    check_launch(launch(x.const_data_ptr(), y.data_ptr(), at.strides(x).data(), at.strides(y).data(), floats(cosine),
-                        floats(sine), cos.has_value() ? cos->size(0) : 0, base,
+    check_launch(launch(tensors.data(), int(kCount), floats(cosine), floats(sine),
+                        turn.cos.has_value() ? turn.cos->size(0) : 0, turn.base,
                         static_cast<const int64_t*>(data_or_null(numbers)),
-                        numbers.has_value() && numbers->dim() == 2 ? T : 0, Dimensions::size(x, at.batch),
-                        Dimensions::size(x, at.head), T, x.size(-1), rotary, interleaved, backward,
-                        kernel_dtype(x, kName), current_stream(x)),
+                        numbers.has_value() && numbers->dim() == 2 ? T : 0, Dimensions::size(first, at.batch), T, D, rotary,
+                        turn.interleaved, backward, kernel_dtype(first, kName), current_stream(first)),
                  kName);
-    return y;
+    return ys;
+}
+
+template <bool backward>
+Tensor rope_cuda(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
+                 double base, bool interleaved, std::optional<int64_t> dims, int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    check(x, turn);
+    return turned<1>({x}, turn, backward)[0];
+}
+
+// Whether one launch can take both: sizes are alike but for the heads.
+bool go_together(const Tensor& q, const Tensor& k, const Turn& turn) {
+    if (q.dim() != k.dim() || q.scalar_type() != k.scalar_type() || q.device() != k.device()) return false;
+    const Dimensions at(q, turn);
+    for (int64_t dim = 0; dim < q.dim(); ++dim) {
+        if (dim != at.head && q.size(dim) != k.size(dim)) return false;
+    }
+    return true;
+}
+
+template <bool backward>
+Two rope_pair_cpu(const Tensor& q, const Tensor& k, const OptionalTensor& cos, const OptionalTensor& sin,
+                  const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                  int64_t seq_dim) {
+    return {rope_cpu<backward>(q, cos, sin, positions, base, interleaved, dims, seq_dim),
+            rope_cpu<backward>(k, cos, sin, positions, base, interleaved, dims, seq_dim)};
+}
+
+template <bool backward>
+Two rope_pair_cuda(const Tensor& q, const Tensor& k, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                   int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    check(q, turn), check(k, turn);
+    if (!go_together(q, k, turn)) return {turned<1>({q}, turn, backward)[0], turned<1>({k}, turn, backward)[0]};
+    const auto both = turned<2>({q, k}, turn, backward);
+    return {both[0], both[1]};
+}
+
+Two rope_pair_meta(const Tensor& q, const Tensor& k, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                   int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    check(q, turn), check(k, turn);
+    return {empty_beside(q), empty_beside(k)};
 }
 
 Tensor rope_meta(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& positions,
@@ -218,31 +279,61 @@ Tensor rope_meta(const Tensor& x, const OptionalTensor& cos, const OptionalTenso
     return empty_beside(x);
 }
 
+void save(AutogradContext* ctx, const Turn& turn) {
+    ctx->saved_data["base"] = turn.base;
+    ctx->saved_data["interleaved"] = turn.interleaved;
+    ctx->saved_data["dims"] = turn.dims.has_value() ? c10::IValue(*turn.dims) : c10::IValue();
+    ctx->saved_data["seq_dim"] = turn.seq_dim;
+    ctx->save_for_backward({turn.cos.value_or(Tensor()), turn.sin.value_or(Tensor()), turn.positions.value_or(Tensor())});
+}
+
+Turn saved(AutogradContext* ctx) {
+    const auto tensors = ctx->get_saved_variables();
+    const c10::IValue dims = ctx->saved_data["dims"];
+    return {optional(tensors[0]),
+            optional(tensors[1]),
+            optional(tensors[2]),
+            ctx->saved_data["base"].toDouble(),
+            ctx->saved_data["interleaved"].toBool(),
+            dims.isNone() ? std::nullopt : std::optional<int64_t>(dims.toInt()),
+            ctx->saved_data["seq_dim"].toInt()};
+}
+
 struct Rope : torch::autograd::Function<Rope> {
     static constexpr bool is_traceable = true;
 
     static Tensor forward(AutogradContext* ctx, const Tensor& x, const Turn& turn) {
         const at::AutoDispatchBelowADInplaceOrView guard;
-        ctx->saved_data["base"] = turn.base;
-        ctx->saved_data["interleaved"] = turn.interleaved;
-        ctx->saved_data["dims"] = turn.dims.has_value() ? c10::IValue(*turn.dims) : c10::IValue();
-        ctx->saved_data["seq_dim"] = turn.seq_dim;
-        ctx->save_for_backward(
-            {turn.cos.value_or(Tensor()), turn.sin.value_or(Tensor()), turn.positions.value_or(Tensor())});
+        save(ctx, turn);
         return forward_op(x, turn);
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const auto saved = ctx->get_saved_variables();
-        const c10::IValue dims = ctx->saved_data["dims"];
-        const Turn turn{optional(saved[0]),
-                        optional(saved[1]),
-                        optional(saved[2]),
-                        ctx->saved_data["base"].toDouble(),
-                        ctx->saved_data["interleaved"].toBool(),
-                        dims.isNone() ? std::nullopt : std::optional<int64_t>(dims.toInt()),
-                        ctx->saved_data["seq_dim"].toInt()};
-        return {backward_op(grads[0], turn), Tensor()};
+        return {backward_op(grads[0], saved(ctx)), Tensor()};
+    }
+};
+
+struct RopePair : torch::autograd::Function<RopePair> {
+    static constexpr bool is_traceable = true;
+
+    static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Turn& turn) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        ctx->set_materialize_grads(false);
+        save(ctx, turn);
+        const auto [turned_q, turned_k] = pair_op<"rope_pair">(q, k, turn);
+        return {turned_q, turned_k};
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const Turn turn = saved(ctx);
+        if (ctx->needs_input_grad(0) && ctx->needs_input_grad(1) && grads[0].defined() && grads[1].defined()) {
+            const auto [grad_q, grad_k] = pair_op<"rope_pair_backward">(grads[0], grads[1], turn);
+            return {grad_q, grad_k, Tensor()};
+        }
+        const auto one = [&](size_t i) {
+            return ctx->needs_input_grad(i) && grads[i].defined() ? backward_op(grads[i], turn) : Tensor();
+        };
+        return {one(0), one(1), Tensor()};
     }
 };
 
@@ -258,6 +349,19 @@ Tensor rope_autograd(const Tensor& x, const OptionalTensor& cos, const OptionalT
     return forward_op(x, turn);
 }
 
+Two rope_pair_autograd(const Tensor& q, const Tensor& k, const OptionalTensor& cos, const OptionalTensor& sin,
+                       const OptionalTensor& positions, double base, bool interleaved, std::optional<int64_t> dims,
+                       int64_t seq_dim) {
+    const Turn turn{cos, sin, positions, base, interleaved, dims, seq_dim};
+    if (tracked(q, k, cos, sin)) {
+        check(q, turn), check(k, turn);
+        const variable_list both = RopePair::apply(q, k, turn);
+        return {both[0], both[1]};
+    }
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return pair_op<"rope_pair">(q, k, turn);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
@@ -268,6 +372,14 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
               "int? dims, int seq_dim) -> Tensor", rope_cpu<true>, rope_cuda<true>, rope_meta);
     differentiate<rope_autograd>(m, "rope");
     refuse_second_derivative<"rope_backward", "rope", rope_meta>(m);
+    define(m, "rope_pair(Tensor q, Tensor k, Tensor? cos=None, Tensor? sin=None, *, Tensor? positions=None, "
+              "float base=10000.0, bool interleaved=False, int? dims=None, int seq_dim=-2) -> (Tensor, Tensor)",
+           rope_pair_cpu<false>, rope_pair_cuda<false>, rope_pair_meta);
+    define(m, "rope_pair_backward(Tensor grad_q, Tensor grad_k, Tensor? cos, Tensor? sin, Tensor? positions, float base, "
+              "bool interleaved, int? dims, int seq_dim) -> (Tensor, Tensor)",
+           rope_pair_cpu<true>, rope_pair_cuda<true>, rope_pair_meta);
+    differentiate<rope_pair_autograd>(m, "rope_pair");
+    refuse_second_derivative<"rope_pair_backward", "rope", rope_pair_meta>(m);
 }
 
 }  // namespace fuseline::rope_op

@@ -9,7 +9,7 @@
 // heads of a token, or tokens of a head; so a warp reads and writes whole runs, whatever the head's size. Interleaved
 // pairs lie inside a vector. Half-split pairs lie across two: a thread reads its partner's vector too, which its
 // neighbours bring into the L1 for themselves, and writes its own alone. Elements behind the rotary dimensions are
-// copied.
+// copied. A second tensor over the same tokens (keys beside queries) has the blocks behind those of the first.
 //
 // An angle is position times the turns that one position makes, in 64-bit fixed point: whole turns overflow, and what is
 // left is exact, for any position. fp32 has lost the angle's last digits at position 1,000 already. The turns of a
@@ -26,20 +26,28 @@ namespace {
 constexpr int kMostPairs = 256;
 constexpr int kSplit = 8;  // pairs; no vector has more
 
-struct Rope {
+// One of the tensors of a launch.
+struct RopeTensor {
   const void* x;
   void* y;
   int64_t x_strides[3], y_strides[3];  // of batch, head, token
+  uint32_t heads, head_step;           // of all, and between those of a thread
+  uint32_t groups;                     // of heads that a thread has, over all tokens
+  bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
+  Divisor inner, middle;
+};
+constexpr int kMostTensors = 2;
+
+struct Rope {
+  RopeTensor of[kMostTensors];
+  uint32_t blocks_of_first;
   const float* cos;                    // [table_rows, pairs]; null to compute them
   const float* sin;
   int64_t table_rows;
   const int64_t* positions;            // null for 0, 1, ..
   int64_t positions_stride;            // from batch to batch; 0 if they share them
-  uint32_t heads, head_step;           // of all, and between those of a thread
-  uint32_t groups;                     // of heads that a thread has, over all tokens
   uint32_t pairs;
-  bool tokens_inside;                  // tokens of a head lie side by side, else heads of a token
-  Divisor units, inner, middle;        // units are accesses in a head
+  Divisor units;                       // accesses in a head
   float sign;                          // -1 turns back
   bool angles_first;                   // they hang on nothing that an earlier kernel writes
   bool interleaved;                    // a pair's elements are neighbours
@@ -139,16 +147,19 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
   constexpr bool kInside = kInterleaved;  // partners are in the same vector
   const bool interleaved = kWide > 1 ? kInterleaved : a.interleaved;
   let_next_start();
-  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  const bool is_first = blockIdx.x < a.blocks_of_first;
+  const RopeTensor& t = a.of[is_first ? 0 : 1];
+  const uint32_t thread = (blockIdx.x - (is_first ? 0 : a.blocks_of_first)) * blockDim.x + threadIdx.x;
   const uint32_t group = a.units.divide(thread);
-  if (group >= a.groups) return;
+  if (group >= t.groups) return;
   const uint32_t at = (thread - group * a.units.value) * kWide;
-  const uint32_t outer = a.inner.divide(group), in = group - outer * a.inner.value;
-  const uint32_t batch = a.middle.divide(outer), middle = outer - batch * a.middle.value;
-  const uint32_t token = a.tokens_inside ? in : middle, head = a.tokens_inside ? middle : in;
-  int64_t from = batch * a.x_strides[0] + head * a.x_strides[1] + token * a.x_strides[2] + at;
-  int64_t to = batch * a.y_strides[0] + head * a.y_strides[1] + token * a.y_strides[2] + at;
-  const int64_t x_step = a.head_step * a.x_strides[1], y_step = a.head_step * a.y_strides[1];
+  const uint32_t outer = t.inner.divide(group), in = group - outer * t.inner.value;
+  const uint32_t batch = t.middle.divide(outer), middle = outer - batch * t.middle.value;
+  const uint32_t token = t.tokens_inside ? in : middle, head = t.tokens_inside ? middle : in;
+  const uint32_t heads = t.heads, head_step = t.head_step;
+  int64_t from = batch * t.x_strides[0] + head * t.x_strides[1] + token * t.x_strides[2] + at;
+  int64_t to = batch * t.y_strides[0] + head * t.y_strides[1] + token * t.y_strides[2] + at;
+  const int64_t x_step = head_step * t.x_strides[1], y_step = head_step * t.y_strides[1];
   // The second element of a pair turns by the same angle, and takes the other's part with the other sign.
   const bool second = interleaved ? at % 2 == 1 : at >= a.pairs;
   const uint32_t pair = interleaved ? at / 2 : second ? at - a.pairs : at;
@@ -161,17 +172,17 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
   }
   wait_for_earlier();
 
-  const T* const x = static_cast<const T*>(a.x) + from;
-  T* const y = static_cast<T*>(a.y) + to;
+  const T* const x = static_cast<const T*>(t.x) + from;
+  T* const y = static_cast<T*>(t.y) + to;
   Raw<T, kWide> raw[kHeads];
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
-    if (head + u * a.head_step < a.heads) raw[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step);
+    if (head + u * head_step < heads) raw[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step);
   }
   if (at >= 2 * a.pairs) {  // behind the rotary dimensions
 #pragma unroll
     for (int u = 0; u < kHeads; ++u) {
-      if (head + u * a.head_step < a.heads) *reinterpret_cast<Raw<T, kWide>*>(y + u * y_step) = raw[u];
+      if (head + u * head_step < heads) *reinterpret_cast<Raw<T, kWide>*>(y + u * y_step) = raw[u];
     }
     return;
   }
@@ -181,7 +192,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
     const int64_t apart = interleaved ? 1 : int64_t(a.pairs);
 #pragma unroll
     for (int u = 0; u < kHeads; ++u) {
-      if (head + u * a.head_step >= a.heads) continue;
+      if (head + u * head_step >= heads) continue;
       partner[u] = load_shared<T, kWide, kInterleaved>(x + u * x_step + (second ? -apart : apart));
     }
   }
@@ -199,7 +210,7 @@ __global__ void __launch_bounds__(kElementwiseBlock, 3) rope(const __grid_consta
   }
 #pragma unroll
   for (int u = 0; u < kHeads; ++u) {
-    if (head + u * a.head_step >= a.heads) continue;
+    if (head + u * head_step >= heads) continue;
     float own[kWide], other[kWide], turned[kWide];
     widen<T, kWide>(raw[u], own);
     if constexpr (!kInside) widen<T, kWide>(partner[u], other);
@@ -269,58 +280,78 @@ void take(RopeVectors& a, const Turns& turns) { a.split = turns.split; }
 // before it has ended.
 constexpr int64_t kAtOnce = 3 * kElementwiseBlock;
 
+// `count` of the tensors of `given`, over B sequences of T_ tokens.
 template <class T, int kWide>
-int run_wide(const Rope& given, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
+int run_wide(const Rope& given, int count, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
   Arguments<kWide> a{};
   static_cast<Rope&>(a) = given;
   if (!a.cos) take(a, turns_of(base, 2 * int64_t(a.pairs)));
   a.units = Divisor(uint32_t(D / kWide));
-  a.head_step = uint32_t(divide_up(a.heads, kHeads));
-  // Tokens of a head lie side by side where their stride is the smaller one.
-  a.tokens_inside = a.x_strides[2] <= a.x_strides[1];
-  a.inner = Divisor(a.tokens_inside ? uint32_t(T_) : a.head_step);
-  a.middle = Divisor(a.tokens_inside ? a.head_step : uint32_t(T_));
-  const int64_t groups = B * T_ * a.head_step, threads = groups * a.units.value;
-  if (divide_up(threads, kElementwiseBlock) > (int64_t(1) << 24)) return int(cudaErrorInvalidConfiguration);
-  a.groups = uint32_t(groups);
+  int64_t threads[kMostTensors] = {};
+  for (int i = 0; i < count; ++i) {
+    RopeTensor& t = a.of[i];
+    t.head_step = uint32_t(divide_up(t.heads, kHeads));
+    // Tokens of a head lie side by side where their stride is the smaller one.
+    t.tokens_inside = t.x_strides[2] <= t.x_strides[1];
+    t.inner = Divisor(t.tokens_inside ? uint32_t(T_) : t.head_step);
+    t.middle = Divisor(t.tokens_inside ? t.head_step : uint32_t(T_));
+    const int64_t groups = B * T_ * t.head_step;
+    threads[i] = groups * a.units.value;
+    if (divide_up(threads[i], kElementwiseBlock) > (int64_t(1) << 24)) return int(cudaErrorInvalidConfiguration);
+    t.groups = uint32_t(groups);
+  }
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  a.angles_first = !a.cos && !a.positions && threads <= device.processors * kAtOnce;
-  const int block = block_for(threads, device);
+  a.angles_first = !a.cos && !a.positions && threads[0] + threads[1] <= device.processors * kAtOnce;
+  const int block = block_for(threads[0] + threads[1], device);
+  a.blocks_of_first = uint32_t(divide_up(threads[0], block));
   a.interleaved = interleaved;
   auto kernel = rope<T, kWide, false>;
   if constexpr (kWide > 1) kernel = interleaved ? rope<T, kWide, true> : kernel;
-  return launch(kernel, a, divide_up(threads, block), dim3(unsigned(block)), 0, 1, stream, device.clusters);
+  const int64_t blocks = a.blocks_of_first + divide_up(threads[1], block);
+  return launch(kernel, a, blocks, dim3(unsigned(block)), 0, 1, stream, device.clusters);
 }
 
 template <class T>
-int run(const Rope& a, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
+int run(const Rope& a, int count, double base, int64_t B, int64_t T_, int64_t D, bool interleaved, void* stream) {
   constexpr int kSize = kVector<T>;
   bool vectors = (a.cos || as_products(base)) && a.pairs % kSize == 0 && D % kSize == 0 &&
-                 offset_in_vector(a.x) == 0 && offset_in_vector(a.y) == 0 &&
                  offset_in_vector(a.cos) == 0 && offset_in_vector(a.sin) == 0;
-  for (int i = 0; i < 3; ++i) vectors = vectors && a.x_strides[i] % kSize == 0 && a.y_strides[i] % kSize == 0;
-  if (vectors) return run_wide<T, kSize>(a, base, B, T_, D, interleaved, stream);
-  return run_wide<T, 1>(a, base, B, T_, D, interleaved, stream);
+  for (int i = 0; i < count; ++i) {
+    const RopeTensor& t = a.of[i];
+    vectors = vectors && offset_in_vector(t.x) == 0 && offset_in_vector(t.y) == 0;
+    for (int k = 0; k < 3; ++k) vectors = vectors && t.x_strides[k] % kSize == 0 && t.y_strides[k] % kSize == 0;
+  }
+  if (vectors) return run_wide<T, kSize>(a, count, base, B, T_, D, interleaved, stream);
+  return run_wide<T, 1>(a, count, base, B, T_, D, interleaved, stream);
 }
 
 }  // namespace
 }  // namespace fuseline
 
-int fuseline_rope(const void* x, void* y, const int64_t x_strides[3], const int64_t y_strides[3], const float* cos,
-                  const float* sin, int64_t table_rows, double base, const int64_t* positions, int64_t positions_stride,
-                  int64_t B, int64_t H, int64_t T, int64_t D, int64_t rotary, int interleaved, int backward, int dtype,
-                  void* stream) {
+int fuseline_rope(const fuseline_rope_tensor* tensors, int count, const float* cos, const float* sin, int64_t table_rows,
+                  double base, const int64_t* positions, int64_t positions_stride, int64_t B, int64_t T, int64_t D,
+                  int64_t rotary, int interleaved, int backward, int dtype, void* stream) {
   using namespace fuseline;
-  if (B < 0 || H < 0 || T < 0 || D < 0 || rotary < 0 || rotary > D) return FUSELINE_BAD_SIZE;
+  if (count < 1 || count > kMostTensors || B < 0 || T < 0 || D < 0 || rotary < 0 || rotary > D) return FUSELINE_BAD_SIZE;
   if (rotary % 2 != 0 || (!cos && rotary / 2 > kMostPairs)) return FUSELINE_UNSUPPORTED;
-  if (B == 0 || H == 0 || T == 0 || D == 0) return 0;
   Rope a{};
-  a.x = x, a.y = y, a.cos = cos, a.sin = sin, a.table_rows = table_rows;
-  std::copy_n(x_strides, 3, a.x_strides);
-  std::copy_n(y_strides, 3, a.y_strides);
+  int some = 0;  // tensors with heads
+  for (int i = 0; i < count; ++i) {
+    const fuseline_rope_tensor& given = tensors[i];
+    if (given.heads < 0) return FUSELINE_BAD_SIZE;
+    if (given.heads == 0) continue;
+    RopeTensor& t = a.of[some++];
+    t.x = given.x, t.y = given.y, t.heads = uint32_t(given.heads);
+    std::copy_n(given.x_strides, 3, t.x_strides);
+    std::copy_n(given.y_strides, 3, t.y_strides);
+  }
+  if (B == 0 || some == 0 || T == 0 || D == 0) return 0;
+  a.cos = cos, a.sin = sin, a.table_rows = table_rows;
   a.positions = positions, a.positions_stride = positions_stride;
-  a.heads = uint32_t(H), a.pairs = uint32_t(rotary / 2), a.sign = backward ? -1.f : 1.f;
-  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, base, B, T, D, interleaved != 0, stream); });
+  a.pairs = uint32_t(rotary / 2), a.sign = backward ? -1.f : 1.f;
+  return with_dtype(dtype, [&](auto type) {
+    return run<decltype(type)>(a, some, base, B, T, D, interleaved != 0, stream);
+  });
 }
