@@ -76,7 +76,7 @@ class TurnRecipe:
         }
         xs = [tensors[i].float() if self.widen else tensors[i] for i in self.xs]
         if len(xs) == 2:
-            return list(rope_pair(*xs, tables.cos, tables.sin, **how))
+            return list(rope_pair(xs[0], xs[1], tables.cos, tables.sin, **how))
         return [rope(x, tables.cos, tables.sin, **how) for x in xs]
 
 
