@@ -55,8 +55,9 @@ def test_how_many_are_drawn_by_default() -> None:
     assert how_many(None, named=False, on_gpu=False) == 2
     assert how_many(None, named=True, on_gpu=True) == 0
     assert how_many(3, named=True, on_gpu=True) == 3
-    with pytest.raises(InputError, match="--drawn -1"):
-        check_count(-1)
+    for count in (-1, 101):
+        with pytest.raises(InputError, match=f"--drawn {count}: it must be 0 to 100"):
+            check_count(count)
 
 
 def test_draws_are_dealt_out_one_by_one() -> None:

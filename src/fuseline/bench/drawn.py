@@ -14,14 +14,15 @@ from fuseline.errors import InputError
 from fuseline.native import layouts
 
 COUNT = 5
+MOST = 100
 LABEL = "drawn"  # of the flag in a record's case
 ALIGNED = 8  # elements: every other length is a multiple, as most models' are
 
 
 def check_count(count: int) -> None:
-    """`InputError` for fewer than no sizes."""
-    if count < 0:
-        raise InputError(f"--drawn {count}: it must be 0 or more.")
+    """`InputError` for a number of sizes that nobody would wait for, or fewer than none."""
+    if not 0 <= count <= MOST:
+        raise InputError(f"--drawn {count}: it must be 0 to {MOST}.")
 
 
 def drawn_lengths(
