@@ -78,6 +78,7 @@ OPS = {
     "aten::native_layer_norm_backward": "norms",
     "aten::_fused_rms_norm": "norms",
     "fuseline::norm_forward": "norms",
+    "fuseline::fold_norm_backward": "norms",
     "fuseline::add_rms_norm": "norms",
     "aten::nll_loss_forward": "loss",
     "aten::_log_softmax_backward_data": "loss",

@@ -7,7 +7,8 @@ float16, bfloat16, float64 (on a GPU float64 runs the reference). The result has
 `out_dtype` can ask for 16 bits. Weight and bias have the result's dtype or float32. Statistics and sums are
 kept in float32 (float64 for float64), and the variance is computed from the distances to the mean, so that it
 does not cancel. Under autocast the dtype stays that of x, unlike torch's layer_norm, which returns float32:
-the op is bound by memory, and its error is that of one rounding.
+the op is bound by memory, and its error is that of one rounding. For the backward it keeps x; where x is
+float32, the result of 16 bits and there are no weight and bias, it keeps the result instead.
 
 Not twice differentiable. Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, equations 3 and 4.
 """

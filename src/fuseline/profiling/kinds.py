@@ -51,7 +51,7 @@ OPS: tuple[Rule, ...] = (
         r"flash_attn|_native_multi_head_attention|_transform_bias_rescale_qkv",
     ),
     _rule("loss", r"cross_entropy|nll_loss|log_softmax|kl_div|mse_loss|binary_cross"),
-    _rule("norms", r"(layer|rms|group|batch|instance)_norm", r"^fuseline::norm_", r"cudnn_batch_norm"),
+    _rule("norms", r"(layer|rms|group|batch|instance)_norm", r"^fuseline::(fold_)?norm", r"cudnn_batch_norm"),
     _rule(
         "products",
         r"^aten::(mm|addmm|bmm|baddbmm|addbmm|addmv|mv|dot|matmul|linear|einsum|_scaled_mm|_scaled_grouped_mm)$",
