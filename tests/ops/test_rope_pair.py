@@ -115,6 +115,7 @@ def test_as_an_op_of_torch(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the profiler, on its cycles
 def test_one_launch_each_way() -> None:
     q, k = drawn((2, 8, 33, 64), "cuda", torch.bfloat16), drawn((2, 2, 33, 64), "cuda", torch.bfloat16)
     slopes = torch.randn_like(q), torch.randn_like(k)
