@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fuseline.nn
 from fuseline.models import gpt
 from fuseline.models.gpt import GPT, GPTConfig
 
@@ -121,6 +123,37 @@ def test_what_is_listened_to_is_not_folded(part: str) -> None:
     assert len(seen) == LAYERS or part.startswith("ln")
     for ours, theirs in zip(found, near, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02 * float(theirs.abs().max()))
+
+
+def narrowed(*parts: str) -> GPT:
+    made = model("cpu")
+    for block in made.transformer.h:
+        for part in parts:
+            block.get_submodule(part).bfloat16()
+    return made
+
+
+def without_affine() -> GPT:
+    made = model("cpu")
+    for block in made.transformer.h:
+        for name in ("ln_1", "ln_2"):
+            setattr(block, name, fuseline.nn.LayerNorm(C, elementwise_affine=False))
+    return made
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        partial(narrowed, "attn", "mlp"),
+        partial(narrowed, "attn.c_attn", "mlp.c_fc"),
+        partial(narrowed, "ln_1", "ln_2"),
+        without_affine,
+    ],
+    ids=["branches in 16 bits", "layers in 16 bits", "norms in 16 bits", "norms without weight"],
+)
+def test_other_dtypes_and_norms_without_weight_are_not_folded(made: Callable[[], GPT]) -> None:
+    for ours, theirs in zip(step(made(), "cpu", True), step(made(), "cpu", False), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_compiles_to_one_graph() -> None:

@@ -32,7 +32,7 @@ from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
 from fuseline.models.heads import Attend, Heads
 from fuseline.nn import branch
 from fuseline.nn.feed_forward import autocast_to, feed_forward, is_plain
-from fuseline.nn.folded_norm import Folded, fold
+from fuseline.nn.folded_norm import Folded, can_fold, fold
 from fuseline.nn.fp8_linear import Fp8Linear
 from fuseline.ops.embedding import embedding_and_table
 from fuseline.ops.layer_norm import layer_norm_and_input
@@ -111,7 +111,7 @@ def _add_norm_and_branch(
         y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed)
         return x_BTC, Found(branch(y_BTC))
     first, folded = branch.folds() if _is_worth_folding(x_BTC) else None, None
-    if first is not None and is_plain(norm, fuseline.nn.LayerNorm):
+    if first is not None and is_plain(norm, fuseline.nn.LayerNorm) and can_fold(norm, first):
         folded = fold(norm, first)
     y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed, affine=folded is None)
     return x_BTC, branch.found(y_BTC, folded)

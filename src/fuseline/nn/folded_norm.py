@@ -27,9 +27,17 @@ class Folded(NamedTuple):
     bias: Tensor | None
 
 
+def can_fold(norm: nn.LayerNorm, linear: nn.Linear) -> bool:
+    """Whether `fold` takes them: the norm has a weight, and all parameters are float32. Products of 16-bit
+    parameters would be rounded once more."""
+    given = linear.weight, linear.bias, norm.weight, norm.bias
+    dtypes = {parameter.dtype for parameter in given if parameter is not None}
+    return norm.weight is not None and dtypes == {torch.float32}
+
+
 def fold(norm: nn.LayerNorm, linear: nn.Linear) -> Folded:
-    """The weight and bias of `linear` with those of `norm` in them, in the layer's own dtype. The norm has a
-    weight [C], with a bias [C] or without. Gradients go to all of them."""
+    """The weight and bias of `linear` with those of `norm` in them, for what `can_fold` allows. The norm has
+    a weight [C], with a bias [C] or without. Gradients go to all of them."""
     given = linear.weight, linear.bias, norm.weight, norm.bias
     return Folded(*(_by_formula if is_dynamo_compiling() else _Fold.apply)(*given))
 
