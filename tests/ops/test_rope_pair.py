@@ -91,6 +91,34 @@ def test_a_gradient_of_one(device: str) -> None:
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_frozen_stays_so(device: str) -> None:
+    q, k = drawn((2, 4, 9, 16), device), drawn((2, 2, 9, 16), device)
+    assert [y.requires_grad for y in rope_pair(q, k.detach())] == [True, False]
+    assert [y.requires_grad for y in rope_pair(q.detach(), k)] == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:fuseline.ops.rope:RuntimeWarning")  # which says that the reference runs
+def test_forward_mode_and_torch_func_run_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSELINE_STRICT", raising=False)
+    q, k = (drawn(shape, "cpu").detach() for shape in ((2, 4, 9, 16), (2, 2, 9, 16)))
+    for how in ({}, {"interleaved": True, "positions": torch.arange(9) + 3, "dims": 8}):
+
+        def by_itself(q: torch.Tensor, k: torch.Tensor, how: Any = how) -> tuple[torch.Tensor, ...]:
+            return ops.rope(q, **how), ops.rope(k, **how)
+
+        def together(q: torch.Tensor, k: torch.Tensor, how: Any = how) -> tuple[torch.Tensor, ...]:
+            return rope_pair(q, k, **how)
+
+        found, wanted = (torch.func.jvp(f, (q, k), (k.sum() * q, k)) for f in (together, by_itself))
+        assert all(map(torch.equal, (*found[0], *found[1]), (*wanted[0], *wanted[1])))
+        grads = [
+            torch.func.grad(lambda q, f=f: sum(y.square().sum() for y in f(q, k)))(q)
+            for f in (together, by_itself)
+        ]
+        assert torch.equal(*grads)
+
+
 def test_two_dtypes() -> None:
     q, k = drawn((2, 4, 9, 16), "cpu", torch.bfloat16), drawn((2, 2, 9, 16), "cpu", torch.float64)
     assert all(map(torch.equal, rope_pair(q, k), (ops.rope(q), ops.rope(k))))

@@ -30,6 +30,7 @@ from fuseline import native
 from fuseline.errors import InputError
 from fuseline.native import direct
 from fuseline.ops.op import Case, Op, register
+from fuseline.ops.transforms import serve
 
 
 def rope_angles(positions: torch.Tensor, dims: int, base: float = 10000.0) -> torch.Tensor:
@@ -179,6 +180,19 @@ def rope_pair(
         for x in (q, k)
     )
     return one, other
+
+
+def _pair_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    **how: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference(q, cos, sin, **how), reference(k, cos, sin, **how)
+
+
+serve("rope_pair", _pair_reference)
 
 
 def _inputs(

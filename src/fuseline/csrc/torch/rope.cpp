@@ -321,6 +321,11 @@ struct RopePair : torch::autograd::Function<RopePair> {
         ctx->set_materialize_grads(false);
         save(ctx, turn);
         const auto [turned_q, turned_k] = pair_op<"rope_pair">(q, k, turn);
+        // What is frozen stays so: nobody behind it computes its gradient.
+        variable_list frozen;
+        if (!q.requires_grad()) frozen.push_back(turned_q);
+        if (!k.requires_grad()) frozen.push_back(turned_k);
+        ctx->mark_non_differentiable(frozen);
         return {turned_q, turned_k};
     }
 
