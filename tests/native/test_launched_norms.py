@@ -45,6 +45,7 @@ class Norm(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "n")),
         *((name, ctypes.c_double) for name in ("eps", "dropout")),
         *((name, ctypes.c_void_p) for name in ("seed", *POINTERS)),
+        ("normalized", ctypes.c_int),
     )
 
 
