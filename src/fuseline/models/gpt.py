@@ -41,7 +41,7 @@ from fuseline.ops.philox import draw_seed
 __all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
 
 IGNORE_INDEX = -1
-FOLD_FROM = 16384  # tokens a call, with which a step of GPT-2 took as long as without (one H200)
+FOLD_FROM = 16384  # tokens a call, with which a step of either preset took as long as without (H200)
 
 
 def _norm(config: GPTConfig) -> nn.Module:
@@ -97,9 +97,13 @@ def _add_norm(
         return ops.dropout_add_layer_norm(
             found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=seed
         )
-    y_BTC = found.y if found.bias is None else found.y + found.bias
-    x_BTC = x_BTC + F.dropout(y_BTC, found.dropout_p)
+    x_BTC = _added(found, x_BTC)
     return norm(x_BTC), x_BTC
+
+
+def _added(found: Found, x_BTC: Tensor) -> Tensor:
+    y_BTC = found.y if found.bias is None else found.y + found.bias
+    return x_BTC + F.dropout(y_BTC, found.dropout_p)
 
 
 def _add_norm_and_branch(
@@ -245,11 +249,14 @@ class Block(nn.Module):
 
     def forward(
         self, x_BTC: Tensor, found: Found | None = None, seeds: Sequence[Tensor | None] = (None, None)
-    ) -> tuple[Tensor, Found]:
+    ) -> tuple[Tensor, Found | None]:
         """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
-        before. `seeds` fix what each of the two norms drops; they draw their own where they are None."""
+        before. `seeds` fix what each of the two norms drops; they draw their own where they are None.
+
+        A block that is wrapped or listened to adds it itself: FSDP frees its parameters when it is done."""
         x_BTC, found = _add_norm_and_branch(self.ln_1, self.attn, found, x_BTC, seeds[0])
-        return _add_norm_and_branch(self.ln_2, self.mlp, found, x_BTC, seeds[1])
+        x_BTC, found = _add_norm_and_branch(self.ln_2, self.mlp, found, x_BTC, seeds[1])
+        return (x_BTC, found) if is_plain(self, Block) else (_added(found, x_BTC), None)
 
     def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
         """The same without dropout, `attend` gathering from positions that need not be here."""
