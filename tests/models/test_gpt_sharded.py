@@ -1,4 +1,4 @@
-"""FSDP2 frees a block's parameters when the block is done. In a process of its own: it needs a process group."""
+"""FSDP2 frees the parameters of a block that is done. In its own process: it needs a process group."""
 
 from __future__ import annotations
 
