@@ -5,21 +5,19 @@
 
 namespace fuseline::short_attention {
 
-int forward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_forward_warpgroups<__nv_bfloat16, kD, true>
-                                   : short_forward_warpgroups<__nv_bfloat16, kD, false>;
-    return launch_warpgroups(kernel, a, kForwardBytes<kLongest, kD>, device, stream);
+int forward_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream) {
+  return with_size<32, 128>(by.width, [&](auto width) {
+    constexpr int kD = decltype(width)::value;
+    return launch_problems(a.starts_q ? short_forward_warpgroups<__nv_bfloat16, kD, true>
+                                      : short_forward_warpgroups<__nv_bfloat16, kD, false>, a, by, stream);
   });
 }
 
-int backward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_backward_warpgroups<__nv_bfloat16, kD, true>
-                                   : short_backward_warpgroups<__nv_bfloat16, kD, false>;
-    return launch_warpgroups(kernel, a, kBackwardBytes<kLongest, kD>, device, stream);
+int backward_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream) {
+  return with_size<32, 128>(by.width, [&](auto width) {
+    constexpr int kD = decltype(width)::value;
+    return launch_problems(a.starts_q ? short_backward_warpgroups<__nv_bfloat16, kD, true>
+                                      : short_backward_warpgroups<__nv_bfloat16, kD, false>, a, by, stream);
   });
 }
 
