@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-ABI_VERSION = 8
+ABI_VERSION = 7
 FLOAT32 = 0
 NO_MASK = 0
 

@@ -18,7 +18,7 @@ import torch
 from fuseline.native.layouts import ROW_KERNELS, Layout
 from fuseline.native.library import NativeError, load, status
 
-ABI_VERSION = 8
+ABI_VERSION = 7
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NORMS = (
     "layer_norm",

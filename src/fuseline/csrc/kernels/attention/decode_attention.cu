@@ -9,9 +9,25 @@ namespace {
 template <class T, bool kByte, int D, int G>
 int launch_step(const DecodeArguments& a, const DecodeAttentionPlan& plan, const Device& device, const fuseline_decode& call,
                 void* stream) {
-  const dim3 grid(unsigned(plan.splits), unsigned(call.kv_heads * plan.parts), unsigned(call.batch));
-  return launch(decode_attention<T, kByte, D, G>, a, grid, dim3(unsigned(plan.shape.threads)), 0, plan.shape.cluster, stream,
-                call.overlap && device.clusters);
+  const int cluster = plan.shape.cluster;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (call.overlap && device.clusters) attributes[count++] = overlapping();
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = unsigned(cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(plan.splits), unsigned(call.kv_heads * plan.parts), unsigned(call.batch));
+  config.blockDim = dim3(unsigned(plan.shape.threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = unsigned(count);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, decode_attention<T, kByte, D, G>, a);
+  const cudaError_t after = cudaGetLastError();
+  return int(launched != cudaSuccess ? launched : after);
 }
 
 template <class T, bool kByte>

@@ -14,6 +14,33 @@ int with_tiles(const AttentionLaunch& by, Run&& run) {
   return with_size<kPlain && !kHalf ? 32 : 64, kPlain && kHalf ? 128 : kWidestHead>(by.width, run);
 }
 
+// Kernels that may have more than 48 KB of shared memory on a device, and how much, the last of this thread.
+struct Granted {
+  const void* kernel;
+  int device, bytes;
+};
+constexpr int kGranted = 32;
+inline Granted* granted() {
+  static thread_local Granted kept[kGranted] = {};
+  return kept;
+}
+inline bool is_granted(const void* kernel, int device, int bytes) {
+  return std::any_of(granted(), granted() + kGranted, [&](const Granted& one) {
+    return one.kernel == kernel && one.device == device && one.bytes >= bytes;
+  });
+}
+inline void grant(const void* kernel, int device, int bytes) {
+  static thread_local int next = 0;
+  for (Granted* one = granted(); one != granted() + kGranted; ++one) {
+    if (one->kernel == kernel && one->device == device) {
+      one->bytes = bytes;
+      return;
+    }
+  }
+  granted()[next] = {kernel, device, bytes};
+  next = (next + 1) % kGranted;
+}
+
 // Launches a kernel of (arguments, tiles) as the plan says; `early`: it waits for the kernel before itself (overlap.cuh).
 template <class Arguments>
 int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionLaunch& by, void* stream,
@@ -22,8 +49,12 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   Device device;
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  error = allow_shared(reinterpret_cast<const void*>(kernel), device, int(by.shape.shared));
-  if (error != cudaSuccess) return int(error);
+  const int shared = int(by.shape.shared);
+  if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
+    error = allow_shared(reinterpret_cast<const void*>(kernel), shared);
+    if (error != cudaSuccess) return int(error);
+    grant(reinterpret_cast<const void*>(kernel), device.index, shared);
+  }
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(by.shape.grid)), config.blockDim = dim3(unsigned(by.shape.threads));

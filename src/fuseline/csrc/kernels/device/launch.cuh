@@ -68,8 +68,9 @@ inline int offset_in_vector(const void* at) { return int(reinterpret_cast<uintpt
 
 // `early`: the kernel may start before the one before it has ended, and waits for that itself (overlap.cuh).
 template <class Arguments>
-int launch(void (*kernel)(Arguments), const Arguments& arguments, dim3 grid, dim3 block, size_t shared,
+int launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t grid, dim3 block, size_t shared,
            int cluster, void* stream, bool early = false) {
+  if (grid > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   if (cluster > 1) {
@@ -79,7 +80,7 @@ int launch(void (*kernel)(Arguments), const Arguments& arguments, dim3 grid, dim
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   }
   if (early) attributes[config.numAttrs++] = overlapping();
-  config.gridDim = grid;
+  config.gridDim = dim3(unsigned(grid));
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -87,13 +88,6 @@ int launch(void (*kernel)(Arguments), const Arguments& arguments, dim3 grid, dim
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments);
   const cudaError_t last = cudaGetLastError();  // also clears it, so that no later call is blamed for it
   return int(launched != cudaSuccess ? launched : last);
-}
-
-template <class Arguments>
-int launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t grid, dim3 block, size_t shared, int cluster,
-           void* stream, bool early = false) {
-  if (grid > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
-  return launch(kernel, arguments, dim3(unsigned(grid)), block, shared, cluster, stream, early);
 }
 
 template <class Arguments>
@@ -119,19 +113,8 @@ cudaError_t clusters_at_once(void (*kernel)(Arguments), int cluster, dim3 block,
   return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
 }
 
-// Lets a kernel have `bytes` of dynamic shared memory; never less than it had, for another thread may count on that. Asked once a
-// thread and kernel, while the last of these are kept.
-inline cudaError_t allow_shared(const void* kernel, const Device& device, int bytes) {
-  struct Allowed {
-    const void* kernel;
-    int device, bytes;
-  };
-  constexpr int kKept = 32;
-  static thread_local Allowed kept[kKept];
-  static thread_local int next = 0;
-  if (bytes == 0) return cudaSuccess;
-  Allowed* one = std::find_if(kept, kept + kKept, [&](const Allowed& a) { return a.kernel == kernel && a.device == device.index; });
-  if (one != kept + kKept && one->bytes >= bytes) return cudaSuccess;
+// Lets a kernel have `bytes` of dynamic shared memory; never less than it had, for another thread may count on that.
+inline cudaError_t allow_shared(const void* kernel, int bytes) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> held(one_at_a_time);
   cudaFuncAttributes now{};
@@ -139,10 +122,7 @@ inline cudaError_t allow_shared(const void* kernel, const Device& device, int by
   if (error == cudaSuccess && now.maxDynamicSharedSizeBytes < bytes) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
-  if (error != cudaSuccess) return error;
-  if (one == kept + kKept) one = kept + next, next = (next + 1) % kKept;
-  *one = {kernel, device.index, bytes};
-  return cudaSuccess;
+  return error;
 }
 
 // How many clusters of blocks, or blocks that are alone, the device can hold at once, which its layout may make fewer
@@ -166,7 +146,7 @@ cudaError_t resident_clusters(void (*kernel)(Arguments), const Device& device, i
       return cudaSuccess;
     }
   }
-  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), device, int(shared));
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), int(shared));
   if (error != cudaSuccess) return error;
   if (cluster == 1) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared);
