@@ -135,22 +135,13 @@ def _ops(records: Sequence[Record]) -> list[Line]:
         return case["op"], case["direction"], case["rows"], case["n"]
 
     times = newest(records, "time_us", place)
-    wanted = {
-        (
-            "linear_cross_entropy",
-            "fwbw",
-            8192,
-            50304,
-        ): "GPT-2's head and loss, 8,192 tokens, with the backward",
-        ("layer_norm", "bw", 131072, 1024): "LayerNorm's backward, 131,072 x 1,024",
-    }
-    lines = []
-    for key, name in wanted.items():
-        best = fastest(times.get(key, {}), PEERS_OF_OPS)
-        if best is not None:
-            ours = times[key]["fuseline"]
-            lines.append((name, f"{best[1]:,.0f} us ({named(best[0])})", f"{ours:,.0f} us", best[1] / ours))
-    return lines
+    found = times.get(("linear_cross_entropy", "fwbw", 8192, 50304), {})
+    best = fastest(found, PEERS_OF_OPS)
+    if best is None:
+        return []
+    ours = found["fuseline"]
+    name = "GPT-2's head and loss, 8,192 tokens, with the backward"
+    return [(name, f"{best[1]:,.0f} us ({named(best[0])})", f"{ours:,.0f} us", best[1] / ours)]
 
 
 def _attention(records: Sequence[Record]) -> list[Line]:
@@ -163,7 +154,7 @@ def _attention(records: Sequence[Record]) -> list[Line]:
     lines = []
     for (length, width, batch, heads), found in newest(records, "time_us", place).items():
         best = fastest(found, ("math", "efficient", "flash", "cudnn", "flex"))
-        if width == 64 and length in (32, 128) and "fuseline" in found and best is not None:
+        if (length, width) == (128, 64) and "fuseline" in found and best is not None:
             name = (
                 f"attention forward and backward, {batch:,} sequences of {length}, {heads} heads of {width}"
             )
@@ -179,15 +170,13 @@ def _linears(records: Sequence[Record]) -> list[Line]:
         return (case["format"],) if wanted else None
 
     times = newest(records, "time_us", place)
-    lines = []
-    for format in ("int8", "int4"):
-        found = times.get((format,), {})
-        best = fastest(found, ("eager", "inductor", "torchao", "tinygemm"))
-        if "fuseline" in found and best is not None:
-            name = f"{format} linear, one row, 11,008 x 4,096"
-            now = f"{best[1]:.1f} us ({named(best[0])})"
-            lines.append((name, now, f"{found['fuseline']:.1f} us", best[1] / found["fuseline"]))
-    return lines
+    found = times.get(("int4",), {})
+    best = fastest(found, ("eager", "inductor", "torchao", "tinygemm"))
+    if "fuseline" not in found or best is None:
+        return []
+    ours = found["fuseline"]
+    now = f"{best[1]:.1f} us ({named(best[0])})"
+    return [("int4 linear, one row, 11,008 x 4,096", now, f"{ours:.1f} us", best[1] / ours)]
 
 
 def step_in_words(records: Sequence[Record]) -> list[str]:

@@ -285,3 +285,17 @@ def test_channels_last_weights_are_taken() -> None:
 )
 def test_dense(tensor: Tensor, dense: bool) -> None:
     assert fused_adamw._is_dense(tensor) is dense
+
+
+def test_the_norm_of_no_gradients_is_refused_as_shapes_are_asked_for() -> None:
+    """A profiled step asks with the lists that the profiler kept, which may be empty."""
+    from fuseline import native
+
+    if not native.ready("cpu"):
+        pytest.skip("the op is not there")
+    arrived = torch.empty(1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="no gradient"):
+        torch.ops.fuseline.gradient_norm([], arrived)
+    grads = [torch.empty(3, device="meta", dtype=torch.bfloat16)]
+    norm = torch.ops.fuseline.gradient_norm(grads, arrived)
+    assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, "meta")

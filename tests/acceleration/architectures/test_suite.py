@@ -50,6 +50,16 @@ def test_is_right_in_bfloat16(model: Model) -> None:
     assert checked.problems == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", (*TRANSFORMERS_MODELS, *HOME_MADE), ids=lambda m: m.name)
+def test_is_right_on_a_gpu(model: Model, dtype: torch.dtype) -> None:
+    if model in TRANSFORMERS_MODELS:
+        pytest.importorskip("transformers", reason="needs transformers to build its models")
+    checked = check_model(model, accelerate, time_sites=False, dtype=dtype, device="cuda")
+    assert checked.problems == []
+
+
 @pytest.mark.full
 def test_of_all_listed_sites_95_percent_are_found() -> None:
     pytest.importorskip("transformers", reason="needs transformers to build its models")

@@ -131,6 +131,7 @@ Tensor gradient_norm_cuda(at::TensorList grads, const Tensor& arrived) {
 }
 
 Tensor gradient_norm_meta(at::TensorList grads, const Tensor&) {
+    TORCH_CHECK_VALUE(!grads.empty(), kNorm, ": there is no gradient.");
     return at::empty({}, grads[0].options().dtype(at::kFloat));
 }
 
