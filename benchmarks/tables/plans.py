@@ -70,7 +70,10 @@ def attention() -> list[str]:
                 kernels = [plan.kernel.removeprefix("attention_") for plan in plans if plan.work == work]
                 cells.append(", ".join(dict.fromkeys(k for k in kernels if k != "delta")))
         body.append([name, *cells])
-    head = ["heads of 64 unless said", *(f"{gpu}, {work}" for gpu in ("H200", "A100") for work in ("forward", "backward"))]
+    head = [
+        "heads of 64 unless said",
+        *(f"{gpu}, {work}" for gpu in ("H200", "A100") for work in ("forward", "backward")),
+    ]
     said = "Most names begin with `attention_`; `delta` goes before each backward but `short`."
     return [*table(head, body, left=5), "", f"{said} In bf16."]
 

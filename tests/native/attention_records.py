@@ -123,11 +123,36 @@ def gradients_record(
     return gradients
 
 
+class DecodeRecord(ctypes.Structure):
+    """`fuseline_decode`."""
+
+    _fields_ = [
+        *(
+            (name, _POINTER)
+            for name in ("qkv", "y", "k", "v", "k_scales", "v_scales", "lengths", "cos", "sin")
+        ),
+        *((name, _POINTER) for name in ("q_norm", "k_norm", "partials", "arrivals")),
+        *((name, _SIZE) for name in ("batch", "heads", "kv_heads", "head_dim", "count", "qkv_stride")),
+        *(
+            (name, _SIZE)
+            for name in ("batch_stride", "head_stride", "scale_batch_stride", "scale_head_stride")
+        ),
+        ("window", _SIZE),
+        *((name, _DOUBLE) for name in ("eps", "scale")),
+        *((name, _INT) for name in ("dtype", "cache", "overlap")),
+    ]
+
+
 class Plan(ctypes.Structure):
     """`fuseline_attention_plan`."""
 
     class Launch(ctypes.Structure):
-        _fields_ = [("kernel", ctypes.c_char_p), ("blocks", _SIZE), ("threads", _INT), ("shared", ctypes.c_size_t)]
+        _fields_ = [
+            ("kernel", ctypes.c_char_p),
+            ("blocks", _SIZE),
+            ("threads", _INT),
+            ("shared", ctypes.c_size_t),
+        ]
 
     _fields_ = [
         ("code", _INT),

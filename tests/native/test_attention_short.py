@@ -233,9 +233,7 @@ def test_random_cases(kernels: Attention, number: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("seqlen", "batch"), [(16, 800), (32, 360), (64, 180), (128, 90)])
-def test_blocks_that_take_many_problems(
-    kernels: Attention, seqlen: int, batch: int, head_dim: int
-) -> None:
+def test_blocks_that_take_many_problems(kernels: Attention, seqlen: int, batch: int, head_dim: int) -> None:
     for layout, kv_heads in (("bhtd", 3), ("bthd", 12), ("packed", 12)):
         shape = Shape(batch, 12, seqlen, seqlen, head_dim, torch.bfloat16, kv_heads, layout)
         check(kernels, shape, Options(softmax_scale=head_dim**-0.5, causal=CAUSAL[len(layout) % 3]))

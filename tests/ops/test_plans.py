@@ -238,7 +238,9 @@ def test_attention_in_other_dtypes_and_of_what_no_kernel_takes() -> None:
     assert [plan.kernel for plan in fp32][4:] == ["attention_grad_mask", "sum_pieces"]
     fp16 = explain("attention", (8, 12, 100, 64), torch.float16, gpu="h200").plans
     assert fp16[0].kernel == PANELS[0], "Hopper has no short kernels of fp16"
-    assert explain("attention", (8, 12, 100, 64), torch.float16, gpu="a100").plans[0].kernel == "short_forward"
+    assert (
+        explain("attention", (8, 12, 100, 64), torch.float16, gpu="a100").plans[0].kernel == "short_forward"
+    )
     for shape in ((1, 1, 64, 65), (1, 1, 64, 264)):
         assert attention_kernels(shape) == [[""], [""]]
     wide = explain("attention", (2, 12, 1024, 64), torch.float32, gpu="l40s", bias=True).plans

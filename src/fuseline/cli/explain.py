@@ -1,7 +1,7 @@
 """Say which kernel computes an op for a shape, how its threads are laid out, and why. Needs no GPU.
 
 For example: fuseline explain softmax --shape 64 1024 --gpu h200.
-Whether attention is computed by these kernels or another library's, fuseline.picker.explain says in Python."""
+In Python, fuseline.picker.explain says whether attention goes to these kernels or another library's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Options:
     soft_cap: float = 0.0
     """cross_entropy: the bound of the logits; 0 for none."""
     bias: bool = False
-    """gelu: there is a bias, and its gradient is computed. attention: it is added to the scores of each head."""
+    """gelu: there is a bias, and its gradient is computed. attention: it is added to each head's scores."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
     rows: int = 50257

@@ -4,8 +4,8 @@
 
 For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and device. The
 launcher launches what that function says. `explain` asks the same function, which is also compiled into
-`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Whether attention is computed by these kernels
-or by another library's, `fuseline.picker.explain` says.
+`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Of attention these are our own kernels;
+`fuseline.picker.explain` says whether another library's are taken instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Plan:
     def layout(self) -> str:
         """How the threads are laid out, in words."""
         if self.elements_per_access or not self.rows_per_block:
-            access = [f"{_count(self.elements_per_access, 'element')} an access"] if self.elements_per_access else []
+            access = (
+                [f"{_count(self.elements_per_access, 'element')} an access"]
+                if self.elements_per_access
+                else []
+            )
             blocks = f"{_count(self.blocks, 'block')} of {self.threads_per_row} threads"
             if self.blocks_per_row > 1:
                 blocks += f" in clusters of {self.blocks_per_row}"
@@ -167,7 +171,7 @@ def explain(
     """
     if op not in PLANNED:
         raise InputError(
-            f"{unknown_name('op with plans', op, PLANNED)} The tables of docs/kernels.md say how the others choose."
+            f"{unknown_name('op with plans', op, PLANNED)} docs/kernels.md says how the others choose."
         )
     for name in options:
         known = list(inspect.signature(PLANNED[op]).parameters)[1:]

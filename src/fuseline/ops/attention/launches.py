@@ -15,8 +15,8 @@ _MASKS = {"none": 0, "bool": 1, "float": 2, "float_grad": 2}
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a call. `blocks` of those named `short_...` are problems, which as many blocks take in turn
-    as the GPU holds."""
+    """One kernel of a call. `blocks` of those named `short_...` are problems: as many blocks as the GPU holds
+    take them in turn."""
 
     kernel: str
     blocks: int
@@ -26,7 +26,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """A call's launches in their order, none where the kernels do not take it."""
+    """A call's launches in their order, none where the kernels do not take it. Where `sum_left` is the last,
+    it and the one before it are for some tiles of rows, and come again until there are no more."""
 
     reason: str
     workspace_bytes: int
