@@ -41,13 +41,16 @@ void check(int64_t rows, int64_t n, int64_t element_size, int64_t refused) {
     TORCH_CHECK_VALUE(refused >= 0 && refused <= 2, "refused is 0, 1 or 2, not ", refused, ".");
 }
 
-// `Plan`: one of kernels/plans.
+Planned by_rows(const std::string& kernel, const char* reason, const LaunchShape& shape, int64_t refusable, size_t workspace = 0) {
+    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
+    return {kernel, reason,
+            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), refusable, int64_t(workspace), 0}};
+}
+
+// `Plan`: one of kernels/plans, of softmax or the loss.
 template <class Plan>
 Planned planned(const Plan& plan, const std::string& kernel) {
-    const LaunchShape& shape = plan.shape;
-    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
-    return {kernel, plan.reason,
-            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable), 0, 0}};
+    return by_rows(kernel, plan.reason, plan.shape, int64_t(plan.refusable));
 }
 
 int in_line(int64_t address) { return int(address % 128); }
@@ -147,13 +150,6 @@ Planned linear(at::IntArrayRef device, int64_t m, int64_t n, int64_t k, c10::str
              elements}};
 }
 
-Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape& shape, size_t workspace) {
-    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
-    const bool refusable = shape.cluster > kMaxCluster;
-    return {kernel, reason,
-            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), refusable, int64_t(workspace), 0}};
-}
-
 void check_norm(int64_t rows, int64_t n, at::IntArrayRef sizes, int64_t refused) {
     TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ",
                       sizes.size(), ".");
@@ -174,7 +170,7 @@ Planned norm_forward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArr
     problem.fp32_weights = fp32_weights && problem.y_size == 2;
     problem.rows_aligned = address % 16 == 0, problem.weights_aligned = true;
     const NormForwardPlan plan = plan_norm_forward(problem, device_of(device), {refused == 0});
-    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, 0);
+    return by_rows(name_of(plan.kernel), plan.reason, plan.shape, plan.shape.cluster > kMaxCluster);
 }
 
 // As above; `given` says what there is, or is wanted: a mask, grad_sum, and the gradients of x, of the branch, of weight, bias
@@ -191,7 +187,7 @@ Planned norm_backward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntAr
     problem.drops = given[0], problem.grad_sum = given[1], problem.grad_x = given[2], problem.grad_dropped = given[3];
     problem.grad_weight = given[4], problem.grad_bias = given[5], problem.grad_x_bias = given[6];
     const NormBackwardPlan plan = plan_norm_backward(problem, device_of(device), {refused == 0});
-    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, plan.workspace);
+    return by_rows(name_of(plan.kernel), plan.reason, plan.shape, plan.shape.cluster > kMaxCluster, plan.workspace);
 }
 
 // What many rows of a norm of one dtype get for a layout that is asked for, in numbers that are the same for layouts which are

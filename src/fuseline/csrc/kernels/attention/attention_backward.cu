@@ -6,10 +6,10 @@
 
 namespace fuseline {
 
-template <class T, bool kPlain>
+template <class T>
 int launch_backward(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
-// The same by products of warpgroups.
-template <class T, bool kPlain>
+// The same by products of warpgroups, in 16 bits.
+template <class T>
 int launch_backward_panels(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
 // All gradients in one pass.
 int launch_backward_single(const AttentionBackward& g, const SinglePassScratch& scratch, const AttentionLaunch& by, void* stream);
@@ -129,17 +129,6 @@ SinglePassScratch scratch_at(char* start, const SinglePassBytes& bytes) {
           reinterpret_cast<int*>(counts + bytes.turns), bytes.kept > 0 ? reinterpret_cast<uint32_t*>(bits) : nullptr};
 }
 
-template <class T>
-int launch_sums(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
-  if constexpr (!std::is_same_v<T, float>) {
-    if (by.kernel == AttentionKernel::keys_panels || by.kernel == AttentionKernel::rows_panels) {
-      return by.plain ? launch_backward_panels<T, true>(g, by, stream) : launch_backward_panels<T, false>(g, by, stream);
-    }
-    if (by.plain) return launch_backward<T, true>(g, by, stream);
-  }
-  return launch_backward<T, false>(g, by, stream);
-}
-
 // grad_q and the mask's gradient together, some tiles of rows at a time, of which the last may be fewer.
 int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const AttentionPlan& plan,
                    AttentionLaunch by, AttentionLaunch sum, void* scratch, void* stream) {
@@ -209,8 +198,12 @@ int launch_plan(const fuseline_attention_gradients& gradients, const AttentionPl
       case AttentionKernel::grad_mask_panels:
       case AttentionKernel::sum_pieces:
         return launch_grad_mask(g, gradients, plan, by, scratch, stream);
+      case AttentionKernel::keys_panels:
+      case AttentionKernel::rows_panels:
+        return c.dtype == FUSELINE_FLOAT16 ? launch_backward_panels<__half>(g, by, stream)
+                                           : launch_backward_panels<__nv_bfloat16>(g, by, stream);
       default:
-        return with_dtype(c.dtype, [&](auto zero) { return launch_sums<decltype(zero)>(g, by, stream); });
+        return with_dtype(c.dtype, [&](auto zero) { return launch_backward<decltype(zero)>(g, by, stream); });
     }
   };
   int code = 0;

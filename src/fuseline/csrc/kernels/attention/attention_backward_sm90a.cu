@@ -5,10 +5,8 @@
 
 namespace fuseline {
 
-template int launch_backward_panels<__half, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
-template int launch_backward_panels<__half, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
-template int launch_backward_panels<__nv_bfloat16, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
-template int launch_backward_panels<__nv_bfloat16, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_panels<__half>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_panels<__nv_bfloat16>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
 
 int launch_backward_leaving(const AttentionBackward& g, const LeftScores& left, const AttentionLaunch& by, void* stream) {
   using T = __nv_bfloat16;

@@ -137,12 +137,4 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine_few(const _
   }
 }
 
-// ---- launcher ----
-
-template <class T>
-int launch_combine(const Split& g, const AttentionLaunch& by, void* stream) {
-  return launch_attention(by.kernel == AttentionKernel::combine_few ? attention_combine_few<T> : attention_combine<T>, g, by,
-                          stream, true);
-}
-
 }  // namespace fuseline

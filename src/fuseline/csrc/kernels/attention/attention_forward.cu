@@ -5,26 +5,12 @@
 
 namespace fuseline {
 
-template <class T, bool kPlain>
+template <class T>
 int launch_forward(const Attention& a, const AttentionLaunch& by, void* stream);
-// The same by products of warpgroups.
-template <class T, bool kPlain>
+// The same by products of warpgroups, in 16 bits.
+template <class T>
 int launch_forward_panels(const Attention& a, const AttentionLaunch& by, void* stream);
 
-namespace {
-
-template <class T>
-int launch_forward_of(const Attention& a, const AttentionLaunch& by, void* stream) {
-  if constexpr (!std::is_same_v<T, float>) {
-    if (by.kernel == AttentionKernel::forward_panels) {
-      return by.plain ? launch_forward_panels<T, true>(a, by, stream) : launch_forward_panels<T, false>(a, by, stream);
-    }
-    if (by.plain) return launch_forward<T, true>(a, by, stream);
-  }
-  return launch_forward<T, false>(a, by, stream);
-}
-
-}  // namespace
 }  // namespace fuseline
 
 using namespace fuseline;
@@ -45,5 +31,11 @@ int fuseline_attention_forward(const fuseline_attention* call, void* stream) {
   Attention a = attention_of(c);
   if (by.kernel == AttentionKernel::split) return launch_split(a, plan, stream);
   a.mask_tile = by.mask_tile;
-  return with_dtype(c.dtype, [&](auto zero) { return launch_forward_of<decltype(zero)>(a, by, stream); });
+  return with_dtype(c.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (by.kernel == AttentionKernel::forward_panels) return launch_forward_panels<T>(a, by, stream);
+    }
+    return launch_forward<T>(a, by, stream);
+  });
 }

@@ -287,7 +287,9 @@ int launch_split_parts(const Split& g, const AttentionPlan& plan, void* stream) 
     constexpr int kD = decltype(width)::value;
     return launch_attention(plan.row_warps == 1 ? attention_split<T, kD, 1> : attention_split<T, kD, 4>, g, by, stream, true);
   });
-  return code != 0 || plan.count == 1 ? code : launch_combine<T>(g, plan.launches[1], stream);
+  if (code != 0 || plan.count == 1) return code;
+  return launch_attention(plan.splits > kFewKeySplits ? attention_combine<T> : attention_combine_few<T>, g, plan.launches[1],
+                          stream, true);
 }
 
 }  // namespace fuseline

@@ -314,11 +314,9 @@ int launch_backward_tiles(const AttentionBackward& g, const AttentionLaunch& by,
   }
 }
 
-template <class T, bool kPlain>
+template <class T>
 int launch_backward(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
-  return with_tiles<T, kPlain>(by, [&](auto width) {
-    return launch_backward_tiles<T, decltype(width)::value, kPlain>(g, by, stream);
-  });
+  return with_tiles<T>(by, [&](auto width, auto plain) { return launch_backward_tiles<T, width(), plain()>(g, by, stream); });
 }
 
 }  // namespace fuseline

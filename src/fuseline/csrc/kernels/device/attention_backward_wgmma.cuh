@@ -271,10 +271,12 @@ int launch_backward_panels_of(const AttentionBackward& g, const AttentionLaunch&
   return launch_attention(attention_backward_rows_panels<T, kD, kPlain, false>, BackwardRows{g, {}}, by, stream);
 }
 
-template <class T, bool kPlain>
+template <class T>
 int launch_backward_panels(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
-  return by.width == 64 ? launch_backward_panels_of<T, 64, kPlain>(g, by, stream)
-                        : launch_backward_panels_of<T, 128, kPlain>(g, by, stream);
+  return with_size<64, 128>(by.width, [&](auto width) {
+    return by.plain ? launch_backward_panels_of<T, width(), true>(g, by, stream)
+                    : launch_backward_panels_of<T, width(), false>(g, by, stream);
+  });
 }
 
 }  // namespace fuseline

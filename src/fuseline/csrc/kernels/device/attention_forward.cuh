@@ -235,11 +235,9 @@ int launch_forward_tiles(const Attention& a, const AttentionLaunch& by, void* st
   return launch_attention(attention_forward<T, kD, kPlain>, a, by, stream);
 }
 
-template <class T, bool kPlain>
+template <class T>
 int launch_forward(const Attention& a, const AttentionLaunch& by, void* stream) {
-  return with_tiles<T, kPlain>(by, [&](auto width) {
-    return launch_forward_tiles<T, decltype(width)::value, kPlain>(a, by, stream);
-  });
+  return with_tiles<T>(by, [&](auto width, auto plain) { return launch_forward_tiles<T, width(), plain()>(a, by, stream); });
 }
 
 }  // namespace fuseline

@@ -111,10 +111,12 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardPanels<T, kD, kPlain
   store_sums<T, kD, 1>(a, tiles, sums, reference, total, through);
 }
 
-template <class T, bool kPlain>
+template <class T>
 int launch_forward_panels(const Attention& a, const AttentionLaunch& by, void* stream) {
-  return launch_attention(by.width == 64 ? attention_forward_panels<T, 64, kPlain> : attention_forward_panels<T, 128, kPlain>, a,
-                          by, stream);
+  return with_size<64, 128>(by.width, [&](auto width) {
+    return launch_attention(by.plain ? attention_forward_panels<T, width(), true> : attention_forward_panels<T, width(), false>, a,
+                            by, stream);
+  });
 }
 
 }  // namespace fuseline

@@ -7,11 +7,16 @@
 
 namespace fuseline {
 
-// The widths of general attention by products of warps (width_by_warps of plans/attention.h).
-template <class T, bool kPlain, class Run>
+// Calls run(width, plain) with these of the plan's tiles, as constants: of general attention by products of warps
+// (width_by_warps of plans/attention.h).
+template <class T, class Run>
 int with_tiles(const AttentionLaunch& by, Run&& run) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  return with_size<kPlain && !kHalf ? 32 : 64, kPlain && kHalf ? 128 : kWidestHead>(by.width, run);
+  if constexpr (!std::is_same_v<T, float>) {
+    const auto plain = [&](auto width) { return run(width, std::true_type{}); };
+    if (by.plain) return with_size<kHalf ? 64 : 32, kHalf ? 128 : kWidestHead>(by.width, plain);
+  }
+  return with_size<64, kWidestHead>(by.width, [&](auto width) { return run(width, std::false_type{}); });
 }
 
 // Kernels that may have more than 48 KB of shared memory on a device, and how much, the last of this thread.
