@@ -18,10 +18,9 @@ from fuseline import native
 from fuseline.native.build import Recipe, Unit, build
 from fuseline.native.compilers import Compiler, find_cxx, find_nvcc
 from fuseline.native.recipes import KERNELS, kernels_recipe
-from fuseline.ops.attention.launches import Launches, launches
 from fuseline.ops.attention.problem import CAUSAL, Problem
 from fuseline.ops.op import DTYPES
-from fuseline.ops.plans import GPUS, explain
+from fuseline.ops.plans import GPUS, Plan, attention_plans, explain
 
 from .attention_records import DecodeRecord, GradientsRecord
 from .recorder import Recorder
@@ -150,13 +149,13 @@ def as_problem(gradients: GradientsRecord) -> Problem:
     )
 
 
-def planned(told: Launches, processors: int) -> list[tuple[str, int, int, int]]:
+def planned(plans: tuple[Plan, ...], processors: int) -> list[tuple[str, int, int, int]]:
     """Name, blocks, threads and shared memory of each launch, where a multiprocessor holds one block."""
     found = []
-    for one in told.each:
+    for one in plans:
         blocks = min(one.blocks, processors) if one.kernel.startswith("short_") else one.blocks
-        found.append((one.kernel, blocks, one.threads, one.shared_bytes))
-    return found
+        found.append((one.kernel, blocks, one.threads_per_row, one.shared_bytes))
+    return [one for one in found if one[0] not in ("", "memset")]
 
 
 def test_launchers_launch_what_the_plan_says(recorder: Recorder) -> None:
@@ -171,13 +170,13 @@ def test_launchers_launch_what_the_plan_says(recorder: Recorder) -> None:
             if gradients.call.mask_kind == 3:
                 continue
             for way, given in both_ways(gradients).items():
-                told = launches(as_problem(gradients), gpu, way == "backward")
+                told = attention_plans(as_problem(gradients), gpu, way)
                 answer = getattr(recorder.library, f"fuseline_attention_{way}")(ctypes.byref(given), None)
-                assert (answer == 0) == bool(told.each), told
+                assert (answer == 0) == bool(told[0].kernel), told
                 workspace = getattr(recorder.library, f"fuseline_attention_{way}_workspace")
                 workspace.restype = ctypes.c_size_t
-                assert workspace(ctypes.byref(given)) == told.workspace_bytes
-                wanted = [one for one in planned(told, gpu.processors) if one[0] != "memset"]
+                assert workspace(ctypes.byref(given)) == told[0].workspace_bytes
+                wanted = planned(told, gpu.processors)
                 ran = recorder.taken()
                 if (
                     wanted and wanted[-1][0] == "sum_left"

@@ -20,8 +20,7 @@ import torch
 from fuseline import native
 from fuseline.errors import InputError, unknown_name
 from fuseline.native.gpus import GPUS, Gpu
-from fuseline.ops.attention.launches import launches
-from fuseline.ops.attention.problem import Problem
+from fuseline.ops.attention.problem import CAUSAL, Problem
 from fuseline.ops.op import DTYPES
 
 __all__ = ["GPUS", "NORMS", "PLANNED", "Explanation", "Gpu", "Plan", "explain"]
@@ -360,16 +359,31 @@ def _attention(
         max_seqlen_k=S,
         dropout_p=dropout,
     )
-    found: list[Plan] = []
-    for work in ("forward", "backward"):
-        told = launches(problem, q.gpu, work == "backward")
-        if not told.each:
-            found.append(Plan(work, "", told.reason))
-        for i, launch in enumerate(told.each):
-            reason, workspace = (told.reason, told.workspace_bytes) if i == 0 else ("", 0)
-            layout = launch.blocks, launch.threads, 0, 1, launch.shared_bytes, workspace
-            found.append(Plan(work, launch.kernel, reason, *layout))
-    return tuple(found)
+    return tuple(plan for work in ("forward", "backward") for plan in attention_plans(problem, q.gpu, work))
+
+
+_MASKS = {"none": 0, "bool": 1, "float": 2, "float_grad": 2}
+
+
+def attention_plans(problem: Problem, gpu: Gpu, work: str) -> tuple[Plan, ...]:
+    """What our own kernels launch for whole tensors, forward or backward; the first names the reason and the
+    workspace of all. `blocks` of kernels named `short_...` are problems: as many blocks as the GPU holds take
+    them in turn. Where `sum_left` is the last, it and the one before come again until no rows are left."""
+    p = problem
+    sizes = [p.batch, p.heads, p.kv_heads, p.seqlen_q, p.seqlen_k, p.head_dim]
+    kinds = [DTYPES.index(p.dtype), CAUSAL.index(p.causal), _MASKS[p.mask]]
+    mask_dims = [p.mask != "none" and name in p.mask_dims for name in "bhts"]
+    packed = [p.sequences, p.max_seqlen_q, p.max_seqlen_k]
+    options = float(p.soft_cap), p.dropout_p, p.sinks, p.mask == "float_grad", work == "backward"
+    kernels, reason, (workspace, *numbers) = torch.ops.fuseline.plan_attention(
+        gpu.numbers(), sizes, kinds, [p.window_left, p.window_right], mask_dims, packed, *options
+    )
+    plans = []
+    for i, kernel in enumerate(kernels):
+        blocks, threads, shared = numbers[3 * i : 3 * i + 3]
+        plans.append(Plan(work, kernel, "", blocks, threads, 0, 1, shared))
+    first = replace(plans[0], reason=reason, workspace_bytes=workspace) if plans else Plan(work, "", reason)
+    return (first, *plans[1:])
 
 
 _CACHES = ("same", "int8", "fp8")

@@ -11,9 +11,9 @@ from fuseline import native
 from fuseline.native.gpus import GPUS
 from fuseline.ops.attention import tiling
 from fuseline.ops.attention.features import sizes
-from fuseline.ops.attention.launches import launches
 from fuseline.ops.attention.problem import CAUSAL, Problem
 from fuseline.ops.op import DTYPES
+from fuseline.ops.plans import attention_plans
 
 pytestmark = pytest.mark.skipif(not native.ready("cpu"), reason="the native core, which decides, is missing")
 
@@ -57,9 +57,9 @@ def test_columns_name_the_kernels_that_the_plan_names() -> None:
     for _ in range(PROBLEMS):
         problem = drawn(draw)
         forward, backward = (
-            [one.kernel for one in launches(problem, GPU, way).each] for way in (False, True)
+            attention_plans(problem, GPU, work)[0].kernel for work in ("forward", "backward")
         )
-        is_short = forward[0].startswith("short_"), backward[0].startswith("short_")
+        is_short = forward.startswith("short_"), backward.startswith("short_")
         of = sizes(problem)
         whole, packed, split, panels = (
             bool(columns[0])
@@ -73,8 +73,8 @@ def test_columns_name_the_kernels_that_the_plan_names() -> None:
         both = is_short[0] and (is_short[1] or not problem.wants_grad)
         assert whole == (both and not problem.sequences), problem
         assert packed == (problem.sequences > 0 and is_short[problem.wants_grad]), problem
-        assert split == (forward[0] == "attention_split"), problem
-        if forward[0] == "attention_forward_panels":
+        assert split == (forward == "attention_split"), problem
+        if forward == "attention_forward_panels":
             assert panels, problem
         for name, one in (("short", whole), ("packed", packed), ("split", split), ("panels", panels)):
             seen[name] += one
@@ -87,6 +87,7 @@ def test_splits_are_the_plans() -> None:
     for _ in range(PROBLEMS):
         problem = drawn(draw)
         of = sizes(problem)
-        if tiling._is_split(problem) and launches(problem, GPU, False).each[0].kernel == "attention_split":
+        plan = attention_plans(problem, GPU, "forward")[0]
+        if plan.kernel == "attention_split":
             _, _, blocks, _, splits = tiling._split_sizes(problem, of)
-            assert launches(problem, GPU, False).each[0].blocks == blocks * splits, problem
+            assert plan.blocks == blocks * splits, problem

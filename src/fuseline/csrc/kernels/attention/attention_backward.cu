@@ -161,23 +161,15 @@ AttentionBackward backward_of(const fuseline_attention_gradients& gradients) {
   return g;
 }
 
-// Everything but what the single pass wants.
-Delta delta_of(const AttentionBackward& g, const float* grad_lse) {
-  Delta of{};
-  of.a = g.a, of.grad_out = g.grad_out, of.grad_lse = grad_lse, of.statistic_rows = g.statistic_rows;
-  of.delta = const_cast<float*>(g.delta), of.lse_log2 = const_cast<float*>(g.lse_log2);
-  copy_strides(of.grad_out_strides, g.grad_out_strides);
-  return of;
-}
-
 int launch_plan(const fuseline_attention_gradients& gradients, const AttentionPlan& plan, void* stream) {
   const fuseline_attention& c = gradients.call;
   AttentionBackward g = backward_of(gradients);
-  Delta delta = delta_of(g, gradients.grad_lse);
   char* const scratch = static_cast<char*>(gradients.workspace) + 2 * statistics_bytes(c);
   SinglePassScratch of_single{};
   if (plan.launches[plan.count - 1].kernel == AttentionKernel::single) of_single = scratch_at(scratch, SinglePassBytes(c));
-  delta.turns = of_single.turns, delta.key_turns = of_single.key_turns, delta.kept = of_single.kept;
+  Delta delta{g.a, g.grad_out, gradients.grad_lse, const_cast<float*>(g.delta), const_cast<float*>(g.lse_log2), g.statistic_rows,
+              of_single.turns, of_single.key_turns, of_single.kept};
+  copy_strides(delta.grad_out_strides, g.grad_out_strides);
   const auto run = [&](const AttentionLaunch& by) {
     g.a.mask_tile = by.mask_tile;
     switch (by.kernel) {

@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kThreads) sum_groups(const __grid_constant__ G
 }
 
 int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype,
-                      const LaunchShape& shape, void* stream) {
+                      const AttentionPlan& plan, void* stream) {
+  const LaunchShape& shape = plan.launches[1].shape;
   Groups g{};
   g.from = from.at, g.to = to;
   const bool packed = a.starts_k != nullptr;
@@ -107,7 +108,7 @@ int launch_short_forward(const fuseline_attention& call, const AttentionPlan& pl
   if (a.starts_q != nullptr) a.out.batch = 0;
   a.lse = call.lse;
   a.counter = counter_in(call.workspace, plan);
-  if (plan.form.warpgroups) return forward_by_warpgroups(a, plan.launches[0], stream);
+  if (plan.form.warpgroups) return launch_by_warpgroups(a, plan.launches[0], stream);
   return with_size<16, kLongest>(plan.form.length, [&](auto length) {
     constexpr int kS = decltype(length)::value;
     return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half, kS>(a, plan, stream)
@@ -143,13 +144,10 @@ int launch_short_backward(const fuseline_attention_gradients& gradients, const A
     return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, plan, stream)
                                           : backward_of<__nv_bfloat16, kS>(a, plan, stream);
   };
-  int code = plan.form.warpgroups ? backward_by_warpgroups(a, plan.launches[0], stream)
+  int code = plan.form.warpgroups ? launch_by_warpgroups(a, plan.launches[0], stream)
                                   : with_size<16, kLongest>(plan.form.length, by_warps);
-  const auto sum = [&](const ShortTensor& from, const ShortTensor& to) {
-    if (code != 0 || grouped == 0 || !to.at) return;
-    code = launch_sum_groups(a, from, to, call.dtype, plan.launches[1].shape, stream);
-  };
-  sum(a.grad_k, grad_k), sum(a.grad_v, grad_v);
+  if (grouped > 0 && code == 0 && grad_k.at) code = launch_sum_groups(a, a.grad_k, grad_k, call.dtype, plan, stream);
+  if (grouped > 0 && code == 0 && grad_v.at) code = launch_sum_groups(a, a.grad_v, grad_v, call.dtype, plan, stream);
   return code;
 }
 

@@ -168,16 +168,15 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
 
 template <class T, int kS>
 int backward_of(const ShortAttention& a, const AttentionPlan& plan, void* stream) {
-  const AttentionLaunch& by = plan.launches[0];
-  return with_size<32, 128>(by.width, [&](auto width) {
-    constexpr int kD = decltype(width)::value;
+  const auto go = [&](void (*kernel)(ShortAttention)) { return launch_problems(kernel, a, plan.launches[0], stream); };
+  return with_size<32, kWidest>(plan.form.width, [&](auto width) {
     if constexpr (kS == kPackedWarps) {
-      if (a.starts_q != nullptr) return launch_problems(short_backward<T, kS, kD, false, true>, a, by, stream);
+      if (a.starts_q != nullptr) return go(short_backward<T, kS, width(), false, true>);
     }
     if constexpr (kS == kLongest) {
-      if (plan.form.skips) return launch_problems(short_backward<T, kS, kD, true, false>, a, by, stream);
+      if (plan.form.skips) return go(short_backward<T, kS, width(), true, false>);
     }
-    return launch_problems(short_backward<T, kS, kD, false, false>, a, by, stream);
+    return go(short_backward<T, kS, width(), false, false>);
   });
 }
 

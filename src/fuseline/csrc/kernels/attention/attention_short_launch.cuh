@@ -41,7 +41,6 @@ int forward_of(const ShortAttention& a, const AttentionPlan& plan, void* stream)
 template <class T, int kS>
 int backward_of(const ShortAttention& a, const AttentionPlan& plan, void* stream);
 // attention_short_sm90a.cu: by products of warpgroups (attention_short_wgmma.cuh), in bf16.
-int forward_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream);
-int backward_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream);
+int launch_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream);
 
 }  // namespace fuseline::short_attention

@@ -190,10 +190,8 @@ inline bool is_longer_packed(const fuseline_attention& c) {
 inline AttentionPlan plan_attention_forward(const fuseline_attention& c, const Device& device) {
   using namespace attention_plans;
   const bool is_short = short_attention::fits(c, false, device) && !is_longer_packed(c);
-  if (!is_short) {
-    if (const int code = refusal(c)) return refuse(code, kRefused);
-    if (c.batch == 0 || c.heads == 0 || c.seqlen_q == 0) return refuse(0, "there is nothing to compute");
-  }
+  if (const int code = is_short ? 0 : refusal(c)) return refuse(code, kRefused);
+  if (c.batch == 0 || c.heads == 0 || c.seqlen_q == 0) return refuse(0, "there is nothing to compute");
   if (!reads(c) || !in_vectors(c.out, c.out_strides, size_of(c))) return refuse(FUSELINE_UNSUPPORTED, kUneven);
   if (is_short) return plan_short(c, false, device);
   if (is_split(c)) return plan_split(c, device);
