@@ -207,7 +207,7 @@ inline AttentionPlan plan_attention_backward(const fuseline_attention_gradients&
   } else if (g.grad_mask) {
     add_mask_gradient(plan, g, device);
   }
-  return plan;
+  return plan.code != 0 ? refuse(plan.code, plan.reason) : plan;
 }
 
 }  // namespace fuseline
