@@ -142,6 +142,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "plans-softmax": lambda of: plans.softmax(),
     "plans-cross-entropy": lambda of: plans.cross_entropy(),
     "plans-norms": lambda of: plans.norms(),
+    "plans-attention": lambda of: plans.attention(),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fuseline.ops.plans import explain
@@ -39,6 +41,41 @@ def norms() -> list[str]:
     head = ["N", *(f"{kind}, {rows} rows" for kind in kinds for rows in (FEW_ROWS, "many"))]
     said = "Kernels are `norm_forward_...` and `norm_backward_...`, in this order where they differ."
     return [*table(head, body, left=7), "", f"{said} In bf16 on an H200; many rows are 2^29 elements."]
+
+
+ATTENTIONS: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
+    ("64 sequences of 64", (64, 12, 64, 64), {}),
+    ("64 of 128", (64, 12, 128, 64), {}),
+    ("64 of 128, 4 heads of keys", (64, 12, 128, 64), {"kv_heads": 4}),
+    ("64 of up to 128, packed", (64, 12, 128, 64), {"sequences": True}),
+    ("8 of 1,024", (8, 12, 1024, 64), {"causal": True}),
+    ("the same, dropout", (8, 12, 1024, 64), {"causal": True, "dropout": 0.1}),
+    ("the same, a window or a mask", (8, 12, 1024, 64), {"window": 256}),
+    ("the same, a trained bias", (8, 12, 1024, 64), {"bias": True}),
+    ("8 of 1,024, heads of 32", (8, 12, 1024, 32), {"causal": True}),
+    ("heads of 128", (8, 12, 1024, 128), {"causal": True}),
+    ("heads of 256", (8, 12, 1024, 256), {"causal": True}),
+    ("1 query over 8,192 keys", (8, 32, 1, 128), {"keys": 8192}),
+)
+
+
+def attention() -> list[str]:
+    """Our kernels of attention by problem, in bf16 where there are products of warpgroups and where not."""
+    body = []
+    for name, shape, options in ATTENTIONS:
+        cells = []
+        for gpu in (GPU, "a100"):
+            plans = explain("attention", shape, gpu=gpu, **options).plans
+            for work in ("forward", "backward"):
+                kernels = [plan.kernel.removeprefix("attention_") for plan in plans if plan.work == work]
+                cells.append(", ".join(dict.fromkeys(k for k in kernels if k != "delta")))
+        body.append([name, *cells])
+    head = [
+        "heads of 64 unless said",
+        *(f"{gpu}, {work}" for gpu in ("H200", "A100") for work in ("forward", "backward")),
+    ]
+    said = "Most names begin with `attention_`; `delta` goes before each backward but `short`."
+    return [*table(head, body, left=5), "", f"{said} In bf16."]
 
 
 def _by_length(op: str, prefix: str, works: tuple[str, ...]) -> list[str]:

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fuseline.native.short_attention import (
+from fuseline.ops.philox import multipliers
+
+from .attention_records import (
     CAUSAL,
+    Attention,
+    GradientsRecord,
     Options,
-    Record,
-    ShortAttention,
     gradients_record,
-    open_short_attention,
+    open_attention,
     record,
 )
-from fuseline.ops.philox import multipliers
 
 pytestmark = pytest.mark.gpu
 
@@ -48,8 +49,8 @@ class Shape:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ShortAttention:
-    return open_short_attention()
+def kernels() -> Attention:
+    return open_attention()
 
 
 @pytest.fixture(autouse=True)
@@ -130,13 +131,13 @@ def assert_as_good(out: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, 
         )
 
 
-def scratch(kernels: ShortAttention, call: Record, backward: bool) -> torch.Tensor | None:
+def scratch(kernels: Attention, gradients: GradientsRecord, backward: bool) -> torch.Tensor | None:
     """The workspace of a call or its gradients, poisoned; None where it wants none."""
-    size = kernels.workspace(call, backward)
+    size = kernels.workspace(gradients, backward)
     return torch.full((size,), 255, dtype=torch.uint8, device=DEVICE) if size > 0 else None
 
 
-def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
+def check(kernels: Attention, shape: Shape, options: Options) -> None:
     """Forward and backward: right, inside of their outputs, and repeatable.
 
     The second runs have a workspace: a counter of problems if there are many, which blocks take in any order.
@@ -146,7 +147,7 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     out = place(replace(shape, layout="bthd"), False)
     lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
     call = record(q, k, v, options, out, lse)
-    assert kernels.fits(call, False), what
+    assert kernels.is_short(call, False), what
     assert kernels.forward(call) == 0, what
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     narrow = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -156,7 +157,8 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     assert_as_good(out, eager, exact, f"out of {what}")
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4, msg=f"lse of {what}")
     again = place(replace(shape, layout="bthd"), False)
-    assert kernels.forward(record(q, k, v, options, again, workspace=scratch(kernels, call, False))) == 0
+    workspace = scratch(kernels, gradients_record(call, q, None, None, None), False)
+    assert kernels.forward(record(q, k, v, options, again, workspace=workspace)) == 0
     assert torch.equal(out, again), f"out of {what} differs from run to run"
     grad_out = place(shape, True)
     grad_lse = torch.randn_like(lse) if shape.seqlen_q % 2 and bool(lse.isfinite().all()) else None
@@ -168,9 +170,11 @@ def check(kernels: ShortAttention, shape: Shape, options: Options) -> None:
     runs = []
     grouped = shape.kv_heads not in (None, shape.heads)
     for given in (grouped, True):
-        workspace = scratch(kernels, call, True) if given else None
         grads = [place(s, False) for s in (shape, shape.keys(), shape.keys())]
-        assert kernels.backward(gradients_record(call, grad_out, *grads, grad_lse, workspace)) == 0, what
+        gradients = gradients_record(call, grad_out, *grads, grad_lse)
+        workspace = scratch(kernels, gradients, True) if given else None
+        gradients.workspace = None if workspace is None else workspace.data_ptr()
+        assert kernels.backward(gradients) == 0, what
         runs.append(grads)
     for name, one, two, narrow_grad, wide_grad in zip("qkv", *runs, eager_grads, exact_grads, strict=True):
         assert only_wrote(one), f"grad_{name} of {what}"
@@ -221,7 +225,7 @@ def draw_mask(
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_random_cases(kernels: ShortAttention, number: int) -> None:
+def test_random_cases(kernels: Attention, number: int) -> None:
     rng = random.Random(number)
     for _ in range(16):
         check(kernels, *draw(rng))
@@ -229,16 +233,14 @@ def test_random_cases(kernels: ShortAttention, number: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize(("seqlen", "batch"), [(16, 800), (32, 360), (64, 180), (128, 90)])
-def test_blocks_that_take_many_problems(
-    kernels: ShortAttention, seqlen: int, batch: int, head_dim: int
-) -> None:
+def test_blocks_that_take_many_problems(kernels: Attention, seqlen: int, batch: int, head_dim: int) -> None:
     for layout, kv_heads in (("bhtd", 3), ("bthd", 12), ("packed", 12)):
         shape = Shape(batch, 12, seqlen, seqlen, head_dim, torch.bfloat16, kv_heads, layout)
         check(kernels, shape, Options(softmax_scale=head_dim**-0.5, causal=CAUSAL[len(layout) % 3]))
 
 
 @pytest.mark.parametrize("seqlen", [16, 64, 128])
-def test_a_row_of_nothing_but_the_lowest_number(kernels: ShortAttention, seqlen: int) -> None:
+def test_a_row_of_nothing_but_the_lowest_number(kernels: Attention, seqlen: int) -> None:
     shape = Shape(2, 2, seqlen, seqlen - 3, 64, torch.bfloat16)
     mask = torch.full((1, 1, 1, seqlen - 3), torch.finfo(torch.float32).min, device=DEVICE)
     q, k, v = place(shape, True), place(shape.keys(), True), place(shape.keys(), True)
@@ -248,13 +250,14 @@ def test_a_row_of_nothing_but_the_lowest_number(kernels: ShortAttention, seqlen:
     torch.testing.assert_close(out.float(), mean, rtol=1e-2, atol=1e-2)
 
 
-def test_a_counter_of_problems_is_for_many(kernels: ShortAttention) -> None:
+def test_a_counter_of_problems_is_for_many(kernels: Attention) -> None:
     for batch, wanted in ((1, 0), (2**16, 16)):
         q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE).expand(batch, 1, 128, 64)
-        assert kernels.workspace(record(q, q, q, Options()), False) == wanted
+        gradients = gradients_record(record(q, q, q, Options()), q, None, None, None)
+        assert kernels.workspace(gradients, False) == wanted
 
 
-def test_gradients_that_nobody_wants(kernels: ShortAttention) -> None:
+def test_gradients_that_nobody_wants(kernels: Attention) -> None:
     shape = Shape(3, 5, 60, 60, 64, torch.bfloat16)
     q, k, v, grad_out = (place(shape, True) for _ in range(4))
     call = record(q, k, v, Options(softmax_scale=0.125))
@@ -266,7 +269,7 @@ def test_gradients_that_nobody_wants(kernels: ShortAttention) -> None:
         assert torch.equal(grads[wanted], every[wanted])
 
 
-def test_an_expanded_gradient(kernels: ShortAttention) -> None:
+def test_an_expanded_gradient(kernels: Attention) -> None:
     shape = Shape(3, 5, 30, 20, 32, torch.bfloat16)
     q, k, v = place(shape, True), place(shape.keys(), True), place(shape.keys(), True)
     grad_out = torch.randn(32, dtype=torch.bfloat16, device=DEVICE)
@@ -279,16 +282,16 @@ def test_an_expanded_gradient(kernels: ShortAttention) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
 
 
-def test_refuses_what_it_does_not_do(kernels: ShortAttention) -> None:
+def test_refuses_what_it_does_not_do(kernels: Attention) -> None:
     shape = Shape(1, 1, 16, 16, 64, torch.bfloat16)
     q, k, v = (place(shape, True) for _ in range(3))
     options = Options(softmax_scale=0.125)
     out = place(shape, False)
-    assert kernels.fits(record(q, k, v, options, out), True)
+    assert kernels.is_short(record(q, k, v, options, out), True)
     long = Shape(1, 1, 129, 16, 64, torch.bfloat16)
-    assert not kernels.fits(record(place(long, True), k, v, options, place(long, False)), False)
-    assert not kernels.fits(record(q.float(), k.float(), v.float(), options, out), False)
-    assert kernels.fits(record(q.half(), k.half(), v.half(), options, out), True) != is_hopper()
-    assert not kernels.fits(record(q, k, v, replace(options, softmax_scale=-1.0), out), False)
+    assert not kernels.is_short(record(place(long, True), k, v, options, place(long, False)), False)
+    assert not kernels.is_short(record(q.float(), k.float(), v.float(), options, out), False)
+    assert kernels.is_short(record(q.half(), k.half(), v.half(), options, out), True) != is_hopper()
+    assert not kernels.is_short(record(q, k, v, replace(options, softmax_scale=-1.0), out), False)
     odd = torch.randn(1, 1, 16, 65, device=DEVICE).to(torch.bfloat16)[..., 1:]
     assert kernels.forward(record(odd, k, v, options, out)) == UNSUPPORTED

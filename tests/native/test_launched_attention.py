@@ -1,6 +1,6 @@
-"""Attention's launchers, linked to a CUDA runtime that only writes launches down, take random problems: on
-Hopper none launches a kernel of the sources named *_not_sm90.cu, of which a library for Hopper has no machine
-code. Needs nvcc, and no GPU."""
+"""Attention's launchers, linked to a CUDA runtime that only writes launches down, take random problems: they
+launch what the plan says, for GPUs that the test makes up, and on Hopper no kernel of the sources named
+*_not_sm90.cu, of which a library for Hopper has no machine code. Needs nvcc, and no GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import ctypes
 import random
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fuseline import native
 from fuseline.native.build import Recipe, Unit, build
 from fuseline.native.compilers import Compiler, find_cxx, find_nvcc
 from fuseline.native.recipes import KERNELS, kernels_recipe
-from fuseline.native.short_attention import GradientsRecord
-from fuseline.ops.plans import GPUS, Gpu
+from fuseline.ops.attention.problem import CAUSAL, Problem
+from fuseline.ops.op import DTYPES
+from fuseline.ops.plans import GPUS, Plan, attention_plans, explain
+
+from .attention_records import DecodeRecord, GradientsRecord
+from .recorder import Recorder
 
 pytestmark = [
     pytest.mark.full,
@@ -36,20 +43,26 @@ def nvcc() -> Compiler:
     return found
 
 
+def quick(nvcc: Compiler) -> tuple[str, ...]:
+    """Flags for code of kernels that never runs."""
+    found = re.search(r"release (\d+)\.(\d+)", nvcc.version)
+    return ("-Ofc", "max") if found and tuple(map(int, found.groups())) >= (12, 9) else ()
+
+
 @pytest.fixture(scope="module")
-def library(nvcc: Compiler) -> ctypes.CDLL:
+def recorder(nvcc: Compiler) -> Recorder:
     cxx = find_cxx().compiler
     assert cxx is not None
     units = [
-        unit for unit in kernels_recipe(nvcc, cxx, (9,)).units if unit.source.parent == KERNELS / "attention"
+        replace(unit, flags=(*unit.flags, *quick(nvcc)))
+        for unit in kernels_recipe(nvcc, cxx, (9,)).units
+        if unit.source.parent == KERNELS / "attention"
     ]
     source = Path(__file__).with_name("launch_recorder.cpp")
     flags = ("-std=c++17", "-Xcompiler=-fPIC")
     units.append(Unit(source, nvcc, flags, (), (cxx.version,), source.name))
     recipe = Recipe("attention_launch_recorder", tuple(units), cxx, ("-shared", "-Wl,-Bsymbolic"))
-    built = ctypes.CDLL(str(build(recipe)))
-    built.recorder_take.restype = ctypes.c_char_p
-    return built
+    return Recorder(ctypes.CDLL(str(build(recipe))))
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +75,6 @@ def not_for_hopper(nvcc: Compiler, tmp_path_factory: pytest.TempPathFactory) -> 
         subprocess.run([*nvcc.command, *flags, str(source), "-o", str(out)], check=True)
         names.update(re.findall(r"\.entry (\w+)\(", out.read_text()))
     return names
-
-
-def use(library: ctypes.CDLL, index: int, gpu: Gpu) -> None:
-    major = 9 if gpu.warpgroups else 10 if gpu.clusters else 8
-    shared = gpu.shared_per_block, gpu.shared_per_processor
-    numbers = (index, gpu.processors, *shared, int(gpu.clusters), major, 16)
-    library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
 
 
 def drawn(draw: random.Random) -> GradientsRecord:
@@ -106,27 +112,112 @@ def drawn(draw: random.Random) -> GradientsRecord:
     return gradients
 
 
-def launched(library: ctypes.CDLL, gradients: GradientsRecord) -> set[str]:
-    names: set[str] = set()
-    for form in ("attention", "attention_short"):
-        forward, backward = (getattr(library, f"fuseline_{form}_{way}") for way in ("forward", "backward"))
-        answers = {
-            forward(ctypes.byref(gradients.call), None),
-            backward(ctypes.byref(gradients), None),
-        }
-        assert answers <= {0, UNSUPPORTED}
-        names.update(line.split()[0] for line in library.recorder_take().decode().splitlines())
-    return names
+def both_ways(gradients: GradientsRecord) -> dict[str, ctypes.Structure]:
+    """What the forward and the backward take."""
+    return {"forward": gradients.call, "backward": gradients}
 
 
-def test_hopper_launches_what_it_has_machine_code_of(library: ctypes.CDLL, not_for_hopper: set[str]) -> None:
+def test_hopper_launches_what_it_has_machine_code_of(recorder: Recorder, not_for_hopper: set[str]) -> None:
     draw = random.Random(0)
     elsewhere: set[str] = set()
     for index, gpu in enumerate(GPUS.values()):
-        use(library, index, gpu)
+        recorder.set(index, gpu, 16)
+        for _ in range(PROBLEMS):
+            for way, given in both_ways(drawn(draw)).items():
+                answer = getattr(recorder.library, f"fuseline_attention_{way}")(ctypes.byref(given), None)
+                assert answer in (0, UNSUPPORTED)
+                found = {name for name, *_ in recorder.taken()} & not_for_hopper
+                assert not (gpu.warpgroups and found), f"{gpu.name}: {found}"
+                elsewhere |= found
+    assert len(elsewhere) > len(not_for_hopper) // 2
+
+
+def as_problem(gradients: GradientsRecord) -> Problem:
+    call = gradients.call
+    kinds = ("none", "bool", "float_grad" if gradients.grad_mask else "float")
+    return Problem(
+        torch.device("cuda"),
+        DTYPES[call.dtype],
+        *(call.batch, call.heads, call.kv_heads, call.seqlen_q, call.seqlen_k, call.head_dim),
+        causal=CAUSAL[call.causal],
+        mask=kinds[call.mask_kind],
+        mask_dims="".join(name for name, stride in zip("bhts", call.mask_strides, strict=True) if stride),
+        sequences=call.sequences if call.cu_seqlens_q else 0,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        dropout_p=call.dropout,
+    )
+
+
+def planned(plans: tuple[Plan, ...], processors: int) -> list[tuple[str, int, int, int]]:
+    """Name, blocks, threads and shared memory of each launch, where a multiprocessor holds one block."""
+    found = []
+    for one in plans:
+        blocks = min(one.blocks, processors) if one.kernel.startswith("short_") else one.blocks
+        found.append((one.kernel, blocks, one.threads_per_row, one.shared_bytes))
+    return [one for one in found if one[0] not in ("", "memset")]
+
+
+def test_launchers_launch_what_the_plan_says(recorder: Recorder) -> None:
+    """Of masks in fp32 beside 16 bits the plan is told by the call alone: a `Problem` does not have them."""
+    if not native.ready("cpu"):
+        pytest.skip("the native core, which decides, is missing")
+    draw, kernels = random.Random(1), set()
+    for index, gpu in enumerate(GPUS.values()):
+        recorder.set(index, gpu, 16)
         for _ in range(PROBLEMS):
             gradients = drawn(draw)
-            found = launched(library, gradients) & not_for_hopper
-            assert not (gpu.warpgroups and found), f"{gpu.name}: {found}"
-            elsewhere |= found
-    assert len(elsewhere) > len(not_for_hopper) // 2
+            if gradients.call.mask_kind == 3:
+                continue
+            for way, given in both_ways(gradients).items():
+                told = attention_plans(as_problem(gradients), gpu, way)
+                answer = getattr(recorder.library, f"fuseline_attention_{way}")(ctypes.byref(given), None)
+                assert (answer == 0) == bool(told[0].kernel), told
+                workspace = getattr(recorder.library, f"fuseline_attention_{way}_workspace")
+                workspace.restype = ctypes.c_size_t
+                assert workspace(ctypes.byref(given)) == told[0].workspace_bytes
+                wanted = planned(told, gpu.processors)
+                ran = recorder.taken()
+                if (
+                    wanted and wanted[-1][0] == "sum_left"
+                ):  # comes with the one before it for some rows at a time
+                    ran, rest = ran[: len(wanted)], ran[len(wanted) :]
+                    names = ["sum_left" if i % 2 else "rows_panels" for i in range(len(rest))]
+                    assert all(part in one[0] for part, one in zip(names, rest, strict=True))
+                assert len(ran) == len(wanted), (told, ran)
+                for (kernel, *layout), (name, blocks, threads, _, shared) in zip(wanted, ran, strict=True):
+                    assert re.search(rf"\d{kernel}[IE]", name), f"{name} is not {kernel}"
+                    assert layout == [blocks, threads, shared], told
+                kernels |= {kernel for kernel, *_ in wanted}
+    assert len(kernels) > 12, kernels
+
+
+def test_a_decoding_step_launches_what_the_plan_says(recorder: Recorder) -> None:
+    if not native.ready("cpu"):
+        pytest.skip("the native core, which decides, is missing")
+    draw = random.Random(2)
+    partials = recorder.library.fuseline_decode_attention_partials
+    partials.restype = ctypes.c_int64
+    for index, gpu in enumerate(GPUS.values()):
+        recorder.set(index, gpu, 16)
+        for _ in range(500):
+            heads, cache = draw.choice([8, 12, 32]), draw.choice(["same", "int8", "fp8"])
+            shape = draw.choice([1, 4, 64]), heads, draw.choice([64, 128])
+            options = {
+                "kv_heads": draw.choice([heads, 4]),
+                "keys": int(2 ** draw.uniform(0, 15)),
+                "cache": cache,
+            }
+            call = DecodeRecord(*((place + 1) << 40 for place in range(13)))
+            call.batch, call.heads, call.head_dim = shape
+            call.kv_heads, call.count, call.dtype = options["kv_heads"], options["keys"], 2
+            call.cache = ["same", "int8", "fp8"].index(cache)
+            (plan,) = explain("decode_attention", shape, gpu=gpu, **options).plans
+            assert partials(ctypes.byref(call)) * 4 == plan.workspace_bytes
+            assert recorder.library.fuseline_decode_attention(ctypes.byref(call), None) == 0
+            (name, *layout), *more = recorder.taken()
+            assert not more
+            assert "16decode_attention" in name
+            blocks, *rest = layout
+            assert blocks * call.batch == plan.blocks, "the recorder counts two dimensions of the grid"
+            assert rest == [plan.threads_per_row, plan.blocks_per_row, 0]

@@ -191,6 +191,88 @@ def test_only_sums_over_rows_of_several_blocks_need_a_workspace() -> None:
     assert explain("layer_norm", (64, 768), gpu="h200").plans[1].workspace_bytes == 0
 
 
+def attention_kernels(shape: tuple[int, ...], gpu: str = "h200", **options: Any) -> list[list[str]]:
+    plans = explain("attention", shape, **{"gpu": gpu, **options}).plans
+    return [[plan.kernel for plan in plans if plan.work == work] for work in ("forward", "backward")]
+
+
+SUMS = ["attention_delta", "attention_backward_keys_panels", "attention_backward_rows_panels"]
+BY_WARPS = ["attention_delta", "attention_backward_keys", "attention_backward_rows"]
+SINGLE = ["attention_delta", "attention_backward_single"]
+SHORT = [["short_forward_warpgroups"], ["short_backward_warpgroups"]]
+SUM_GROUPS = [SHORT[0], [*SHORT[1], "sum_groups", "sum_groups"]]
+PANELS = ["attention_forward_panels"]
+
+
+@pytest.mark.parametrize(
+    "shape, options, kernels",
+    [
+        ((64, 12, 128, 64), {}, SHORT),
+        ((64, 12, 128, 64), {"kv_heads": 4}, SUM_GROUPS),
+        ((64, 12, 64, 64), {}, [["short_forward"], ["short_backward"]]),
+        ((64, 12, 128, 64), {"gpu": "a100"}, [["short_forward"], ["short_backward"]]),
+        ((64, 12, 128, 64), {"sequences": True}, [PANELS, SHORT[1]]),
+        ((64, 12, 128, 128), {"sequences": True}, SHORT),
+        ((8, 12, 1024, 64), {}, [PANELS, SINGLE]),
+        ((8, 12, 1024, 64), {"dropout": 0.1}, [PANELS, SINGLE]),
+        ((8, 12, 4096, 64), {"dropout": 0.1}, [PANELS, SUMS]),
+        ((8, 12, 1024, 64), {"window": 100}, [PANELS, SUMS]),
+        ((8, 12, 1024, 64), {"masked": True}, [PANELS, SUMS]),
+        ((8, 12, 1024, 64), {"bias": True}, [PANELS, [*SUMS, "sum_left"]]),
+        ((8, 12, 1024, 64), {"gpu": "b200"}, [["attention_forward"], BY_WARPS]),
+        ((8, 12, 1024, 32), {"causal": True}, [["attention_forward"], BY_WARPS]),
+        ((8, 12, 1024, 128), {}, [PANELS, SUMS]),
+        ((8, 12, 1024, 256), {}, [["attention_forward"], [*BY_WARPS[:2], *BY_WARPS[1:]]]),
+        ((4, 32, 1, 128), {"keys": 8192}, [["attention_split", "attention_combine_few"], SUMS]),
+        ((1, 4, 1, 128), {"keys": 8192}, [["attention_split", "attention_combine"], SUMS]),
+        ((400, 32, 1, 128), {"keys": 8192}, [["attention_split"], SUMS]),
+    ],
+)
+def test_attention_goes_by_length_heads_and_what_is_asked(shape, options, kernels) -> None:
+    assert attention_kernels(shape, **options) == kernels
+
+
+def test_attention_in_other_dtypes_and_of_what_no_kernel_takes() -> None:
+    fp32 = explain("attention", (8, 12, 100, 64), torch.float32, gpu="h200", bias=True).plans
+    assert [plan.kernel for plan in fp32][:4] == ["attention_forward", *BY_WARPS]
+    assert [plan.kernel for plan in fp32][4:] == ["attention_grad_mask", "sum_pieces"]
+    fp16 = explain("attention", (8, 12, 100, 64), torch.float16, gpu="h200").plans
+    assert fp16[0].kernel == PANELS[0], "Hopper has no short kernels of fp16"
+    assert (
+        explain("attention", (8, 12, 100, 64), torch.float16, gpu="a100").plans[0].kernel == "short_forward"
+    )
+    for shape in ((1, 1, 64, 65), (1, 1, 64, 264)):
+        assert attention_kernels(shape) == [[""], [""]]
+    wide = explain("attention", (2, 12, 1024, 64), torch.float32, gpu="l40s", bias=True).plans
+    assert {plan.reason for plan in wide} == {"the tiles need more shared memory than the GPU has"}
+
+
+def test_attentions_workspace_is_of_what_is_launched() -> None:
+    forward, delta, single = explain("attention", (8, 12, 1024, 64), gpu="h200").plans
+    statistics = 2 * 8 * 12 * 1024 * 4
+    assert forward.workspace_bytes == single.workspace_bytes == 0, "the first launch names the whole"
+    assert delta.workspace_bytes == statistics + 8 * 12 * 1024 * 64 * 4 + 2 * 8 * 12 * 16 * 4
+    (few, many) = (explain("attention", (B, 12, 128, 64), gpu="h200").plans[0] for B in (8, 512))
+    assert (few.workspace_bytes, many.workspace_bytes) == (0, 16), "a counter of problems, for many"
+    assert "6,144 blocks of 256 threads" in str(many)
+
+
+@pytest.mark.parametrize(
+    "shape, options, blocks, cluster",
+    [
+        ((1, 32, 128), {"keys": 500}, 256, 8),
+        ((8, 32, 128), {"kv_heads": 8}, 320, 1),
+        ((64, 32, 128), {}, 2048, 1),
+        ((1, 32, 128), {"keys": 500, "gpu": "a100"}, 224, 1),
+    ],
+)
+def test_a_decoding_step_spreads_a_context_over_blocks(shape, options, blocks, cluster) -> None:
+    (plan,) = explain("decode_attention", shape, **{"gpu": "h200", **options}).plans
+    assert (plan.kernel, plan.blocks, plan.blocks_per_row) == ("decode_attention", blocks, cluster)
+    assert (plan.workspace_bytes > 0) == (blocks > shape[0] * shape[1] and cluster == 1)
+    assert explain("decode_attention", (1, 32, 96), gpu="h200").plans[0].kernel == ""
+
+
 OPTIONS: dict[str, dict[str, list[float]]] = {
     "softmax": {
         "causal": [False, False, True],
@@ -288,6 +370,11 @@ def test_an_explanation_reads_well() -> None:
         (("cross_entropy", (4, 4)), {"weights": True}, "Did you mean 'weight'"),
         (("layer_norm", (4, 4)), {"direction": "up"}, "it is forward or backward"),
         (("layer_norm", (4, 4)), {"x_bias": True}, "norms behind a dropout"),
+        (("attention", (4, 4)), {}, r"that of q, \[B, H, T, D\]"),
+        (("attention", (1, 4, 4, 8)), {"kv_heads": 3}, "does not divide 4 heads"),
+        (("attention", (1, 4, 4, 8)), {"masked": True, "bias": True}, "has one mask"),
+        (("decode_attention", (4, 4)), {}, r"\[B, H, D\]"),
+        (("decode_attention", (1, 4, 64)), {"cache": "fp4"}, "Did you mean 'fp8'"),
     ],
 )
 def test_mistakes_are_named(arguments, options, said) -> None:

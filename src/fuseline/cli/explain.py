@@ -1,7 +1,7 @@
 """Say which kernel computes an op for a shape, how its threads are laid out, and why. Needs no GPU.
 
 For example: fuseline explain softmax --shape 64 1024 --gpu h200.
-For attention, fuseline.picker.explain says in Python which library's kernel is chosen."""
+In Python, fuseline.picker.explain says whether attention goes to these kernels or another library's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fuseline.ops.plans import explain
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
     """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding, quant_linear, layer_norm, rms_norm, or
-    a norm behind add_ or dropout_add_, such as add_rms_norm."""
+    a norm behind add_ or dropout_add_, such as add_rms_norm; attention, decode_attention."""
     shape: tuple[int, ...]
-    """Sizes of the input, of embedding those of the output. The op runs over the last dimension."""
+    """Sizes of the input, of embedding those of the output. The op runs over the last dimension. Of
+    attention: sequences, heads, queries and head dim of q; of decode_attention without queries."""
     dtype: str = "bf16"
     """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
@@ -31,9 +32,10 @@ class Options:
     address: int = 0
     """The tensors' address modulo 128 bytes; 0 for tensors as torch allocates them."""
     causal: bool = False
-    """softmax: row t sees the first t + 1 elements (of square scores)."""
+    """softmax: row t sees the first t + 1 elements (of square scores). attention: the last query sees all
+    keys, each before it one fewer."""
     masked: bool = False
-    """softmax: there is a mask, dense and aligned."""
+    """softmax: there is a mask, dense and aligned. attention: a boolean one of keys."""
     scale: float = 1.0
     """softmax: the factor on the input."""
     weight: bool = False
@@ -43,7 +45,7 @@ class Options:
     soft_cap: float = 0.0
     """cross_entropy: the bound of the logits; 0 for none."""
     bias: bool = False
-    """gelu: there is a bias, and its gradient is computed."""
+    """gelu: there is a bias, and its gradient is computed. attention: it is added to each head's scores."""
     halves: bool = False
     """Of swiglu and geglu: gate and up are halves of the last size."""
     rows: int = 50257
@@ -66,6 +68,18 @@ class Options:
     """Of norms: weight and bias are float32."""
     x_bias: bool = False
     """Of norms behind dropout_add_: the branch has a bias."""
+    kv_heads: int = 0
+    """attention: heads of keys and values. Default: as many as of queries."""
+    keys: int = 0
+    """attention: keys of a sequence. Default: as many as queries; of decode_attention 4096."""
+    window: int = -1
+    """attention: a query sees so many keys to its left. Default: all."""
+    dropout: float = 0.0
+    """attention: the probability that dropout drops."""
+    sequences: bool = False
+    """attention: the sequences are packed, one behind the other."""
+    cache: str = "same"
+    """decode_attention: the cache's numbers: same, int8 or fp8."""
     json: bool = False
     """Print one JSON object."""
 

@@ -4,8 +4,8 @@
 
 For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and device. The
 launcher launches what that function says. `explain` asks the same function, which is also compiled into
-`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Attention has a picker instead:
-`fuseline.picker.explain`.
+`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Of attention these are our own kernels;
+`fuseline.picker.explain` says whether another library's are taken instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from fuseline import native
 from fuseline.errors import InputError, unknown_name
 from fuseline.native.gpus import GPUS, Gpu
+from fuseline.ops.attention.problem import CAUSAL, Problem
 from fuseline.ops.op import DTYPES
 
 __all__ = ["GPUS", "NORMS", "PLANNED", "Explanation", "Gpu", "Plan", "explain"]
@@ -42,7 +43,7 @@ class Plan:
     threads_per_row: int = 0
     """In one block."""
     rows_per_block: int = 0
-    """At a time."""
+    """At a time; 0 of kernels that do not go by rows, whose threads a row are all threads of a block."""
     blocks_per_row: int = 0
     shared_bytes: int = 0
     """Dynamic shared memory of a block."""
@@ -55,12 +56,16 @@ class Plan:
     @property
     def layout(self) -> str:
         """How the threads are laid out, in words."""
-        if self.elements_per_access:
-            access = _count(self.elements_per_access, "element")
+        if self.elements_per_access or not self.rows_per_block:
+            access = (
+                [f"{_count(self.elements_per_access, 'element')} an access"]
+                if self.elements_per_access
+                else []
+            )
             blocks = f"{_count(self.blocks, 'block')} of {self.threads_per_row} threads"
             if self.blocks_per_row > 1:
                 blocks += f" in clusters of {self.blocks_per_row}"
-            return ", ".join([blocks, f"{access} an access", *self._memory()])
+            return ", ".join([blocks, *access, *self._memory()])
         threads = self.threads_per_row * self.blocks_per_row
         parts = [_count(self.blocks, "block"), f"{_count(threads, 'thread')} a row"]
         if self.blocks_per_row > 1:
@@ -77,7 +82,8 @@ class Plan:
     def __str__(self) -> str:
         if not self.kernel:
             return f"{self.work}: {self.reason}"
-        lines = [f"{self.work}: {self.kernel}", f"  because {self.reason}", f"  {self.layout}"]
+        because = [f"  because {self.reason}"] if self.reason else []
+        lines = [f"{self.work}: {self.kernel}", *because, f"  {self.layout}"]
         if self.fallback:
             other = f"{self.fallback.kernel}, {self.fallback.layout}"
             lines.append(f"  where the GPU grants no cluster of {self.blocks_per_row}: {other}")
@@ -109,6 +115,7 @@ class _Rows:
     dtype: torch.dtype
     address: int
     gpu: Gpu
+    shape: tuple[int, ...]
 
     @property
     def fp16(self) -> bool:
@@ -137,8 +144,10 @@ def explain(
 
     Args:
         op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", "embedding", "quant_linear", or a norm:
-            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_".
-        shape: of the input, [..., N]; of embedding, of the output.
+            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_"; "attention" or
+            "decode_attention".
+        shape: of the input, [..., N]; of embedding, of the output; of attention, of q: [B, H, T, D], and of
+            decode_attention, [B, H, D].
         dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
@@ -149,7 +158,11 @@ def explain(
             quant_linear: `out_features`, `format` ("plain", "int8" or "int4"), and for int4 `group_size` and
             `zero_points`; of norms:
             `direction` ("forward" or "backward"; by default both), `fp32_stream` (what is normalized is
-            float32, as under autocast), `fp32_weights`, and behind "dropout_add_" `x_bias`.
+            float32, as under autocast), `fp32_weights`, and behind "dropout_add_" `x_bias`; of attention:
+            `kv_heads`, `keys` (by default as many as query rows), `causal`, `window` (keys to the left),
+            `masked` (a boolean mask over [B, 1, 1, S]), `bias` (an additive one over [1, H, T, S], whose
+            gradient is computed), `dropout`, and `sequences` (the B sequences are packed into one row);
+            of decode_attention: `kv_heads`, `keys` (positions) and `cache` ("same", "int8" or "fp8").
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
     elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
@@ -157,8 +170,7 @@ def explain(
     """
     if op not in PLANNED:
         raise InputError(
-            f"{unknown_name('op with plans', op, PLANNED)} The tables of docs/kernels.md say how the others "
-            "choose; fuseline.picker.explain says it of attention."
+            f"{unknown_name('op with plans', op, PLANNED)} docs/kernels.md says how the others choose."
         )
     for name in options:
         known = list(inspect.signature(PLANNED[op]).parameters)[1:]
@@ -174,7 +186,7 @@ def explain(
     if not native.ready("cpu"):
         raise InputError("The native core is missing, which decides. `fuseline doctor` says why.")
     on = _resolved(gpu)
-    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype, address, on)
+    rows = _Rows(math.prod(shape[:-1]), shape[-1], dtype, address, on, shape)
     return Explanation(op, shape, dtype, on, PLANNED[op](rows, **options))
 
 
@@ -316,6 +328,79 @@ def _norm(name: str) -> Callable[..., tuple[Plan, ...]]:
     return plans
 
 
+def _attention(
+    q: _Rows,
+    kv_heads: int = 0,
+    keys: int = 0,
+    causal: bool = False,
+    window: int = -1,
+    masked: bool = False,
+    bias: bool = False,
+    dropout: float = 0.0,
+    sequences: bool = False,
+) -> tuple[Plan, ...]:
+    if len(q.shape) != 4:
+        raise InputError(f"shape is {list(q.shape)}; attention's is that of q, [B, H, T, D].")
+    if masked and bias:
+        raise InputError("masked and bias are both given; attention has one mask.")
+    (B, H, T, D), S = q.shape, keys or q.shape[2]
+    if H % (kv_heads or H):
+        raise InputError(f"kv_heads is {kv_heads}, which does not divide {H} heads.")
+    problem = Problem(
+        torch.device("cuda"),
+        q.dtype,
+        *(1 if sequences else B, H, kv_heads or H, T * B if sequences else T, S * B if sequences else S, D),
+        causal="bottom_right" if causal else "none",
+        window_left=window,
+        mask="bool" if masked else "float_grad" if bias else "none",
+        mask_dims="bs" if masked else "hts" if bias else "",
+        sequences=B if sequences else 0,
+        max_seqlen_q=T,
+        max_seqlen_k=S,
+        dropout_p=dropout,
+    )
+    return tuple(plan for work in ("forward", "backward") for plan in attention_plans(problem, q.gpu, work))
+
+
+_MASKS = {"none": 0, "bool": 1, "float": 2, "float_grad": 2}
+
+
+def attention_plans(problem: Problem, gpu: Gpu, work: str) -> tuple[Plan, ...]:
+    """What our own kernels launch for whole tensors, forward or backward; the first names the reason and the
+    workspace of all. `blocks` of kernels named `short_...` are problems: as many blocks as the GPU holds take
+    them in turn. Where `sum_left` is the last, it and the one before come again until no rows are left."""
+    p = problem
+    sizes = [p.batch, p.heads, p.kv_heads, p.seqlen_q, p.seqlen_k, p.head_dim]
+    kinds = [DTYPES.index(p.dtype), CAUSAL.index(p.causal), _MASKS[p.mask]]
+    mask_dims = [p.mask != "none" and name in p.mask_dims for name in "bhts"]
+    packed = [p.sequences, p.max_seqlen_q, p.max_seqlen_k]
+    options = float(p.soft_cap), p.dropout_p, p.sinks, p.mask == "float_grad", work == "backward"
+    kernels, reason, (workspace, *numbers) = torch.ops.fuseline.plan_attention(
+        gpu.numbers(), sizes, kinds, [p.window_left, p.window_right], mask_dims, packed, *options
+    )
+    plans = []
+    for i, kernel in enumerate(kernels):
+        blocks, threads, shared = numbers[3 * i : 3 * i + 3]
+        plans.append(Plan(work, kernel, "", blocks, threads, 0, 1, shared))
+    first = replace(plans[0], reason=reason, workspace_bytes=workspace) if plans else Plan(work, "", reason)
+    return (first, *plans[1:])
+
+
+_CACHES = ("same", "int8", "fp8")
+
+
+def _decode_attention(q: _Rows, kv_heads: int = 0, keys: int = 4096, cache: str = "same") -> tuple[Plan, ...]:
+    if len(q.shape) != 3:
+        raise InputError(f"shape is {list(q.shape)}; decode_attention's is that of q, [B, H, D].")
+    if cache not in _CACHES:
+        raise unknown_name("cache", cache, _CACHES)
+    (B, H, D), kinds = q.shape, (DTYPES.index(q.dtype), _CACHES.index(cache))
+    sizes = [B, H, kv_heads or H, D, keys]
+    return (
+        _plan("forward", lambda _: torch.ops.fuseline.plan_decode_attention(q.gpu.numbers(), sizes, *kinds)),
+    )
+
+
 NORMS = tuple(f"{of}{kind}_norm" for of in ("", "add_", "dropout_add_") for kind in ("layer", "rms"))
 
 PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
@@ -326,6 +411,8 @@ PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
     "geglu": _glu,
     "embedding": _embedding,
     "quant_linear": _quant_linear,
+    "attention": _attention,
+    "decode_attention": _decode_attention,
     **{name: _norm(name) for name in NORMS},
 }
 """The ops that `explain` knows; each takes the rows and the op's own options."""

@@ -63,7 +63,8 @@ typedef struct {
   int64_t sequences;
   int64_t max_seqlen_q, max_seqlen_k; /* no sequence is longer */
 
-  void* workspace; /* of fuseline_attention_forward_workspace bytes, 16-byte aligned; null if that is 0 */
+  void* workspace; /* of fuseline_attention_forward_workspace bytes, 16-byte aligned; null if that is 0, or, where
+                    * a block holds whole sequences, for a slower call */
 } fuseline_attention;
 
 /* Its gradients. `call` is that of the forward: out and lse are read, workspace is not. */
@@ -79,6 +80,25 @@ typedef struct {
   float* grad_sinks;             /* [heads] */
   void* workspace;               /* of fuseline_attention_backward_workspace bytes, 16-byte aligned */
 } fuseline_attention_gradients;
+
+/* What the calls below would launch, in this order; launches[i].blocks of kernels named short_... are problems, which as many
+ * blocks take in turn as the device holds. None: `code` is the answer. */
+typedef struct {
+  int code;
+  const char* reason;
+  size_t workspace;
+  int count;
+  struct {
+    const char* kernel;
+    int64_t blocks;
+    int threads;
+    size_t shared;
+  } launches[8];
+} fuseline_attention_plan;
+
+/* The plan on the current device of a call (the gradients' pointers are not read then) or of its gradients. */
+FUSELINE_API int fuseline_attention_explain(const fuseline_attention_gradients* gradients, int backward,
+                                            fuseline_attention_plan* plan);
 
 FUSELINE_API size_t fuseline_attention_forward_workspace(const fuseline_attention* call);
 FUSELINE_API int fuseline_attention_forward(const fuseline_attention* call, void* stream);

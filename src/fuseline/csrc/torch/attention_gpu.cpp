@@ -1,5 +1,4 @@
-// Attention on the GPU: a call as torch gives it becomes a call record of fuseline_attention.h. attention_launch.cpp has the
-// choice among kernels.
+// Attention on the GPU: a call as torch gives it becomes a call record of fuseline_attention.h.
 
 #include "attention.h"
 
@@ -7,7 +6,6 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/empty.h>
 
-#include "attention_launch.h"
 #include "fuseline_attention.h"
 
 namespace fuseline {
@@ -123,11 +121,13 @@ AttentionOut attention_on_gpu(const AttentionCall& call, ForwardBy forward_by) {
     if (out.numel() == 0) return {out, lse};
     of.set_results(out, lse);
     Tensor scratch;
-    if (const size_t bytes = attention_forward_workspace(of.record)) {
+    static const auto wanted = FUSELINE_KERNEL(fuseline_attention_forward_workspace);
+    if (const size_t bytes = wanted(&of.record)) {
         scratch = workspace(bytes, q);
         of.record.workspace = scratch.mutable_data_ptr();
     }
-    check_launch(launch_attention_forward(of.record, current_stream(q)), kAttention);
+    static const auto launch = FUSELINE_KERNEL(fuseline_attention_forward);
+    check_launch(launch(&of.record, current_stream(q)), kAttention);
     return {out, lse};
 }
 
@@ -173,9 +173,11 @@ AttentionGradients attention_backward_on_gpu(const Tensor& grad_out, const Optio
             set_strides(record.grad_mask_strides, grad_mask);
         }
         if (wanted[4]) record.grad_sinks = grad_sinks.mutable_data_ptr<float>();
-        const Tensor scratch = workspace(attention_backward_workspace(record), q);
+        static const auto bytes = FUSELINE_KERNEL(fuseline_attention_backward_workspace);
+        const Tensor scratch = workspace(bytes(&record), q);
         record.workspace = scratch.mutable_data_ptr();
-        check_launch(launch_attention_backward(record, current_stream(q)), kAttention);
+        static const auto launch = FUSELINE_KERNEL(fuseline_attention_backward);
+        check_launch(launch(&record, current_stream(q)), kAttention);
     }
     return {grad_q, grad_k, grad_v, wanted[3] ? grad_mask.to(mask->scalar_type()) : grad_mask,
             wanted[4] ? grad_sinks.to(sinks->scalar_type()) : grad_sinks};

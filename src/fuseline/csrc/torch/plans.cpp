@@ -6,7 +6,9 @@
 #include <string>
 #include <tuple>
 
+#include "plans/attention_backward.h"
 #include "plans/cross_entropy.h"
+#include "plans/decode_attention.h"
 #include "plans/embedding.h"
 #include "plans/gelu.h"
 #include "plans/glu.h"
@@ -39,13 +41,16 @@ void check(int64_t rows, int64_t n, int64_t element_size, int64_t refused) {
     TORCH_CHECK_VALUE(refused >= 0 && refused <= 2, "refused is 0, 1 or 2, not ", refused, ".");
 }
 
-// `Plan`: one of kernels/plans.
+Planned by_rows(const std::string& kernel, const char* reason, const LaunchShape& shape, int64_t refusable, size_t workspace = 0) {
+    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
+    return {kernel, reason,
+            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), refusable, int64_t(workspace), 0}};
+}
+
+// `Plan`: one of kernels/plans, of softmax or the loss.
 template <class Plan>
 Planned planned(const Plan& plan, const std::string& kernel) {
-    const LaunchShape& shape = plan.shape;
-    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
-    return {kernel, plan.reason,
-            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), int64_t(plan.refusable), 0, 0}};
+    return by_rows(kernel, plan.reason, plan.shape, int64_t(plan.refusable));
 }
 
 int in_line(int64_t address) { return int(address % 128); }
@@ -145,13 +150,6 @@ Planned linear(at::IntArrayRef device, int64_t m, int64_t n, int64_t k, c10::str
              elements}};
 }
 
-Planned of_norm(const std::string& kernel, const char* reason, const LaunchShape& shape, size_t workspace) {
-    if (shape.grid == 0) return {"", "no kernel takes this problem", {}};
-    const bool refusable = shape.cluster > kMaxCluster;
-    return {kernel, reason,
-            {shape.grid, shape.threads, shape.beside, shape.cluster, int64_t(shape.shared), refusable, int64_t(workspace), 0}};
-}
-
 void check_norm(int64_t rows, int64_t n, at::IntArrayRef sizes, int64_t refused) {
     TORCH_CHECK_VALUE(sizes.size() == 2, "a norm has two sizes of elements, of what is normalized and of y, not ",
                       sizes.size(), ".");
@@ -172,7 +170,7 @@ Planned norm_forward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntArr
     problem.fp32_weights = fp32_weights && problem.y_size == 2;
     problem.rows_aligned = address % 16 == 0, problem.weights_aligned = true;
     const NormForwardPlan plan = plan_norm_forward(problem, device_of(device), {refused == 0});
-    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, 0);
+    return by_rows(name_of(plan.kernel), plan.reason, plan.shape, plan.shape.cluster > kMaxCluster);
 }
 
 // As above; `given` says what there is, or is wanted: a mask, grad_sum, and the gradients of x, of the branch, of weight, bias
@@ -189,7 +187,7 @@ Planned norm_backward(at::IntArrayRef device, int64_t rows, int64_t n, at::IntAr
     problem.drops = given[0], problem.grad_sum = given[1], problem.grad_x = given[2], problem.grad_dropped = given[3];
     problem.grad_weight = given[4], problem.grad_bias = given[5], problem.grad_x_bias = given[6];
     const NormBackwardPlan plan = plan_norm_backward(problem, device_of(device), {refused == 0});
-    return of_norm(name_of(plan.kernel), plan.reason, plan.shape, plan.workspace);
+    return by_rows(name_of(plan.kernel), plan.reason, plan.shape, plan.shape.cluster > kMaxCluster, plan.workspace);
 }
 
 // What many rows of a norm of one dtype get for a layout that is asked for, in numbers that are the same for layouts which are
@@ -227,9 +225,61 @@ std::vector<int64_t> norm_layout(at::IntArrayRef device, int64_t n, int64_t elem
     return numbers;
 }
 
+// Launches by name; the reason; bytes of workspace, and of each launch blocks, threads and bytes of shared memory.
+using PlannedLaunches = std::tuple<std::vector<std::string>, std::string, std::vector<int64_t>>;
+
+// A call of whole tensors; all gradients of q, k and v are wanted. `sizes`: batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim.
+// `kinds`: dtype, causal, mask. `window`: left, right. `mask_dims`: those of batch, heads, queries and keys in which the mask has
+// more than one entry. `packed`: sequences and the longest of queries and keys, or zeros.
+PlannedLaunches attention(at::IntArrayRef device, at::IntArrayRef sizes, at::IntArrayRef kinds, at::IntArrayRef window,
+                          const c10::List<bool>& mask_dims, at::IntArrayRef packed, double soft_cap, double dropout, bool sinks,
+                          bool mask_gradient, bool backward) {
+    TORCH_CHECK_VALUE(sizes.size() == 6 && kinds.size() == 3 && window.size() == 2 && mask_dims.size() == 4 && packed.size() == 3,
+                      "attention is told of 6 sizes, 3 kinds, 2 ends of a window, 4 dimensions of a mask and 3 of packing.");
+    char* const at = reinterpret_cast<char*>(int64_t(1) << 40);  // where tensors stand, and how far rows are apart, is as it likes
+    fuseline_attention_gradients g{};
+    fuseline_attention& c = g.call;
+    c = {int(kinds[0]), int(kinds[1]), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], at, at, at, at};
+    for (auto* strides : {&c.q_strides, &c.k_strides, &c.v_strides, &c.out_strides, &g.grad_out_strides}) {
+        std::fill(*strides, *strides + 3, 8);
+    }
+    c.window_left = window[0], c.window_right = window[1], c.softmax_scale = 1, c.soft_cap = soft_cap, c.dropout = dropout;
+    c.seed = reinterpret_cast<int64_t*>(at), c.mask_kind = int(kinds[2]), c.mask = at;
+    for (int i = 0; i < 4; ++i) c.mask_strides[i] = g.grad_mask_strides[i] = mask_dims[i];
+    if (packed[0] > 0) c.cu_seqlens_q = c.cu_seqlens_k = reinterpret_cast<int32_t*>(at);
+    c.sequences = packed[0], c.max_seqlen_q = packed[1], c.max_seqlen_k = packed[2];
+    g.grad_out = g.grad_q = g.grad_k = g.grad_v = at;
+    if (mask_gradient) g.grad_mask = at;
+    if (sinks) c.sinks = g.grad_sinks = reinterpret_cast<float*>(at);
+    const AttentionPlan plan = backward ? plan_attention_backward(g, device_of(device))
+                                        : plan_attention_forward(c, device_of(device));
+    PlannedLaunches said{{}, plan.reason, {int64_t(plan.workspace)}};
+    for (const AttentionLaunch& by : plan) {
+        std::get<0>(said).emplace_back(name_of(by.kernel));
+        const int64_t numbers[] = {by.shape.grid, by.shape.threads, int64_t(by.shape.shared)};
+        std::get<2>(said).insert(std::get<2>(said).end(), numbers, numbers + 3);
+    }
+    return said;
+}
+
+// `sizes`: batch, heads, kv_heads, head_dim, and the most positions of a row. `cache`: a fuseline_cache_kind.
+Planned decode_attention(at::IntArrayRef device, at::IntArrayRef sizes, int64_t dtype, int64_t cache) {
+    TORCH_CHECK_VALUE(sizes.size() == 5, "a decoding step of attention has 5 sizes, not ", sizes.size(), ".");
+    fuseline_decode call{};
+    call.batch = sizes[0], call.heads = sizes[1], call.kv_heads = sizes[2], call.head_dim = sizes[3], call.count = sizes[4];
+    call.dtype = int(dtype), call.cache = int(cache);
+    const DecodeAttentionPlan plan = plan_decode_attention(call, device_of(device));
+    if (plan.code != 0) return {"", plan.reason, {}};
+    return {"decode_attention", plan.reason,
+            {plan.shape.grid, plan.shape.threads, 0, plan.shape.cluster, 0, 0, plan.partials * int64_t(sizeof(float)), 0}};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("plan_attention(int[] device, int[] sizes, int[] kinds, int[] window, bool[] mask_dims, int[] packed, float soft_cap, "
+          "float dropout, bool sinks, bool mask_gradient, bool backward) -> (str[], str, int[])", attention);
+    m.def("plan_decode_attention(int[] device, int[] sizes, int dtype, int cache) -> (str, str, int[])", decode_attention);
     m.def("plan_softmax_forward(int[] device, int rows, int n, int element_size, int[] addresses, float scale, bool causal, "
           "bool masked, bool mask_vectors, bool fp16, int refused) -> (str, str, int[])", softmax_forward);
     m.def("plan_softmax_backward(int[] device, int rows, int n, int element_size, int[] addresses, bool fp16, "

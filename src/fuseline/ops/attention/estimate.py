@@ -19,13 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fuseline.ops.attention.distance import Points
+from fuseline.ops.attention.features import floor_us
 from fuseline.ops.attention.problem import Problem
-from fuseline.ops.attention.work import bytes_moved, flops
 
 REACH = 12.0  # doublings over which problems tell of each other
 NOISE = 0.03
-# Round rates for an H100, a microsecond: bytes, FLOPs by bytes of a number; and a launch.
-_BYTES, _FLOPS, _LAUNCH_US = 2.5e6, {2: 4e8, 4: 2.5e7, 8: 2.5e7}, 6.0
 
 
 @dataclass(frozen=True)
@@ -81,5 +79,4 @@ def _alike(points: Points, problem: Problem) -> np.ndarray:
 
 
 def _floor(problem: Problem) -> float:
-    moving = bytes_moved(problem) / _BYTES
-    return math.log(_LAUNCH_US + moving + flops(problem) / _FLOPS[problem.dtype.itemsize])
+    return math.log(floor_us(problem))

@@ -34,15 +34,9 @@ def tiling_features(problem: Problem, sizes: tuple[int, int, int, int, int]) -> 
 def _short(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
     """Fuseline's kernels that hold whole problems on chip: whether they take it, and how full tiles are."""
     T, S, count, _, _ = sizes
-    D, width, longest = problem.head_dim, _SHORT_HEAD_DIMS[-1], _SHORT_LENGTHS[-1]
-    takes = (
-        problem.dtype == torch.bfloat16
-        and max(problem.seqlen_q, problem.seqlen_k) <= longest
-        and width >= D
-        and not (problem.soft_cap or problem.sinks or problem.sequences)
-        and not (problem.wants_grad and problem.mask == "float_grad")
-    )
-    if not takes:
+    D = problem.head_dim
+    trains_mask = problem.wants_grad and problem.mask == "float_grad"
+    if problem.sequences or trains_mask or not _fits_on_chip(problem, max(T, S)):
         return [0.0] * 6
     length = next(n for n in _SHORT_LENGTHS if max(T, S) <= n)
     width = next(n for n in _SHORT_HEAD_DIMS if n >= D)
@@ -55,6 +49,11 @@ def _short(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[floa
         float(length == _SHORT_LENGTHS[-1]),
         math.log2(length * width / 128**2),
     ]
+
+
+def _fits_on_chip(problem: Problem, longest: int) -> bool:
+    sizes = longest <= _SHORT_LENGTHS[-1] and problem.head_dim <= _SHORT_HEAD_DIMS[-1]
+    return sizes and problem.dtype == torch.bfloat16 and not (problem.soft_cap or problem.sinks)
 
 
 def _split(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[float]:
@@ -186,13 +185,7 @@ def _packed(problem: Problem, sizes: tuple[int, int, int, int, int]) -> list[flo
     longer ones of middling heads are theirs backward alone."""
     T, S, count, _, _ = sizes
     longest, D = max(T, S), problem.head_dim
-    takes = (
-        problem.sequences > 0
-        and problem.dtype == torch.bfloat16
-        and longest <= _SHORT_LENGTHS[-1]
-        and _SHORT_HEAD_DIMS[-1] >= D
-        and not (problem.soft_cap or problem.sinks or problem.mask != "none")
-    )
+    takes = problem.sequences > 0 and problem.mask == "none" and _fits_on_chip(problem, longest)
     forward = longest <= 64 or not 32 < D <= 64
     if not takes or not (forward or problem.wants_grad):
         return [0.0] * 5

@@ -1,25 +1,22 @@
-// The C API of attention backward, and what its kernels need beforehand: delta, from which the sinks' gradient follows.
+// The C API of attention backward, which launches what the plan says, and what its kernels need beforehand: delta, from which
+// the sinks' gradient follows.
 
-#include "device/attention_grad_mask.h"
+#include "attention_launches.h"
 #include "device/attention_launch.cuh"
 
 namespace fuseline {
 
-template <class T, bool kPlain>
-int launch_backward(const AttentionBackward& g, void* stream);
-// The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
-template <class T, bool kPlain>
-int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream);
-// The same in one pass, for what `takes_single_pass` says; FUSELINE_UNSUPPORTED if the bulk copies do not take the tensors.
-int launch_backward_single(const AttentionBackward& g, const SinglePassScratch& scratch, void* stream);
-// grad_q and grad_mask of some tiles of rows, of 64, in bf16.
-int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
-                            void* stream);
+template <class T>
+int launch_backward(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+// The same by products of warpgroups, in 16 bits.
+template <class T>
+int launch_backward_panels(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+// All gradients in one pass.
+int launch_backward_single(const AttentionBackward& g, const SinglePassScratch& scratch, const AttentionLaunch& by, void* stream);
+// grad_q of some tiles of rows, in bf16, and what grad_mask is the sum of.
+int launch_backward_leaving(const AttentionBackward& g, const LeftScores& left, const AttentionLaunch& by, void* stream);
 
 namespace {
-
-constexpr int kDeltaThreads = 256, kLanesARow = 8, kDeltaRows = kDeltaThreads / kLanesARow, kStatisticRows = 64;
-static_assert(kStatisticRows % kDeltaRows == 0);
 
 struct Delta {
   Attention a;
@@ -115,101 +112,94 @@ __global__ void __launch_bounds__(kDeltaThreads)
   if (threadIdx.x == 0) grad_sinks[head] = sink == -kInfinity ? 0.f : sums[0];
 }
 
-int64_t statistic_rows(const fuseline_attention& c) { return divide_up(c.seqlen_q, kStatisticRows) * kStatisticRows; }
-
-int64_t statistics_bytes(const fuseline_attention& c) {
-  return c.batch * c.heads * statistic_rows(c) * int64_t(sizeof(float));
-}
-
 template <int kCount>
 void copy_strides(int64_t (&to)[kCount], const int64_t (&from)[kCount]) {
   std::copy(from, from + kCount, to);
 }
 
-int launch_delta(const Delta& g, void* stream) {
-  const int64_t blocks = g.a.call.batch * g.a.call.heads * (g.statistic_rows / kDeltaRows);
-  if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
-  const auto on = static_cast<cudaStream_t>(stream);
+int launch_delta(const Delta& g, const LaunchShape& shape, void* stream) {
   return with_dtype(g.a.call.dtype, [&](auto zero) {
-    attention_delta<decltype(zero)><<<unsigned(blocks), kDeltaThreads, 0, on>>>(g);
-    return int(cudaGetLastError());
+    return launch(attention_delta<decltype(zero)>, g, shape.grid, dim3(unsigned(shape.threads)), 0, 1, stream);
   });
 }
 
-// Self-attention of plain scores in bf16 with all of its gradients, heads of 33 to 64, on Hopper. With dropout, rows of whole
-// blocks of Philox, and no more of them than their sums of grad_q take as much room as the bits of what is kept; and something
-// is kept, since what comes from grad_lse is divided by its scale.
-bool takes_single_pass(const fuseline_attention_gradients& gradients) {
-  const fuseline_attention& c = gradients.call;
-  const bool shape = c.dtype == FUSELINE_BFLOAT16 && c.head_dim > 32 && c.head_dim <= 64 && c.seqlen_q == c.seqlen_k &&
-                     c.cu_seqlens_q == nullptr && c.batch > 0 && c.kv_heads > 0 && c.seqlen_q > 0;
-  const bool all = gradients.grad_q != nullptr && gradients.grad_k != nullptr && gradients.grad_v != nullptr;
-  if (!shape || !all) return false;
-  const Attention a = attention_of(c);
-  const bool windows = a.left < kUnlimited || (c.causal == FUSELINE_CAUSAL_NONE && a.right < kUnlimited);
-  constexpr int64_t kMostDropped = 2048;
-  const bool drawn = c.seqlen_k % 8 == 0 && c.seqlen_k <= kMostDropped && c.dropout < 1 && gradients.grad_sinks == nullptr;
-  if (a.dropout.seed != nullptr && !drawn) return false;
-  Device device;
-  return !windows && plain_but_for_dropout(a) && current_device(device) == cudaSuccess && device.warpgroups;
+SinglePassScratch scratch_at(char* start, const SinglePassBytes& bytes) {
+  char *const bits = start + bytes.partial + bytes.key_partial, *const counts = bits + bytes.kept;
+  return {reinterpret_cast<float*>(start), reinterpret_cast<float*>(start + bytes.partial), reinterpret_cast<int*>(counts),
+          reinterpret_cast<int*>(counts + bytes.turns), bytes.kept > 0 ? reinterpret_cast<uint32_t*>(bits) : nullptr};
 }
 
-// The parts of what lies in the workspace for the single pass behind delta and lse_log2. There are as many turns of keys as of
-// rows, which are more.
-struct SinglePassBytes {
-  int64_t partial, key_partial, turns, kept;
-  explicit SinglePassBytes(const fuseline_attention& c) {
-    constexpr int64_t kSums = 64 * int64_t(sizeof(float)), kKeys = 128;
-    const int64_t rows = c.batch * c.heads * statistic_rows(c);
-    partial = rows * kSums;
-    key_partial = c.heads == c.kv_heads ? 0 : 2 * c.batch * c.kv_heads * divide_up(c.seqlen_k, kKeys) * kKeys * kSums;
-    turns = rows / kStatisticRows * int64_t(sizeof(int));
-    const int64_t tiles = rows / KeptBits::kRows * divide_up(c.seqlen_k, int64_t(KeptBits::kKeys));
-    kept = c.dropout > 0 && c.seed != nullptr ? tiles * KeptBits::kBytes : 0;
-  }
-  int64_t all() const { return partial + key_partial + kept + 2 * turns; }
-  SinglePassScratch at(char* start) const {
-    char* const bits = start + partial + key_partial;
-    char* const counts = bits + kept;
-    return {reinterpret_cast<float*>(start), reinterpret_cast<float*>(start + partial), reinterpret_cast<int*>(counts),
-            reinterpret_cast<int*>(counts + turns), kept > 0 ? reinterpret_cast<uint32_t*>(bits) : nullptr};
-  }
-};
-
-template <class T>
-int launch_sums_of(const AttentionBackward& g, void* stream) {
-  const bool plain = takes_plain(g.a);
-  Device device;
-  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if (takes_panels(g.a, device)) {
-    const int code = plain ? launch_backward_panels<T, true>(g, device, stream)
-                           : launch_backward_panels<T, false>(g, device, stream);
-    if (code != FUSELINE_UNSUPPORTED) return code;
-  }
-  return plain ? launch_backward<T, true>(g, stream) : launch_backward<T, false>(g, stream);
-}
-
-int launch_sums(const AttentionBackward& g, void* stream) {
-  switch (g.a.call.dtype) {
-    case FUSELINE_FLOAT16:
-      return launch_sums_of<__half>(g, stream);
-    case FUSELINE_BFLOAT16:
-      return launch_sums_of<__nv_bfloat16>(g, stream);
-    default:
-      return launch_backward<float, false>(g, stream);
-  }
-}
-
-// grad_q and the mask's gradient together, `tiles` tiles of rows at a time.
-int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, int64_t tiles, void* scratch,
-                   void* stream) {
+// grad_q and the mask's gradient together, some tiles of rows at a time, of which the last may be fewer.
+int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const AttentionPlan& plan,
+                   AttentionLaunch by, AttentionLaunch sum, void* scratch, void* stream) {
   const fuseline_attention& c = g.a.call;
-  const int64_t all = divide_up(c.seqlen_q, 64);
+  const int64_t all = divide_up(c.seqlen_q, kLeftRows), rows = by.shape.grid / by.tiles, sums = sum.shape.grid / by.tiles;
+  const int steps = int(divide_up(c.seqlen_k, backward_panels(by.width, false).step));
   int code = 0;
-  for (int64_t first = 0; code == 0 && first < all; first += tiles) {
-    const LeftScores left{static_cast<uint4*>(scratch), int(first), int(std::min(tiles, all - first)), 0};
-    code = launch_backward_leaving(g, gradients, left, stream);
+  for (int64_t first = 0; code == 0 && first < all; first += plan.left_tiles) {
+    by.tiles = int(std::min(plan.left_tiles, all - first)), by.shape.grid = rows * by.tiles, sum.shape.grid = sums * by.tiles;
+    const LeftScores left{static_cast<uint4*>(scratch), int(first), by.tiles, steps};
+    code = launch_backward_leaving(g, left, by, stream);
+    if (code == 0) code = launch_sum_left(g, gradients, left, sum, stream);
   }
+  return code;
+}
+
+AttentionBackward backward_of(const fuseline_attention_gradients& gradients) {
+  const fuseline_attention& c = gradients.call;
+  AttentionBackward g{};
+  g.a = attention_of(c);
+  g.grad_out = gradients.grad_out;
+  g.grad_q = gradients.grad_q, g.grad_k = gradients.grad_k, g.grad_v = gradients.grad_v;
+  copy_strides(g.grad_out_strides, gradients.grad_out_strides);
+  copy_strides(g.grad_q_strides, gradients.grad_q_strides);
+  copy_strides(g.grad_k_strides, gradients.grad_k_strides);
+  copy_strides(g.grad_v_strides, gradients.grad_v_strides);
+  float* const statistics = static_cast<float*>(gradients.workspace);
+  g.delta = statistics, g.lse_log2 = statistics + statistics_bytes(c) / int64_t(sizeof(float));
+  g.statistic_rows = statistic_rows(c);
+  return g;
+}
+
+int launch_plan(const fuseline_attention_gradients& gradients, const AttentionPlan& plan, void* stream) {
+  const fuseline_attention& c = gradients.call;
+  AttentionBackward g = backward_of(gradients);
+  char* const scratch = static_cast<char*>(gradients.workspace) + 2 * statistics_bytes(c);
+  SinglePassScratch of_single{};
+  if (plan.launches[plan.count - 1].kernel == AttentionKernel::single) of_single = scratch_at(scratch, SinglePassBytes(c));
+  Delta delta{g.a, g.grad_out, gradients.grad_lse, const_cast<float*>(g.delta), const_cast<float*>(g.lse_log2), g.statistic_rows,
+              of_single.turns, of_single.key_turns, of_single.kept};
+  copy_strides(delta.grad_out_strides, g.grad_out_strides);
+  const auto run = [&](const AttentionLaunch& by) {
+    g.a.mask_tile = by.mask_tile;
+    switch (by.kernel) {
+      case AttentionKernel::delta:
+        return launch_delta(delta, by.shape, stream);
+      case AttentionKernel::grad_sinks:
+        attention_grad_sinks<<<unsigned(by.shape.grid), unsigned(by.shape.threads), 0, static_cast<cudaStream_t>(stream)>>>(
+            delta, gradients.grad_sinks);
+        return int(cudaGetLastError());
+      case AttentionKernel::single:
+        return launch_backward_single(g, of_single, by, stream);
+      case AttentionKernel::rows_leaving:
+        return launch_leaving(g, gradients, plan, by, *(&by + 1), scratch, stream);
+      case AttentionKernel::sum_left:
+        return 0;  // is launched with the tiles of rows that it sums
+      case AttentionKernel::zeros:
+      case AttentionKernel::grad_mask:
+      case AttentionKernel::grad_mask_panels:
+      case AttentionKernel::sum_pieces:
+        return launch_grad_mask(g, gradients, plan, by, scratch, stream);
+      case AttentionKernel::keys_panels:
+      case AttentionKernel::rows_panels:
+        return c.dtype == FUSELINE_FLOAT16 ? launch_backward_panels<__half>(g, by, stream)
+                                           : launch_backward_panels<__nv_bfloat16>(g, by, stream);
+      default:
+        return with_dtype(c.dtype, [&](auto zero) { return launch_backward<decltype(zero)>(g, by, stream); });
+    }
+  };
+  int code = 0;
+  for (const AttentionLaunch& by : plan) code = code != 0 ? code : run(by);
   return code;
 }
 
@@ -219,68 +209,27 @@ int launch_leaving(const AttentionBackward& g, const fuseline_attention_gradient
 using namespace fuseline;
 
 size_t fuseline_attention_backward_workspace(const fuseline_attention_gradients* gradients) {
-  const fuseline_attention& c = gradients->call;
-  const size_t statistics = size_t(2 * statistics_bytes(c));
-  if (!takes_single_pass(*gradients)) return statistics + grad_mask_workspace(*gradients);
-  return statistics + size_t(SinglePassBytes(c).all());
+  Device device;
+  return current_device(device) == cudaSuccess ? plan_attention_backward(*gradients, device).workspace : 0;
 }
 
 int fuseline_attention_backward(const fuseline_attention_gradients* gradients, void* stream) {
-  const fuseline_attention& c = gradients->call;
-  if (const int refusal = attention_refusal(c)) return refusal;
-  const int size = c.dtype == FUSELINE_FLOAT32 ? 4 : 2;
-  const auto fits = [&](const void* x, const int64_t(&strides)[3]) { return x == nullptr || in_vectors(x, strides, size); };
-  if (!fits(c.q, c.q_strides) || !fits(c.k, c.k_strides) || !fits(c.v, c.v_strides) || !fits(c.out, c.out_strides) ||
-      !fits(gradients->grad_out, gradients->grad_out_strides) || !fits(gradients->grad_q, gradients->grad_q_strides) ||
-      !fits(gradients->grad_k, gradients->grad_k_strides) || !fits(gradients->grad_v, gradients->grad_v_strides)) {
-    return FUSELINE_UNSUPPORTED;
-  }
-  if (c.batch == 0 || c.heads == 0) return 0;
-  AttentionBackward g{};
-  g.a = attention_of(c);
-  g.grad_out = gradients->grad_out;
-  g.grad_q = gradients->grad_q, g.grad_k = gradients->grad_k, g.grad_v = gradients->grad_v;
-  copy_strides(g.grad_out_strides, gradients->grad_out_strides);
-  copy_strides(g.grad_q_strides, gradients->grad_q_strides);
-  copy_strides(g.grad_k_strides, gradients->grad_k_strides);
-  copy_strides(g.grad_v_strides, gradients->grad_v_strides);
-  char* const workspace = static_cast<char*>(gradients->workspace);
-  float* const delta = reinterpret_cast<float*>(workspace);
-  float* const lse_log2 = reinterpret_cast<float*>(workspace + statistics_bytes(c));
-  g.delta = delta, g.lse_log2 = lse_log2, g.statistic_rows = statistic_rows(c);
-
-  Delta of{};
-  of.a = g.a, of.grad_out = g.grad_out, of.grad_lse = gradients->grad_lse, of.delta = delta, of.lse_log2 = lse_log2;
-  of.statistic_rows = g.statistic_rows;
-  copy_strides(of.grad_out_strides, g.grad_out_strides);
-  char* const scratch = workspace + 2 * statistics_bytes(c);
-  const bool single = takes_single_pass(*gradients);
-  const SinglePassScratch of_single = SinglePassBytes(c).at(scratch);
-  if (single) of.turns = of_single.turns, of.key_turns = of_single.key_turns, of.kept = of_single.kept;
-  int code = c.seqlen_q > 0 ? launch_delta(of, stream) : 0;
-  if (code == 0 && gradients->grad_sinks != nullptr) {
-    attention_grad_sinks<<<unsigned(c.heads), kDeltaThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        of, gradients->grad_sinks);
-    code = int(cudaGetLastError());
-  }
-  if (code == 0 && single) {
-    const int done = launch_backward_single(g, of_single, stream);
-    if (done != FUSELINE_UNSUPPORTED) return done;
-    if (of.kept != nullptr) {  // the other kernels' delta
-      of.kept = nullptr;
-      code = launch_delta(of, stream);
-    }
-  }
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if (const int64_t tiles = left_tiles(*gradients, device); tiles > 0) {
-    void* const grad_q = g.grad_q;
-    g.grad_q = nullptr;
-    if (code == 0) code = launch_sums(g, stream);
-    g.grad_q = grad_q;
-    return code != 0 ? code : launch_leaving(g, *gradients, tiles, scratch, stream);
+  const AttentionPlan plan = plan_attention_backward(*gradients, device);
+  if (plan.count == 0) return plan.code;
+  return plan.form.length > 0 ? launch_short_backward(*gradients, plan, stream) : launch_plan(*gradients, plan, stream);
+}
+
+int fuseline_attention_explain(const fuseline_attention_gradients* gradients, int backward, fuseline_attention_plan* plan) {
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  const AttentionPlan found = backward ? plan_attention_backward(*gradients, device)
+                                       : plan_attention_forward(gradients->call, device);
+  *plan = {found.code, found.reason, found.workspace, found.count};
+  for (int i = 0; i < found.count; ++i) {
+    const AttentionLaunch& by = found.launches[i];
+    plan->launches[i] = {name_of(by.kernel), by.shape.grid, by.shape.threads, by.shape.shared};
   }
-  if (code == 0) code = launch_sums(g, stream);
-  if (code != 0 || gradients->grad_mask == nullptr) return code;
-  return launch_grad_mask(g, *gradients, scratch, stream);
+  return 0;
 }

@@ -5,19 +5,18 @@
 
 namespace fuseline {
 
-template int launch_backward_panels<__half, true>(const AttentionBackward& g, const Device& device, void* stream);
-template int launch_backward_panels<__half, false>(const AttentionBackward& g, const Device& device, void* stream);
-template int launch_backward_panels<__nv_bfloat16, true>(const AttentionBackward& g, const Device& device, void* stream);
-template int launch_backward_panels<__nv_bfloat16, false>(const AttentionBackward& g, const Device& device, void* stream);
+template int launch_backward_panels<__half>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_panels<__nv_bfloat16>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
 
-int launch_backward_leaving(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
-                            void* stream) {
-  if (g.a.call.head_dim <= 64) return launch_backward_leaving_of<__nv_bfloat16, 64>(g, gradients, left, stream);
-  return launch_backward_leaving_of<__nv_bfloat16, 128>(g, gradients, left, stream);
+int launch_backward_leaving(const AttentionBackward& g, const LeftScores& left, const AttentionLaunch& by, void* stream) {
+  using T = __nv_bfloat16;
+  return launch_attention(by.width == 64 ? attention_backward_rows_panels<T, 64, false, true>
+                                         : attention_backward_rows_panels<T, 128, false, true>,
+                          BackwardRows{g, left}, by, stream);
 }
 
-// FUSELINE_UNSUPPORTED where the bulk copies do not take the tensors, or shared memory is too small.
-int launch_backward_single(const AttentionBackward& given, const SinglePassScratch& scratch, void* stream) {
+int launch_backward_single(const AttentionBackward& given, const SinglePassScratch& scratch, const AttentionLaunch& by,
+                           void* stream) {
   using Of = SinglePass;
   SinglePassBackward g{given, {}, {}, {}, {}, scratch, int(divide_up(given.a.call.seqlen_q, Of::kRows))};
   const fuseline_attention& c = g.a.call;
@@ -29,10 +28,9 @@ int launch_backward_single(const AttentionBackward& given, const SinglePassScrat
   if (code == 0) code = make(g.v, c.v, c.v_strides, c.kv_heads, c.seqlen_k, Of::kKeys);
   if (code == 0) code = make(g.from_out, g.grad_out, g.grad_out_strides, c.heads, c.seqlen_q, Of::kRows);
   if (code != 0) return code;
-  const AttentionGrid grid(c, c.heads, true, Of::kKeys);
-  const auto kernel = g.a.dropout.seed != nullptr ? attention_backward_single<__nv_bfloat16, true>
-                                                  : attention_backward_single<__nv_bfloat16, false>;
-  return launch_attention(kernel, g, grid, Of::kThreads, Of::kShared, stream);
+  return launch_attention(g.a.dropout.seed != nullptr ? attention_backward_single<__nv_bfloat16, true>
+                                                      : attention_backward_single<__nv_bfloat16, false>,
+                          g, by, stream);
 }
 
 }  // namespace fuseline

@@ -31,14 +31,14 @@ struct RowResult {
 
 // Adds up the parts of a row: a block a row, a thread a column. The parts come to shared memory, all on their way at once:
 // with 33 of them, what waits for one after another takes 20 us.
-constexpr int kMostSplits = 64, kCombineThreads = 256;
+constexpr int kCombineThreads = 256;
 
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __grid_constant__ Split g, int) {
   const fuseline_attention& c = g.a.call;
   extern __shared__ __align__(16) unsigned char shared[];
   float* const lines = reinterpret_cast<float*>(shared);  // [splits][head_dim]
-  __shared__ float weights[kMostSplits];
+  __shared__ float weights[kMostKeySplits];
   const int lane = threadIdx.x % 32, head_dim = int(c.head_dim), vectors = head_dim / 4;
   const int64_t row = blockIdx.x;
   const int head = int(row / c.seqlen_q % c.heads);
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
     copy_bytes(lines + part * head_dim + column, g.sums + (part * g.rows + row) * head_dim + column, 16);
   }
   end_copies();
-  float2 totals[kMostSplits / 32];  // of parts lane, lane + 32; every warp has them
+  float2 totals[kMostKeySplits / 32];  // of parts lane, lane + 32; every warp has them
 #pragma unroll
-  for (int i = 0; i < kMostSplits / 32; ++i) {
+  for (int i = 0; i < kMostKeySplits / 32; ++i) {
     const int part = 32 * i + lane;
     totals[i] = part < g.splits ? g.totals[part * g.rows + row] : make_float2(-kInfinity, 0.f);
   }
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
   const float zero = most == -kInfinity ? 0.f : most;
   float total = 0.f;
 #pragma unroll
-  for (int i = 0; i < kMostSplits / 32; ++i) {
+  for (int i = 0; i < kMostKeySplits / 32; ++i) {
     const float weight = power_of_two(totals[i].x - zero);
     if (threadIdx.x < 32) weights[32 * i + lane] = weight;
     total = fmaf(totals[i].y, weight, total);
@@ -87,8 +87,6 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
 }
 
 // The same of few parts, where rows are many: a warp a row, four columns a lane.
-constexpr int kFewSplits = 8;
-
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads) attention_combine_few(const __grid_constant__ Split g, int) {
   const fuseline_attention& c = g.a.call;
@@ -97,18 +95,18 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine_few(const _
   const int head = int(row / c.seqlen_q % c.heads);
   wait_for_earlier();
   if (row >= g.rows) return;
-  float4 parts[kFewSplits];
+  float4 parts[kFewKeySplits];
   const auto load = [&](int column) {
 #pragma unroll
-    for (int part = 0; part < kFewSplits; ++part) {
+    for (int part = 0; part < kFewKeySplits; ++part) {
       const bool there = part < g.splits && column < head_dim;
       parts[part] = there ? *reinterpret_cast<const float4*>(g.sums + (part * g.rows + row) * head_dim + column)
                           : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   };
-  float2 totals[kFewSplits];
+  float2 totals[kFewKeySplits];
 #pragma unroll
-  for (int part = 0; part < kFewSplits; ++part) {
+  for (int part = 0; part < kFewKeySplits; ++part) {
     totals[part] = part < g.splits ? g.totals[part * g.rows + row] : make_float2(-kInfinity, 0.f);
   }
   load(4 * lane);
@@ -128,7 +126,7 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine_few(const _
   for (int column = 4 * lane; column < head_dim;) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int part = 0; part < kFewSplits; ++part) {
+    for (int part = 0; part < kFewKeySplits; ++part) {
       sum.x = fmaf(totals[part].x, parts[part].x, sum.x), sum.y = fmaf(totals[part].x, parts[part].y, sum.y);
       sum.z = fmaf(totals[part].x, parts[part].z, sum.z), sum.w = fmaf(totals[part].x, parts[part].w, sum.w);
     }
@@ -137,20 +135,6 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine_few(const _
     column += 128;
     load(column);
   }
-}
-
-// ---- launcher ----
-
-template <class T>
-int launch_combine(const Split& g, void* stream) {
-  const fuseline_attention& c = g.a.call;
-  AttentionGrid grid(c, 1, false, 1);
-  if (g.splits <= kFewSplits) {
-    grid.blocks = divide_up(g.rows, kCombineThreads / 32);
-    return launch_attention(attention_combine_few<T>, g, grid, kCombineThreads, 0, stream, true);
-  }
-  grid.blocks = g.rows;
-  return launch_attention(attention_combine<T>, g, grid, kCombineThreads, int(g.splits * c.head_dim * 4), stream, true);
 }
 
 }  // namespace fuseline

@@ -1,55 +1,41 @@
-// The C API of attention forward: which kernel takes a call.
+// The C API of attention forward: launches what the plan says.
 
+#include "attention_launches.h"
 #include "device/attention_launch.cuh"
-#include "attention_split.h"
 
 namespace fuseline {
 
-template <class T, bool kPlain>
-int launch_forward(const Attention& a, void* stream);
-// The same by products of warpgroups, of head dims to 128; FUSELINE_UNSUPPORTED if shared memory is too small.
-template <class T, bool kPlain>
-int launch_forward_panels(const Attention& a, const Device& device, void* stream);
-
-namespace {
-
 template <class T>
-int launch_forward_of(const Attention& a, void* stream) {
-  const bool plain = takes_plain(a);
-  Device device;
-  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if (takes_panels(a, device)) {
-    const int code = plain_but_for_dropout(a) ? launch_forward_panels<T, true>(a, device, stream)
-                                              : launch_forward_panels<T, false>(a, device, stream);
-    if (code != FUSELINE_UNSUPPORTED) return code;
-  }
-  return plain ? launch_forward<T, true>(a, stream) : launch_forward<T, false>(a, stream);
-}
+int launch_forward(const Attention& a, const AttentionLaunch& by, void* stream);
+// The same by products of warpgroups, in 16 bits.
+template <class T>
+int launch_forward_panels(const Attention& a, const AttentionLaunch& by, void* stream);
 
-}  // namespace
 }  // namespace fuseline
 
 using namespace fuseline;
 
-size_t fuseline_attention_forward_workspace(const fuseline_attention* call) { return split_workspace(*call); }
+size_t fuseline_attention_forward_workspace(const fuseline_attention* call) {
+  Device device;
+  return current_device(device) == cudaSuccess ? plan_attention_forward(*call, device).workspace : 0;
+}
 
 int fuseline_attention_forward(const fuseline_attention* call, void* stream) {
   const fuseline_attention& c = *call;
-  if (const int refusal = attention_refusal(c)) return refusal;
-  if (c.batch == 0 || c.heads == 0 || c.seqlen_q == 0) return 0;
-  const int size = c.dtype == FUSELINE_FLOAT32 ? 4 : 2;
-  if (!in_vectors(c.q, c.q_strides, size) || !in_vectors(c.k, c.k_strides, size) ||
-      !in_vectors(c.v, c.v_strides, size) || !in_vectors(c.out, c.out_strides, size)) {
-    return FUSELINE_UNSUPPORTED;
-  }
-  const Attention a = attention_of(c);
-  if (split_workspace(c) != 0) return launch_split(a, stream);
-  switch (c.dtype) {
-    case FUSELINE_FLOAT16:
-      return launch_forward_of<__half>(a, stream);
-    case FUSELINE_BFLOAT16:
-      return launch_forward_of<__nv_bfloat16>(a, stream);
-    default:
-      return launch_forward<float, false>(a, stream);
-  }
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  const AttentionPlan plan = plan_attention_forward(c, device);
+  if (plan.count == 0) return plan.code;
+  const AttentionLaunch& by = plan.launches[0];
+  if (plan.form.length > 0) return launch_short_forward(c, plan, stream);
+  Attention a = attention_of(c);
+  if (by.kernel == AttentionKernel::split) return launch_split(a, plan, stream);
+  a.mask_tile = by.mask_tile;
+  return with_dtype(c.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (by.kernel == AttentionKernel::forward_panels) return launch_forward_panels<T>(a, by, stream);
+    }
+    return launch_forward<T>(a, by, stream);
+  });
 }

@@ -5,17 +5,15 @@
 namespace fuseline {
 
 // attention_not_sm90.cu
-extern template int launch_forward_tiles<__half, 64, true>(const Attention& a, void* stream);
-extern template int launch_forward_tiles<__half, 64, false>(const Attention& a, void* stream);
-extern template int launch_forward_tiles<__half, 128, true>(const Attention& a, void* stream);
-extern template int launch_forward_tiles<__nv_bfloat16, 64, true>(const Attention& a, void* stream);
-extern template int launch_forward_tiles<__nv_bfloat16, 64, false>(const Attention& a, void* stream);
-extern template int launch_forward_tiles<__nv_bfloat16, 128, true>(const Attention& a, void* stream);
+extern template int launch_forward_tiles<__half, 64, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+extern template int launch_forward_tiles<__half, 64, false>(const Attention& a, const AttentionLaunch& by, void* stream);
+extern template int launch_forward_tiles<__half, 128, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+extern template int launch_forward_tiles<__nv_bfloat16, 64, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+extern template int launch_forward_tiles<__nv_bfloat16, 64, false>(const Attention& a, const AttentionLaunch& by, void* stream);
+extern template int launch_forward_tiles<__nv_bfloat16, 128, true>(const Attention& a, const AttentionLaunch& by, void* stream);
 
-template int launch_forward<__half, true>(const Attention& a, void* stream);
-template int launch_forward<__half, false>(const Attention& a, void* stream);
-template int launch_forward<__nv_bfloat16, true>(const Attention& a, void* stream);
-template int launch_forward<__nv_bfloat16, false>(const Attention& a, void* stream);
-template int launch_forward<float, false>(const Attention& a, void* stream);
+template int launch_forward<__half>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward<__nv_bfloat16>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward<float>(const Attention& a, const AttentionLaunch& by, void* stream);
 
 }  // namespace fuseline

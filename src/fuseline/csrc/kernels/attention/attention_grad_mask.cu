@@ -7,19 +7,19 @@
 // again; a bias for every sequence too 861 and 1304. Tiles by the batch or read backwards, of which more is in the L2, gain
 // nothing; fewer at a time, so that the L2 holds them all, lose 10 to 20.
 
+#include "attention_launches.h"
 #include "device/attention_grad_mask.cuh"
-#include "device/attention_grad_mask.h"
 
 namespace fuseline {
 
 // attention_grad_mask_sm90a.cu: by products of warpgroups, to head dim 128, in bf16.
-int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream);
+int launch_grad_mask_panels(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
 
 // attention_not_sm90.cu
-extern template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
-extern template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
-extern template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
-extern template int launch_grad_mask_tiles<__nv_bfloat16, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
+extern template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+extern template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+extern template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+extern template int launch_grad_mask_tiles<__nv_bfloat16, 128>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
 
 namespace {
 
@@ -33,42 +33,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_pieces(const float* pieces, i
   store_as(to, dtype, at, sum);
 }
 
-// Everything but pointers.
-AttentionGradMask lay_out(const fuseline_attention_gradients& gradients) {
-  const fuseline_attention& c = gradients.call;
-  const int tile = c.dtype == FUSELINE_FLOAT32 && c.head_dim > 64 ? 32 : 64;  // rows and keys of a block
-  const bool packed = c.cu_seqlens_q != nullptr;
-  AttentionGradMask of{};
-  for (int i = 0; i < 4; ++i) of.strides[i] = gradients.grad_mask_strides[i];
-  const int64_t sizes[4] = {c.batch, c.heads, c.seqlen_q, c.seqlen_k};
-  of.size = 1;
-  for (int i = 0; i < 4; ++i) of.size *= of.strides[i] != 0 ? sizes[i] : 1;
-  const bool one_row = of.strides[2] == 0, one_key = of.strides[3] == 0;
-  const auto part = [](bool apart, int64_t count, int& places, int& over) {
-    places = int(apart ? count : 1), over = int(apart ? 1 : count);
-  };
-  part(packed ? !one_row || !one_key : of.strides[0] != 0, packed ? c.sequences : c.batch, of.batches, of.over_batches);
-  part(of.strides[1] != 0, c.heads, of.heads, of.over_heads);
-  part(!one_row, divide_up(packed ? c.max_seqlen_q : c.seqlen_q, tile), of.row_tiles, of.over_rows);
-  part(!one_key, divide_up(packed ? c.max_seqlen_k : c.seqlen_k, tile), of.key_tiles, of.over_keys);
-  // Blocks for a large device, as long as each has some way to go and the pieces' memory stays small.
-  constexpr int64_t kBlocks = 528, kMostPieces = 64, kMostBytes = int64_t(64) << 20;
-  const int64_t places = int64_t(of.batches) * of.heads * of.row_tiles * of.key_tiles;
-  const int64_t way = int64_t(of.over_batches) * of.over_heads * of.over_rows * of.over_keys;
-  const int64_t pieces = std::min({divide_up(kBlocks, std::max<int64_t>(1, places)), way, kMostPieces,
-                                   kMostBytes / std::max<int64_t>(4, of.size * 4)});
-  of.pieces = int(std::max<int64_t>(1, pieces));
-  of.mask_stays = of.over_heads * of.over_rows * of.over_keys == 1 && (of.over_batches == 1 || c.mask_strides[0] == 0) && !packed;
-  return of;
-}
-
 // ---- from what the kernel of rows has left ----
 
-constexpr int kLeftRows = 64, kLeftThreads = 128;
-
-int64_t left_bytes(const fuseline_attention& c) {  // of a tile of rows
-  return c.batch * c.heads * divide_up(c.seqlen_k, kLeftRows) * kLeftRows * kLeftRows * 2;
-}
+constexpr int kLeftThreads = 128;
 
 struct LeftSums {
   Attention a;
@@ -145,41 +112,21 @@ __global__ void __launch_bounds__(kLeftThreads) sum_left(const __grid_constant__
   }
 }
 
+// Hopper has fp16 and wide heads by the widest tiles alone (plans/attention_backward.h).
 template <class T>
-int launch_grad_mask_of(const AttentionGradMask& of, int64_t blocks, void* stream) {
-  const int64_t head_dim = of.g.a.call.head_dim;
-  // No model trains biases of fp16, or of fp32 with wide heads: Hopper has one kernel for the first, the second one of wide tiles.
-  Device device;
-  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if (device.warpgroups && head_dim <= 128) return launch_grad_mask_panels(of, blocks, stream);
+int launch_grad_mask_of(const AttentionGradMask& of, const AttentionLaunch& by, void* stream) {
+  if (by.kernel == AttentionKernel::grad_mask_panels) return launch_grad_mask_panels(of, by, stream);
+  if (by.width == 64) return launch_grad_mask_tiles<T, 64>(of, by, stream);
+  if constexpr (!std::is_same_v<T, float>) {
+    if (by.width == 128) return launch_grad_mask_tiles<T, 128>(of, by, stream);
   }
-  if constexpr (std::is_same_v<T, float>) {
-    if (head_dim <= 64) return launch_grad_mask_tiles<T, 64>(of, blocks, stream);
-  } else if (!device.warpgroups) {
-    if (head_dim <= 64) return launch_grad_mask_tiles<T, 64>(of, blocks, stream);
-    if (head_dim <= 128) return launch_grad_mask_tiles<T, 128>(of, blocks, stream);
-  }
-  return launch_grad_mask_tiles<T, kWidestHead>(of, blocks, stream);
+  return launch_grad_mask_tiles<T, kWidestHead>(of, by, stream);
 }
 
 }  // namespace
 
-int64_t left_tiles(const fuseline_attention_gradients& gradients, const Device& device) {
-  constexpr int64_t kMostBytes = int64_t(256) << 20, kFewestBlocks = 3;  // of a multiprocessor, unless all tiles fit
-  const fuseline_attention& c = gradients.call;
-  const bool each = gradients.grad_mask_strides[2] != 0 && gradients.grad_mask_strides[3] != 0;  // row and key has its own
-  const bool fits = gradients.grad_mask && gradients.grad_q && c.mask_kind > FUSELINE_MASK_BOOL && each && !c.cu_seqlens_q &&
-                    c.soft_cap == 0 && c.dtype == FUSELINE_BFLOAT16 && c.head_dim <= 128 && device.warpgroups &&
-                    c.batch > 0 && c.heads > 0 && c.seqlen_q > 0 && c.seqlen_k > 0;
-  if (!fits) return 0;
-  const int64_t all = divide_up(c.seqlen_q, kLeftRows), most = kMostBytes / left_bytes(c);
-  if (all <= most) return all;
-  return most * c.batch * c.heads >= kFewestBlocks * device.processors ? most : 0;
-}
-
-int launch_sum_left(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left, int step,
-                    void* stream) {
+int launch_sum_left(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const LeftScores& left,
+                    const AttentionLaunch& by, void* stream) {
   const fuseline_attention& c = gradients.call;
   LeftSums of{};
   of.a = g.a, of.left = left, of.to = gradients.grad_mask, of.to_dtype = gradients.grad_mask_dtype;
@@ -190,46 +137,28 @@ int launch_sum_left(const AttentionBackward& g, const fuseline_attention_gradien
   const int size = of.to_dtype == FUSELINE_FLOAT32 ? 4 : 2;
   const int64_t outer[3] = {of.strides[0], of.strides[1], of.strides[2]};
   of.in_vectors = of.strides[3] == 1 && in_vectors(of.to, outer, size);
-  const int64_t blocks = int64_t(left.steps) * left.tiles * of.heads * of.batches;
-  if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
-  const auto on = static_cast<cudaStream_t>(stream);
-  const auto launch = [&](auto* kernel) {
-    kernel<<<unsigned(blocks), kLeftThreads, 0, on>>>(of);
-    return int(cudaGetLastError());
-  };
-  return launch(step == 64 ? sum_left<64> : sum_left<32>);
+  const auto kernel = backward_panels(by.width, false).step == 64 ? sum_left<64> : sum_left<32>;
+  return launch(kernel, of, by.shape.grid, dim3(unsigned(by.shape.threads)), 0, 1, stream);
 }
 
-size_t grad_mask_workspace(const fuseline_attention_gradients& gradients) {
-  if (gradients.grad_mask == nullptr) return 0;
-  Device device;
-  if (current_device(device) == cudaSuccess) {
-    if (const int64_t tiles = left_tiles(gradients, device); tiles > 0) return size_t(tiles * left_bytes(gradients.call));
-  }
-  const AttentionGradMask of = lay_out(gradients);
-  return of.pieces > 1 ? size_t(of.pieces) * of.size * sizeof(float) : 0;
-}
-
-int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradients& gradients, void* workspace,
-                     void* stream) {
-  const fuseline_attention& c = gradients.call;
-  AttentionGradMask of = lay_out(gradients);
+int launch_grad_mask(const AttentionBackward& g, const fuseline_attention_gradients& gradients, const AttentionPlan& plan,
+                     const AttentionLaunch& by, void* scratch, void* stream) {
+  AttentionGradMask of{};
+  static_cast<MaskGradientParts&>(of) = plan.mask;
+  std::copy(gradients.grad_mask_strides, gradients.grad_mask_strides + 4, of.strides);
   of.g = g;
-  of.to = of.pieces > 1 ? workspace : gradients.grad_mask;
+  of.to = of.pieces > 1 ? scratch : gradients.grad_mask;
   of.to_dtype = of.pieces > 1 ? int(FUSELINE_FLOAT32) : gradients.grad_mask_dtype;
-  if (of.size == 0) return 0;
-  const int64_t blocks = int64_t(of.batches) * of.heads * of.row_tiles * of.key_tiles * of.pieces;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (c.cu_seqlens_q != nullptr || blocks == 0) {  // no block writes what lies between sequences
-    const size_t element = of.to_dtype == FUSELINE_FLOAT32 ? sizeof(float) : 2;
-    const cudaError_t error = cudaMemsetAsync(of.to, 0, of.pieces * of.size * element, on);
-    if (error != cudaSuccess) return int(error);
+  if (by.kernel == AttentionKernel::zeros) {
+    return int(cudaMemsetAsync(of.to, 0, of.pieces * of.size * (of.to_dtype == FUSELINE_FLOAT32 ? sizeof(float) : 2), on));
   }
-  const int code = with_dtype(c.dtype, [&](auto type) { return launch_grad_mask_of<decltype(type)>(of, blocks, stream); });
-  if (code != 0 || of.pieces == 1) return code;
-  sum_pieces<<<unsigned(divide_up(of.size, kSumThreads)), kSumThreads, 0, on>>>(
-      static_cast<const float*>(of.to), of.pieces, of.size, gradients.grad_mask, gradients.grad_mask_dtype);
-  return int(cudaGetLastError());
+  if (by.kernel == AttentionKernel::sum_pieces) {
+    sum_pieces<<<unsigned(by.shape.grid), unsigned(by.shape.threads), 0, on>>>(
+        static_cast<const float*>(of.to), of.pieces, of.size, gradients.grad_mask, gradients.grad_mask_dtype);
+    return int(cudaGetLastError());
+  }
+  return with_dtype(g.a.call.dtype, [&](auto type) { return launch_grad_mask_of<decltype(type)>(of, by, stream); });
 }
 
 }  // namespace fuseline

@@ -4,10 +4,11 @@
 
 namespace fuseline {
 
-int launch_grad_mask_panels(const AttentionGradMask& of, int64_t blocks, void* stream) {
+int launch_grad_mask_panels(const AttentionGradMask& of, const AttentionLaunch& by, void* stream) {
   using T = __nv_bfloat16;
-  if (of.g.a.call.head_dim <= 64) return launch_grad_mask_kernel<T, GradMaskPanels<T, 64>>(of, blocks, stream);
-  return launch_grad_mask_kernel<T, GradMaskPanels<T, 128>>(of, blocks, stream);
+  return launch_attention(by.width == 64 ? attention_grad_mask<T, GradMaskPanels<T, 64>>
+                                         : attention_grad_mask<T, GradMaskPanels<T, 128>>,
+                          of, by, stream);
 }
 
 }  // namespace fuseline

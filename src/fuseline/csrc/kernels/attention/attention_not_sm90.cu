@@ -7,23 +7,23 @@
 
 namespace fuseline {
 
-template int launch_forward_tiles<__half, 64, true>(const Attention& a, void* stream);
-template int launch_forward_tiles<__half, 64, false>(const Attention& a, void* stream);
-template int launch_forward_tiles<__half, 128, true>(const Attention& a, void* stream);
-template int launch_backward_tiles<__half, 64, true>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__half, 64, false>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__half, 128, true>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__half, 128, false>(const AttentionBackward& g, void* stream);
-template int launch_forward_tiles<__nv_bfloat16, 64, true>(const Attention& a, void* stream);
-template int launch_forward_tiles<__nv_bfloat16, 64, false>(const Attention& a, void* stream);
-template int launch_forward_tiles<__nv_bfloat16, 128, true>(const Attention& a, void* stream);
-template int launch_backward_tiles<__nv_bfloat16, 64, true>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__nv_bfloat16, 64, false>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__nv_bfloat16, 128, true>(const AttentionBackward& g, void* stream);
-template int launch_backward_tiles<__nv_bfloat16, 128, false>(const AttentionBackward& g, void* stream);
-template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
-template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
-template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, int64_t blocks, void* stream);
-template int launch_grad_mask_tiles<__nv_bfloat16, 128>(const AttentionGradMask& of, int64_t blocks, void* stream);
+template int launch_forward_tiles<__half, 64, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward_tiles<__half, 64, false>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward_tiles<__half, 128, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__half, 64, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__half, 64, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__half, 128, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__half, 128, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_forward_tiles<__nv_bfloat16, 64, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward_tiles<__nv_bfloat16, 64, false>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_forward_tiles<__nv_bfloat16, 128, true>(const Attention& a, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__nv_bfloat16, 64, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__nv_bfloat16, 64, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__nv_bfloat16, 128, true>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_backward_tiles<__nv_bfloat16, 128, false>(const AttentionBackward& g, const AttentionLaunch& by, void* stream);
+template int launch_grad_mask_tiles<__half, 64>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+template int launch_grad_mask_tiles<__half, 128>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+template int launch_grad_mask_tiles<__nv_bfloat16, 64>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
+template int launch_grad_mask_tiles<__nv_bfloat16, 128>(const AttentionGradMask& of, const AttentionLaunch& by, void* stream);
 
 }  // namespace fuseline

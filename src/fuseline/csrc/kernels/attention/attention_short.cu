@@ -1,9 +1,5 @@
-// The C functions of attention over short sequences: they say which calls the kernels take, and start them.
-#include "fuseline_attention_short.h"
-
-#include <cstdlib>
-
-#include "attention_short_wgmma.h"
+// Attention over short sequences, as plans/attention.h has it: the kernels' arguments from a call, and their launches.
+#include "attention_launches.h"
 #include "attention_short_launch.cuh"
 
 namespace fuseline::short_attention {
@@ -50,26 +46,17 @@ __global__ void __launch_bounds__(kThreads) sum_groups(const __grid_constant__ G
   *reinterpret_cast<uint4*>(to) = sum;
 }
 
-int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype, void* stream) {
+int launch_sum_groups(const ShortAttention& a, const ShortTensor& from, const ShortTensor& to, int dtype,
+                      const AttentionPlan& plan, void* stream) {
+  const LaunchShape& shape = plan.launches[1].shape;
   Groups g{};
   g.from = from.at, g.to = to;
   const bool packed = a.starts_k != nullptr;
   g.group = int(a.group.by), g.kv_heads = int(a.heads.by / a.group.by), g.head_dim = a.head_dim;
   g.rows = packed ? a.total_k : a.seqlen_k;
   g.vectors = int64_t((packed ? int(a.heads.by) : a.problems) / g.group) * g.rows * (g.head_dim / 8);
-  const int64_t blocks = divide_up(g.vectors, kThreads);
-  if (blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   const auto kernel = dtype == FUSELINE_FLOAT16 ? sum_groups<__half> : sum_groups<__nv_bfloat16>;
-  kernel<<<unsigned(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(g);
-  return int(cudaGetLastError());
-}
-
-constexpr int64_t kMostMaskStep = 1 << 20;  // elements from key to key
-constexpr int64_t kMostProblems = int64_t(1) << 30;
-
-// Whether a tensor's rows start at multiples of 16 bytes.
-bool aligned(const void* at, const int64_t (&strides)[3]) {
-  return offset_in_vector(at) == 0 && strides[0] % 8 == 0 && strides[1] % 8 == 0 && strides[2] % 8 == 0;
+  return launch(kernel, g, shape.grid, dim3(unsigned(shape.threads)), 0, 1, stream);
 }
 
 ShortTensor tensor(const void* at, const int64_t (&strides)[3]) {
@@ -105,113 +92,40 @@ ShortAttention arguments(const fuseline_attention& call) {
   return a;
 }
 
-// Whether a block's bytes fit the device; there may be none.
-bool has_room(const ShortAttention& a, bool backward) {
-  Device device;
-  if (current_device(device) != cudaSuccess) return false;
-  return with_length(a, [&](auto length) {
-    return with_head_dim(a.head_dim, [&](auto head_dim) {
-      constexpr int kS = decltype(length)::value, kD = decltype(head_dim)::value;
-      return int((backward ? kBackwardBytes<kS, kD> : kForwardBytes<kS, kD>) <= device.shared_a_block);
-    });
-  });
+Counter* counter_in(void* at, const AttentionPlan& plan) {
+  return plan.form.counts && plan.form.counter > 0 ? static_cast<Counter*>(at) : nullptr;
 }
 
-// On Hopper the general kernels have fp16.
-bool takes(int dtype) {
-  Device device;
-  if (dtype != FUSELINE_FLOAT16) return dtype == FUSELINE_BFLOAT16;
-  return current_device(device) == cudaSuccess && !device.warpgroups;
-}
+}  // namespace
+}  // namespace fuseline::short_attention
 
-// Whether packed sequences are of a kind that these kernels take.
-bool packs(const fuseline_attention& call) {
-  constexpr int64_t kMostRows = int64_t(1) << 30;
-  Device device;
-  const bool both = call.cu_seqlens_q && call.cu_seqlens_k && call.batch == 1 && call.sequences >= 1;
-  return both && call.mask_kind == FUSELINE_MASK_NONE && call.seqlen_q <= kMostRows && call.seqlen_k <= kMostRows &&
-         current_device(device) == cudaSuccess &&
-         (device.warpgroups || std::max(call.max_seqlen_q, call.max_seqlen_k) <= kPackedWarps);
-}
+namespace fuseline {
 
-bool fits(const fuseline_attention& call, bool backward) {
-  const int64_t heads = call.heads, kv_heads = call.kv_heads;
-  const bool packed = call.cu_seqlens_q || call.cu_seqlens_k;
-  if (packed && !packs(call)) return false;
-  const auto length = [](int64_t rows) { return rows >= 1 && rows <= kLongest; };
-  const bool lengths = length(packed ? call.max_seqlen_q : call.seqlen_q) && length(packed ? call.max_seqlen_k : call.seqlen_k);
-  const bool head_dim = call.head_dim >= 8 && call.head_dim <= kWidest && call.head_dim % 8 == 0;
-  const bool problems = call.batch >= 1 && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
-                        (packed ? call.sequences : call.batch) <= kMostProblems / heads;
-  const bool mask = call.mask_kind == FUSELINE_MASK_NONE ||
-                    (call.mask_kind <= FUSELINE_MASK_ADD_FP32 && std::abs(call.mask_strides[3]) <= kMostMaskStep);
-  const bool plain = call.soft_cap == 0 && !call.sinks;
-  return takes(call.dtype) && lengths && head_dim && problems && mask && plain && call.softmax_scale > 0 &&
-         has_room(arguments(call), backward);
-}
-
-// A counter of problems, where these are many to a block.
-size_t counter_bytes(const fuseline_attention& call) {
-  constexpr int64_t kFewTurns = 4, kRowsAtOnce = 256;  // of queries, on a multiprocessor
-  Device device;
-  if (current_device(device) != cudaSuccess) return 0;
-  const ShortAttention a = arguments(call);
-  const int64_t rows = int64_t(a.problems) * std::max(a.seqlen_q, a.seqlen_k);
-  return rows >= kFewTurns * kRowsAtOnce * device.processors ? sizeof(Counter) : 0;
-}
-
-// One gradient like k for every query head, where several share a head of keys.
-size_t grouped_bytes(const fuseline_attention& call) {
-  return call.heads == call.kv_heads ? 0 : size_t(call.batch * call.heads * call.seqlen_k * call.head_dim) * 2;
-}
-
-size_t workspace(const fuseline_attention& call, bool backward) {
-  return counter_bytes(call) + (backward ? 2 * grouped_bytes(call) : 0);
-}
-
-int forward(const fuseline_attention& call, void* stream) {
-  if (!fits(call, false) || !aligned(call.q, call.q_strides) || !aligned(call.k, call.k_strides) ||
-      !aligned(call.v, call.v_strides) || !aligned(call.out, call.out_strides)) {
-    return FUSELINE_UNSUPPORTED;
-  }
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
+int launch_short_forward(const fuseline_attention& call, const AttentionPlan& plan, void* stream) {
+  using namespace short_attention;
   ShortAttention a = arguments(call);
   a.out = tensor(call.out, call.out_strides);
   if (a.starts_q != nullptr) a.out.batch = 0;
   a.lse = call.lse;
-  if (counter_bytes(call) > 0) a.counter = static_cast<Counter*>(call.workspace);
-  if (is_longest(a)) {
-    const int code = forward_by_warpgroups(a, device, stream);
-    if (code != FUSELINE_UNSUPPORTED) return code;
-  }
-  return with_length(a, [&](auto length) {
+  a.counter = counter_in(call.workspace, plan);
+  if (plan.form.warpgroups) return launch_by_warpgroups(a, plan.launches[0], stream);
+  return with_size<16, kLongest>(plan.form.length, [&](auto length) {
     constexpr int kS = decltype(length)::value;
-    return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half, kS>(a, device, stream)
-                                          : forward_of<__nv_bfloat16, kS>(a, device, stream);
+    return call.dtype == FUSELINE_FLOAT16 ? forward_of<__half, kS>(a, plan, stream)
+                                          : forward_of<__nv_bfloat16, kS>(a, plan, stream);
   });
 }
 
-int backward(const fuseline_attention_gradients& gradients, void* stream) {
+int launch_short_backward(const fuseline_attention_gradients& gradients, const AttentionPlan& plan, void* stream) {
+  using namespace short_attention;
   const fuseline_attention& call = gradients.call;
-  if (!fits(call, true) || gradients.grad_mask || gradients.grad_sinks || !aligned(call.q, call.q_strides) ||
-      !aligned(call.k, call.k_strides) || !aligned(call.v, call.v_strides) ||
-      !aligned(gradients.grad_out, gradients.grad_out_strides) || !aligned(gradients.grad_q, gradients.grad_q_strides) ||
-      !aligned(gradients.grad_k, gradients.grad_k_strides) || !aligned(gradients.grad_v, gradients.grad_v_strides)) {
-    return FUSELINE_UNSUPPORTED;
-  }
-  if (!gradients.grad_q && !gradients.grad_k && !gradients.grad_v) return 0;
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
   ShortAttention a = arguments(call);
   a.grad_out = tensor(gradients.grad_out, gradients.grad_out_strides);
   a.grad_q = tensor(gradients.grad_q, gradients.grad_q_strides);
   a.grad_k = tensor(gradients.grad_k, gradients.grad_k_strides);
   a.grad_v = tensor(gradients.grad_v, gradients.grad_v_strides);
   a.grad_lse = gradients.grad_lse;
-  const size_t grouped = grouped_bytes(call);
+  const size_t grouped = plan.form.grouped;
   char* scratch = static_cast<char*>(gradients.workspace);
   if (scratch == nullptr && grouped > 0) return FUSELINE_UNSUPPORTED;
   const ShortTensor grad_k = a.grad_k, grad_v = a.grad_v;
@@ -224,36 +138,17 @@ int backward(const fuseline_attention_gradients& gradients, void* stream) {
   for (ShortTensor* tensor : {&a.grad_out, &a.grad_q, &a.grad_k, &a.grad_v}) {
     if (a.starts_q != nullptr) tensor->batch = 0;
   }
-  if (counter_bytes(call) > 0) a.counter = reinterpret_cast<Counter*>(scratch);
-  int code = FUSELINE_UNSUPPORTED;
-  if (is_longest(a)) code = backward_by_warpgroups(a, device, stream);
-  if (code == FUSELINE_UNSUPPORTED) {
-    code = with_length(a, [&](auto length) {
-      constexpr int kS = decltype(length)::value;
-      return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, device, stream)
-                                            : backward_of<__nv_bfloat16, kS>(a, device, stream);
-    });
-  }
-  if (grouped > 0 && code == 0 && grad_k.at) code = launch_sum_groups(a, a.grad_k, grad_k, call.dtype, stream);
-  if (grouped > 0 && code == 0 && grad_v.at) code = launch_sum_groups(a, a.grad_v, grad_v, call.dtype, stream);
+  a.counter = counter_in(scratch, plan);
+  const auto by_warps = [&](auto length) {
+    constexpr int kS = decltype(length)::value;
+    return call.dtype == FUSELINE_FLOAT16 ? backward_of<__half, kS>(a, plan, stream)
+                                          : backward_of<__nv_bfloat16, kS>(a, plan, stream);
+  };
+  int code = plan.form.warpgroups ? launch_by_warpgroups(a, plan.launches[0], stream)
+                                  : with_size<16, kLongest>(plan.form.length, by_warps);
+  if (grouped > 0 && code == 0 && grad_k.at) code = launch_sum_groups(a, a.grad_k, grad_k, call.dtype, plan, stream);
+  if (grouped > 0 && code == 0 && grad_v.at) code = launch_sum_groups(a, a.grad_v, grad_v, call.dtype, plan, stream);
   return code;
 }
 
-}  // namespace
-}  // namespace fuseline::short_attention
-
-int fuseline_attention_short_fits(const fuseline_attention* call, int backward) {
-  return fuseline::short_attention::fits(*call, backward != 0);
-}
-
-size_t fuseline_attention_short_workspace(const fuseline_attention* call, int backward) {
-  return fuseline::short_attention::workspace(*call, backward != 0);
-}
-
-int fuseline_attention_short_forward(const fuseline_attention* call, void* stream) {
-  return fuseline::short_attention::forward(*call, stream);
-}
-
-int fuseline_attention_short_backward(const fuseline_attention_gradients* gradients, void* stream) {
-  return fuseline::short_attention::backward(*gradients, stream);
-}
+}  // namespace fuseline

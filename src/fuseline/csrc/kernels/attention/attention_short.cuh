@@ -5,16 +5,14 @@
 // calls (kPacked, with no mask) a problem is a head of a sequence, and asks for where that starts whenever it is wanted.
 #pragma once
 
-#include "fuseline_attention.h"
 #include "device/activation.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/philox.cuh"
 #include "device/ring.cuh"
+#include "plans/attention_short.h"
 
 namespace fuseline::short_attention {
-
-constexpr int kLongest = 128, kWidest = 128;  // a problem's rows and keys, its head dim
 
 // [batch, heads, rows, head_dim], strides in elements; no pointer where it is not wanted.
 struct ShortTensor {

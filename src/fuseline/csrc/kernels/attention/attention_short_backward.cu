@@ -3,8 +3,8 @@
 
 namespace fuseline::short_attention {
 
-template int backward_of<__nv_bfloat16, 16>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__nv_bfloat16, 32>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__nv_bfloat16, 64>(const ShortAttention& a, const Device& device, void* stream);
+template int backward_of<__nv_bfloat16, 16>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__nv_bfloat16, 32>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__nv_bfloat16, 64>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
 
 }  // namespace fuseline::short_attention

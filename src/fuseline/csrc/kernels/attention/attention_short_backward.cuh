@@ -62,16 +62,16 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2, kRoom = kS * kS * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
-  constexpr bool kAheadQ = kQueriesAhead<kS, kD>, kAheadGrad = kGradientsAhead<kS, kD>;
+  constexpr bool kAheadQ = Held<kS, kD>::kQueriesAhead, kAheadGrad = Held<kS, kD>::kGradientsAhead;
   const Tile<kD> k{base}, v{base + kTile};
-  Turns turns{base + kBackwardBytes<kS, kD> - Turns::kBytes};
+  Turns turns{base + Held<kS, kD>::kBackwardBytes - Turns::kBytes};
   const Blocks<kS, kSkips> blocks{turns.at - Blocks<kS, kSkips>::kBytes};
   // Tensors that have two places change them every turn; `ahead`: where the next problem's stands.
   const auto q = [&](bool ahead = false) { return Tile<kD>{base + (kAheadQ && turns.odd() != ahead ? 4 : 2) * kTile}; };
   const auto grad_out = [&](bool ahead = false) {
     return Tile<kD>{base + (kAheadGrad && turns.odd() != ahead ? 5 : 3) * kTile};
   };
-  const Tile<kS> room{base + (4 + kAheadQ + kAheadGrad) * kTile}, grad_room{room.base + (kOneRoom<kS> ? 0 : kRoom)};
+  const Tile<kS> room{base + (4 + kAheadQ + kAheadGrad) * kTile}, grad_room{room.base + (Held<kS, kD>::kOneRoom ? 0 : kRoom)};
   const auto fetch_one = [&](const Tile<kD>& to, const ShortTensor& tensor, int problem) {
     if (problem < a.problems) {
       const Extent extent = extent_of<kPacked>(a, problem);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
         through_softmax<T, kS, false>(p, grad_s, grad_lse, room, 1.f, Place::here<kS>());
       }
     }
-    if constexpr (!kOneRoom<kS>) leave<kS>(grad_s, grad_room, Place::here<kS>());
+    if constexpr (!Held<kS, kD>::kOneRoom) leave<kS>(grad_s, grad_room, Place::here<kS>());
     float sums[kD / 8][4];
     const auto store_problem = [&](const ShortTensor& tensor, float factor, int start, int rows) {
       store_rows<T, kD>(sums, factor, factor, tensor, a, turns.problem(), start, rows, Place::here<kS>());
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
       multiply_columns<T, kS, kD, kSkips>(sums, room, grad_out(), a.dropout.seed, seen, Place::here<kS>());
       store_problem(a.grad_v, factor, extent().first_key, extent().keys);
     }
-    if constexpr (kOneRoom<kS>) {
+    if constexpr (Held<kS, kD>::kOneRoom) {
       meet<kS>();
       if constexpr (!kAheadGrad) fetch_one(grad_out(), a.grad_out, turns.next());
       leave<kS>(grad_s, grad_room, Place::here<kS>());
@@ -167,20 +167,16 @@ __global__ void __launch_bounds__(2 * kS, kBackwardBlocks<kS, kD>) short_backwar
 // ---- launcher ----
 
 template <class T, int kS>
-int backward_of(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value, kBytes = kBackwardBytes<kS, kD>;
-    const auto launch = [&](void (*kernel)(ShortAttention)) {
-      return launch_problems(kernel, a, 2 * kS, kBytes, kBackwardCounts<kS, kD>, device, stream);
-    };
-    if (a.starts_q != nullptr) {
-      if constexpr (kS == kPackedWarps) return launch(short_backward<T, kS, kD, false, true>);
-      return int(FUSELINE_UNSUPPORTED);
+int backward_of(const ShortAttention& a, const AttentionPlan& plan, void* stream) {
+  const auto go = [&](void (*kernel)(ShortAttention)) { return launch_problems(kernel, a, plan.launches[0], stream); };
+  return with_size<32, kWidest>(plan.form.width, [&](auto width) {
+    if constexpr (kS == kPackedWarps) {
+      if (a.starts_q != nullptr) return go(short_backward<T, kS, width(), false, true>);
     }
     if constexpr (kS == kLongest) {
-      if (skips(a)) return launch(short_backward<T, kS, kD, true, false>);
+      if (plan.form.skips) return go(short_backward<T, kS, width(), true, false>);
     }
-    return launch(short_backward<T, kS, kD, false, false>);
+    return go(short_backward<T, kS, width(), false, false>);
   });
 }
 

@@ -29,11 +29,11 @@ template <class T, int kD, bool kPacked>
 __global__ void __launch_bounds__(2 * kLongest, kD > 64 ? 1 : 2) short_backward_warpgroups(const ShortAttention a) {
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kS = kLongest, kTile = kS * kD * 2;
-  constexpr bool kAheadGrad = kGradientsAhead<kS, kD>;
+  constexpr bool kAheadGrad = Held<kS, kD>::kGradientsAhead;
   using Rows = Panels<kD, kS>;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
   const Rows k{base}, v{base + kTile};
-  Turns turns{base + kBackwardBytes<kS, kD> - Turns::kBytes};
+  Turns turns{base + Held<kS, kD>::kBackwardBytes - Turns::kBytes};
   // Tensors that have two places change them every turn; `ahead`: where the next problem's stands.
   const auto q = [&](bool ahead = false) { return Rows{base + (turns.odd() != ahead ? 4 : 2) * kTile}; };
   const auto grad_out = [&](bool ahead = false) { return Rows{base + (kAheadGrad && turns.odd() != ahead ? 5 : 3) * kTile}; };

@@ -5,7 +5,7 @@
 //
 // Threads: a warp has 16 queries. Its scores and probabilities stay in registers, in which the product with the keys
 // leaves them as the product with the values wants them. While a block multiplies by the values, the queries and keys of
-// its next problem are on their way, and its next values while it stores; of the smallest problems (kForwardAhead) all
+// its next problem are on their way, and its next values while it stores; of the smallest problems (forward_ahead) all
 // three for a whole turn.
 #pragma once
 
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>) short_forward(
   extern __shared__ __align__(1024) uint4 memory[];
   constexpr int kTile = kS * kD * 2;
   const uint32_t base = uint32_t(__cvta_generic_to_shared(memory));
-  constexpr bool kAhead = kForwardAhead<kS, kD>;
-  Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
+  constexpr bool kAhead = Held<kS, kD>::kForwardAhead;
+  Turns turns{base + Held<kS, kD>::kForwardBytes - Turns::kBytes};
   // Tensors that have two places change them every turn; `ahead`: where the next problem's stand.
   const auto tile = [&](int number, bool ahead) {
     return Tile<kD>{base + (kAhead && turns.odd() != ahead ? number + 3 : number) * kTile};
@@ -102,20 +102,16 @@ __global__ void __launch_bounds__(2 * kS, kForwardBlocks<kS, kD>) short_forward(
 // ---- launcher ----
 
 template <class T, int kS>
-int forward_of(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value, kBytes = kForwardBytes<kS, kD>;
-    const auto launch = [&](void (*kernel)(ShortAttention)) {
-      return launch_problems(kernel, a, 2 * kS, kBytes, kForwardCounts<kS, kD>, device, stream);
-    };
-    if (a.starts_q != nullptr) {
-      if constexpr (kS == kPackedWarps) return launch(short_forward<T, kS, kD, false, true>);
-      return int(FUSELINE_UNSUPPORTED);
+int forward_of(const ShortAttention& a, const AttentionPlan& plan, void* stream) {
+  const auto go = [&](void (*kernel)(ShortAttention)) { return launch_problems(kernel, a, plan.launches[0], stream); };
+  return with_size<32, kWidest>(plan.form.width, [&](auto width) {
+    if constexpr (kS == kPackedWarps) {
+      if (a.starts_q != nullptr) return go(short_forward<T, kS, width(), false, true>);
     }
     if constexpr (kS == kLongest) {
-      if (skips(a)) return launch(short_forward<T, kS, kD, true, false>);
+      if (plan.form.skips) return go(short_forward<T, kS, width(), true, false>);
     }
-    return launch(short_forward<T, kS, kD, false, false>);
+    return go(short_forward<T, kS, width(), false, false>);
   });
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(2 * kLongest, 2) short_forward_warpgroups(cons
   wait_for_earlier();
   fetch_scores(blockIdx.x);
   fetch_values(blockIdx.x);
-  Turns turns{base + kForwardBytes<kS, kD> - Turns::kBytes};
+  Turns turns{base + Held<kS, kD>::kForwardBytes - Turns::kBytes};
   turns.begin(a);
   let_next_start();
   if constexpr (kPacked) clear_out_behind<T>(a);

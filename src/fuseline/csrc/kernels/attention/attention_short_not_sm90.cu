@@ -6,15 +6,15 @@
 
 namespace fuseline::short_attention {
 
-template int forward_of<__half, 16>(const ShortAttention& a, const Device& device, void* stream);
-template int forward_of<__half, 32>(const ShortAttention& a, const Device& device, void* stream);
-template int forward_of<__half, 64>(const ShortAttention& a, const Device& device, void* stream);
-template int forward_of<__half, 128>(const ShortAttention& a, const Device& device, void* stream);
-template int forward_of<__nv_bfloat16, 128>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__half, 16>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__half, 32>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__half, 64>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__half, 128>(const ShortAttention& a, const Device& device, void* stream);
-template int backward_of<__nv_bfloat16, 128>(const ShortAttention& a, const Device& device, void* stream);
+template int forward_of<__half, 16>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int forward_of<__half, 32>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int forward_of<__half, 64>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int forward_of<__half, 128>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int forward_of<__nv_bfloat16, 128>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__half, 16>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__half, 32>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__half, 64>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__half, 128>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
+template int backward_of<__nv_bfloat16, 128>(const ShortAttention& a, const AttentionPlan& plan, void* stream);
 
 }  // namespace fuseline::short_attention

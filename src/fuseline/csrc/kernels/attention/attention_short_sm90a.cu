@@ -5,21 +5,13 @@
 
 namespace fuseline::short_attention {
 
-int forward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_forward_warpgroups<__nv_bfloat16, kD, true>
-                                   : short_forward_warpgroups<__nv_bfloat16, kD, false>;
-    return launch_warpgroups(kernel, a, kForwardBytes<kLongest, kD>, device, stream);
-  });
-}
-
-int backward_by_warpgroups(const ShortAttention& a, const Device& device, void* stream) {
-  return with_head_dim(a.head_dim, [&](auto head_dim) {
-    constexpr int kD = decltype(head_dim)::value;
-    const auto kernel = a.starts_q ? short_backward_warpgroups<__nv_bfloat16, kD, true>
-                                   : short_backward_warpgroups<__nv_bfloat16, kD, false>;
-    return launch_warpgroups(kernel, a, kBackwardBytes<kLongest, kD>, device, stream);
+int launch_by_warpgroups(const ShortAttention& a, const AttentionLaunch& by, void* stream) {
+  const bool packed = a.starts_q != nullptr, forward = by.kernel == AttentionKernel::short_forward_warpgroups;
+  return with_size<32, kWidest>(by.width, [&](auto width) {
+    using T = __nv_bfloat16;
+    const auto go = [&](auto* kernel) { return launch_problems(kernel, a, by, stream); };
+    if (forward) return go(packed ? short_forward_warpgroups<T, width(), true> : short_forward_warpgroups<T, width(), false>);
+    return go(packed ? short_backward_warpgroups<T, width(), true> : short_backward_warpgroups<T, width(), false>);
   });
 }
 

@@ -5,7 +5,6 @@
 // scores is that of attention_short_scores.cuh. Blocks of hidden keys are not left out.
 #pragma once
 
-#include "attention_short_wgmma.h"
 #include "attention_short_launch.cuh"
 #include "attention_short_scores.cuh"
 #include "device/waiting.cuh"
@@ -63,14 +62,6 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[kD / 8][4], const
   wgmma_commit();
   wgmma_wait<0>();
   hold(sums);
-}
-
-// As launch_problems; devices for which there is no machine code are unsupported.
-inline int launch_warpgroups(void (*kernel)(ShortAttention), const ShortAttention& a, size_t shared, const Device& device,
-                         void* stream) {
-  constexpr int kThreads = 2 * kLongest;
-  if (!device.warpgroups) return FUSELINE_UNSUPPORTED;
-  return launch_problems(kernel, a, kThreads, shared, true, device, stream);
 }
 
 }  // namespace fuseline::short_attention

@@ -19,12 +19,10 @@ namespace fuseline {
 template <class T, int kD, int kRowWarps>
 struct SplitTiles {
   static constexpr int kWarps = 4, kGroups = kWarps / kRowWarps;
-  static constexpr int kKeys = kD == 256 && kRowWarps == 4 ? 32 : 16 * kRowWarps, kRound = kKeys * kGroups;
-  static constexpr bool kHoldsQ = kD <= 128 || kRowWarps == 1;  // in registers; else it has a tile of its own
-  static constexpr int kStages = kD <= 64 ? 4 : kD == 128 || kRowWarps == 4 ? 3 : 2;
-  static constexpr int kTile = kKeys * kPitch<T, kD>;
-  static constexpr int kQTile = 16 * kRowWarps * kPitch<T, kD>;
-  static constexpr int kShared = (kGroups * kStages * 2 * kTile + (kHoldsQ ? 0 : kQTile)) * int(sizeof(T));
+  static constexpr AttentionTiles kSizes = split_tiles(sizeof(T), kD, kRowWarps);
+  static constexpr int kKeys = kSizes.step, kRound = kKeys * kGroups, kStages = kSizes.stages, kShared = kSizes.shared;
+  static constexpr bool kHoldsQ = split_holds_queries(kD, kRowWarps);  // in registers; else it has a tile of its own
+  static constexpr int kTile = kKeys * kPitch<T, kD>, kQTile = 16 * kRowWarps * kPitch<T, kD>;
   static constexpr int kLine = kD + 4;  // floats of a row of sums in shared memory
   static_assert(!kHoldsQ || kQTile <= 2 * kTile);
   static_assert(kGroups == 1 || (kGroups * 16 * (kLine + 2)) * 4 <= kGroups * kStages * 2 * kTile * int(sizeof(T)));
@@ -283,17 +281,15 @@ __global__ void __launch_bounds__(128, kD <= 128 ? 2 : 1) attention_split(const 
 }
 
 template <class T>
-int launch_split_parts(const Split& g, int row_warps, void* stream) {
-  const fuseline_attention& c = g.a.call;
-  const int code = with_head_dim<64, kWidestHead>(c.head_dim, [&](auto dim) {
-    constexpr int kD = decltype(dim)::value;
-    AttentionGrid grid(c, 1, false, 1);
-    grid.blocks = int64_t(g.chunks) * g.splits * c.kv_heads * c.batch;
-    return row_warps == 1
-               ? launch_attention(attention_split<T, kD, 1>, g, grid, 128, SplitTiles<T, kD, 1>::kShared, stream, true)
-               : launch_attention(attention_split<T, kD, 4>, g, grid, 128, SplitTiles<T, kD, 4>::kShared, stream, true);
+int launch_split_parts(const Split& g, const AttentionPlan& plan, void* stream) {
+  const AttentionLaunch& by = plan.launches[0];
+  const int code = with_size<64, kWidestHead>(by.width, [&](auto width) {
+    constexpr int kD = decltype(width)::value;
+    return launch_attention(plan.row_warps == 1 ? attention_split<T, kD, 1> : attention_split<T, kD, 4>, g, by, stream, true);
   });
-  return code != 0 || g.splits == 1 ? code : launch_combine<T>(g, stream);
+  if (code != 0 || plan.count == 1) return code;
+  return launch_attention(plan.splits > kFewKeySplits ? attention_combine<T> : attention_combine_few<T>, g, plan.launches[1],
+                          stream, true);
 }
 
 }  // namespace fuseline

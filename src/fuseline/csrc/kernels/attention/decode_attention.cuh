@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_attention(const __grid_
   __shared__ float new_shared[2][D];
   __shared__ float sums[kDecodeWarps][G][D];
   __shared__ float mosts[kDecodeWarps][G], totals[kDecodeWarps][G];
-  __shared__ float kept_shared[kMostBlocks][G];
+  __shared__ float kept_shared[kMostDecodeBlocks][G];
   __shared__ Inbox<D, G> inbox;
   __shared__ bool last;
 

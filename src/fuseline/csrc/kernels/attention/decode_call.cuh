@@ -3,19 +3,13 @@
 
 #include <cuda_fp8.h>
 
-#include "fuseline_decode.h"
 #include "device/launch.cuh"
 #include "device/vector.cuh"
+#include "plans/decode_attention.h"
 
 namespace fuseline {
 
-constexpr int kDecodeWarps = 4;
-constexpr int kDecodeThreads = kDecodeWarps * kWarp;
 constexpr int kAhead = 4;       // keys and values under way, a lane
-constexpr int kLeastKeys = 32;  // of a block, where the context is split
-constexpr int kMostBlocks = 32; // that share a context
-constexpr int kClustered = 8;    // of them, at most, that read each other's shared memory
-constexpr int kShortContext = 1024;
 
 struct DecodeArguments {
   const char* qkv;

@@ -23,14 +23,11 @@ namespace fuseline {
 template <class T, int kD, bool kPlain>
 struct BackwardTiles {
   static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kD <= 64 && !kExact ? 2 : 1;
-  static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact && kD > 64 ? (kD == 128 ? 16 : 8) : kPlain && kD == 128 ? 64 : 32;
+  static constexpr AttentionTiles kSizes = backward_tiles(sizeof(T), kD, kPlain);
+  static constexpr int kM = kSizes.m, kWarps = kSizes.warps, kThreads = kSizes.threads(), kShared = kSizes.shared;
+  static constexpr int kHeld = kSizes.held(), kStep = kSizes.step;
   static constexpr int kRowsAtOnce = kPlain ? kStep : std::min(kStep, kExact && kD == 128 ? 8 : 16);  // of a step
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
-  static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T)) + 4 * kStep * int(sizeof(float));
 };
 
 // The warp's products become p, without what dropout drops, and dots of grad_out and v become dx (dy if not kSlopes).
@@ -204,14 +201,10 @@ __global__ void __launch_bounds__(BackwardTiles<T, kD, kPlain>::kThreads, 2)
 
 template <class T, int kD, bool kPlain>
 struct BackwardRowTiles {
-  static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kM = kExact ? (kD == 64 ? 2 : 1) : kD <= (kPlain ? 128 : 64) ? 2 : 1;
-  static constexpr int kWarps = kExact && kD == 256 ? 2 : 4;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kHeld = 16 * kM * kWarps;
-  static constexpr int kStep = kExact || (kD == 256 && !kPlain) ? 16 : 32;
+  static constexpr AttentionTiles kSizes = backward_row_tiles(sizeof(T), kD, kPlain);
+  static constexpr int kM = kSizes.m, kWarps = kSizes.warps, kThreads = kSizes.threads(), kShared = kSizes.shared;
+  static constexpr int kHeld = kSizes.held(), kStep = kSizes.step;
   static constexpr int kHeldTile = kHeld * kPitch<T, kD>, kStepTile = kStep * kPitch<T, kD>;
-  static constexpr int kShared = (2 * kHeldTile + 4 * kStepTile) * int(sizeof(T));
   using Order = KeyColumns<kStep / 8>;
 };
 
@@ -310,36 +303,20 @@ __global__ void __launch_bounds__(BackwardRowTiles<T, kD, kPlain>::kThreads, 2)
 }
 
 template <class T, int kD, bool kPlain>
-int launch_backward_tiles(const AttentionBackward& g, void* stream) {
-  const fuseline_attention& c = g.a.call;
-  using Keys = BackwardTiles<T, kD, kPlain>;
-  const AttentionGrid keys(c, c.kv_heads, true, Keys::kHeld);
-  AttentionBackward given = g;
-  int code = 0;
-  const auto launch_keys = [&](auto* kernel) {
-    given.a.mask_tile = mask_tile_of(c, Keys::kStep, Keys::kHeld);
-    const int shared = Keys::kShared + 2 * given.a.mask_tile.bytes;
-    if (code == 0) code = launch_attention(kernel, given, keys, Keys::kThreads, shared, stream);
-  };
+int launch_backward_tiles(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
+  if (by.kernel == AttentionKernel::rows) return launch_attention(attention_backward_rows<T, kD, kPlain>, g, by, stream);
   if constexpr (kD <= 128) {
-    if (g.grad_k != nullptr || g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, true>);
-  } else {  // registers hold one of the two sums
-    if (g.grad_k != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, true, false>);
-    if (g.grad_v != nullptr) launch_keys(attention_backward_keys<T, kD, kPlain, false, true>);
+    return launch_attention(attention_backward_keys<T, kD, kPlain, true, true>, g, by, stream);
+  } else {
+    return launch_attention(by.kernel == AttentionKernel::keys_k ? attention_backward_keys<T, kD, kPlain, true, false>
+                                                                 : attention_backward_keys<T, kD, kPlain, false, true>,
+                            g, by, stream);
   }
-  if (code != 0 || g.grad_q == nullptr) return code;
-  using Rows = BackwardRowTiles<T, kD, kPlain>;
-  const AttentionGrid rows(c, c.heads, false, Rows::kHeld);
-  given.a.mask_tile = mask_tile_of(c, Rows::kHeld, Rows::kStep);
-  const int shared = Rows::kShared + 2 * given.a.mask_tile.bytes;
-  return launch_attention(attention_backward_rows<T, kD, kPlain>, given, rows, Rows::kThreads, shared, stream);
 }
 
-template <class T, bool kPlain>
-int launch_backward(const AttentionBackward& g, void* stream) {
-  return with_tiles<T, kPlain>(g.a.call.head_dim, [&](auto dim) {
-    return launch_backward_tiles<T, decltype(dim)::value, kPlain>(g, stream);
-  });
+template <class T>
+int launch_backward(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
+  return with_tiles<T>(by, [&](auto width, auto plain) { return launch_backward_tiles<T, width(), plain()>(g, by, stream); });
 }
 
 }  // namespace fuseline

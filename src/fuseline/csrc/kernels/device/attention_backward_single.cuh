@@ -38,7 +38,7 @@ struct SinglePassBarriers {
 
 struct SinglePass {
   static constexpr int kD = 64, kRows = 64, kHalves = 2, kKeys = 64 * kHalves, kStages = 2;
-  static constexpr int kMultipliers = 128, kThreads = 256;
+  static constexpr int kMultipliers = 128, kThreads = kSinglePassThreads;
   using Keys = Panels<kD, kKeys>;
   using Rows = Panels<kD, kRows>;
   using Slopes = Panels<kRows, kKeys>;                                // dx: keys down, rows along
@@ -48,6 +48,7 @@ struct SinglePass {
   static constexpr int kAtStatistics = kAtSlopes + Slopes::kBytes, kAtKept = kAtStatistics + kStages * kStatistics;
   static constexpr int kAtBarriers = kAtKept + kStages * KeptBits::kBytes;
   static constexpr int kShared = kAtBarriers + int(sizeof(SinglePassBarriers));
+  static_assert(kShared == kSinglePassShared);
   static constexpr int kPartial = kRows * kD, kKeyPartial = 2 * kKeys * kD;  // floats
 };
 

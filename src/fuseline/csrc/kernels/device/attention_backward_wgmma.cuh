@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attention_backward.cuh"
-#include "attention_grad_mask.h"
 #include "attention_panels.cuh"
 
 namespace fuseline {
@@ -15,10 +14,10 @@ struct BackwardPanels {
   static constexpr int kThreads = 128, kHeld = 64;
   // Blocks that a multiprocessor has registers for, of keys and of rows.
   static constexpr int kKeysBlocks = kD == 64 ? 3 : 2, kRowsBlocks = kD == 64 ? 3 : 2;
-  static constexpr int kStep = kD == 64 || kPlain ? 64 : 32;
+  static constexpr int kStep = backward_panels(kD, kPlain).step, kShared = backward_panels(kD, kPlain).shared;
   using Held = Panels<kD, kHeld>;
   using Step = Panels<kD, kStep>;
-  static constexpr int kShared = 2 * Held::kBytes + 4 * Step::kBytes + 4 * kStep * int(sizeof(float));
+  static_assert(kShared == 2 * Held::kBytes + 4 * Step::kBytes + 4 * kStep * int(sizeof(float)));
   static_assert(4 * Step::kBytes >= 4 * 16 * kPitch<T, kD> * int(sizeof(T)));  // results go through them
 };
 
@@ -264,47 +263,20 @@ __global__ void __launch_bounds__(128, BackwardPanels<T, kD, kPlain>::kRowsBlock
                        g.grad_q_strides[2], sequence.rows - warp_first, head_dim);
 }
 
-// FUSELINE_UNSUPPORTED where shared memory does not hold the tiles of the mask.
 template <class T, int kD, bool kPlain>
-int launch_backward_panels_of(AttentionBackward g, const Device& device, void* stream) {
-  const fuseline_attention& c = g.a.call;
-  using Of = BackwardPanels<T, kD, kPlain>;
-  const MaskTile of_keys = mask_tile_of(c, Of::kStep, Of::kHeld), of_rows = mask_tile_of(c, Of::kHeld, Of::kStep);
-  if (Of::kShared + 2 * std::max(of_keys.bytes, of_rows.bytes) > device.shared_a_block) return FUSELINE_UNSUPPORTED;
-  if (g.grad_k || g.grad_v) {
-    g.a.mask_tile = of_keys;
-    const AttentionGrid grid(c, c.kv_heads, true, Of::kHeld);
-    const int code = launch_attention(attention_backward_keys_panels<T, kD, kPlain>, g, grid, Of::kThreads,
-                                      Of::kShared + 2 * of_keys.bytes, stream);
-    if (code != 0) return code;
+int launch_backward_panels_of(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
+  if (by.kernel == AttentionKernel::keys_panels) {
+    return launch_attention(attention_backward_keys_panels<T, kD, kPlain>, g, by, stream);
   }
-  if (!g.grad_q) return 0;
-  BackwardRows rows{g, {}};
-  rows.a.mask_tile = of_rows;
-  const AttentionGrid grid(c, c.heads, false, Of::kHeld);
-  return launch_attention(attention_backward_rows_panels<T, kD, kPlain, false>, rows, grid, Of::kThreads,
-                          Of::kShared + 2 * of_rows.bytes, stream);
+  return launch_attention(attention_backward_rows_panels<T, kD, kPlain, false>, BackwardRows{g, {}}, by, stream);
 }
 
-// grad_q of some tiles of rows, and their dy for the mask's gradient, added up at once.
-template <class T, int kD>
-int launch_backward_leaving_of(const AttentionBackward& g, const fuseline_attention_gradients& gradients,
-                               LeftScores left, void* stream) {
-  using Of = BackwardPanels<T, kD, false>;
-  left.steps = int(divide_up(g.a.call.seqlen_k, Of::kStep));
-  BackwardRows rows{g, left};
-  rows.a.mask_tile = mask_tile_of(g.a.call, Of::kHeld, Of::kStep);
-  AttentionGrid grid(g.a.call, g.a.call.heads, false, Of::kHeld);
-  grid.blocks = grid.blocks / grid.tiles * left.tiles, grid.tiles = left.tiles;
-  const int code = launch_attention(attention_backward_rows_panels<T, kD, false, true>, rows, grid, Of::kThreads,
-                                    Of::kShared + 2 * rows.a.mask_tile.bytes, stream);
-  return code != 0 ? code : launch_sum_left(g, gradients, left, Of::kStep, stream);
-}
-
-template <class T, bool kPlain>
-int launch_backward_panels(const AttentionBackward& g, const Device& device, void* stream) {
-  if (g.a.call.head_dim <= 64) return launch_backward_panels_of<T, 64, kPlain>(g, device, stream);
-  return launch_backward_panels_of<T, 128, kPlain>(g, device, stream);
+template <class T>
+int launch_backward_panels(const AttentionBackward& g, const AttentionLaunch& by, void* stream) {
+  return with_size<64, 128>(by.width, [&](auto width) {
+    return by.plain ? launch_backward_panels_of<T, width(), true>(g, by, stream)
+                    : launch_backward_panels_of<T, width(), false>(g, by, stream);
+  });
 }
 
 }  // namespace fuseline

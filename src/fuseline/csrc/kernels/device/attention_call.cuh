@@ -4,25 +4,19 @@
 #include <climits>
 #include <cmath>
 
-#include "../fuseline_attention.h"
+#include "../plans/attention_tiles.h"
 #include "philox.cuh"
 
 namespace fuseline {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Tiles of the mask in shared memory.
-struct MaskTile {
-  bool in_vectors;         // its rows can be copied in 16 bytes
-  int size, pitch, bytes;  // of an element, 0 without a mask; from row to row, 0 if one row serves all; of a tile
-};
-
 struct Attention {
   fuseline_attention call;
   int group;           // query heads of a key head
   int left, right;     // of the diagonal, both kept; kUnlimited: all
   float scale, scale_log2, inverse_scale, cap;  // scale_log2: times log2(e); cap 0: none
-  MaskTile mask_tile;  // the launcher's
+  MaskTile mask_tile;  // the plan's
   Dropout dropout;
 };
 
@@ -37,6 +31,14 @@ struct AttentionBackward {
   int64_t statistic_rows;  // seqlen_q and what fills its last 64
 };
 
+// dy of some tiles of rows in 16 bits, as the kernel of rows (attention_backward_wgmma.cuh) leaves it on its way to grad_q:
+// for [tile of rows][sequence][head][step of keys] 64 rows and the step's keys, vectors of eight keys as threads hold them.
+struct LeftScores {
+  uint4* at;
+  int first_tile, tiles;  // of rows
+  int steps;              // of all keys
+};
+
 // What the backward in one pass works with: sums that blocks add to in turn, and how many have. Of grad_q for tiles of 64 rows,
 // [batch, heads, tiles]; of grad_k and grad_v for tiles of 128 keys, [batch, kv_heads, tiles], where heads share their keys.
 struct SinglePassScratch {
@@ -45,17 +47,6 @@ struct SinglePassScratch {
   // What dropout keeps, [batch, heads, tiles of 64 rows, tiles of 128 keys, KeptBits::kWords]; null without dropout.
   uint32_t* kept;
 };
-
-// What dropout keeps of 64 rows and 128 keys, a bit an element, in the order in which lanes with keys as rows of a product read
-// it. A word has four rows and eight neighbouring keys: byte b is row (0, 1, 8 or 9)[b] + 2 quad + 16 (rows / 16), bit i key i.
-struct KeptBits {
-  static constexpr int kRows = 64, kKeys = 128;
-  // Of 16 rows and 64 keys; of all rows and 64 keys; of all.
-  static constexpr int kStrip = 32, kHalf = kRows / 16 * kStrip, kWords = 2 * kHalf;
-  static constexpr int kBytes = kWords * int(sizeof(uint32_t));
-};
-
-constexpr int kUnlimited = 1 << 30;
 
 inline Attention attention_of(const fuseline_attention& call) {
   Attention a{};
@@ -69,31 +60,6 @@ inline Attention attention_of(const fuseline_attention& call) {
   a.cap = float(call.soft_cap);
   a.dropout = dropout_of(call.seed, call.dropout);
   return a;
-}
-
-// Scores need nothing but their scale and the keys' bounds, and probabilities perhaps dropout.
-inline bool plain_but_for_dropout(const Attention& a) {
-  return a.call.mask_kind == FUSELINE_MASK_NONE && a.cap == 0.f && a.scale > 0.f;
-}
-inline bool plain_scores(const Attention& a) { return plain_but_for_dropout(a) && a.dropout.seed == nullptr; }
-
-// Why the kernels do not take a call; 0 if they do.
-inline int attention_refusal(const fuseline_attention& c) {
-  if (c.batch < 0 || c.heads < 0 || c.seqlen_q < 0 || c.seqlen_k < 0) return FUSELINE_BAD_SIZE;
-  const bool dims = c.head_dim >= 8 && c.head_dim <= 256 && c.head_dim % 8 == 0;
-  const bool heads = c.kv_heads > 0 && c.heads % c.kv_heads == 0;
-  const bool lengths = c.seqlen_q < kUnlimited && c.seqlen_k < kUnlimited;
-  const bool packed = !c.cu_seqlens_q == !c.cu_seqlens_k && (!c.cu_seqlens_q || c.batch == 1);
-  const bool kinds = c.mask_kind >= FUSELINE_MASK_NONE && c.mask_kind <= FUSELINE_MASK_ADD_FP32 &&
-                     c.causal >= FUSELINE_CAUSAL_NONE && c.causal <= FUSELINE_CAUSAL_BOTTOM_RIGHT;
-  const bool dtype = c.dtype >= FUSELINE_FLOAT32 && c.dtype <= FUSELINE_BFLOAT16;
-  return dims && heads && lengths && packed && kinds && dtype ? 0 : FUSELINE_UNSUPPORTED;
-}
-
-inline bool in_vectors(const void* pointer, const int64_t (&strides)[3], int element_size) {
-  bool all = uintptr_t(pointer) % 16 == 0;
-  for (const int64_t stride : strides) all = all && stride * element_size % 16 == 0;
-  return all;
 }
 
 // The sequence a block works on: batch b of a call, or a packed sequence.

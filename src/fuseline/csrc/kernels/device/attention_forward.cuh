@@ -23,13 +23,9 @@ constexpr float kSlack = 8.f;
 
 template <class T, int kD, bool kPlain>
 struct ForwardTiles {
-  static constexpr bool kExact = std::is_same_v<T, float>;
-  // As many sums and scores as registers hold: kM times 16 rows of a warp, of kKeys keys.
-  static constexpr int kM = kD <= 64 || (kD == 128 && (kPlain || kExact)) ? 2 : 1;
-  static constexpr int kRows = 64 * kM;
-  static constexpr int kKeys = kExact ? (kD <= 64 ? 32 : 16) : kD == 256 || (!kPlain && kD == 128) ? 32 : kD == 128 ? 48 : 64;
+  static constexpr AttentionTiles kSizes = forward_tiles(sizeof(T), kD, kPlain);
+  static constexpr int kM = kSizes.m, kRows = kSizes.held(), kKeys = kSizes.step, kShared = kSizes.shared;
   static constexpr int kTile = kKeys * kPitch<T, kD>;
-  static constexpr int kShared = (kRows * kPitch<T, kD> + 4 * kTile) * int(sizeof(T));
   using Order = KeyColumns<kKeys / 8>;
 };
 
@@ -235,20 +231,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 }
 
 template <class T, int kD, bool kPlain>
-int launch_forward_tiles(const Attention& a, void* stream) {
-  using Of = ForwardTiles<T, kD, kPlain>;
-  const AttentionGrid grid(a.call, a.call.heads, false, Of::kRows);
-  Attention given = a;
-  given.mask_tile = mask_tile_of(a.call, Of::kRows, Of::kKeys);
-  const int shared = Of::kShared + 2 * given.mask_tile.bytes;
-  return launch_attention(attention_forward<T, kD, kPlain>, given, grid, kAttentionThreads, shared, stream);
+int launch_forward_tiles(const Attention& a, const AttentionLaunch& by, void* stream) {
+  return launch_attention(attention_forward<T, kD, kPlain>, a, by, stream);
 }
 
-template <class T, bool kPlain>
-int launch_forward(const Attention& a, void* stream) {
-  return with_tiles<T, kPlain>(a.call.head_dim, [&](auto dim) {
-    return launch_forward_tiles<T, decltype(dim)::value, kPlain>(a, stream);
-  });
+template <class T>
+int launch_forward(const Attention& a, const AttentionLaunch& by, void* stream) {
+  return with_tiles<T>(by, [&](auto width, auto plain) { return launch_forward_tiles<T, width(), plain()>(a, by, stream); });
 }
 
 }  // namespace fuseline

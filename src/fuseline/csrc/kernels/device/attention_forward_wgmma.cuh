@@ -13,7 +13,8 @@ struct ForwardPanels {
   static constexpr int kBlocks = kD == 64 ? (kPlain ? 4 : 3) : 2;  // that a multiprocessor has room for
   using Queries = Panels<kD, kRows>;
   using Keys = Panels<kD, kKeys>;
-  static constexpr int kShared = Queries::kBytes + 4 * Keys::kBytes;
+  static constexpr int kShared = forward_panels(kD).shared;
+  static_assert(kShared == Queries::kBytes + 4 * Keys::kBytes);
   using Order = KeyColumns<kKeys / 8>;
   static_assert(4 * Keys::kBytes >= kRows * kPitch<T, kD> * int(sizeof(T)));  // results go through them
 };
@@ -110,22 +111,12 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardPanels<T, kD, kPlain
   store_sums<T, kD, 1>(a, tiles, sums, reference, total, through);
 }
 
-// FUSELINE_UNSUPPORTED where a multiprocessor's shared memory does not hold two blocks with the tiles of the mask: one alone
-// waits for each of its own products (fp32 masks at head dim 128: 750 us, by products of warps 726).
-template <class T, int kD, bool kPlain>
-int launch_forward_panels_of(Attention a, const Device& device, void* stream) {
-  using Of = ForwardPanels<T, kD, kPlain>;
-  a.mask_tile = mask_tile_of(a.call, Of::kRows, Of::kKeys);
-  const int shared = Of::kShared + 2 * a.mask_tile.bytes;
-  if (2 * (shared + 1024) > device.shared_a_processor) return FUSELINE_UNSUPPORTED;
-  const AttentionGrid grid(a.call, a.call.heads, false, Of::kRows);
-  return launch_attention(attention_forward_panels<T, kD, kPlain>, a, grid, Of::kThreads, shared, stream);
-}
-
-template <class T, bool kPlain>
-int launch_forward_panels(const Attention& a, const Device& device, void* stream) {
-  if (a.call.head_dim <= 64) return launch_forward_panels_of<T, 64, kPlain>(a, device, stream);
-  return launch_forward_panels_of<T, 128, kPlain>(a, device, stream);
+template <class T>
+int launch_forward_panels(const Attention& a, const AttentionLaunch& by, void* stream) {
+  return with_size<64, 128>(by.width, [&](auto width) {
+    return launch_attention(by.plain ? attention_forward_panels<T, width(), true> : attention_forward_panels<T, width(), false>, a,
+                            by, stream);
+  });
 }
 
 }  // namespace fuseline

@@ -12,15 +12,12 @@ namespace fuseline {
 
 template <class T, int kD>
 struct GradMaskTiles {
-  static constexpr bool kExact = std::is_same_v<T, float>;
-  static constexpr int kRows = kExact && kD == 256 ? 32 : 64;  // and keys
-  static constexpr int kM = 1, kRowWarps = kRows / (16 * kM), kKeyWarps = 1;
-  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr AttentionTiles kSizes = grad_mask_tiles(sizeof(T), kD);
+  static constexpr int kM = kSizes.m, kRows = kSizes.held(), kRowWarps = kRows / (16 * kM), kKeyWarps = 1;  // and keys
+  static constexpr int kThreads = kSizes.threads(), kStages = kSizes.stages, kShared = kSizes.shared;
   static constexpr int kWarpKeys = kRows / kKeyWarps, kKeysAtOnce = kWarpKeys;
   static constexpr int kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
   static constexpr int kTile = kRows * kPitch<T, kD> * int(sizeof(T));
-  static constexpr int kStages = kD == 64 && !kExact ? 2 : 1;  // two, where there is room for as many blocks
-  static constexpr int kShared = kStages * 4 * kTile;
   static constexpr int kBlocks = 2;           // of a multiprocessor
   static constexpr int kPartsAhead = 1;       // whose products are under way at a time
   using Order = KeyColumns<kKeysAtOnce / 8>;
@@ -43,16 +40,13 @@ struct GradMaskTiles {
   static __device__ __forceinline__ void finish(float (&)[kM][kN][4], float (&)[kM][kN][4]) {}
 };
 
-struct AttentionGradMask {
+struct GradMaskTensors {
   AttentionBackward g;
-  void* to;               // the gradient, or `pieces` of them in fp32
+  void* to;  // the gradient, or `pieces` of them in fp32
   int to_dtype;
-  int64_t strides[4], size;
-  int batches, heads, row_tiles, key_tiles;              // of the gradient
-  int over_batches, over_heads, over_rows, over_keys;    // summed for one tile of it
-  int pieces;
-  bool mask_stays;  // one tile of the mask is that of the whole way
+  int64_t strides[4];
 };
+struct AttentionGradMask : GradMaskTensors, MaskGradientParts {};
 
 // A block's way through the tiles of scores that its tile of the gradient is the sum of; those that see nothing are left out.
 struct GradMaskWay {
@@ -234,24 +228,10 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kBlocks)
   }
 }
 
-// Bytes of shared memory of a block.
-template <class Of>
-int grad_mask_shared(const AttentionGradMask& of) {
-  return Of::kShared + (of.mask_stays ? 1 : Of::kStages) * mask_tile_of(of.g.a.call, Of::kRows, Of::kRows).bytes;
-}
-
-template <class T, class Of>
-int launch_grad_mask_kernel(AttentionGradMask of, int64_t blocks, void* stream) {
-  of.g.a.mask_tile = mask_tile_of(of.g.a.call, Of::kRows, Of::kRows);
-  AttentionGrid grid(of.g.a.call, 1, false, Of::kRows);
-  grid.blocks = blocks;
-  return launch_attention(attention_grad_mask<T, Of>, of, grid, Of::kThreads, grad_mask_shared<Of>(of), stream);
-}
-
 // By products of warps, for heads of up to kD.
 template <class T, int kD>
-int launch_grad_mask_tiles(const AttentionGradMask& of, int64_t blocks, void* stream) {
-  return launch_grad_mask_kernel<T, GradMaskTiles<T, kD>>(of, blocks, stream);
+int launch_grad_mask_tiles(const AttentionGradMask& of, const AttentionLaunch& by, void* stream) {
+  return launch_attention(attention_grad_mask<T, GradMaskTiles<T, kD>>, of, by, stream);
 }
 
 }  // namespace fuseline

@@ -14,7 +14,8 @@ struct GradMaskPanels {
   static constexpr int kRowWarps = kRows / 16, kKeyWarps = kWarps / kRowWarps, kWarpKeys = kRows / kKeyWarps;
   static constexpr int kKeysAtOnce = 64, kN = kKeysAtOnce / 8, kParts = kWarpKeys / kKeysAtOnce;
   using Tile = Panels<kD, kRows>;
-  static constexpr int kTile = Tile::kBytes, kStages = kD == 64 ? 2 : 1, kShared = kStages * 4 * kTile;
+  static constexpr int kTile = Tile::kBytes, kStages = grad_mask_panels(kD).stages, kShared = kStages * 4 * kTile;
+  static_assert(kShared == grad_mask_panels(kD).shared);
   static constexpr int kBlocks = 3, kPartsAhead = 1;
   using Order = KeyColumns<kN>;
 

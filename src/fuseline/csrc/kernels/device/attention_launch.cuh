@@ -1,53 +1,23 @@
-// The host's half of the attention kernels: the tile width for a head dim, the grid, the launch.
+// The host's half of the attention kernels: from a plan's tiles to a kernel's, and the launch.
 #pragma once
 
-#include <type_traits>
-
+#include "../plans/attention_backward.h"
 #include "attention_call.cuh"
 #include "launch.cuh"
 
 namespace fuseline {
 
-constexpr int kNarrowHead = 32, kWidestHead = 256;  // of tiles
-
-// Calls run with the tile width that holds a head, of those from kLeast to kMost.
-template <int kLeast, int kMost, class Run>
-int with_head_dim(int64_t head_dim, Run&& run) {
-  if constexpr (kLeast < kMost) {
-    if (head_dim > kLeast) return with_head_dim<2 * kLeast, kMost>(head_dim, run);
-  }
-  return run(std::integral_constant<int, kLeast>{});
-}
-
-// The widths of tiles of general attention by products of warps. Of plain scores in fp16, which no model has, heads of up to 64
-// share one, and wider ones than 128 are not plain.
-template <class T, bool kPlain, class Run>
-int with_tiles(int64_t head_dim, Run&& run) {
+// Calls run(width, plain) with these of the plan's tiles, as constants: of general attention by products of warps
+// (width_by_warps of plans/attention.h).
+template <class T, class Run>
+int with_tiles(const AttentionLaunch& by, Run&& run) {
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  return with_head_dim<kPlain && !kHalf ? kNarrowHead : 64, kPlain && kHalf ? 128 : kWidestHead>(head_dim, run);
-}
-
-// Whether kernels of plain scores compute a call, and whether on Hopper products of warpgroups do.
-inline bool takes_plain(const Attention& a) {
-  return plain_scores(a) && (a.call.dtype != FUSELINE_FLOAT16 || a.call.head_dim <= 128);
-}
-inline bool takes_panels(const Attention& a, const Device& device) {
-  const bool narrow = a.call.dtype != FUSELINE_FLOAT16 && takes_plain(a) && a.call.head_dim <= kNarrowHead;
-  return device.warpgroups && a.call.dtype != FUSELINE_FLOAT32 && a.call.head_dim <= 128 && !narrow;
-}
-
-// A block for every tile, head and sequence: of keys or of query rows.
-struct AttentionGrid {
-  int tiles;
-  int64_t blocks;
-  AttentionGrid(const fuseline_attention& c, int64_t heads, bool of_keys, int rows_a_tile) {
-    const bool packed = c.cu_seqlens_q != nullptr;
-    const int64_t length = of_keys ? (packed ? c.max_seqlen_k : c.seqlen_k) : packed ? c.max_seqlen_q : c.seqlen_q;
-    const int64_t sequences = packed ? c.sequences + 1 : c.batch;  // the last for what is behind the others
-    tiles = int(packed ? std::max<int64_t>(1, divide_up(length, rows_a_tile)) : divide_up(length, rows_a_tile));
-    blocks = tiles * heads * sequences;
+  if constexpr (!std::is_same_v<T, float>) {
+    const auto plain = [&](auto width) { return run(width, std::true_type{}); };
+    if (by.plain) return with_size<kHalf ? 64 : 32, kHalf ? 128 : kWidestHead>(by.width, plain);
   }
-};
+  return with_size<64, kWidestHead>(by.width, [&](auto width) { return run(width, std::false_type{}); });
+}
 
 // Kernels that may have more than 48 KB of shared memory on a device, and how much, the last of this thread.
 struct Granted {
@@ -76,17 +46,15 @@ inline void grant(const void* kernel, int device, int bytes) {
   next = (next + 1) % kGranted;
 }
 
-// Launches a kernel of (arguments, tiles) with `shared` bytes of dynamic shared memory; `early`: it waits for the kernel
-// before itself (overlap.cuh).
+// Launches a kernel of (arguments, tiles) as the plan says; `early`: it waits for the kernel before itself (overlap.cuh).
 template <class Arguments>
-int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionGrid& grid, int threads,
-                     int shared, void* stream, bool early = false) {
-  if (grid.blocks == 0) return 0;
-  if (grid.blocks > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
+int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments, const AttentionLaunch& by, void* stream,
+                     bool early = false) {
+  if (by.shape.grid > 0x7fffffff) return int(cudaErrorInvalidConfiguration);
   Device device;
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  if (shared > device.shared_a_block) return FUSELINE_UNSUPPORTED;
+  const int shared = int(by.shape.shared);
   if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
     error = allow_shared(reinterpret_cast<const void*>(kernel), shared);
     if (error != cudaSuccess) return int(error);
@@ -94,10 +62,10 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   }
   cudaLaunchAttribute attribute = overlapping();
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(grid.blocks)), config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared), config.stream = static_cast<cudaStream_t>(stream);
+  config.gridDim = dim3(unsigned(by.shape.grid)), config.blockDim = dim3(unsigned(by.shape.threads));
+  config.dynamicSmemBytes = by.shape.shared, config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute, config.numAttrs = early && device.clusters ? 1 : 0;
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments, grid.tiles);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments, by.tiles);
   const cudaError_t last = cudaGetLastError();  // also clears it
   return int(launched != cudaSuccess ? launched : last);
 }

@@ -5,21 +5,6 @@
 
 namespace fuseline {
 
-// The tiles of a kernel that holds rows x keys of scores at a time.
-inline MaskTile mask_tile_of(const fuseline_attention& c, int rows, int keys) {
-  MaskTile tile{};
-  if (c.mask_kind == FUSELINE_MASK_NONE) return tile;
-  tile.size = c.mask_kind == FUSELINE_MASK_BOOL                              ? 1
-              : c.mask_kind == FUSELINE_MASK_ADD && c.dtype != FUSELINE_FLOAT32 ? 2
-                                                                             : 4;
-  tile.pitch = c.mask_strides[2] == 0 ? 0 : keys * tile.size + 16;
-  tile.bytes = tile.pitch == 0 ? keys * tile.size : rows * tile.pitch;
-  const int64_t offsets = int64_t(reinterpret_cast<uintptr_t>(c.mask)) |
-                          (c.mask_strides[0] | c.mask_strides[1] | c.mask_strides[2]) * tile.size;
-  tile.in_vectors = c.cu_seqlens_q == nullptr && c.mask_strides[3] == 1 && offsets % 16 == 0;
-  return tile;
-}
-
 // Begins to copy a tile of elements V, in vectors, or copies it.
 template <class V, int kRows, int kKeys, int kThreads>
 __device__ __forceinline__ void copy_mask_of(unsigned char* tile, const Attention& a, const Sequence& sequence, int head,

@@ -1,7 +1,7 @@
-"""The C records of attention (csrc/kernels/fuseline_attention.h) and its short kernels, through ctypes.
+"""The C records of attention (csrc/kernels/fuseline_attention.h), through ctypes: the kernels alone.
 
-For measuring and testing the kernels alone, as `kernels.py` is. Tensors are [B, H, T, D] views with unit
-stride in the last dimension; they are only memory here, and nothing is checked.
+Tensors are [B, H, T, D] views with unit stride in the last dimension; they are only memory here, and nothing
+is checked.
 """
 
 from __future__ import annotations
@@ -123,33 +123,84 @@ def gradients_record(
     return gradients
 
 
+class DecodeRecord(ctypes.Structure):
+    """`fuseline_decode`."""
+
+    _fields_ = [
+        *(
+            (name, _POINTER)
+            for name in ("qkv", "y", "k", "v", "k_scales", "v_scales", "lengths", "cos", "sin")
+        ),
+        *((name, _POINTER) for name in ("q_norm", "k_norm", "partials", "arrivals")),
+        *((name, _SIZE) for name in ("batch", "heads", "kv_heads", "head_dim", "count", "qkv_stride")),
+        *(
+            (name, _SIZE)
+            for name in ("batch_stride", "head_stride", "scale_batch_stride", "scale_head_stride")
+        ),
+        ("window", _SIZE),
+        *((name, _DOUBLE) for name in ("eps", "scale")),
+        *((name, _INT) for name in ("dtype", "cache", "overlap")),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """`fuseline_attention_plan`."""
+
+    class Launch(ctypes.Structure):
+        _fields_ = [
+            ("kernel", ctypes.c_char_p),
+            ("blocks", _SIZE),
+            ("threads", _INT),
+            ("shared", ctypes.c_size_t),
+        ]
+
+    _fields_ = [
+        ("code", _INT),
+        ("reason", ctypes.c_char_p),
+        ("workspace", ctypes.c_size_t),
+        ("count", _INT),
+        ("launches", Launch * 8),
+    ]
+
+
 @dataclass(frozen=True)
-class ShortAttention:
-    """The kernels of short sequences. Each answers 0, or what it could not do."""
+class Attention:
+    """The attention kernels. Each call answers 0, or what it could not do."""
 
     library: ctypes.CDLL
 
-    def fits(self, call: Record, backward: bool) -> bool:
-        return bool(self.library.fuseline_attention_short_fits(ctypes.byref(call), int(backward)))
+    def plan(self, gradients: GradientsRecord, backward: bool) -> Plan:
+        plan = Plan()
+        given = ctypes.byref(gradients), int(backward), ctypes.byref(plan)
+        assert self.library.fuseline_attention_explain(*given) == 0
+        return plan
 
-    def workspace(self, call: Record, backward: bool) -> int:
-        return self.library.fuseline_attention_short_workspace(ctypes.byref(call), int(backward))
+    def is_short(self, call: Record, backward: bool) -> bool:
+        """Whether kernels of short sequences take the call; `backward`: and all of its gradients."""
+        gradients = GradientsRecord()
+        gradients.call = call
+        for name in ("q", "k", "v"):
+            setattr(gradients, f"grad_{name}", getattr(call, name))
+            setattr(gradients, f"grad_{name}_strides", getattr(call, f"{name}_strides"))
+        plan = self.plan(gradients, backward)
+        return plan.count > 0 and plan.launches[0].kernel.startswith(b"short_")
+
+    def workspace(self, gradients: GradientsRecord, backward: bool) -> int:
+        return self.plan(gradients, backward).workspace
 
     def forward(self, call: Record) -> int:
-        return self.library.fuseline_attention_short_forward(ctypes.byref(call), _stream())
+        return self.library.fuseline_attention_forward(ctypes.byref(call), _stream())
 
     def backward(self, gradients: GradientsRecord) -> int:
-        return self.library.fuseline_attention_short_backward(ctypes.byref(gradients), _stream())
+        return self.library.fuseline_attention_backward(ctypes.byref(gradients), _stream())
 
 
-def open_short_attention() -> ShortAttention:
+def open_attention() -> Attention:
     library = open_kernels().library
-    library.fuseline_attention_short_fits.argtypes = [_POINTER, _INT]
-    library.fuseline_attention_short_workspace.argtypes = [_POINTER, _INT]
-    library.fuseline_attention_short_workspace.restype = _SIZE
-    library.fuseline_attention_short_forward.argtypes = [_POINTER, _POINTER]
-    library.fuseline_attention_short_backward.argtypes = [_POINTER, _POINTER]
-    return ShortAttention(library)
+    library.fuseline_attention_explain.argtypes = [_POINTER, _INT, _POINTER]
+    library.fuseline_attention_forward.argtypes = [_POINTER, _POINTER]
+    library.fuseline_attention_backward.argtypes = [_POINTER, _POINTER]
+    return Attention(library)
 
 
 def _stream() -> int:
