@@ -76,26 +76,35 @@ def kept(model: nn.Module, device: str, folds: bool) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_as_near_as_without(bias: bool, dropout: float, device: str) -> None:
-    made = model(device, bias=bias, dropout=dropout)
+def test_gradients_are_as_near_as_without(bias: bool, device: str) -> None:
+    made = model(device, bias=bias)
     exact = step(made, device, False, None)
     near, found = step(made, device, False), step(made, device, True)
     assert len(found) == len(near) == len(exact)
-    distances = [
-        sum(float((one - other).double().square().sum()) for one, other in zip(each, exact, strict=True))
-        for each in (found, near)
-    ]
-    assert distances[0] < 1.3**2 * distances[1]
+    assert _distance(found, exact) < 1.3 * _distance(near, exact)
     assert abs(found[0] - exact[0]) < 2e-3 * exact[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_the_last_norm_keeps_the_stream(device: str) -> None:
-    made = model(device)
-    assert kept(made, device, False).count(torch.float32) == 2 * LAYERS + 1
-    assert kept(made, device, True).count(torch.float32) == 1
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_same_is_dropped(bias: bool, device: str) -> None:
+    """In float32 attention may run by another kernel on a GPU, and drop other weights."""
+    made = model(device, bias=bias, dropout=0.2)
+    near, found = step(made, device, False), step(made, device, True)
+    assert abs(found[0] - near[0]) < 2e-3 * near[0]
+    assert _distance(found, near) < 0.03 * _distance(near, [torch.zeros_like(each) for each in near])
+
+
+def _distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return sum(float((one - other).double().square().sum()) for one, other in pairs) ** 0.5
+
+
+def test_only_the_last_norm_keeps_the_stream() -> None:
+    made = model("cpu")
+    assert kept(made, "cpu", False).count(torch.float32) == 2 * LAYERS + 1
+    assert kept(made, "cpu", True).count(torch.float32) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

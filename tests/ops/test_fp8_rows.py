@@ -88,6 +88,23 @@ def test_a_product_of_rows_is_that_of_their_numbers(format: torch.dtype) -> None
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(1, 32, 8192), (256, 256, 16384), (17, 1024, 28672), (300, 512, 16384)])
+def test_a_bias_is_added_where_the_library_has_no_such_product(
+    sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    M, N, K = sizes
+    torch.manual_seed(0)
+    (rows, scales), (others, other_scales) = (
+        quantize_rows(torch.randn(size, K, device="cuda", dtype=dtype)) for size in (M, N)
+    )
+    bias = torch.randn(N, device="cuda", dtype=dtype)
+    y = scaled_product(rows, scales, others, other_scales[:, 0], dtype, bias)
+    wanted = (rows.double() * scales.double()) @ (others.double() * other_scales.double()).t() + bias.double()
+    assert (y.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
 def test_a_processor_has_no_products_in_fp8() -> None:
     assert why_no_fp8(torch.device("cpu")) == "cpu has no products in fp8"
 

@@ -28,8 +28,6 @@ E4M3_MAX = 448.0
 LARGEST = {E4M3: E4M3_MAX, E5M2: 57344.0}
 SMALLEST = 1e-37
 """The least scale of a row, so that a row of zeros does not divide by zero. Rows of gradients are small."""
-_LEAST_WITH_BIAS = 128
-"""Rows of `others` from which torch adds the bias: cuBLASLt has no such product of 32 rows over 8,192."""
 ROW_STEP = 16  # columns that the kernels read at a time, and the multiple that torch's product takes
 
 
@@ -65,6 +63,12 @@ def _has_kernel(x: torch.Tensor) -> bool:
     return served and x.shape[-1] > 0 and native.ready("cuda")
 
 
+def _adds_bias(M: int, N: int, K: int) -> bool:
+    """Whether torch is asked for a product of scaled rows with a bias. cuBLASLt 13.0 has none where it would
+    split K: of 1 to 256 rows by 32 to 256 over 8,192 and more, and of 17 by 1,024 over 28,672."""
+    return (K <= 4096 and N >= 128) or (M >= 256 and N >= 512)
+
+
 def scaled_product(
     rows: torch.Tensor,
     scales: torch.Tensor,
@@ -91,7 +95,7 @@ def scaled_product(
         with torch.autocast(device, enabled=False):
             sums = F.linear(rows.float() * scales, others.float() * other_scales[:, None])
         return (sums if bias is None else sums + bias).to(dtype)
-    if dtype is torch.bfloat16 and (bias is None or N >= _LEAST_WITH_BIAS):
+    if dtype is torch.bfloat16 and (bias is None or _adds_bias(M, N, K)):
         return torch._scaled_mm(
             rows,
             others.t(),
@@ -101,7 +105,7 @@ def scaled_product(
             out_dtype=dtype,
             use_fast_accum=True,
         )
-    # torch scales rows in bf16 only. Elsewhere it returns plain float32 sums, which a second pass scales.
+    # torch scales rows in bf16 only, and not always with a bias. A second pass scales plain float32 sums.
     one = torch.ones((), dtype=torch.float32, device=rows.device)
     sums = torch._scaled_mm(
         rows, others.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False
