@@ -19,7 +19,9 @@ int with_tiles(const AttentionLaunch& by, Run&& run) {
   return with_size<64, kWidestHead>(by.width, [&](auto width) { return run(width, std::false_type{}); });
 }
 
-// Kernels that may have more than 48 KB of shared memory on a device, and how much, the last of this thread.
+// A kernel has 48 KB of shared memory unless it is allowed more, with up to 1 KB that it declares.
+constexpr int kUngranted = 47 * 1024;
+// Kernels that may have more on a device, and how much, the last of this thread.
 struct Granted {
   const void* kernel;
   int device, bytes;
@@ -55,7 +57,7 @@ int launch_attention(void (*kernel)(Arguments, int), const Arguments& arguments,
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
   const int shared = int(by.shape.shared);
-  if (shared > 48 * 1024 && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
+  if (shared > kUngranted && !is_granted(reinterpret_cast<const void*>(kernel), device.index, shared)) {
     error = allow_shared(reinterpret_cast<const void*>(kernel), shared);
     if (error != cudaSuccess) return int(error);
     grant(reinterpret_cast<const void*>(kernel), device.index, shared);
