@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fuseline.ops import rope
@@ -48,29 +50,19 @@ class RotaryEmbedding(torch.nn.Module):
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate x by `positions`, int64 [T] or [B, T]; 0, 1, .. if absent."""
-        return rope(
-            x,
-            self.cos,
-            self.sin,
-            positions=positions,
-            base=self.base,
-            interleaved=self.interleaved,
-            dims=self.dims,
-            seq_dim=self.seq_dim,
-        )
+        return rope(x, self.cos, self.sin, **self._how(positions))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q and k, which may have different numbers of heads, by the same positions."""
-        return rope_pair(
-            q,
-            k,
-            self.cos,
-            self.sin,
-            positions=positions,
-            base=self.base,
-            interleaved=self.interleaved,
-            dims=self.dims,
-            seq_dim=self.seq_dim,
-        )
+        return rope_pair(q, k, self.cos, self.sin, **self._how(positions))
+
+    def _how(self, positions: torch.Tensor | None) -> dict[str, Any]:
+        return {
+            "positions": positions,
+            "base": self.base,
+            "interleaved": self.interleaved,
+            "dims": self.dims,
+            "seq_dim": self.seq_dim,
+        }

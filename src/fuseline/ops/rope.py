@@ -152,34 +152,19 @@ def rope_pair(
 
     Arguments, errors and the results' bits are those of `rope`; `dims` is each one's own if absent.
     """
+    how: dict[str, Any] = {
+        "positions": positions,
+        "base": base,
+        "interleaved": interleaved,
+        "dims": dims,
+        "seq_dim": seq_dim,
+    }
     device = q.device.type
     if native.ready(device) and not (device == "cuda" and torch.float64 in (q.dtype, k.dtype)):
-        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.fuseline.rope_pair.default(
-            q,
-            k,
-            cos,
-            sin,
-            positions=positions,
-            base=base,
-            interleaved=interleaved,
-            dims=dims,
-            seq_dim=seq_dim,
-        )
+        both: tuple[torch.Tensor, torch.Tensor]
+        both = torch.ops.fuseline.rope_pair.default(q, k, cos, sin, **how)
         return both
-    one, other = (
-        rope(
-            x,
-            cos,
-            sin,
-            positions=positions,
-            base=base,
-            interleaved=interleaved,
-            dims=dims,
-            seq_dim=seq_dim,
-        )
-        for x in (q, k)
-    )
-    return one, other
+    return rope(q, cos, sin, **how), rope(k, cos, sin, **how)
 
 
 def _pair_reference(
