@@ -47,7 +47,7 @@ class Options(Recorded, Seeded):
     rounds: int = 10
     """Turns of each peer, at least 6."""
     budget: str = "none"
-    """Time for the whole run: 8 (minutes), 90s, 1.5h or none. What has found no time by then is left out."""
+    """Time for the whole run: 8 (minutes), 90s, 1.5h or none. Cases that do not fit into it are left out."""
 
 
 def run(options: Options) -> int:

@@ -33,7 +33,7 @@ class Options(Recorded, Seeded):
     """Suites: small (whole layers), short, long, drawn (lengths at which nothing was chosen), decode, masks,
     picker. All if none is named."""
     budget: str | None = None
-    """Stop after so long (90s, 10m); what is left waits for --resume."""
+    """Stop after this time (90s, 10m); --resume measures the rest."""
     resume: bool = False
     """Leave out what an earlier run into the same folder measured, with the same GPU, torch and commit."""
     flex: bool = True

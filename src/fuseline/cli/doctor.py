@@ -1,5 +1,5 @@
 """Look at what this machine has and what is missing: packages, GPU, compilers, the native library, and
-whether every op computes what it should. Each row that is not well ends with what mends it."""
+whether every op computes what it should. Each row with a problem ends with how to fix it."""
 
 from __future__ import annotations
 

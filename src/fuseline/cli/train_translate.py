@@ -1,4 +1,4 @@
-"""Train a model that translates, and count its BLEU.
+"""Train a translation model, and measure its BLEU.
 
 The embedded default (German to English, sentences of a grammar of our own) is learned in minutes on two
 cores. Options left out are the preset's. A run can be stopped at any time and resumed (--out FOLDER
