@@ -340,14 +340,14 @@ def test_a_trap_that_was_taken_and_rows_without_sense_are_caught() -> None:
             Row("outside", "rms_norm", "kept"),
             Row("inside", "rms_norm", "refused", " "),
             Row("elsewhere", "layer_norm"),
-            Row("middle", "linear", "perhaps"),
+            Row("middle", "convolution", "perhaps"),
         ]
 
     result = checked(take, "odd_epsilon")
     assert_caught(result, "rms_norm at outside was taken", "epsilon is added outside of the root")
     assert_caught(result, "rms_norm at 'inside' is refused without a reason")
     assert_caught(result, "no module 'elsewhere'")
-    assert_caught(result, "'linear' at 'middle' is none of the kinds")
+    assert_caught(result, "'convolution' at 'middle' is none of the kinds")
     assert_caught(result, "unknown status 'perhaps'")
 
 
