@@ -42,6 +42,14 @@ def test_an_op_has_options_of_its_own(capsys) -> None:
     assert "There is no option of cross_entropy named 'causal'" in capsys.readouterr().err
 
 
+def test_attention_says_who_decides_between_libraries(capsys) -> None:
+    problem = ["--shape", "2", "4", "128", "64", "--gpu", "h200"]
+    assert run(["explain", "attention", *problem]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("These are Fuseline's own kernels.")
+    assert run(["explain", "attention", *problem, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"]
+
+
 def test_mistakes_are_named_in_one_line(capsys) -> None:
     assert run(["explain", "softmax", "--shape", "4", "--dtype", "int8", "--gpu", "h200"]) == 2
     assert "There is no dtype named 'int8'" in capsys.readouterr().err

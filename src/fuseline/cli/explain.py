@@ -84,6 +84,10 @@ class Options:
     """Print one JSON object."""
 
 
+_OTHERS = (
+    "These are Fuseline's own kernels. ops.attention takes another library's kernel where that was faster: "
+    "fuseline.picker.explain(q, k, v) in Python says which one, and why."
+)
 _SHARED = {"op", "shape", "dtype", "gpu", "address", "json"}
 
 
@@ -98,6 +102,8 @@ def run(options: Options) -> int:
     )
     if options.json:
         print(json.dumps({**asdict(explained), "dtype": dtype}))
-    else:
-        print(explained)
+        return 0
+    print(explained)
+    if options.op == "attention":
+        print(_OTHERS)
     return 0
