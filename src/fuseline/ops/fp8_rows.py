@@ -64,8 +64,8 @@ def _has_kernel(x: torch.Tensor) -> bool:
 
 
 def _adds_bias(M: int, N: int, K: int) -> bool:
-    """Whether torch is asked for a product of scaled rows with a bias. On an H200 cuBLASLt had none of 1 to 256
-    rows by 32 to 256 over 8,192 and more, nor of 17 by 1,024 over 28,672, where it probably splits K."""
+    """Whether torch is asked for a product of scaled rows with a bias. On an H200 cuBLASLt had none of 1 to
+    256 rows by 32 to 256 over 8,192 and more, nor of 17 by 1,024 over 28,672: it probably splits K there."""
     return (K <= 4096 and N >= 128) or (M >= 256 and N >= 512)
 
 
