@@ -95,13 +95,14 @@ def test_layers(layers: Recorder) -> None:
             answers[answer == 0] += 1
             assert (answer == 0) == bool(launched)
             fits = library.fuseline_small_layer_fits(ctypes.byref(call), 0)
-            assert fits == (answer == 0)
+            assert fits <= (answer == 0)
+            assert options["captured"] or fits == (answer == 0), "the question is about eager calls, too"
             ran |= {name for name, *_ in launched}
             answer = library.fuseline_small_layer_backward(ctypes.byref(call), ctypes.byref(gradients), None)
             launched = layers.taken()
             same(backward, launched)
             assert (answer == 0) == bool(launched)
-            assert library.fuseline_small_layer_fits(ctypes.byref(call), 1) == (fits and answer == 0)
+            assert library.fuseline_small_layer_fits(ctypes.byref(call), 1) == bool(fits and answer == 0)
             ran |= {name for name, *_ in launched}
     assert min(answers.values()) > PROBLEMS
     assert not layers.kernels() - ran, "no problem takes them"

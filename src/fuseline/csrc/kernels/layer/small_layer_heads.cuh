@@ -9,7 +9,7 @@
 // Moves into each multiprocessor (kRows + 192 / kParts) * E elements, 80 KB at 8 x (16, 512) in bf16 and 224 KB at 8 x (128,
 // 512); does 2 B S E N operations, and 4 B H S^2 D to attend. Limit: below 8 x 128 x 512 the chain of latencies from
 // launch to store, at 8 x 64 x 256 a third of it in shared memory's bandwidth; there, with products of warpgroups
-// (small_layer_wgmma.cuh), what L2 gives, so that blocks of a cluster fetch for each other what they share.
+// (warpgroup_product.cuh), what L2 gives, so that blocks of a cluster fetch for each other what they share.
 #pragma once
 
 #include "device/chunk_product.cuh"
