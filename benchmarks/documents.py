@@ -143,6 +143,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "plans-cross-entropy": lambda of: plans.cross_entropy(),
     "plans-norms": lambda of: plans.norms(),
     "plans-attention": lambda of: plans.attention(),
+    "plans-small-layers": lambda of: plans.small_layers(),
 }
 
 
