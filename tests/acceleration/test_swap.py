@@ -286,6 +286,16 @@ def test_a_shared_module_is_one_site(x: torch.Tensor, keep_all: Make) -> None:
     assert fast.report().taken == 2
 
 
+def test_a_layer_with_two_names_keeps_its_weights(x: torch.Tensor, keep_all: Make) -> None:
+    model = Model()
+    model.mlp.up = model.mlp.gate
+    before, weight = model(x), model.mlp.gate.weight
+    fast = keep_all(model, x)
+    assert model.mlp.gate.weight is weight
+    assert {site.kind for site in fast.kept} >= {"gated_mlp"}
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
 def test_only_and_skip(model: Model, x: torch.Tensor, keep_all: Make) -> None:
     assert {site.path for site in keep_all(model, x, only="norm").sites} == {"norm"}
     for module in model.modules():
