@@ -153,9 +153,7 @@ class DeferredLogits(torch.Tensor):
         return DeferredLogits._made(head, _Memory(head), (), layout)
 
     @staticmethod
-    def _made(
-        head: Head, memory: _Memory, views: tuple[View, ...], layout: torch.Tensor
-    ) -> DeferredLogits:
+    def _made(head: Head, memory: _Memory, views: tuple[View, ...], layout: torch.Tensor) -> DeferredLogits:
         nothing = torch.empty((), dtype=layout.dtype, device=head.hidden.device).expand(layout.shape)
         deferred = nothing.as_subclass(DeferredLogits)
         deferred._head, deferred._memory = head, memory
