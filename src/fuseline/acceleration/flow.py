@@ -87,8 +87,8 @@ class Read:
 
 
 class Flow(TorchFunctionMode):
-    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S], and of
-    [B H, T, S] where a product takes its result."""
+    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S], and
+    of [B H, T, S] where a product takes its result."""
 
     def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from fuseline.acceleration import deferred_logits
 from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
+from fuseline.acceleration.kept_proofs import KeptProof, KeptRecipe, keep, load, proof_key
 from fuseline.acceleration.observe import Observed, Sample, call_model
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
@@ -64,15 +65,16 @@ def study_head(
         if not losses:
             left = left or Site(observed.path, KIND, REFUSED, READ, OP, also=observed.paths[1:])
             continue
-        reason = why_not_passed(head, observed.path) or _prove(losses[0])
-        if reason:
-            return HeadStudy((Site(observed.path, KIND, REFUSED, reason, OP),))
         site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
-        verdict = _time(losses[0], clock) if wanted.time_sites else None
-        if verdict is not None:
-            site = replace(site, time_us=verdict.swapped_us, original_time_us=verdict.original_us)
-            if not verdict.pays:
-                reason = SLOWER if verdict.swapped_us > verdict.original_us else NOT_CERTAIN
+        reason = why_not_passed(head, observed.path)
+        numbers = KeptRecipe(refused=reason) if reason else _judged(losses[0], wanted, clock)
+        if numbers.refused:
+            return HeadStudy((replace(site, status=REFUSED, reason=numbers.refused),))
+        site = replace(site, error=numbers.error, original_error=numbers.original_error)
+        if numbers.time_us is not None and numbers.original_time_us is not None:
+            site = replace(site, time_us=numbers.time_us, original_time_us=numbers.original_time_us)
+            if not numbers.pays:
+                reason = SLOWER if numbers.time_us > numbers.original_time_us else NOT_CERTAIN
                 return HeadStudy((replace(site, status=NOT_FASTER, reason=reason),))
         return HeadStudy((site,), head)
     return HeadStudy(() if left is None else (left,))
@@ -115,6 +117,36 @@ def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
         deferred_logits.taken = None
 
 
+def _judged(loss: HeadLoss, wanted: Wanted, clock: Clock) -> KeptRecipe:
+    """The loss proved and timed, now or in an earlier run."""
+    given = [loss.head.hidden, loss.head.weight, loss.head.bias, loss.target, loss.weight]
+    device = loss.head.hidden.device.type
+    key = proof_key(
+        KIND,
+        [None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in given],
+        loss.head.steps,
+        (loss.ignore_index, loss.reduction, loss.label_smoothing),
+        torch.get_autocast_dtype(device) if _autocast(loss.head.hidden) else None,
+        torch.get_float32_matmul_precision(),
+        clock.recorded,
+        torch.get_num_threads(),
+    )
+    kept = load(key) if wanted.keep_proofs else None
+    numbers = kept.recipes[0] if kept is not None and kept.recipes else _prove(loss)
+    if wanted.time_sites and not numbers.refused and numbers.pays is None:
+        verdict = _time(loss, clock)
+        if verdict is not None:
+            numbers.time_us, numbers.original_time_us = verdict.swapped_us, verdict.original_us
+            numbers.pays = verdict.pays
+    if wanted.keep_proofs:
+        keep(key, KeptProof([numbers]))
+    return (
+        numbers
+        if wanted.time_sites
+        else KeptRecipe(numbers.error, numbers.original_error, refused=numbers.refused)
+    )
+
+
 def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
     """Forward and backward of head and loss, apart and as one; None where there is no memory for all logits,
     which one of them needs."""
@@ -135,8 +167,8 @@ def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
         return None
 
 
-def _prove(loss: HeadLoss) -> str | None:
-    """Why the op does not stand for head and loss; None where it does."""
+def _prove(loss: HeadLoss) -> KeptRecipe:
+    """The op's errors and torch's, or why the op does not stand for head and loss."""
     hidden = loss.head.hidden.detach().reshape(-1, loss.head.hidden.shape[-1])[:MOST_ROWS]
     target = loss.target.reshape(-1)[:MOST_ROWS]
     weight, bias = loss.head.weight.detach(), loss.head.bias
@@ -159,12 +191,10 @@ def _prove(loss: HeadLoss) -> str | None:
         return ours, original, exact
 
     try:
-        rule.compare_draws(
-            draw, torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-        )
+        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        return KeptRecipe(*rule.compare_draws(draw, dtype))
     except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
-        return first_line(error)
-    return None
+        return KeptRecipe(refused=first_line(error))
 
 
 def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss) -> rule.Results:

@@ -189,8 +189,8 @@ def observe(model: nn.Module, batch: Any) -> Observation:
 
 @contextlib.contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are on exit what they
-    were: a run in between leaves no trace."""
+    """Random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are on exit what
+    they were: a run in between leaves no trace."""
     scaled = [
         (module.weight, module.weight.detach().clone())
         for module in model.modules()
