@@ -56,7 +56,7 @@ def find(seen: Iterable[Observed], only: Sequence[str], skip: Sequence[str]) -> 
         module = observed.module
         if not observed.samples or observed.reason or not is_wanted(observed.paths, only, skip):
             continue
-        if type(module) in SINGLE or sum(1 for _ in module.modules()) > LARGEST_FAMILY:
+        if type(module) in SINGLE or observed.attends or _count(module) > LARGEST_FAMILY:
             continue
         samples = tuple(observed.samples.values())
         family = fingerprint(module), tuple(id(sample) for sample in samples)
@@ -136,6 +136,10 @@ def _small_trace(module: nn.Module, sample: Sample) -> Trace:
         traced = trace(module, sample)
     fix_default_eps(traced)
     return traced
+
+
+def _count(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
 
 
 def _name(function: object) -> str:
