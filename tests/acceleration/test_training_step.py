@@ -201,6 +201,17 @@ def test_who_writes_to_deferred_logits_is_seen(write: Callable[[torch.Tensor], t
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_a_compiled_loss_gets_logits(keep_all: Make) -> None:
+    torch._dynamo.reset()
+    model, batch = Language(), batches(1)[0]
+    expected = model(**batch)["loss"]
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    fast = keep_all(model, batch)
+    step = fast.training_step(torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32")
+    assert float(step(batch)) == pytest.approx(expected.item(), rel=1e-5)
+    torch._dynamo.reset()
+
+
 CAPPINGS: dict[str, Any] = {
     "whole": lambda logits: torch.tanh(logits / 2.0) * 2.0,
     "cast before": lambda logits: (logits.float() / 2.0).tanh() * 2.0,

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from fuseline.acceleration import deferred_logits
 from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
 from fuseline.acceleration.kept_proofs import KeptProof, KeptRecipe, keep, load, proof_key
-from fuseline.acceleration.observe import Observed, Sample, call_model
+from fuseline.acceleration.observe import Observed, Sample, call_model, is_compiled
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
 from fuseline.acceleration.site import FOUND, NOT_CERTAIN, NOT_FASTER, REFUSED, SLOWER, Site
@@ -33,6 +34,7 @@ from fuseline.timing import ran_out_of_memory
 KIND, OP = "head_loss", "linear_cross_entropy"
 IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
 READ = "its logits are read or changed before the loss, or the loss is none that Fuseline's op computes"
+COMPILED = "it is compiled by torch.compile, with what comes after it"
 MOST_ROWS = 4096
 """Rows that a proof takes: all logits of them exist three times, once in float64."""
 
@@ -61,9 +63,11 @@ def study_head(
         assert isinstance(head, nn.Linear)
         if not is_wanted(observed.paths, wanted.only, wanted.skip):
             continue
-        losses = _losses(model, batch, head)
+        compiled = _is_compiled_with_others(model, observed.path)
+        losses = [] if compiled else _losses(model, batch, head)
         if not losses:
-            left = left or Site(observed.path, KIND, REFUSED, READ, OP, also=observed.paths[1:])
+            reason = COMPILED if compiled else READ
+            left = left or Site(observed.path, KIND, REFUSED, reason, OP, also=observed.paths[1:])
             continue
         site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
         reason = why_not_passed(head, observed.path)
@@ -92,7 +96,7 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
         return
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        if type(input) is not torch.Tensor or not torch.is_grad_enabled():
+        if is_dynamo_compiling() or type(input) is not torch.Tensor or not torch.is_grad_enabled():
             return F.linear(input, weight, bias)
         return DeferredLogits.of(Head(input, weight, bias))
 
@@ -106,13 +110,24 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
             head.__dict__["forward"] = standing
 
 
+def _is_compiled_with_others(model: nn.Module, path: str) -> bool:
+    """Whether the module of that path, or one around it, is compiled."""
+    parts = path.split(".")
+    return any(is_compiled(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1))
+
+
 def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
-    """The losses that were taken of this head's logits without computing them, in one run of the batch."""
+    """The losses that were taken of this head's logits without computing them, in one run of the batch; none
+    where the model's code does not run with such logits, as where a compiled function takes them."""
     deferred_logits.taken = []
     try:
-        with torch.enable_grad(), deferred(head):
+        with torch.compiler.set_stance("default"), torch.enable_grad(), deferred(head):
             call_model(model, batch)
         return list(deferred_logits.taken)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and ran_out_of_memory(error):
+            raise
+        return []
     finally:
         deferred_logits.taken = None
 

@@ -221,6 +221,11 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module go to code that `torch.compile` made."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 @contextlib.contextmanager
 def _calls_seen(tell: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
     """Within, `tell` is called at each call of torch's attention functions and of its cross-entropy."""
