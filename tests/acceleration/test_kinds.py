@@ -364,23 +364,38 @@ def test_an_error_is_held_against_the_worst_of_the_originals_where_one_was_small
 
 
 class WrittenOut(nn.Module):
-    def __init__(self) -> None:
+    """Attention in four dimensions, or in three with dropout between."""
+
+    def __init__(self, dims: int) -> None:
         super().__init__()
-        self.norm, self.spare = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm, self.spare, self.dims = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), dims
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.norm(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        return ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(-2)
+        if self.dims == 4:
+            return ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(-2)
+        flat = heads.flatten(0, 1)
+        weights = F.dropout(torch.bmm(flat, flat.mT).softmax(-1), 0.1, self.training)
+        return torch.bmm(weights, flat).unflatten(0, (-1, 2)).transpose(1, 2).flatten(-2)
 
 
-def test_what_is_left_says_why(keep_all: Make) -> None:
-    fast = keep_all(Whole(WrittenOut()), torch.randn(3, 5, WIDTH))
+@pytest.mark.parametrize("dims", [3, 4])
+def test_what_is_left_says_why(dims: int, keep_all: Make) -> None:
+    fast = keep_all(Whole(WrittenOut(dims)), torch.randn(3, 5, WIDTH))
     said = {(site.path, site.kind): (site.status, site.reason) for site in fast.sites}
     assert said["part.norm", "layer_norm"] == ("kept", "")
     assert said["part.spare", "layer_norm"] == ("refused", "the batch does not call it")
     status, reason = said["part", "attention"]
     assert status == "refused"
     assert "written out" in reason
+
+
+def test_a_table_whose_rows_are_scaled_down_stays_as_it_is(keep_all: Make) -> None:
+    table = nn.Embedding(10, WIDTH, max_norm=0.1)
+    before = table.weight.detach().clone()
+    fast = keep_all(nn.Sequential(table, nn.LayerNorm(WIDTH)), torch.arange(6))
+    assert torch.equal(table.weight, before)
+    assert "embedding_renorm_" in {site.kind: site.reason for site in fast.sites}["embedding"]
 
 
 def test_returns_what_the_original_returned(keep_all: Make) -> None:

@@ -97,6 +97,12 @@ def test_the_whole_step_takes_sites_out() -> None:
     assert fast.whole is not None
     assert fast.whole.ratio.value == 2.0
     assert "whole step was not faster" in str(fast)
+    clock = GivenClock(2.0)
+    again = by(clock, model())
+    assert (again.sites, again.whole, clock.asked) == (fast.sites, fast.whole, 0)
+    assert {m for m, module in again.model.named_modules() if "forward" in vars(module)} == {
+        m for m, module in given.named_modules() if "forward" in vars(module)
+    }
 
 
 def test_proofs_and_times_are_kept_between_runs(kept_apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +114,10 @@ def test_proofs_and_times_are_kept_between_runs(kept_apart: Path, monkeypatch: p
 
     monkeypatch.setattr(judge, "prove", never)
     clock = GivenClock(2.0)
-    assert len(by(clock, model()).kept) == 3
-    assert clock.asked == 1  # the whole step alone
+    fast = by(clock, model())
+    assert len(fast.kept) == 3
+    assert fast.whole is not None
+    assert clock.asked == 0
     for file in kept_apart.glob("*.json"):
         file.write_text("{ half a file")
     with pytest.raises(AssertionError, match="proved again"):
@@ -163,8 +171,12 @@ def test_a_head_that_is_not_faster_with_its_loss_is_left() -> None:
             return nn.functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), tokens.flatten())
 
     for ratio, status in ((2.0, "found"), (0.5, "not faster")):
-        fast = by(GivenClock(ratio), Language(), torch.randint(50, (2, 7)))
+        fast = by(GivenClock(ratio), Language(), torch.randint(50, (2, 7 if ratio > 1 else 8)))
         (site,) = (site for site in fast.sites if site.kind == "head_loss")
         assert site.status == status
         assert (fast.head is not None) == (status == "found")
         assert site.time_us is not None
+        assert site.error is not None
+        clock = GivenClock(3.0)
+        assert by(clock, Language(), torch.randint(50, (2, 7 if ratio > 1 else 8))).sites == fast.sites
+        assert clock.asked == 0

@@ -267,6 +267,22 @@ def test_compiled_in_one_graph(model: Model, x: torch.Tensor, keep_all: Make) ->
     torch._dynamo.reset()
 
 
+def test_a_model_that_is_compiled_already(model: Model, x: torch.Tensor, keep_all: Make) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(x)
+    fast = keep_all(compiled, x)
+    assert {site.kind for site in fast.kept} == {"rms_norm", "gated_mlp"}
+    assert torch.allclose(compiled(x), before, atol=1e-6)
+    step = fast.training_step(
+        torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32", loss=lambda out, _: out.square().mean()
+    )
+    assert torch.allclose(step(x), before.square().mean(), atol=1e-6)
+    fast.undo()
+    assert torch.equal(compiled(x), before)
+    torch._dynamo.reset()
+
+
 def test_a_shared_module_is_one_site(x: torch.Tensor, keep_all: Make) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -284,6 +300,16 @@ def test_a_shared_module_is_one_site(x: torch.Tensor, keep_all: Make) -> None:
     assert (site.path, site.also) == ("first", ("second",))
     assert torch.allclose(model(x), before, atol=1e-6)
     assert fast.report().taken == 2
+
+
+def test_a_layer_with_two_names_keeps_its_weights(x: torch.Tensor, keep_all: Make) -> None:
+    model = Model()
+    model.mlp.up = model.mlp.gate
+    before, weight = model(x), model.mlp.gate.weight
+    fast = keep_all(model, x)
+    assert model.mlp.gate.weight is weight
+    assert {site.kind for site in fast.kept} >= {"gated_mlp"}
+    assert torch.allclose(model(x), before, atol=1e-6)
 
 
 def test_only_and_skip(model: Model, x: torch.Tensor, keep_all: Make) -> None:

@@ -164,6 +164,54 @@ def test_the_loss_of_deferred_logits(options: dict[str, Any]) -> None:
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def _whole(logits: torch.Tensor) -> torch.Tensor:
+    logits[..., 7] = -2.0
+    return logits.view(-1, VOCABULARY)
+
+
+def _view_before(logits: torch.Tensor) -> torch.Tensor:
+    flat = logits.view(-1, VOCABULARY)
+    logits[..., 7] = -2.0
+    return flat
+
+
+def _copy_before(logits: torch.Tensor) -> torch.Tensor:
+    rows = logits[:, 1:].contiguous()
+    logits[..., 7] = -2.0
+    return rows.view(-1, VOCABULARY)
+
+
+def _through_a_view(logits: torch.Tensor) -> torch.Tensor:
+    logits[:, :3].mul_(0.5)
+    return logits.float().flatten(0, 1)
+
+
+@pytest.mark.parametrize("write", [_whole, _view_before, _copy_before, _through_a_view])
+def test_who_writes_to_deferred_logits_is_seen(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    hidden, head = torch.randn(2, 5, 16, requires_grad=True), nn.Linear(16, VOCABULARY)
+    theirs = write(head(hidden))
+    target = torch.randint(VOCABULARY, (len(theirs),))
+    theirs = F.cross_entropy(theirs, target)
+    ours = F.cross_entropy(write(DeferredLogits.of(Head(hidden, head.weight, head.bias))), target)
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+    wanted = [hidden, head.weight, head.bias]
+    for one, other in zip(
+        torch.autograd.grad(ours, wanted), torch.autograd.grad(theirs, wanted), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_loss_gets_logits(keep_all: Make) -> None:
+    torch._dynamo.reset()
+    model, batch = Language(), batches(1)[0]
+    expected = model(**batch)["loss"]
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    fast = keep_all(model, batch)
+    step = fast.training_step(torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32")
+    assert float(step(batch)) == pytest.approx(expected.item(), rel=1e-5)
+    torch._dynamo.reset()
+
+
 CAPPINGS: dict[str, Any] = {
     "whole": lambda logits: torch.tanh(logits / 2.0) * 2.0,
     "cast before": lambda logits: (logits.float() / 2.0).tanh() * 2.0,

@@ -13,7 +13,7 @@ from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.layer import layers_of
 from fuseline.acceleration.levels import apply_levels, check_levels
 from fuseline.acceleration.pay import Clock
-from fuseline.acceleration.study import STUDYING, study
+from fuseline.acceleration.study import STUDYING, study, uncompiled
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.whole import check_whole
 from fuseline.errors import InputError
@@ -102,7 +102,7 @@ def accelerate_by(
         time_sites=time_sites,
         strict=strict,
     )
-    with STUDYING:
+    with STUDYING, uncompiled():
         notes, undo = ([], []) if dry_run else apply_levels(model, levels)
         try:
             found = study(model, batch, wanted, clock)

@@ -3,7 +3,8 @@
 A head's forward returns `DeferredLogits` in their place: a tensor of the logits' shape without memory, which
 knows the hidden states and the head. Taking rows, reshaping rows and casting to float32 go to the hidden
 states; `cross_entropy` of it is `fuseline.ops.linear_cross_entropy`, which never has all logits at once. Any
-other operation computes the logits first, as the head would have, and goes on with them.
+other operation computes the logits first, as the head would have, and goes on with them. From then on the
+logits and all views of them are the computed ones, so that whoever writes to one is seen by all.
 """
 
 from __future__ import annotations
@@ -118,25 +119,68 @@ taken: list[HeadLoss] | None = None
 """Where losses are written down while somebody looks (`head_loss.py`)."""
 
 
+@dataclass
+class _Memory:
+    """What the logits and all views of them share: the head, and the logits once somebody has read them."""
+
+    head: Head
+    logits: torch.Tensor | None = None
+
+    def computed(self) -> torch.Tensor:
+        if self.logits is None:
+            self.logits = self.head.logits()
+        return self.logits
+
+
+View = tuple[Callable[..., Any], tuple[Any, ...]]
+"""An operation that returns the same memory, and its arguments."""
+
+
 class DeferredLogits(torch.Tensor):
     """The logits of a head, computed when an operation other than those above wants them."""
 
     _head: Head
-    _logits: torch.Tensor | None
+    _memory: _Memory
+    _views: tuple[View, ...]
+    """What leads from the memory's logits to these."""
+    _layout: torch.Tensor
+    """How the logits would lie in memory: a tensor on the meta device."""
 
     @staticmethod
     def of(head: Head) -> DeferredLogits:
         dtype = torch.float32 if head.wide else _product_dtype(head)
-        nothing = torch.empty((), dtype=dtype, device=head.hidden.device).expand(head.shape())
+        layout = torch.empty(head.shape(), dtype=dtype, device="meta")
+        return DeferredLogits._made(head, _Memory(head), (), layout)
+
+    @staticmethod
+    def _made(head: Head, memory: _Memory, views: tuple[View, ...], layout: torch.Tensor) -> DeferredLogits:
+        nothing = torch.empty((), dtype=layout.dtype, device=head.hidden.device).expand(layout.shape)
         deferred = nothing.as_subclass(DeferredLogits)
-        deferred._head, deferred._logits = head, None
+        deferred._head, deferred._memory = head, memory
+        deferred._views, deferred._layout = views, layout
         return deferred
 
     def logits(self) -> torch.Tensor:
         """The logits, computed once."""
-        if self._logits is None:
-            self._logits = self._head.logits()
-        return self._logits
+        logits = self._memory.computed()
+        for func, args in self._views:
+            logits = func(logits, *args)
+        return logits
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the logits were read, and so may have been written to."""
+        return self._memory.logits is not None
+
+    def _after(self, func: Callable[..., Any], args: tuple[Any, ...], head: Head) -> DeferredLogits:
+        """What the operation gives, whose logits are those of `head`: a view of these, or logits with memory
+        of their own."""
+        if func is torch.Tensor.to and head is self._head:
+            return self  # on its device already
+        layout = func(self._layout, *args)
+        if layout is self._layout or layout._is_view():
+            return self._made(head, self._memory, (*self._views, (func, args)), layout)
+        return self._made(head, _Memory(head), (), layout)
 
     @classmethod
     def __torch_function__(
@@ -155,9 +199,9 @@ class DeferredLogits(torch.Tensor):
             if loss is not None:
                 return loss
         elif args and isinstance(args[0], DeferredLogits) and not _deferred_in(args[1:], kwargs):
-            head = _moved(func, args[0]._head, args[1:], kwargs)
+            head = None if args[0].is_computed else _moved(func, args[0]._head, args[1:], kwargs)
             if head is not None:
-                return cls.of(head)
+                return args[0]._after(func, args[1:], head)
         args, kwargs = pytree.tree_map(_computed, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -173,7 +217,7 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     """The loss without the logits; None for what the op does not do."""
-    if not isinstance(input, DeferredLogits) or input._logits is not None or input.dim() > 2:
+    if not isinstance(input, DeferredLogits) or input.is_computed or input.dim() > 2:
         return None
     if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
         return None

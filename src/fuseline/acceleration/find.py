@@ -23,6 +23,13 @@ LARGEST_FAMILY = 12
 """Modules in and below one that may be a single fused op."""
 SINGLE = (nn.Linear, nn.Dropout, nn.Identity)
 """Modules of torch's that are one operation already: there is nothing to look for in them."""
+KNOWN = {
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    nn.GELU: "activation",
+    nn.Embedding: "embedding",
+}
+"""Kinds of torch's modules, for the reason where one of them cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Candidate:
     paths: tuple[str, ...]
     samples: tuple[Sample, ...]
     verdict: Match | Refusal
-    trace: Trace
+    trace: Trace | None
     family: Any
 
     @property
@@ -49,14 +56,14 @@ def find(seen: Iterable[Observed], only: Sequence[str], skip: Sequence[str]) -> 
         module = observed.module
         if not observed.samples or observed.reason or not is_wanted(observed.paths, only, skip):
             continue
-        if type(module) in SINGLE or sum(1 for _ in module.modules()) > LARGEST_FAMILY:
+        if type(module) in SINGLE or observed.attends or _count(module) > LARGEST_FAMILY:
             continue
         samples = tuple(observed.samples.values())
         family = fingerprint(module), tuple(id(sample) for sample in samples)
         if family not in known:
             known[family] = _recognized(module, samples)
         verdict, traced = known[family]
-        if verdict is None or traced is None:
+        if verdict is None:
             continue
         reason = why_untouchable(module) if isinstance(verdict, Match) else None
         if reason is not None:
@@ -109,9 +116,11 @@ def _recognized(module: nn.Module, samples: Sequence[Sample]) -> tuple[Verdict, 
     verdicts = []
     traced: Trace | None = None
     for sample in samples:
-        traced = _small_trace(module, sample)
-        if traced is None:
-            return None, None
+        try:
+            traced = _small_trace(module, sample)
+        except UntraceableError as error:
+            kind = KNOWN.get(type(module))
+            return None if kind is None else Refusal(kind, str(error)), None
         verdicts.append(recognize(traced, module))
     if any(verdict != verdicts[0] for verdict in verdicts):
         kinds = [verdict.kind for verdict in verdicts if verdict is not None]
@@ -119,16 +128,18 @@ def _recognized(module: nn.Module, samples: Sequence[Sample]) -> tuple[Verdict, 
     return verdicts[0], traced
 
 
-def _small_trace(module: nn.Module, sample: Sample) -> Trace | None:
+def _small_trace(module: nn.Module, sample: Sample) -> Trace:
     """The module's graph on few rows, so that looking at it costs little; on all where it takes no fewer."""
-    for smaller in (reduced(sample, 6), sample):
-        try:
-            traced = trace(module, smaller)
-        except UntraceableError:
-            continue
-        fix_default_eps(traced)
-        return traced
-    return None
+    try:
+        traced = trace(module, reduced(sample, 6))
+    except UntraceableError:
+        traced = trace(module, sample)
+    fix_default_eps(traced)
+    return traced
+
+
+def _count(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
 
 
 def _name(function: object) -> str:

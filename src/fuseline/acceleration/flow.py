@@ -17,12 +17,16 @@ from torch.overrides import TorchFunctionMode
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
 ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
+BATCHED_PRODUCTS = frozenset(
+    {torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+)
 DROPOUTS = frozenset({F.dropout, torch.dropout})
 
 RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
 
 _MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
 _RETURNED, _RELU, _READ = "_fuseline_returned", "_fuseline_relu", "_fuseline_read"
+_SCORES = "_fuseline_scores"
 _numbers = itertools.count()
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
@@ -83,7 +87,8 @@ class Read:
 
 
 class Flow(TorchFunctionMode):
-    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S]."""
+    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S], and
+    of [B H, T, S] where a product takes its result."""
 
     def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()
@@ -99,6 +104,10 @@ class Flow(TorchFunctionMode):
         elif func in RELUS:
             self._note_relu(result, args[0])
         elif func in SOFTMAXES and result.dim() == 4:
+            self._scores_seen()
+        elif func in SOFTMAXES and result.dim() == 3:
+            setattr(result, _SCORES, True)
+        elif func in BATCHED_PRODUCTS and _has(_SCORES, args[0]):
             self._scores_seen()
         elif func in ADDS_IN_PLACE:
             setattr(result, _SUM, (SumSeen(reason=IN_PLACE), _version(result)))
@@ -131,6 +140,8 @@ class Flow(TorchFunctionMode):
         maker = getattr(x, _MAKER, None)
         if maker is not None:
             setattr(result, _MAKER, maker)
+        if _has(_SCORES, x):
+            setattr(result, _SCORES, True)
         if dropped.drops and not dropped.inplace:
             self._note_relu_dropped(x, dropped.p)
             setattr(result, _DROP, (Drop(dropped.p, maker), _version(result), weakref.ref(x), _version(x)))
@@ -230,6 +241,11 @@ def _placed(output: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
 
 def _are_tensors(args: tuple[Any, ...]) -> bool:
     return all(isinstance(one, torch.Tensor) for one in args)
+
+
+def _has(mark: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or the one that it is a view of, was given a mark."""
+    return hasattr(tensor, mark) or (tensor._base is not None and hasattr(tensor._base, mark))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.rebound import Rebound, StandIn
 from fuseline.acceleration.rehearse import not_reached
 from fuseline.acceleration.site import KEPT, REFUSED, Site
-from fuseline.acceleration.study import STUDYING, Study, study
+from fuseline.acceleration.study import STUDYING, Study, study, uncompiled
 from fuseline.acceleration.table import report_text, table
 from fuseline.acceleration.training_step import Loss, Scheduler, TrainingStep
 from fuseline.acceleration.wanted import Wanted
@@ -269,7 +269,7 @@ class Acceleration:
         autocast = torch.is_autocast_enabled(self.device.type)
         if self.wanted.dry_run or not (recorded or autocast):
             return
-        with STUDYING, self.paused():
+        with STUDYING, uncompiled(), self.paused():
             found = study(self.model, batch, replace(self.wanted, train=True), Clock(recorded=recorded))
         self.apply(found)
         kept = {(site.path, site.kind) for site in self.kept}

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from fuseline.acceleration import deferred_logits
 from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
-from fuseline.acceleration.observe import Observed, Sample, call_model
+from fuseline.acceleration.kept_proofs import KeptProof, KeptRecipe, keep, load, proof_key
+from fuseline.acceleration.observe import Observed, Sample, call_model, is_compiled
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
 from fuseline.acceleration.site import FOUND, NOT_CERTAIN, NOT_FASTER, REFUSED, SLOWER, Site
@@ -32,6 +34,7 @@ from fuseline.timing import ran_out_of_memory
 KIND, OP = "head_loss", "linear_cross_entropy"
 IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
 READ = "its logits are read or changed before the loss, or the loss is none that Fuseline's op computes"
+COMPILED = "it is compiled by torch.compile, with what comes after it"
 MOST_ROWS = 4096
 """Rows that a proof takes: all logits of them exist three times, once in float64."""
 
@@ -60,19 +63,22 @@ def study_head(
         assert isinstance(head, nn.Linear)
         if not is_wanted(observed.paths, wanted.only, wanted.skip):
             continue
-        losses = _losses(model, batch, head)
+        compiled = _is_compiled_with_others(model, observed.path)
+        losses = [] if compiled else _losses(model, batch, head)
         if not losses:
-            left = left or Site(observed.path, KIND, REFUSED, READ, OP, also=observed.paths[1:])
+            reason = COMPILED if compiled else READ
+            left = left or Site(observed.path, KIND, REFUSED, reason, OP, also=observed.paths[1:])
             continue
-        reason = why_not_passed(head, observed.path) or _prove(losses[0])
-        if reason:
-            return HeadStudy((Site(observed.path, KIND, REFUSED, reason, OP),))
         site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
-        verdict = _time(losses[0], clock) if wanted.time_sites else None
-        if verdict is not None:
-            site = replace(site, time_us=verdict.swapped_us, original_time_us=verdict.original_us)
-            if not verdict.pays:
-                reason = SLOWER if verdict.swapped_us > verdict.original_us else NOT_CERTAIN
+        reason = why_not_passed(head, observed.path)
+        numbers = KeptRecipe(refused=reason) if reason else _judged(losses[0], wanted, clock)
+        if numbers.refused:
+            return HeadStudy((replace(site, status=REFUSED, reason=numbers.refused),))
+        site = replace(site, error=numbers.error, original_error=numbers.original_error)
+        if numbers.time_us is not None and numbers.original_time_us is not None:
+            site = replace(site, time_us=numbers.time_us, original_time_us=numbers.original_time_us)
+            if not numbers.pays:
+                reason = SLOWER if numbers.time_us > numbers.original_time_us else NOT_CERTAIN
                 return HeadStudy((replace(site, status=NOT_FASTER, reason=reason),))
         return HeadStudy((site,), head)
     return HeadStudy(() if left is None else (left,))
@@ -90,7 +96,7 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
         return
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        if type(input) is not torch.Tensor or not torch.is_grad_enabled():
+        if is_dynamo_compiling() or type(input) is not torch.Tensor or not torch.is_grad_enabled():
             return F.linear(input, weight, bias)
         return DeferredLogits.of(Head(input, weight, bias))
 
@@ -104,15 +110,56 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
             head.__dict__["forward"] = standing
 
 
+def _is_compiled_with_others(model: nn.Module, path: str) -> bool:
+    """Whether the module of that path, or one around it, is compiled."""
+    parts = path.split(".")
+    return any(is_compiled(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1))
+
+
 def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
-    """The losses that were taken of this head's logits without computing them, in one run of the batch."""
+    """The losses that were taken of this head's logits without computing them, in one run of the batch; none
+    where the model's code does not run with such logits, as where a compiled function takes them."""
     deferred_logits.taken = []
     try:
-        with torch.enable_grad(), deferred(head):
+        with torch.compiler.set_stance("default"), torch.enable_grad(), deferred(head):
             call_model(model, batch)
         return list(deferred_logits.taken)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and ran_out_of_memory(error):
+            raise
+        return []
     finally:
         deferred_logits.taken = None
+
+
+def _judged(loss: HeadLoss, wanted: Wanted, clock: Clock) -> KeptRecipe:
+    """The loss proved and timed, now or in an earlier run."""
+    given = [loss.head.hidden, loss.head.weight, loss.head.bias, loss.target, loss.weight]
+    device = loss.head.hidden.device.type
+    key = proof_key(
+        KIND,
+        [None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in given],
+        loss.head.steps,
+        (loss.ignore_index, loss.reduction, loss.label_smoothing),
+        torch.get_autocast_dtype(device) if _autocast(loss.head.hidden) else None,
+        torch.get_float32_matmul_precision(),
+        clock.recorded,
+        torch.get_num_threads(),
+    )
+    kept = load(key) if wanted.keep_proofs else None
+    numbers = kept.recipes[0] if kept is not None and kept.recipes else _prove(loss)
+    if wanted.time_sites and not numbers.refused and numbers.pays is None:
+        verdict = _time(loss, clock)
+        if verdict is not None:
+            numbers.time_us, numbers.original_time_us = verdict.swapped_us, verdict.original_us
+            numbers.pays = verdict.pays
+    if wanted.keep_proofs:
+        keep(key, KeptProof([numbers]))
+    return (
+        numbers
+        if wanted.time_sites
+        else KeptRecipe(numbers.error, numbers.original_error, refused=numbers.refused)
+    )
 
 
 def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
@@ -135,8 +182,8 @@ def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
         return None
 
 
-def _prove(loss: HeadLoss) -> str | None:
-    """Why the op does not stand for head and loss; None where it does."""
+def _prove(loss: HeadLoss) -> KeptRecipe:
+    """The op's errors and torch's, or why the op does not stand for head and loss."""
     hidden = loss.head.hidden.detach().reshape(-1, loss.head.hidden.shape[-1])[:MOST_ROWS]
     target = loss.target.reshape(-1)[:MOST_ROWS]
     weight, bias = loss.head.weight.detach(), loss.head.bias
@@ -159,12 +206,10 @@ def _prove(loss: HeadLoss) -> str | None:
         return ours, original, exact
 
     try:
-        rule.compare_draws(
-            draw, torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-        )
+        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        return KeptRecipe(*rule.compare_draws(draw, dtype))
     except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
-        return first_line(error)
-    return None
+        return KeptRecipe(refused=first_line(error))
 
 
 def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss) -> rule.Results:

@@ -162,13 +162,13 @@ def timed_call(
 
 def plans_of(candidate: Candidate, recipe: Recipe, *, any_length: bool) -> Iterator[tuple[Key, Plan]]:
     """For each call that was seen, in both modes, its key and the plan."""
-    module = candidate.module
+    module, traced = candidate.module, candidate.trace
+    assert traced is not None
     for sample in candidate.samples:
         tensors = sample.tensors()
-        outputs = candidate.trace.outputs
-        sources = [candidate.trace.source_of(node) for node in outputs]
+        sources = [traced.source_of(node) for node in traced.outputs]
         passed = tuple(None if source is None else source.index for source in sources)
-        plan = Plan(recipe, form_of(sample), candidate.trace.returned, passed)
+        plan = Plan(recipe, form_of(sample), traced.returned, passed)
         lengths = None if any_length else tuple(tuple(t.shape) for t in tensors)
         for training in (False, True):
             with in_mode(module, training):
@@ -197,7 +197,7 @@ def _time_key(candidate: Candidate, match: Match, wanted: Wanted, clock: Clock) 
     weights = [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in candidate.module.named_parameters()]
     return proof_key(
         "time",
-        candidate.trace.text(),
+        None if candidate.trace is None else candidate.trace.text(),
         signatures,
         weights,
         match.recipes,

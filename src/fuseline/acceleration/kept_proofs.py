@@ -10,6 +10,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,19 +53,32 @@ def folder() -> Path:
 
 def load(key: str) -> KeptProof | None:
     """What is kept under that name; None for nothing, and for a file that is none of ours any more."""
-    file = folder() / f"{key}.json"
+    read = load_json(key)
     try:
-        read = json.loads(file.read_text())
-        return KeptProof([KeptRecipe(**one) for one in read["recipes"]], read["reason"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return None if read is None else KeptProof([KeptRecipe(**r) for r in read["recipes"]], read["reason"])
+    except (KeyError, TypeError):
         return None
 
 
 def keep(key: str, proof: KeptProof) -> None:
+    """Keep a proof under that name."""
+    keep_json(key, asdict(proof))
+
+
+def load_json(key: str) -> dict[str, Any] | None:
+    """The object that is kept under that name; None where there is none."""
+    try:
+        read = json.loads((folder() / f"{key}.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def keep_json(key: str, kept: dict[str, Any]) -> None:
     """Put the file in place whole. A folder that cannot be written to only costs the next run its time."""
     with contextlib.suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder(), prefix=".", suffix=".json")
         with os.fdopen(handle, "w") as stream:
-            json.dump(asdict(proof), stream)
+            json.dump(kept, stream)
         os.replace(temporary, folder() / f"{key}.json")

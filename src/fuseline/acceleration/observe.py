@@ -107,8 +107,8 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass
 class Observation:
-    """What was seen of each module, by its id; ReLUs before dropout; the last dimensions of what
-    cross-entropies were given; what the model returned."""
+    """What was seen of each module, by its id; ReLUs before dropout; the dimensions that may be
+    the classes of what cross-entropies were given; what the model returned."""
 
     modules: dict[int, Observed]
     relus: list[ReluSeen]
@@ -142,7 +142,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
             return
         logits = kwargs.get("input", args[0] if args else None)
         if isinstance(logits, torch.Tensor) and logits.dim():
-            classes.add(logits.shape[-1])
+            classes.update((logits.shape[-1], logits.shape[min(1, logits.dim() - 1)]))
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observed = seen[id(module)]
@@ -189,7 +189,13 @@ def observe(model: nn.Module, batch: Any) -> Observation:
 
 @contextlib.contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Random numbers, buffers and modes are on exit what they were: a run in between leaves no trace."""
+    """Random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are on exit what
+    they were: a run in between leaves no trace."""
+    scaled = [
+        (module.weight, module.weight.detach().clone())
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -204,6 +210,8 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
+                for weight, value in scaled:
+                    weight.copy_(value)
                 for module, name, buffer, value in buffers:
                     buffer.copy_(value)
                     module._buffers[name] = buffer
@@ -211,6 +219,11 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
             for module, mode in modes:
                 module.training = mode
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module go to code that `torch.compile` made."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 @contextlib.contextmanager

@@ -286,7 +286,7 @@ class _Bench:
             for path, p in self.module.named_parameters()
         }
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            with _reparametrize_module(self.module, own):
+            with _reparametrize_module(self.module, own, tie_weights=True, stack_weights=True):
                 result = recipe.define_seeded(self.module, inputs, seed)
             wanted = [*(t for t in inputs if t.requires_grad), *(own[path] for path in self.parameters)]
             exact = results(result, wanted)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -181,7 +182,7 @@ def functions_read(function: object) -> Iterator[tuple[str, Function]]:
     """The functions that a function's code reads by its global names, dotted or not, with those names."""
     if not isinstance(function, types.FunctionType) or _writes_globals(function.__code__):
         return
-    for dotted in dict.fromkeys(_dotted(function.__code__)):
+    for dotted in _dotted_once(function.__code__):
         value: Any = function.__globals__.get(dotted[0])
         for count, name in enumerate((*dotted[1:], None), start=1):
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
@@ -190,6 +191,11 @@ def functions_read(function: object) -> Iterator[tuple[str, Function]]:
             if name is None or not isinstance(value, types.ModuleType) or not hasattr(value, name):
                 break
             value = getattr(value, name)
+
+
+@functools.lru_cache(maxsize=1024)  # of the code of many layers alike
+def _dotted_once(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(_dotted(code)))
 
 
 def _dotted(code: types.CodeType) -> Iterator[tuple[str, ...]]:
@@ -211,6 +217,7 @@ def _dotted(code: types.CodeType) -> Iterator[tuple[str, ...]]:
             yield from _dotted(inner)
 
 
+@functools.lru_cache(maxsize=1024)
 def _writes_globals(code: types.CodeType) -> bool:
     writes = any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code))
     return writes or any(_writes_globals(c) for c in code.co_consts if isinstance(c, types.CodeType))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,11 @@ class Study:
 
 STUDYING = threading.RLock()
 """One model at a time: what a model calls is seen by standing in for torch's functions, in all threads."""
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Within, what `torch.compile` compiled runs its own code: hooks would be compiled with it."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:

@@ -236,7 +236,8 @@ def _judged(norm: Candidate, p: float, wanted: Wanted, clock: Clock) -> Outcome 
     )
     if not recipes:
         return NO_OP
-    if not norm.trace.returned.is_one_tensor or any(form_of(sample) != ONE_TENSOR for sample in norm.samples):
+    one_tensor = norm.trace is not None and norm.trace.returned.is_one_tensor
+    if not one_tensor or any(form_of(sample) != ONE_TENSOR for sample in norm.samples):
         return SEVERAL
     if not all(is_native(sample.tensors()[0]) for sample in norm.samples):
         return NO_LIBRARY

@@ -129,7 +129,10 @@ def trace(module: nn.Module, sample: Sample) -> Trace:
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own, inputs = tensors[: len(held)], list(tensors[len(held) :])
         call = sample.with_tensors(inputs)
-        with _reparametrize_module(module, dict(zip(named, own, strict=True)), tie_weights=True):
+        # stack_weights: a module with two names is changed twice, and its first change is undone last.
+        with _reparametrize_module(
+            module, dict(zip(named, own, strict=True)), tie_weights=True, stack_weights=True
+        ):
             result = type(module).forward(module, *call.args, **call.kwargs)
             if any(_tensor_at(module, path) is not mine for path, mine in zip(named, own, strict=True)):
                 raise UntraceableError(CHANGES_STATE)
