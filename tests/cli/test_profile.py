@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fuseline.cli import profile_targets
 from fuseline.cli.main import run
+from fuseline.cli.profile_targets import Asked
 from fuseline.profiling import step
 from fuseline.profiling.ceilings import Ceilings
+from fuseline.training import translation_config, translation_train
+from fuseline.training.checkpoint import write_weights
 
 MODEL = """
 import torch
@@ -108,6 +114,31 @@ def test_a_decoding_step_is_profiled(tmp_path: Path, capsys, monkeypatch):
     assert any("transformer.h" in row["places"] or "h.*" in row["places"] for row in told["kernels"])
 
 
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_a_run_of_train_translate_takes_a_step_and_a_forward_pass(architecture: str, tmp_path: Path):
+    shape = translation_config.preset("tiny", architecture=architecture, num_layers=1).model_config(40)
+    write_weights(tmp_path / "best.pt", translation_train.build_model(shape), asdict(shape), "translate")
+    asked = Asked(str(tmp_path), torch.device("cpu"), batch=2, seqlen=4)
+    trained = profile_targets.ready(asked)
+    assert (trained.case["model"], trained.case["batch"], trained.case["seqlen_q"]) == ("translation", 2, 4)
+    losses = [float(trained.step()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)  # the same batch each time
+    assert profile_targets.ready(replace(asked, task="forward")).step() is None
+
+
+def test_a_translation_preset_has_the_batch_that_it_trains_with(capsys):
+    assert profile("translation-tiny", "--dry-run", "--json") == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["preset"], case["batch"], case["seqlen_q"]) == ("translation-tiny", 2048 // 64, 64)
+
+
+@pytest.mark.parametrize("name, length", [("vit", None), ("resnet50", None), ("lstm", 128)])
+def test_models_of_images_and_text_are_named(name: str, length: int | None, capsys):
+    assert profile(name, "--batch-size", 3, "--dry-run", "--json") == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["model"], case["batch"], case.get("seqlen_q")) == (name, 3, length)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -121,6 +152,10 @@ def test_a_decoding_step_is_profiled(tmp_path: Path, capsys, monkeypatch):
         (["tiny", "--kernels", "cuda"], "There is no kind of --kernels named 'cuda'"),
         (["tiny", "--loss", "l2"], "There is no loss named 'l2'"),
         (["tiny", "--seqlen", "999"], "this model's context is 128 positions"),
+        (["vit", "--seqlen", "9"], "vit sees images"),
+        (["lstm", "--decode"], "--decode profiles GPTs and Llamas"),
+        (["translation-seed", "--seqlen", "41"], "sequences have 40 tokens at most"),
+        (["translation"], "Did you mean 'translation-"),
         (["tiny", "--batch-size", "0"], "--batch-size 0: it must be 1 or more"),
         (["tiny", "--steps", "0"], "--steps 0: record 1 or more"),
         (["json:dumps", "--batch-size", "3"], "the function that makes the batch decides"),

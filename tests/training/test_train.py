@@ -13,9 +13,8 @@ import torch
 from fuseline.data.tokenizers import load_tokenizer
 from fuseline.errors import InputError
 from fuseline.training import execution as execution_module
-from fuseline.training import preparation
+from fuseline.training import preparation, translation_config, translation_train
 from fuseline.training import run as run_module
-from fuseline.training import translation_config, translation_train
 from fuseline.training.checkpoint import load_checkpoint, load_weights
 from fuseline.training.config import preset
 from fuseline.training.distributed import Group

@@ -38,7 +38,7 @@ DEFAULT_TARGET = {"cpu": "tiny", "cuda": "gpt2"}
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")] = "auto"
-    """A preset (gpt2, shakespeare, llama3.2-1b, ..), the folder of a run of `fuseline train gpt`, or
+    """A preset (gpt2, llama3.2-1b, translation-seed, vit, ..), the folder of a run of `fuseline train`, or
     MODULE:FUNCTION; auto: gpt2 on a GPU, else tiny."""
     forward: bool = False
     """The forward pass alone, without gradients."""

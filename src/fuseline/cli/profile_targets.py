@@ -13,6 +13,7 @@ from torch import nn
 
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, matmul_format
+from fuseline.cli import profile_models
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
 from fuseline.models import gpt_config, llama_config
@@ -97,6 +98,8 @@ def case_of(asked: Asked) -> dict[str, Scalar]:
     }
     if _is_user_code(asked.target):
         return {"model": asked.target, **case}
+    if (other := profile_models.find(asked)) is not None:
+        return {**other.case, **case}
     config = _config(asked)
     batch, seqlen = _shape(asked, config)
     llama = isinstance(config, llama_config.LlamaConfig)
@@ -119,6 +122,11 @@ def ready(asked: Asked) -> Ready:
         work = user_code.load(asked.target).to(asked.device)
         return _trained(asked, case, work) if asked.task == "train" else _forward(asked, case, work)
     torch.manual_seed(asked.seed)
+    if (other := profile_models.find(asked)) is not None:
+        work = other.make().to(asked.device)
+        if asked.task == "train":
+            return _trained(asked, case, work)
+        return _forward(asked, case, replace(work, tensors=work.tensors[:-1]))
     config = _config(asked)
     batch, seqlen = _shape(asked, config)
     if asked.task == "decode":
@@ -167,7 +175,7 @@ def _config(asked: Asked) -> Any:
     elif path.exists():
         config = text_generator.config_of(path, None)
     else:
-        known = [*gpt_config.PRESETS, *llama_config.PRESETS]
+        known = [*gpt_config.PRESETS, *llama_config.PRESETS, *profile_models.NAMES]
         raise InputError(
             f"{unknown_name('preset or checkpoint', asked.target, known)} A function of your own is named "
             "MODULE:FUNCTION."
