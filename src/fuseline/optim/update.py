@@ -70,7 +70,9 @@ class Update:
 
     def _named(self, part: str) -> contextlib.AbstractContextManager[object]:
         """A profiler counts what runs within among the optimizer's work."""
-        return torch.autograd.profiler.record_function(f"Optimizer.step#{type(self.optimizer).__name__}.{part}")
+        return torch.autograd.profiler.record_function(
+            f"Optimizer.step#{type(self.optimizer).__name__}.{part}"
+        )
 
     @torch.no_grad()
     def _in_one_launch(self, found: Gathered) -> None:
