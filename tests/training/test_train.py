@@ -300,6 +300,19 @@ def test_auto_takes_the_fastest_step_of_the_device(
     assert config.model_config(50257).norm == config.norm
 
 
+def test_a_plan_compiles_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(device_type: str) -> bool:
+        raise AssertionError("it would compile them now")
+
+    monkeypatch.setattr(preparation.native, "ready", build)
+    monkeypatch.setattr(preparation.native, "unbuilt", lambda: ["fuseline_kernels"])
+    group = Group(rank=0, world_size=1, device=torch.device("cuda"))
+    config = preset("gpt2", precision="bf16")
+    assert preparation.resolved(config, group, compiles=False).norm == "fuseline"
+    with pytest.raises(AssertionError, match="compile them now"):
+        preparation.resolved(config, group)
+
+
 def test_a_translation_is_repeatable_on_a_cpu_and_where_it_is_asked_for() -> None:
     for device, asked, found in (("cpu", None, True), ("cuda", None, False), ("cuda", True, True)):
         config = translation_config.preset("tiny", precision="bf16", deterministic=asked)

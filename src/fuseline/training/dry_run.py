@@ -32,7 +32,7 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         check_vacant(folder)
     group = Group(rank=0, world_size=1, device=torch.device(device))
     check_corpus(config.data)
-    config = resolved(config, group)
+    config = resolved(config, group, compiles=False)
     check_machine(config, group)
     vocab_size = config.vocab_size or _VOCAB_SIZES[config.tokenizer]
     with torch.device("meta"):

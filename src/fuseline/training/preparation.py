@@ -80,8 +80,9 @@ def prepared(
     return run
 
 
-def resolved(config: TrainConfig, group: Group) -> TrainConfig:
-    """`config` with every `auto` decided for the machine in hand. On a GPU this may compile the kernels.
+def resolved(config: TrainConfig, group: Group, *, compiles: bool = True) -> TrainConfig:
+    """`config` with every `auto` decided for the machine in hand. On a GPU this compiles the kernels if they
+    are not there yet, unless `compiles` is False: then it is taken for granted that they will be.
 
     In 16 bits the fastest step of one process is our kernels recorded as one graph. Where torch.compile is
     asked for, or several processes train, all kernels are torch's, which it fuses.
@@ -92,7 +93,7 @@ def resolved(config: TrainConfig, group: Group) -> TrainConfig:
     if precision == "auto":
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
     in_16_bits = compute_dtype(precision) != torch.float32
-    ours = norm == "fuseline" or (norm == "auto" and on_gpu and in_16_bits and native.ready("cuda"))
+    ours = norm == "fuseline" or (norm == "auto" and on_gpu and in_16_bits and _has_kernels(compiles))
     if execution == "auto":
         execution = fastest_execution(device, group.world_size, fused=ours)
     if norm == "auto":
@@ -105,6 +106,10 @@ def resolved(config: TrainConfig, group: Group) -> TrainConfig:
     if config.decay_steps is None:
         choices["decay_steps"] = config.steps
     return changed(config, choices)
+
+
+def _has_kernels(compiles: bool) -> bool:
+    return (not compiles and bool(native.unbuilt())) or native.ready("cuda")
 
 
 def check_vacant(folder: Path) -> None:
