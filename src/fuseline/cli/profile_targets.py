@@ -75,7 +75,8 @@ class Asked:
 @dataclass(frozen=True)
 class Ready:
     """`step` to profile; `unrecorded` the same launched kernel by kernel, where `step` replays a graph;
-    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it."""
+    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it; `decided`
+    says after the first step which linear layers compute in fp8, where that was asked for."""
 
     step: Callable[[], object]
     case: dict[str, Scalar]
@@ -86,6 +87,7 @@ class Ready:
     precision: str = "fp32"
     eager: bool = True
     close: Callable[[], None] = field(default=lambda: None)
+    decided: Callable[[], list[str]] = field(default=list)
 
 
 def case_of(asked: Asked) -> dict[str, Scalar]:
@@ -242,6 +244,7 @@ def _trained(asked: Asked, case: dict[str, Scalar], work: user_code.Work) -> Rea
         asked.precision,
         _runs_modules(asked.execution),
         step.close,
+        list if step.fp8 is None else step.fp8.summary,
     )
 
 
