@@ -12,11 +12,11 @@ import torch
 
 from fuseline.bench.compile.workloads import Images, find_workloads
 from fuseline.errors import InputError
+from fuseline.models.translation_config import TranslationConfig
 from fuseline.profiling.user_code import Work
 from fuseline.records.record import Scalar
 from fuseline.training import translation_config
 from fuseline.training.checkpoint import BEST, LATEST, is_ours, read_weights, settings_of
-from fuseline.training.translation_config import TranslationConfig
 from fuseline.training.translation_train import build_model, load_translation_model
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _trained_by_bench(asked: Asked) -> OtherModel:
             pictures = torch.randn(batch, 3, size, size, generator=generator)
             model, layout = workload.build(0), torch.channels_last
             if workload.channels_last:
-                model, pictures = model.to(memory_format=layout), pictures.to(memory_format=layout)
+                model = model.to(memory_format=layout)  # type: ignore[call-overload]
+                pictures = pictures.to(memory_format=layout)
             return Work(model, (pictures, _ids(asked, classes, (batch,))))
 
         return OtherModel(case, images)
