@@ -43,8 +43,9 @@ class Op:
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
     `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
     `rows` rows of length n, and `lengths` are the row lengths to measure where the general ones make no
-    sense. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on the number of
-    threads.
+    sense. `mixed`: options of that case in mixed precision, as models under autocast call the op; None where
+    an op knows no such thing. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on
+    the number of threads.
     `casts`: under autocast the op casts its inputs, as torch's linear does; other ops keep their input's
     dtype.
     """
@@ -60,6 +61,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sweep: Callable[[int, int], Case] = _matrix
     lengths: tuple[int, ...] = ()
+    mixed: Mapping[str, Any] | None = None
     by_blas: bool = False
     casts: bool = False
 

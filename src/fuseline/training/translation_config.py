@@ -77,7 +77,9 @@ class TranslateConfig:
         "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; auto: graph on a GPU "
         "(a compiler would compile every length anew)",
     )
-    deterministic: bool = described(True, "repeatable to the bit, also over a resume")
+    deterministic: Optional[bool] = described(
+        None, "repeatable to the bit, also over a resume (default: on a CPU, where it costs nothing)"
+    )
     seed: int = described(1337, "seed of weights, batches and dropout")
 
     log_interval: int = described(20, "steps between two looks at the device")
@@ -100,6 +102,11 @@ class TranslateConfig:
         check_seed(self.seed)
         check_optimizer_state(self.optimizer_state, self.precision)
         self.model_config(self.vocab_size)
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels compute the step, in words."""
+        return "fused ops of fuseline" if self.fused else f"unfused: {self.unfused}"
 
     def model_config(self, vocab_size: int) -> TranslationConfig:
         """The model's part, for a vocabulary of that size."""

@@ -193,6 +193,8 @@ class TranslationRun:
             processes=self.group.world_size,
             precision=self.settings.precision,
             execution=self.settings.execution,
+            kernels=self.settings.kernels,
+            deterministic=bool(self.settings.deterministic),
             parameters=self.parameters,
             vocab_size=self.dataset.tokenizer.vocab_size,
             steps=self.config.steps,

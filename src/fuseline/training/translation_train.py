@@ -86,6 +86,8 @@ def resolved(config: TranslateConfig, device: torch.device) -> TranslateConfig:
         choices["precision"] = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
     if config.execution == "auto":
         choices["execution"] = "graph" if on_gpu else "eager"
+    if config.deterministic is None:
+        choices["deterministic"] = not on_gpu
     config = changed(config, choices)
     check_precision(config.precision, device)
     find_execution(config.execution, device)
