@@ -110,8 +110,8 @@ class TrainConfig:
             )
         if self.patience is not None and not self.eval_interval:
             raise InputError(
-                f"patience {self.patience} counts validations, and with eval_interval 0 none comes before the "
-                "last step. Give an interval, or leave patience out."
+                f"patience {self.patience} counts validations, and with eval_interval 0 there is none before "
+                "the last step. Give an interval, or leave patience out."
             )
         self.model_config(self.vocab_size or 1)
 
