@@ -245,6 +245,20 @@ def test_anchors_on_another_gpu_are_compared_by_ratio_only(ladder_records):
     assert cells["ours, of the first row"].text == "3.39x"
 
 
+def test_bars_of_the_seed_stand_beside_ours_as_ratios(ladder_records):
+    """Another GPU's milliseconds do not compare, and what a row gained over the first one does."""
+    elsewhere = [replace(r, device="NVIDIA A100-SXM4-80GB") for r in ladder_records]
+    (section,) = ladder.sections(Shelf(elsewhere))
+    drawn = charts(section)["ladder-gpt2-anchors-gains"]
+    theirs, ours = ({bar.label: bar for bar in group.bars} for group in drawn.groups)
+    assert "1 x H100" in drawn.groups[0].label
+    assert "A100-SXM4" in drawn.groups[1].label
+    assert (theirs["eager flash 50304"].text, ours["eager flash 50304"].text) == ("3.37x", "3.39x")
+    assert "inductor default 50304 B=64" not in {**theirs, **ours}
+    (here,) = ladder.sections(Shelf(ladder_records))
+    assert "ladder-gpt2-anchors-gains" not in charts(here), "on the same GPU diamonds say it"
+
+
 def test_rows_at_another_batch_have_no_ratio_to_the_first(climb):
     table = next(t for t in tables(climb).values() if t.title.startswith("nanoGPT's own"))
     assert row(table, "inductor default 50304 B=64")["theirs, of the first row"].text == ""

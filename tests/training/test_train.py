@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from fuseline.cli.train_progress import TrainProgress
 from fuseline.data.tokenizers import load_tokenizer
 from fuseline.errors import InputError
 from fuseline.training import execution as execution_module
@@ -138,6 +140,24 @@ def test_a_second_ctrl_c_does_not_wait(small: Make, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(small(), Impatient(), folder=tmp_path / "run")
     assert load_checkpoint(tmp_path / "run" / "latest.pt").step == 0
+
+
+def test_a_run_that_overfits_ends_when_its_patience_does(
+    small: Make, course: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is held out says the letters backward: the better a model knows the others, the worse it is."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcd" * 300 + "dcba" * 35)
+    shown = TrainProgress(Console(width=100))
+    result = train(small(data=str(text), steps=10**6, patience=3), shown, folder=tmp_path / "run")
+    losses = {e["step"]: e["loss"] for e in course(tmp_path / "run") if e["kind"] == "validation"}
+    best = min(losses, key=lambda step: losses[step])
+    assert (result.outcome, result.best_step, result.step) == ("overfit", best, best + 3 * 6)
+    assert all(loss > losses[best] for step, loss in losses.items() if step > best)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"no validation since step {best} was better" in told
+    again = train(small(data=str(text), steps=10**6), folder=tmp_path / "run", resume=True)
+    assert (again.outcome, again.step) == ("overfit", result.step + 6)
 
 
 def test_minutes_end_it_with_a_validation(small: Make, tmp_path: Path) -> None:

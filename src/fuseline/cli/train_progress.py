@@ -76,6 +76,14 @@ class TrainProgress:
     def ended(self, result: TrainResult) -> None:
         self.close()
         self._console.print(result_table(result))
+        if result.outcome == "overfit":
+            self._console.print(
+                f"Stopped at step {result.step}: no validation since step {result.best_step} was better, so "
+                f"the model overfits this text from there on. best.pt has the weights of step "
+                f"{result.best_step}.",
+                highlight=False,
+                soft_wrap=True,
+            )
         if result.outcome == "interrupted":
             self._console.print(
                 f"Stopped at step {result.step}. "

@@ -58,6 +58,9 @@ class TrainConfig:
     minutes: Optional[float] = described(
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
+    patience: Optional[int] = described(
+        None, "stop after this many validations in a row that found no lower loss: the run overfits"
+    )
     learning_rate: float = described(1e-3, "highest learning rate")
     min_learning_rate: float = described(1e-4, "learning rate at the end of the cosine")
     warmup_steps: int = described(20, "steps of linear warm-up")
@@ -101,7 +104,7 @@ class TrainConfig:
         check_bounds(
             self,
             least={**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)},
-            positive=("minutes", "checkpoint_seconds", "learning_rate"),
+            positive=("minutes", "patience", "checkpoint_seconds", "learning_rate"),
             shares=("beta1", "beta2"),
             not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
         )
@@ -111,6 +114,11 @@ class TrainConfig:
             raise InputError(
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
                 "between 0 and 1."
+            )
+        if self.patience is not None and not self.eval_interval:
+            raise InputError(
+                f"patience {self.patience} counts validations, and with eval_interval 0 there is none before "
+                "the last step. Give an interval, or leave patience out."
             )
         self.model_config(self.vocab_size or 1)
 
@@ -147,6 +155,7 @@ FREE_ON_RESUME = frozenset(
     {
         "steps",
         "minutes",
+        "patience",
         "arena",
         "execution",
         "deterministic",

@@ -56,6 +56,9 @@ class TranslateConfig:
     minutes: Optional[float] = described(
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
+    patience: Optional[int] = described(
+        None, "stop after this many validations in a row that found no better weights: the run overfits"
+    )
     learning_rate: float = described(3e-3, "highest learning rate")
     min_learning_rate: float = described(3e-5, "learning rate at the end of the cosine")
     warmup_steps: int = described(100, "steps of linear warm-up")
@@ -95,7 +98,10 @@ class TranslateConfig:
         check_bounds(
             self,
             least=dict.fromkeys(("max_tokens", "accumulation", "log_interval", "beams", "bpe_variants"), 1),
-            positive=("steps", "minutes", "checkpoint_seconds", "learning_rate", "epochs", "eval_epochs"),
+            positive=(
+                *("steps", "minutes", "patience", "checkpoint_seconds", "learning_rate"),
+                *("epochs", "eval_epochs"),
+            ),
             shares=("beta1", "beta2", "bpe_dropout", "average"),
             not_negative=("min_learning_rate", "warmup_steps", "weight_decay", "grad_clip", "length_penalty"),
         )
@@ -120,6 +126,7 @@ FREE_ON_RESUME = frozenset(
         "epochs",
         "steps",
         "minutes",
+        "patience",
         "arena",
         "execution",
         "deterministic",

@@ -41,6 +41,7 @@ class Intervals:
 
     steps: int
     minutes: Optional[float]
+    patience: Optional[int]
     log_interval: int
     eval_interval: int
     checkpoint_seconds: Optional[float]

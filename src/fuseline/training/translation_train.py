@@ -271,6 +271,7 @@ def _intervals(config: TranslateConfig, batches_per_epoch: int) -> Intervals:
     return Intervals(
         steps=steps,
         minutes=config.minutes,
+        patience=config.patience,
         log_interval=config.log_interval,
         eval_interval=max(1, math.ceil(config.eval_epochs * per_epoch)),
         checkpoint_seconds=config.checkpoint_seconds,

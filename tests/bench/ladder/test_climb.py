@@ -268,6 +268,17 @@ def test_a_combination_pairs_each_row_with_the_one_before(climb):
     assert larger.value("speedup") is None
 
 
+def test_a_combination_is_run_in_its_order_as_far_as_time_reaches(climb):
+    """Its rows have names of rungs that gain much, and no time is kept for those: the first one is what all
+    are compared with."""
+    base = baseline("gpt2")
+    made, _, _ = climb(lambda spec: 50.0, budget=130.0, cost=40.0, fixed=lambda spec: 60.0)
+    results = list(made.combination(find_combination("seed-001"), base))
+    ran = [r.name for r in results if r.reason is None]
+    assert ran == ["naive", "math"]
+    assert all(r.measurement.out_of_budget for r in results[2:])
+
+
 def test_speedups_are_paired_ratios_multiplied(climb, base):
     """The machine slows down threefold after the first rung: medians would say that nothing was gained."""
     ms = {"naive": 300.0, "efficient": 150.0}

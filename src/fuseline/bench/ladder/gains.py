@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fuseline.bench.ladder.combinations import COMBINATION
 from fuseline.bench.ladder.rungs import Rung
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
@@ -25,10 +26,11 @@ _WRAPPERS = ("execution", TORCH_ALONE)
 
 def is_kept_for(later: Rung, rung: Rung, device: str) -> bool:
     """Whether time is kept for `later` rather than spent on `rung`: for the largest gains, and before all
-    others for what wraps them, a compiled step and before that a recorded one."""
+    others for what wraps them, a compiled step and before that a recorded one. The rows of a named set are all
+    as important, whatever their names, and so is what others are compared with."""
     if is_set_aside_first(later):
-        return rung.slot != "baseline"
-    if rung.slot in ("baseline", *_WRAPPERS) or not _gains_much(later, device):
+        return rung.slot not in ("baseline", COMBINATION)
+    if rung.slot in ("baseline", COMBINATION, *_WRAPPERS) or not _gains_much(later, device):
         return False
     return later.slot in _WRAPPERS or not _gains_much(rung, device)
 
