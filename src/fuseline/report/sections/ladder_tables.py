@@ -23,6 +23,8 @@ COST = (
     "compile_s",
     "data_wait_share",
 )
+BRACKETS = "Brackets: 95% intervals."
+IN_TURN = "Times are the first row's, over speed-ups that are of runs in turn."
 
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
@@ -49,7 +51,10 @@ def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
         for rung in climb.rungs
         if rung.time is not None or rung.said("out_of_budget", False)
     ]
-    reading = "Brackets: 95% intervals." if climb.of("iteration_ms") else ""
+    in_turn = any(rung.value("speedup") for rung in climb.ran)
+    reading = " ".join(
+        filter(None, (BRACKETS if climb.of("iteration_ms") else "", IN_TURN if in_turn else ""))
+    )
     return table(title, columns, rows, _source(climb, SPEED), reading, folded=folded)
 
 
