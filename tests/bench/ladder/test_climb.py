@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
+from fuseline.bench.ladder.closing import between
 from fuseline.bench.ladder.combinations import find_combination
 from fuseline.bench.ladder.events import RungStarted
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult
@@ -77,6 +81,29 @@ def test_the_ends_of_the_climb_are_compared_in_turn(climb, base):
     assert (confirmed.name, confirmed.order) == ("flash", 2)
     assert confirmed.measurement.figures["speedup"].n == 9
     assert confirmed.value("iteration_ms") == results[2].value("iteration_ms")
+
+
+def _with_speedup(result: RungResult, *figure: float) -> RungResult:
+    figures = {**result.measurement.figures, "speedup": Figure(*figure)}
+    return replace(result, measurement=replace(result.measurement, figures=figures))
+
+
+def test_what_the_ends_in_turn_say_is_shared_out_by_how_sure_each_ratio_is(climb, base):
+    """Through the rungs flash is at 4x, in turn at 3x: nearly all of that is the error of bf16, whose interval
+    is ten times as wide. Fused AdamW and math were dropped, and stay 10% and 20% behind what they were compared
+    with."""
+    names = ("bf16", "math", "flash", "fused-adamw")
+    made, _, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0, ("bf16", "flash", "unfused"): 25.0}))
+    results = list(made.cumulative(base, _rungs(*names)))
+    spans = ((2.0, 1.8, 2.2), (1.6, 1.5, 1.7), (4.0, 3.59, 4.43), (3.6, 3.2, 4.0))
+    results = [results[0], *(_with_speedup(r, *span) for r, span in zip(results[1:], spans, strict=True))]
+    confirmed = _with_speedup(results[3], 3.0, 2.9, 3.1)
+    closed = {r.name: r.value("speedup") for r in between(results, confirmed)}
+    assert set(closed) == {"bf16", "math", "fused-adamw"}
+    share = (math.log(2.2 / 1.8) / math.log(4.43 / 3.59)) ** 2
+    assert closed["bf16"] == pytest.approx(2.0 * 0.75**share)
+    assert closed["math"] == pytest.approx(0.8 * closed["bf16"])
+    assert closed["fused-adamw"] == pytest.approx(0.9 * 3.0)
 
 
 def test_a_comparison_that_was_disturbed_is_not_taken(climb, base, monkeypatch):

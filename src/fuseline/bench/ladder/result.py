@@ -76,8 +76,9 @@ RATES = ("tokens_per_s", *CONVENTIONS)
 
 def in_turn(figures: Mapping[str, Figure], first_ms: float) -> dict[str, Figure]:
     """A rung's figures with its time, and the rates that follow from it, as runs in turn have them: the first
-    rung's time over the speedup. Its own milliseconds were taken minutes after those of the first one, when the
-    machine may have been faster or slower, and would contradict the ratios. Without a speedup they stand."""
+    rung's time over the speedup. Its own milliseconds were taken minutes after those of the first one, when
+    the machine may have been faster or slower, and would contradict the ratios. Without a speedup they
+    stand."""
     time, speedup = figures.get("iteration_ms"), figures.get("speedup")
     if time is None or speedup is None or not speedup.value:
         return dict(figures)
