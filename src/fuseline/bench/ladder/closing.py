@@ -14,9 +14,9 @@ def between(results: Sequence[RungResult], confirmed: RungResult) -> list[RungRe
     """Those of `results` between the first rung and `confirmed`, with speedups that agree with its own, which
     is of runs in turn with the first.
 
-    The product of the ratios on the way is not that ratio: each of them has an error. The difference is shared
-    out among them by their variances (least squares, as surveyors close a traverse), so that no rung stands
-    above one that was faster in turn with it. What was dropped goes with what it was compared with.
+    The product of the ratios on the way is not that ratio: each of them has an error. The difference is
+    shared out among them by their variances (least squares, as surveyors close a traverse), so that no rung
+    stands above one that was faster in turn with it. What was dropped goes with what it was compared with.
     """
     climb = [r for r in results if r.mode == confirmed.mode and r.slot != TORCH_ALONE]
     before = next(r for r in climb if r.order == confirmed.order).measurement.figures["speedup"]
