@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fuseline.errors import unknown_name
+from fuseline.errors import InputError, unknown_name
 from fuseline.ops import transforms
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -72,6 +72,11 @@ def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:
 
 
 _REGISTRY: dict[str, Op] = {}
+# Ops without a record, for which errors point here too: what their reference is.
+_UNREGISTERED = {
+    "attention": 'fuseline.ops.attention(..., backend="math")',
+    "self_attention_layer": "the function `reference` of the module fuseline.ops.self_attention_layer",
+}
 
 
 def register(op: Op) -> Op:
@@ -89,7 +94,12 @@ def registered() -> tuple[Op, ...]:
 
 
 def get(name: str) -> Op:
-    """The op of that name. If there is none, `InputError` suggests the nearest names."""
+    """The op of that name. If there is none, `InputError` suggests the nearest names, or says what the
+    reference of an op without a record is."""
+    if name in _UNREGISTERED:
+        raise InputError(
+            f"fuseline.ops.{name} has no record. Its reference in plain PyTorch is {_UNREGISTERED[name]}."
+        )
     if name not in _REGISTRY:
         raise unknown_name("op", name, _REGISTRY)
     return _REGISTRY[name]
