@@ -216,7 +216,7 @@ def batches(records: Sequence[Record]) -> list[str]:
         batch, tried = found.get(rung, (None, False))
         told = f"{batch:.0f}" if batch is not None else NOT_YET
         body.append([name, theirs, told if tried or batch is None else f"about {told}"])
-    return table(["largest batch, 1,024 tokens, 80 GB", "theirs", "ours"], body)
+    return table(["largest batch, 1,024 tokens", "theirs, 80 GB", "ours"], body)
 
 
 def head(records: Sequence[Record]) -> list[str]:
