@@ -74,9 +74,9 @@ class TrainProgress:
         self._console.print(result_table(result))
         if result.outcome == "patience":
             self._console.print(
-                f"Stopped at step {result.step}: no validation since step {result.best_step} was better. If the "
-                f"loss of training still fell, the model overfits its text from there on. best.pt has the "
-                f"weights of step {result.best_step}.",
+                f"Stopped at step {result.step}: no validation since step {result.best_step} was better. If "
+                "the loss of training still fell, the model overfits its text from there on. "
+                f"best.pt has the weights of step {result.best_step}.",
                 highlight=False,
                 soft_wrap=True,
             )
