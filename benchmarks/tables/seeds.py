@@ -216,7 +216,7 @@ def batches(records: Sequence[Record]) -> list[str]:
         batch, tried = found.get(rung, (None, False))
         told = f"{batch:.0f}" if batch is not None else NOT_YET
         body.append([name, theirs, told if tried or batch is None else f"about {told}"])
-    return table(["largest batch, 1,024 tokens, 80 GB", "theirs", "ours"], body)
+    return table(["largest batch, 1,024 tokens", "theirs, 80 GB", "ours"], body)
 
 
 def head(records: Sequence[Record]) -> list[str]:
@@ -328,31 +328,30 @@ def translation_epoch(records: Sequence[Record]) -> list[str]:
     return table(head, body)
 
 
-def compilers(records: Sequence[Record]) -> list[str]:
-    """Eager, cudagraphs and inductor on two GPTs: mean and sigma of an iteration, and MFU."""
+def compilers(model: str, records: Sequence[Record]) -> list[str]:
+    """Eager, cudagraphs and inductor on one of two GPTs: mean and sigma of an iteration, and MFU."""
     by_model: Callable[[Record], tuple[object, ...]] = lambda r: (r.case["model"],)  # noqa: E731
     means, sigmas, mfu = (
         newest(records, metric, by_model) for metric in ("iteration_mean_ms", "iteration_sigma_ms", "mfu")
     )
     body = []
-    for model, name in (("gpt2", "GPT-2"), ("shakespeare", "10.65 M parameters")):
-        theirs = {row.rung: row for row in SEED_003.rows if row.preset == model}
-        for backend in ("eager", "cudagraphs", "inductor", "max-autotune-no-cudagraphs", "max-autotune"):
-            row = theirs.get(backend)
-            ours, base = means.get((model,), {}).get(backend), means.get((model,), {}).get("eager")
-            cells = ["", "", ""]
-            if row is not None and row.low is not None and row.mfu is not None:
-                sigma = row.iteration_ms - row.low
-                faster = theirs["eager"].iteration_ms / row.iteration_ms
-                cells = [f"{row.iteration_ms:,.1f} ± {sigma:.1f} ms", f"{row.mfu:.1%}", f"{faster:.2f}x"]
-            if ours and base:
-                spread, share = sigmas[(model,)][backend], mfu[(model,)][backend]
-                cells += [f"{ours:.1f} ± {spread:.1f} ms", f"{share:.1%}", f"{base / ours:.2f}x"]
-            else:
-                cells += [NOT_YET, "", ""]
-            body.append([name, backend, *cells])
-    head = ["model", "backend", "theirs", "MFU", "against eager", "ours", "MFU", "against eager"]
-    return table(head, body, left=2)
+    theirs = {row.rung: row for row in SEED_003.rows if row.preset == model}
+    for backend in ("eager", "cudagraphs", "inductor", "max-autotune-no-cudagraphs", "max-autotune"):
+        row = theirs.get(backend)
+        ours, base = means.get((model,), {}).get(backend), means.get((model,), {}).get("eager")
+        cells = ["", "", ""]
+        if row is not None and row.low is not None and row.mfu is not None:
+            sigma = row.iteration_ms - row.low
+            faster = theirs["eager"].iteration_ms / row.iteration_ms
+            cells = [f"{row.iteration_ms:,.1f} ± {sigma:.1f} ms", f"{row.mfu:.1%}", f"{faster:.2f}x"]
+        if ours and base:
+            spread, share = sigmas[(model,)][backend], mfu[(model,)][backend]
+            cells += [f"{ours:.1f} ± {spread:.1f} ms", f"{share:.1%}", f"{base / ours:.2f}x"]
+        else:
+            cells += [NOT_YET, "", ""]
+        body.append([backend, *cells])
+    name = {"gpt2": "GPT-2", "shakespeare": "10.65 M parameters"}[model]
+    return table([name, "theirs", "MFU", "against eager", "ours", "MFU", "against eager"], body)
 
 
 def machine(records: Sequence[Record]) -> list[str]:

@@ -68,13 +68,13 @@ def test_two_runs_of_a_model_stand_beside_each_other_against_the_clock(tmp_path:
     assert (tmp_path / "loss-clock-1.png").exists()
 
 
-def test_a_run_that_overfits_is_said_to() -> None:
+def test_a_run_past_its_best_is_said_to_be() -> None:
     fast = {0.0: 6.0, 60.0: 2.5, 90.0: 2.75, 120.0: 2.7, 150.0: 3.0}
     (section,) = loss_clock.sections(
         [*clocked("naive", {0.0: 6.0, 60.0: 4.0, 90.0: 4.5}), *clocked("pick", fast)]
     )
     assert [block.text for block in section.blocks if isinstance(block, Words)] == [
-        "backend pick overfits: its validation loss was lowest, 2.50, after 1.00 minutes and 3.00 at the end."
+        "backend pick: the validation loss was lowest, 2.50, after 1.00 minutes, and 3.00 at the end."
     ]
 
 

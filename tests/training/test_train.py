@@ -152,12 +152,12 @@ def test_a_run_that_overfits_ends_when_its_patience_does(
     result = train(small(data=str(text), steps=10**6, patience=3), shown, folder=tmp_path / "run")
     losses = {e["step"]: e["loss"] for e in course(tmp_path / "run") if e["kind"] == "validation"}
     best = min(losses, key=lambda step: losses[step])
-    assert (result.outcome, result.best_step, result.step) == ("overfit", best, best + 3 * 6)
+    assert (result.outcome, result.best_step, result.step) == ("patience", best, best + 3 * 6)
     assert all(loss > losses[best] for step, loss in losses.items() if step > best)
     told = " ".join(capsys.readouterr().out.split())
     assert f"no validation since step {best} was better" in told
     again = train(small(data=str(text), steps=10**6), folder=tmp_path / "run", resume=True)
-    assert (again.outcome, again.step) == ("overfit", result.step + 6)
+    assert (again.outcome, again.step) == ("patience", result.step + 6)
 
 
 def test_minutes_end_it_with_a_validation(small: Make, tmp_path: Path) -> None:

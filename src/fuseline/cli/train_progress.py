@@ -76,11 +76,11 @@ class TrainProgress:
     def ended(self, result: TrainResult) -> None:
         self.close()
         self._console.print(result_table(result))
-        if result.outcome == "overfit":
+        if result.outcome == "patience":
             self._console.print(
-                f"Stopped at step {result.step}: no validation since step {result.best_step} was better, so "
-                f"the model overfits this text from there on. best.pt has the weights of step "
-                f"{result.best_step}.",
+                f"Stopped at step {result.step}: no validation since step {result.best_step} was better. If "
+                "the loss of training still fell, the model overfits its text from there on. "
+                f"best.pt has the weights of step {result.best_step}.",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -59,7 +59,7 @@ class TrainConfig:
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
     patience: Optional[int] = described(
-        None, "stop after this many validations in a row that found no lower loss: the run overfits"
+        None, "stop after this many validations in a row that found no lower loss"
     )
     learning_rate: float = described(1e-3, "highest learning rate")
     min_learning_rate: float = described(1e-4, "learning rate at the end of the cosine")

@@ -125,8 +125,8 @@ class Loop:
                 self._sample()
             if interrupted or save_by_clock or self._is_multiple(config.checkpoint_interval):
                 self._save()
-            if interrupted or out_of_time or self._is_overfit():
-                outcome = "interrupted" if interrupted else "time" if out_of_time else "overfit"
+            if interrupted or out_of_time or self._is_patience_up():
+                outcome = "interrupted" if interrupted else "time" if out_of_time else "patience"
                 break
             run.stopwatch.start()
         if outcome != "interrupted" and self._validated_step != run.taken:
@@ -181,7 +181,7 @@ class Loop:
         wishes = self.group.gathered(self._wishes())
         return any(signalled for signalled, _, _ in wishes), wishes[0][1], wishes[0][2]
 
-    def _is_overfit(self) -> bool:
+    def _is_patience_up(self) -> bool:
         """Whether no validation was the best for as long as the configuration has patience."""
         config, run = self.config, self.run
         if config.patience is None or not self._is_multiple(config.eval_interval):

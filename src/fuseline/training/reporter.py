@@ -50,8 +50,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `outcome` is finished, time (the minutes were up), overfit (the patience was up: no
-    weights were better than the best for so many validations) or interrupted."""
+    """How a run ended. `outcome` is finished, time (the minutes were up), patience (so many validations found
+    no better weights) or interrupted."""
 
     outcome: str
     folder: Path

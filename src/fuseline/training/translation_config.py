@@ -57,7 +57,7 @@ class TranslateConfig:
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
     patience: Optional[int] = described(
-        None, "stop after this many validations in a row that found no better weights: the run overfits"
+        None, "stop after this many validations in a row that found no better weights"
     )
     learning_rate: float = described(3e-3, "highest learning rate")
     min_learning_rate: float = described(3e-5, "learning rate at the end of the cosine")

@@ -49,22 +49,22 @@ def _section(index: int, device: str, runs: Sequence[Sequence[Record]]) -> Secti
     blocks: list[Block | None] = [
         headline,
         Drawing(Figure(f"loss-clock-{index}", chart, READING, source(every, "", "n"))),
-        *(Words(told) for told in map(_overfits, curves, curves.values()) if told),
+        *(Words(told) for told in map(_past_its_best, curves, curves.values()) if told),
     ]
     title = f"Loss against the clock: {runs[0][0].case.get('data') or 'text'}"
     summary = f"{headline.value} {headline.words}" if headline else title
     return Section(f"loss-clock-{index}", title, device, summary, tuple(b for b in blocks if b))
 
 
-def _overfits(label: str, points: Sequence[tuple[float, float]]) -> str | None:
-    """Where a run began to overfit, if `RISING` validations or more came after its lowest loss."""
+def _past_its_best(label: str, points: Sequence[tuple[float, float]]) -> str | None:
+    """Where a run was best, if `RISING` validations or more came after its lowest loss."""
     at = min(range(len(points)), key=lambda i: points[i][1])
     if len(points) - at <= RISING:
         return None
     seconds, lowest = points[at]
     return (
-        f"{label} overfits: its validation loss was lowest, {plain(lowest)}, after {plain(seconds / 60)} "
-        f"minutes and {plain(points[-1][1])} at the end."
+        f"{label}: the validation loss was lowest, {plain(lowest)}, after {plain(seconds / 60)} minutes, and "
+        f"{plain(points[-1][1])} at the end."
     )
 
 
