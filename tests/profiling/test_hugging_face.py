@@ -1,4 +1,4 @@
-"""Folders of transformers as a model and a batch: the class that a folder names, and what it is called with."""
+"""Folders of transformers as a model and a batch: the class that a folder names, and what it takes."""
 
 from __future__ import annotations
 

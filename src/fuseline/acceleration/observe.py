@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import INTERNAL
 from fuseline.acceleration.flow import Flow, Read, ReluSeen, SumSeen, sum_read
+from fuseline.acceleration.wanted import Loss
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of arguments that are what they are: no state hides in them."""
@@ -117,8 +118,8 @@ class Observation:
     output: Any
 
 
-def observe(model: nn.Module, batch: Any) -> Observation:
-    """Run the batch once and look."""
+def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
+    """Run the batch once, and the loss if there is one, and look."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(name)
@@ -182,6 +183,8 @@ def observe(model: nn.Module, batch: Any) -> Observation:
     try:
         with _calls_seen(told), flow:
             output = call_model(model, batch)
+            if loss is not None:
+                loss(output, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -33,6 +33,7 @@ from fuseline.acceleration.precision import (
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.wanted import Loss
 from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError, first_line
 from fuseline.ops.philox import seeds_together
@@ -45,8 +46,6 @@ MOST_GRAPHS = 8
 MOST_SETTINGS = 4
 """Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
 as numbers, so that a schedule of them would record every step."""
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Scheduler(Protocol):
