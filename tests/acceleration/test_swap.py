@@ -341,6 +341,9 @@ def test_what_the_user_got_wrong(model: Model, x: torch.Tensor, keep_all: Make) 
         accelerate(model, x, levels=("exat",))
     with pytest.raises(InputError, match=r"torch\.nn\.Module"):
         accelerate(len, x)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="meta device"):
+        accelerate(copy.deepcopy(model).to("meta"), x)
+    assert "nn.Sequential" in str(keep_all(nn.LayerNorm(WIDTH), x))
     keep_all(model, x)
     with pytest.raises(InputError, match="already"):
         accelerate(model, x)

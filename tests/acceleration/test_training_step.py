@@ -313,6 +313,8 @@ def test_what_the_user_got_wrong(keep_all: Make) -> None:
         fast.training_step(optimizer, grad_clip=-1.0)
     with pytest.raises(InputError, match="precision"):
         fast.training_step(optimizer, precision="bf17")
+    with pytest.raises(InputError, match="LBFGS"):
+        fast.training_step(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(InputError, match="2 micro-batches"):
         fast.training_step(optimizer, accumulation=2)(batch)
 

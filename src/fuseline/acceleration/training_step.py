@@ -101,6 +101,11 @@ class TrainingStep(InForms):
             raise InputError(f"accumulation={accumulation}: a step needs at least one micro-batch.")
         if grad_clip < 0:
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError(
+                "LBFGS computes the loss several times in a step, and a training step once. Take another "
+                "optimizer, or call the accelerated model in a loop of your own."
+            )
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
         self.accumulation = accumulation
         self._copies = WeightCopies(model, compute_dtype(self.precision))
