@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from fuseline.acceleration import accelerate
@@ -283,6 +285,19 @@ def test_a_model_that_is_compiled_already(model: Model, x: torch.Tensor, keep_al
     torch._dynamo.reset()
 
 
+def test_shards_of_fsdp_lie_apart_again(model: Model, x: torch.Tensor, keep_all: Make) -> None:
+    """An optimizer that is made after accelerate trains the shards."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        before = model(x)
+        fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
+        keep_all(model, x)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert torch.allclose(model(x), before, atol=1e-6)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_shared_module_is_one_site(x: torch.Tensor, keep_all: Make) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -326,6 +341,9 @@ def test_what_the_user_got_wrong(model: Model, x: torch.Tensor, keep_all: Make) 
         accelerate(model, x, levels=("exat",))
     with pytest.raises(InputError, match=r"torch\.nn\.Module"):
         accelerate(len, x)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="meta device"):
+        accelerate(copy.deepcopy(model).to("meta"), x)
+    assert "nn.Sequential" in str(keep_all(nn.LayerNorm(WIDTH), x))
     keep_all(model, x)
     with pytest.raises(InputError, match="already"):
         accelerate(model, x)

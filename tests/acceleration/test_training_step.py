@@ -95,6 +95,10 @@ def test_losses_and_weights_are_those_of_a_loop(
     step.close()
 
 
+def _never(self: DeferredLogits) -> torch.Tensor:
+    raise AssertionError("the logits were computed")
+
+
 @pytest.mark.parametrize("shift", [True, False])
 def test_head_and_loss_are_one_and_the_logits_are_never_whole(
     shift: bool, keep_all: Make, monkeypatch: pytest.MonkeyPatch
@@ -106,10 +110,7 @@ def test_head_and_loss_are_one_and_the_logits_are_never_whole(
     expected = model(**batch)["loss"]
     assert type(model(**batch)["logits"]) is torch.Tensor
 
-    def never(self: DeferredLogits) -> torch.Tensor:
-        raise AssertionError("the logits were computed")
-
-    monkeypatch.setattr(DeferredLogits, "logits", never)
+    monkeypatch.setattr(DeferredLogits, "logits", _never)
     step = fast.training_step(torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32")
     assert float(step(batch)) == pytest.approx(expected.item(), rel=1e-5)
     assert "forward" not in vars(model.head)
@@ -212,6 +213,34 @@ def test_a_compiled_loss_gets_logits(keep_all: Make) -> None:
     torch._dynamo.reset()
 
 
+class _Penalty(torch.autograd.Function):
+    """Autograd calls it with the logits themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (logits,) = ctx.saved_tensors
+        return grads[0] * 2 * logits / logits.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_of_autograd_gets_logits_with_a_gradient(dtype: torch.dtype) -> None:
+    hidden, head = torch.randn(9, 16, requires_grad=True), nn.Linear(16, VOCABULARY)
+    target, wanted = torch.randint(VOCABULARY, (9,)), [hidden, head.weight, head.bias]
+    found = []
+    for deferred in (False, True):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            logits = DeferredLogits.of(Head(hidden, head.weight, head.bias)) if deferred else head(hidden)
+            loss = F.cross_entropy(logits.float(), target) + _Penalty.apply(logits)
+        found.append([loss, *torch.autograd.grad(loss, wanted)])
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.linalg.vector_norm(ours - theirs) <= 4 * torch.finfo(dtype).eps * theirs.norm()
+
+
 CAPPINGS: dict[str, Any] = {
     "whole": lambda logits: torch.tanh(logits / 2.0) * 2.0,
     "cast before": lambda logits: (logits.float() / 2.0).tanh() * 2.0,
@@ -254,7 +283,7 @@ def test_sites_are_proved_anew_under_autocast(keep_all: Make) -> None:
     assert fast.report().taken > before
 
 
-def test_a_loss_of_ones_own(keep_all: Make) -> None:
+def test_a_loss_of_ones_own(keep_all: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = Language(), batches(1)[0]
     fast = keep_all(model, {"tokens": batch["tokens"]})
 
@@ -264,7 +293,13 @@ def test_a_loss_of_ones_own(keep_all: Make) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = fast.training_step(optimizer, precision="fp32", loss=loss)
     expected = loss(model(batch["tokens"]), batch)
+    assert "head_loss" not in {site.kind for site in fast.sites}
     assert float(step({"tokens": batch["tokens"]})) == pytest.approx(expected.item(), rel=1e-5)
+    (site,) = [site for site in fast.sites if site.kind == "head_loss"]
+    assert (site.path, site.status) == ("head", "found")
+    monkeypatch.setattr(DeferredLogits, "logits", _never)
+    assert float(step({"tokens": batch["tokens"]})) == pytest.approx(expected.item(), rel=1e-5)
+    monkeypatch.undo()
     with pytest.raises(InputError, match="without a loss"):
         fast.training_step(optimizer, precision="fp32")({"tokens": batch["tokens"]})
 
@@ -278,6 +313,8 @@ def test_what_the_user_got_wrong(keep_all: Make) -> None:
         fast.training_step(optimizer, grad_clip=-1.0)
     with pytest.raises(InputError, match="precision"):
         fast.training_step(optimizer, precision="bf17")
+    with pytest.raises(InputError, match="LBFGS"):
+        fast.training_step(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(InputError, match="2 micro-batches"):
         fast.training_step(optimizer, accumulation=2)(batch)
 

@@ -18,6 +18,10 @@ from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.whole import check_whole
 from fuseline.errors import InputError
 
+INSIDE = (
+    "Only modules inside of the model are looked at: to accelerate one by itself, put it into nn.Sequential."
+)
+
 
 def accelerate(
     model: nn.Module,
@@ -110,6 +114,8 @@ def accelerate_by(
             for back in reversed(undo):
                 back()
             raise
+        if not found.sites:
+            notes.append(INSIDE)
         handle = Acceleration(model, tuple(found.sites), notes=tuple(notes), wanted=wanted)
         handle.on_undo(undo)
         if not dry_run:
@@ -134,5 +140,10 @@ def _check(model: nn.Module, only: Sequence[str], skip: Sequence[str]) -> None:
         )
     if not any(isinstance(p, torch.Tensor) for p in model.parameters()):
         raise InputError("This model has no parameters: there is nothing to accelerate.")
+    if any(p.is_meta for p in model.parameters()):
+        raise InputError(
+            "This model has parameters on the meta device, without values to prove anything with. Move it to "
+            "a device with to_empty() and load its weights first."
+        )
     check_names(model, only, "only")
     check_names(model, skip, "skip")

@@ -132,6 +132,37 @@ class _Memory:
         return self.logits
 
 
+class _Waiting(torch.autograd.Function):
+    """A tensor of the logits' shape without memory. Functions that autograd calls with it, past the
+    operations above, such as a loss with a backward of its own, give it a gradient: that is the head's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        head: Head,
+        layout: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.head, ctx.autocast = head, _autocast(hidden)
+        return torch.empty((), dtype=layout.dtype, device=hidden.device).expand(layout.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        head, device = ctx.head, ctx.head.hidden.device.type
+        given = [head.hidden, head.weight, head.bias]
+        wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
+        if grads[0] is None:
+            return (None,) * 5
+        leaves = [None if t is None else t.detach().requires_grad_() for t in given]
+        with torch.enable_grad(), torch.autocast(device, ctx.autocast, enabled=ctx.autocast is not None):
+            logits = replace(head, hidden=leaves[0], weight=leaves[1], bias=leaves[2]).logits()
+            found = iter(torch.autograd.grad(logits, [leaves[i] for i in wanted], grads[0]))
+        return (*(next(found) if i in wanted else None for i in range(3)), None, None)
+
+
 View = tuple[Callable[..., Any], tuple[Any, ...]]
 """An operation that returns the same memory, and its arguments."""
 
@@ -154,8 +185,8 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def _made(head: Head, memory: _Memory, views: tuple[View, ...], layout: torch.Tensor) -> DeferredLogits:
-        nothing = torch.empty((), dtype=layout.dtype, device=head.hidden.device).expand(layout.shape)
-        deferred = nothing.as_subclass(DeferredLogits)
+        nothing = _Waiting.apply(head.hidden, head.weight, head.bias, head, layout)
+        deferred: DeferredLogits = nothing.as_subclass(DeferredLogits)
         deferred._head, deferred._memory = head, memory
         deferred._views, deferred._layout = views, layout
         return deferred
@@ -297,10 +328,15 @@ def _computed(leaf: Any) -> Any:
 
 
 def _product_dtype(head: Head) -> torch.dtype:
-    device = head.hidden.device.type
-    if torch.is_autocast_enabled(device) and head.hidden.dtype is not torch.float64:
+    return _autocast(head.hidden) or head.hidden.dtype
+
+
+def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
+    """What a product of `hidden` is cast to now; None without autocast."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
-    return head.hidden.dtype
+    return None
 
 
 def _getter(name: str) -> Any:

@@ -15,6 +15,7 @@ from fuseline.acceleration.attention_study import AttentionStudy
 from fuseline.acceleration.change import Change
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.forms import KERNELS, CompiledBlocks, Form, repeated_blocks
+from fuseline.acceleration.head_loss import KIND as HEAD
 from fuseline.acceleration.head_loss import deferred
 from fuseline.acceleration.layer import Layer, layers_of, put_in, take_out
 from fuseline.acceleration.merged_products import MergedProducts
@@ -24,8 +25,8 @@ from fuseline.acceleration.rehearse import not_reached
 from fuseline.acceleration.site import KEPT, REFUSED, Site
 from fuseline.acceleration.study import STUDYING, Study, study, uncompiled
 from fuseline.acceleration.table import report_text, table
-from fuseline.acceleration.training_step import Loss, Scheduler, TrainingStep
-from fuseline.acceleration.wanted import Wanted
+from fuseline.acceleration.training_step import Scheduler, TrainingStep
+from fuseline.acceleration.wanted import Loss, Wanted
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Acceleration:
         """
         return TrainingStep(
             self.model,
-            lambda batch: self._prepared(batch, compiled is not False),
+            lambda batch: self._prepared(batch, compiled is not False, loss),
             optimizer,
             precision=precision,
             accumulation=accumulation,
@@ -232,9 +233,9 @@ class Acceleration:
             self._call = CompiledCall(self.model, lambda: self._compiled_forms(backend=MergedProducts()))
         return self._call(*args, **kwargs)
 
-    def _prepared(self, batch: Any, compiled: bool) -> list[Form]:
+    def _prepared(self, batch: Any, compiled: bool, loss: Loss | None = None) -> list[Form]:
         """Prove the sites for the batch, and return the forms in which a step can run."""
-        self._prepare(batch)
+        self._prepare(batch, loss)
         plain = Form(KERNELS, lambda: deferred(self.head))
         return [plain, *(self._compiled_forms(self.head) if compiled else ())]
 
@@ -263,20 +264,26 @@ class Acceleration:
             forms.append(picked)
         return forms
 
-    def _prepare(self, batch: Any) -> None:
-        """Prove and time the sites again under the current autocast, as they run inside a recording."""
+    def _prepare(self, batch: Any, loss: Loss | None) -> None:
+        """Prove and time the sites again under the current autocast, as they run inside a recording, and the
+        head with a loss that is not the model's own."""
         recorded = self.device.type == "cuda"
         autocast = torch.is_autocast_enabled(self.device.type)
-        if self.wanted.dry_run or not (recorded or autocast):
+        if self.wanted.dry_run or not (recorded or autocast or loss is not None):
             return
         with STUDYING, uncompiled(), self.paused():
-            found = study(self.model, batch, replace(self.wanted, train=True), Clock(recorded=recorded))
+            wanted = replace(self.wanted, train=True, loss=loss)
+            found = study(self.model, batch, wanted, Clock(recorded=recorded))
         self.apply(found)
         kept = {(site.path, site.kind) for site in self.kept}
         fresh = {(site.path, site.kind): site for site in found.sites if site.status == KEPT}
-        self.sites = tuple(
-            fresh.pop((site.path, site.kind), site) if site.status != KEPT else site for site in self.sites
-        ) + tuple(site for place, site in fresh.items() if place not in kept)
+        heads = [site for site in found.sites if site.kind == HEAD]
+        standing = [site for site in self.sites if not heads or site.kind != HEAD]
+        self.sites = (
+            *(fresh.pop((s.path, s.kind), s) if s.status != KEPT else s for s in standing),
+            *(site for place, site in fresh.items() if place not in kept),
+            *heads,
+        )
         self.rehearse(batch)
 
     @property

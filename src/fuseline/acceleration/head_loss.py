@@ -26,7 +26,7 @@ from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
 from fuseline.acceleration.site import FOUND, NOT_CERTAIN, NOT_FASTER, REFUSED, SLOWER, Site
 from fuseline.acceleration.swap import why_not_passed
-from fuseline.acceleration.wanted import Wanted
+from fuseline.acceleration.wanted import Loss, Wanted
 from fuseline.acceleration.wide import widened
 from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
@@ -64,7 +64,7 @@ def study_head(
         if not is_wanted(observed.paths, wanted.only, wanted.skip):
             continue
         compiled = _is_compiled_with_others(model, observed.path)
-        losses = [] if compiled else _losses(model, batch, head)
+        losses = [] if compiled else _losses(model, batch, head, wanted.loss)
         if not losses:
             reason = COMPILED if compiled else READ
             left = left or Site(observed.path, KIND, REFUSED, reason, OP, also=observed.paths[1:])
@@ -116,13 +116,15 @@ def _is_compiled_with_others(model: nn.Module, path: str) -> bool:
     return any(is_compiled(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1))
 
 
-def _losses(model: nn.Module, batch: Any, head: nn.Linear) -> list[HeadLoss]:
+def _losses(model: nn.Module, batch: Any, head: nn.Linear, loss: Loss | None) -> list[HeadLoss]:
     """The losses that were taken of this head's logits without computing them, in one run of the batch; none
     where the model's code does not run with such logits, as where a compiled function takes them."""
     deferred_logits.taken = []
     try:
         with torch.compiler.set_stance("default"), torch.enable_grad(), deferred(head):
-            call_model(model, batch)
+            output = call_model(model, batch)
+            if loss is not None:
+                loss(output, batch)
         return list(deferred_logits.taken)
     except Exception as error:
         if isinstance(error, RuntimeError) and ran_out_of_memory(error):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import INTERNAL
 from fuseline.acceleration.flow import Flow, Read, ReluSeen, SumSeen, sum_read
+from fuseline.acceleration.wanted import Loss
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types of arguments that are what they are: no state hides in them."""
@@ -116,8 +118,8 @@ class Observation:
     output: Any
 
 
-def observe(model: nn.Module, batch: Any) -> Observation:
-    """Run the batch once and look."""
+def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
+    """Run the batch once, and the loss if there is one, and look."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(name)
@@ -181,6 +183,8 @@ def observe(model: nn.Module, batch: Any) -> Observation:
     try:
         with _calls_seen(told), flow:
             output = call_model(model, batch)
+            if loss is not None:
+                loss(output, batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -190,7 +194,7 @@ def observe(model: nn.Module, batch: Any) -> Observation:
 @contextlib.contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are on exit what
-    they were: a run in between leaves no trace."""
+    they were, and shards of FSDP2 lie apart again: a run in between leaves no trace."""
     scaled = [
         (module.weight, module.weight.detach().clone())
         for module in model.modules()
@@ -209,6 +213,7 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            _reshard(model)
             with torch.no_grad():
                 for weight, value in scaled:
                     weight.copy_(value)
@@ -219,6 +224,17 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
             for module, mode in modes:
                 module.training = mode
+
+
+def _reshard(model: nn.Module) -> None:
+    """After a forward FSDP2's outermost module keeps its weights whole, for the backward. An optimizer that
+    is made then would train those, and not the shards."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -70,7 +70,7 @@ def study(model: nn.Module, batch: Any, wanted: Wanted, clock: Clock) -> Study:
         if model.training is not wanted.train:
             model.train(wanted.train)
         with torch.set_grad_enabled(wanted.train or torch.is_grad_enabled()):
-            observation = observe(model, batch)
+            observation = observe(model, batch, wanted.loss)
             seen = list(observation.modules.values())
             observation.output = None
         candidates = find(seen, wanted.only, wanted.skip)

@@ -34,6 +34,7 @@ from fuseline.acceleration.precision import (
 from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
+from fuseline.acceleration.wanted import Loss
 from fuseline.acceleration.weight_copies import WeightCopies
 from fuseline.errors import InputError, first_line
 from fuseline.ops.philox import seeds_together
@@ -46,8 +47,6 @@ MOST_GRAPHS = 8
 MOST_SETTINGS = 4
 """Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
 as numbers, so that a schedule of them would record every step."""
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Scheduler(Protocol):
@@ -106,6 +105,11 @@ class TrainingStep(InForms):
             raise InputError(f"accumulation={accumulation}: a step needs at least one micro-batch.")
         if grad_clip < 0:
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError(
+                "LBFGS computes the loss several times in a step, and a training step once. Take another "
+                "optimizer, or call the accelerated model in a loop of your own."
+            )
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
         self.accumulation = accumulation
         self._copies = WeightCopies(model, compute_dtype(self.precision))

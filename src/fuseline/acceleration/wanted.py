@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""From what the model returns and the batch."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """As the arguments of `accelerate`; `keep_proofs`: proofs and times of earlier runs are read and kept."""
+    """As the arguments of `accelerate`; `keep_proofs`: proofs and times of earlier runs are read and kept;
+    `loss`: the loss of a training step, for a model that returns none."""
 
     train: bool
     only: tuple[str, ...] = ()
@@ -16,3 +24,4 @@ class Wanted:
     time_sites: bool = True
     strict: bool = False
     keep_proofs: bool = True
+    loss: Loss | None = None

@@ -22,11 +22,12 @@ _GIB = 2**30
 
 
 def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtype, train: bool) -> Work:
-    """The folder's model with its head, its weights in `dtype`, and a batch [batch_size, seqlen] of random
-    token numbers: times do not depend on the words. In training the tokens are also the labels.
+    """The folder's model with its head, its weights in `dtype`, and a random batch: times do not depend on
+    the words. It is [batch_size, seqlen] token numbers, which in training are also the labels of a language
+    model, or `batch_size` images. A classifier's labels are random classes.
 
-    Raises `InputError` for a folder that transformers cannot read, for a model that is larger than this
-    machine's memory, and without transformers.
+    Raises `InputError` for a folder that transformers cannot read, for a model of other inputs (sounds, say)
+    or larger than this machine's memory, and without transformers.
     """
     for name, value in (("batch-size", batch_size), ("seqlen", seqlen)):
         if value < 1:
@@ -46,21 +47,64 @@ def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtyp
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        names = " ".join(getattr(config, "architectures", None) or ())
-        kind = transformers.AutoModelForMaskedLM if "MaskedLM" in names else transformers.AutoModelForCausalLM
+        kind = _kind(config)
         _check_memory(kind, config, dtype, folder)
         model: nn.Module = kind.from_pretrained(folder, dtype=dtype)
     except InputError:
         raise
     except Exception as error:  # whatever transformers makes of a file that is not as it should be
         raise InputError(f"{folder}: transformers cannot read it: {_brief(error)}") from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and seqlen > longest:
+    wanted = getattr(model, "main_input_name", "input_ids")
+    if wanted not in ("input_ids", "pixel_values"):
+        raise InputError(
+            f"The model in {folder} is called with {wanted}, and this command makes batches of tokens and of "
+            "images only. Write a function that returns (model, batch), and give it as MODULE:FUNCTION."
+        )
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if wanted == "input_ids" and isinstance(longest, int) and seqlen > longest:
         raise InputError(f"--seqlen {seqlen}: the model in {folder} takes {longest} positions.")
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
-    names_of_batch = ("input_ids", "labels") if train else ("input_ids",)
-    return Work(model.train(train), (tokens,) * len(names_of_batch), names_of_batch, {})
+    if wanted == "input_ids":
+        inputs = torch.randint(text.vocab_size, (batch_size, seqlen), generator=generator)
+    else:
+        height, width = _pair(getattr(config, "image_size", 224))
+        channels = getattr(config, "num_channels", 3)
+        inputs = torch.randn(batch_size, channels, height, width, generator=generator).to(dtype)
+    batch = {wanted: inputs}
+    if train:
+        batch |= _labels(type(model).__name__, inputs, config, generator)
+    return Work(model.train(train), tuple(batch.values()), tuple(batch), {})
+
+
+_HEADS = ("MaskedLM", "ConditionalGeneration", "MTModel", "Classification", "CTC")
+"""Of models that are built as their folder names them; any other is a causal language model."""
+
+
+def _kind(config: Any) -> Any:
+    """The class of transformers that makes the model of a config."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        if any(head in name for head in _HEADS) and hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM
+
+
+def _labels(
+    name: str, inputs: torch.Tensor, config: Any, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    if "Classification" not in name:
+        return {"labels": inputs} if not inputs.is_floating_point() else {}
+    shape = inputs.shape if "Token" in name else inputs.shape[:1]
+    if config.num_labels == 1:  # transformers then takes the distance to a number
+        return {"labels": torch.rand(shape, generator=generator)}
+    return {"labels": torch.randint(config.num_labels, shape, generator=generator)}
+
+
+def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 def _sizes(said: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, float]]:
@@ -75,7 +119,8 @@ def _sizes(said: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, flo
 def _check_memory(kind: Any, config: Any, dtype: torch.dtype, folder: Path) -> None:
     """Raise `InputError` if the weights do not fit into memory, before any is allocated."""
     with torch.device("meta"):
-        model = kind.from_config(config)
+        make = getattr(kind, "from_config", None) or kind._from_config
+        model = make(config)
     needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     room = available(torch.device("cpu"))
     if needed > room:
