@@ -39,8 +39,8 @@ class Ended:
 def apart(
     work: Callable[[], int], room: Path, *, patience_s: float, kill_after_s: float | None = None
 ) -> Ended:
-    """Run `work` in a fork, its output in `room`. It is killed when processors have run for `patience_s` or
-    `BUSY` times as long has passed, which `code` -14 tells, or on purpose after `kill_after_s`."""
+    """Run `work` in a fork, its output in `room`. It is killed when it has used processors for `patience_s`
+    or `BUSY` times as long has passed, which `code` -14 tells, or on purpose after `kill_after_s`."""
     log = room / "stderr"
     sys.stdout.flush()
     sys.stderr.flush()
