@@ -22,6 +22,16 @@ def test_headers_are_found_through_one_another(tmp_path: Path) -> None:
     )
 
 
+def test_a_header_that_changes_is_read_again(tmp_path: Path) -> None:
+    source, header = tmp_path / "source.cpp", tmp_path / "beside.h"
+    source.write_text('#include "beside.h"\n')
+    header.write_text("")
+    assert included_headers(source, ()) == (header,)
+    (tmp_path / "later.h").write_text("")
+    header.write_text('#include "later.h"\n')
+    assert included_headers(source, ()) == (header, tmp_path / "later.h")
+
+
 def test_every_header_of_the_kernels_api_is_read() -> None:
     folders = (TORCH, KERNELS, INCLUDE)
     read = {header for source in TORCH.rglob("*.cpp") for header in included_headers(source, folders)}

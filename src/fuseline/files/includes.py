@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,21 @@ def included_headers(source: Path, folders: Sequence[Path]) -> tuple[Path, ...]:
     unread = [source]
     while unread:
         file = unread.pop()
-        for name in _INCLUDE.findall(file.read_text(errors="replace")):
-            places = (folder / name for folder in (file.parent, *folders))
-            header = next((place.resolve() for place in places if place.is_file()), None)
-            if header is not None and header not in found:
+        state = file.stat()
+        for header in _directly(file, tuple(folders), state.st_mtime_ns, state.st_size):
+            if header not in found:
                 found.add(header)
                 unread.append(header)
     return tuple(sorted(found))
+
+
+@functools.lru_cache(maxsize=4096)  # most headers are included by dozens of sources
+def _directly(file: Path, folders: tuple[Path, ...], changed_ns: int, size: int) -> tuple[Path, ...]:
+    """The headers that a file in this state includes itself."""
+    found = []
+    for name in _INCLUDE.findall(file.read_text(errors="replace")):
+        places = (folder / name for folder in (file.parent, *folders))
+        header = next((place.resolve() for place in places if place.is_file()), None)
+        if header is not None:
+            found.append(header)
+    return tuple(found)
