@@ -36,11 +36,13 @@ class Older:
 def reason(record: Record) -> str | None:
     """Why the kernels behind a record are not today's; None where they are, or were none of ours."""
     of = (record.suite, record.case, record.peer, record.metric)
-    if not families_of(*of, on_gpu=record.cuda is not None):
+    families = families_of(*of, on_gpu=record.cuda is not None)
+    if not families:
         return None
     if record.kernels is None:
         return BEFORE_HASHES
-    changed = [family for family, known in record.kernels.items() if family_hash(family) != known]
+    known = record.kernels
+    changed = [family for family in families if family in known and family_hash(family) != known[family]]
     return f"changed since: {', '.join(sorted(changed))}" if changed else None
 
 

@@ -53,6 +53,17 @@ def test_a_model_without_a_loss_is_told_so(output):
         loss_in(output)
 
 
+@pytest.mark.parametrize("of_output", [lambda out, batch: out[1], lambda out, batch: out.logits.sum()])
+def test_a_loss_fn_that_takes_the_model_for_its_output_is_told_so(of_output):
+    with pytest.raises(InputError, match=r"called as loss_fn\(model, batch\), so call the model"):
+        made((LAYER, X, of_output), "here").loss(LAYER, (X,))
+
+
+def test_other_errors_of_a_loss_fn_are_its_own():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        made((LAYER, X, lambda model, batch: model(batch).sum() + "1"), "here").loss(LAYER, (X,))
+
+
 def test_a_loss_fn_must_return_a_scalar():
     work = made((LAYER, X, lambda model, batch: model(batch)), "here:make")
     with pytest.raises(InputError, match=r"a tensor of shape \(3, 2\); a loss is a tensor of one element"):

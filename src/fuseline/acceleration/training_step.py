@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from fuseline.acceleration.between_products import seconds_between_products
 from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
@@ -73,6 +74,7 @@ class TrainingStep(InForms):
             or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
+        every_form: try every form, also where the plain one leaves next to nothing for others to save.
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
@@ -93,7 +95,9 @@ class TrainingStep(InForms):
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
         fp8: Fp8Layers | None = None,
+        every_form: bool = False,
     ) -> None:
+        self._every_form = every_form
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.device = next(model.parameters()).device
         if fp8 is None:
@@ -210,7 +214,14 @@ class TrainingStep(InForms):
         def why_wrong(form: Form) -> str | None:
             return graph.without_trace(lambda: self._why_wrong(form, batches[0]))
 
-        return choose(self._forms, seconds_of, why_wrong)
+        def most_saved() -> float:
+            def gradients() -> object:
+                return self._gradients(self._forms[0], batches[0])
+
+            once = graph.without_trace(lambda: seconds_between_products(gradients, self.device))
+            return self.accumulation * once
+
+        return choose(self._forms, seconds_of, why_wrong, None if self._every_form else most_saved)
 
     def _why_wrong(self, form: Form, batch: Any) -> str | None:
         """Why a form differs from the first: its loss or its gradients of a batch do. If the model draws

@@ -59,11 +59,24 @@ class Work:
     def loss(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The scalar loss. Raises `InputError` where there is none."""
         if self.loss_fn is not None:
-            found = self.loss_fn(module, self.batch(tensors))
+            found = _called(self.loss_fn, module, self.batch(tensors))
             if not isinstance(found, torch.Tensor) or found.numel() != 1:
                 raise InputError(f"loss_fn returned {_described(found)}; a loss is a tensor of one element.")
             return found
         return loss_in(self.output(module, tensors))
+
+
+def _called(loss_fn: LossFn, module: nn.Module, batch: Any) -> Any:
+    """What it returns. Where it takes the model for the model's output, the error says what it is given."""
+    try:
+        return loss_fn(module, batch)
+    except (TypeError, AttributeError) as error:
+        if type(module).__name__ not in str(error):
+            raise
+        raise InputError(
+            f"loss_fn fails: {type(error).__name__}: {first_line(error)}. It is called as loss_fn(model, "
+            "batch), so call the model in it: loss_fn = lambda model, batch: loss_of(model(**batch))."
+        ) from error
 
 
 def loss_in(output: Any) -> torch.Tensor:

@@ -42,8 +42,8 @@ _OF_SUITE: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "linear": ("linear",),
     **dict.fromkeys(("decode", "quality"), _DECODING),
-    **dict.fromkeys(("ladder", "step", "translation"), _TRAINING),
-    **dict.fromkeys(("acceleration", "profile"), tuple(sorted({*_TRAINING, *_DECODING}))),
+    **dict.fromkeys(("acceleration", "ladder", "step", "translation"), _TRAINING),
+    "profile": tuple(sorted({*_TRAINING, *_DECODING})),
     **dict.fromkeys(("hardware", "compile"), ()),  # torch's kernels, and probes
 }
 

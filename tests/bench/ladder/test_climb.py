@@ -12,6 +12,7 @@ from fuseline.bench.ladder.climb import Climb
 from fuseline.bench.ladder.closing import between
 from fuseline.bench.ladder.combinations import find_combination
 from fuseline.bench.ladder.events import RungStarted
+from fuseline.bench.ladder.model_spec import MODEL_COURSE, MODEL_RUNGS, RECORDED, ModelSpec
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult
 from fuseline.bench.ladder.rungs import find_rung
 from fuseline.bench.ladder.settings import Outcome
@@ -402,3 +403,15 @@ def test_no_time_is_kept_for_what_comes_too_late_anyway(cpu, base, scripted):
     results = list(made.cumulative(base, _rungs("fused-adamw", "inductor", "flash")))
     assert [r.name for r in results if r.reason is None] == ["plain PyTorch", "fused-adamw", "flash"]
     assert measurer.seconds[1] > 0.0
+
+
+def test_a_models_recorded_step_is_reached_where_time_is_too_short_for_all_compilers(gpu, scripted):
+    def fixed(spec):
+        return 60.0 if spec.is_compiled else 40.0 if spec.execution == RECORDED else 1.0
+
+    measurer = scripted(lambda spec: 100.0, cost=20.0, fixed=fixed)
+    climb = Climb(gpu, measurer, Budget(201.0, measurer.clock), lambda event: None, course=MODEL_COURSE)
+    rungs = [r for r in MODEL_RUNGS if r.name not in ("fp8", "own-modules", "max-autotune")]
+    left_out = {r.name: r.reason for r in climb.cumulative(ModelSpec("a model", 4), rungs) if r.reason}
+    assert list(left_out) == ["reduce-overhead"]
+    assert "40 s of them for rungs that gain more" in left_out["reduce-overhead"]

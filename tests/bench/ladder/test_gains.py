@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fuseline.bench.ladder.gains import LARGEST_GAINS, is_kept_for
+from fuseline.bench.ladder.gains import LARGEST_GAINS, LARGEST_GAINS_OF_A_MODEL, is_kept_for
+from fuseline.bench.ladder.model_spec import MODEL_RUNGS
 from fuseline.bench.ladder.rungs import Rung, find_rung
 from fuseline.records import read
 
@@ -25,6 +26,7 @@ def test_the_list_for_a_gpu_is_what_the_records_say() -> None:
 
 def test_every_name_is_a_rung() -> None:
     assert all(find_rung(name) for names in LARGEST_GAINS.values() for name in names)
+    assert set(LARGEST_GAINS_OF_A_MODEL) <= {rung.name for rung in MODEL_RUNGS}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fuseline.bench.ladder.budget import Budget, share
 from fuseline.bench.ladder.combinations import Combination
 from fuseline.bench.ladder.course import GPT_COURSE, Course
 from fuseline.bench.ladder.events import Observer, RungStarted
-from fuseline.bench.ladder.gains import by_expected_gain, is_kept_for
+from fuseline.bench.ladder.gains import by_expected_gain, is_kept_for, is_set_aside_first
 from fuseline.bench.ladder.machine import Machine
 from fuseline.bench.ladder.result import Figure, Measurement, RungResult, inverse, product, ratio
 from fuseline.bench.ladder.rungs import Rung
@@ -275,7 +275,7 @@ class Climb:
             if s not in self._known and not other.unavailable(self._machine, s)
         ]
         fixed, kept = [self._measurer.fixed_seconds(spec)], 0.0
-        for other, s in to_come:
+        for other, s in sorted(to_come, key=lambda one: not is_set_aside_first(one[0])):
             seconds = self._measurer.fixed_seconds(s)
             if kept + seconds > left:
                 continue  # for what comes too late whatever is left out, no time is kept
