@@ -102,7 +102,8 @@ def check(trial: Trial) -> str | None:
         # and the gradient of a mask is a sum of many that were rounded
         added = [math.sqrt(max(1, plain[0].numel() / max(1, before[n].numel()))) for n in wanted]
         sizes[len(plain) :] = [max(s, given * a) for s, a in zip(sizes[len(plain) :], added, strict=True)]
-    level = "norm" in op.name and LEVEL & set(trial["specials"].values())
+    # Two or three numbers may be alike by chance.
+    level = "norm" in op.name and (LEVEL & set(trial["specials"].values()) or trial["shape"][-1] < 4)
     if few or level:
         given = _largest(grads_out) * max(
             1.0, _largest([t for t in before.values() if t.is_floating_point()])

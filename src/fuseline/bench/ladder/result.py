@@ -57,8 +57,8 @@ def inverse(figure: Figure) -> Figure:
 
 def scaled(figure: Figure, by: float) -> Figure:
     """figure * by, a number without an error of its own."""
-    ends = (None if end is None else end * by for end in (figure.low, figure.high))
-    return Figure(figure.value * by, *ends, figure.n)
+    low, high = (None if end is None else end * by for end in (figure.low, figure.high))
+    return Figure(figure.value * by, low, high, figure.n)
 
 
 def ratio(old: Figure, new: Figure) -> Figure:
