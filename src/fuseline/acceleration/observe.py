@@ -63,6 +63,8 @@ class Observed:
     samples: dict[Any, Sample] = field(default_factory=dict)
     """One for each signature that it was called with."""
     calls: int = 0
+    empty: int = 0
+    """Calls with nothing, as of an expert that no row goes to: there is nothing to look at."""
     attends: bool = False
     """Whether its own code calls torch's attention."""
     writes_attention: bool = False
@@ -158,6 +160,9 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         strange = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, PLAIN)]
         if strange:
             observed.reason = f"it is called with a {type(strange[0]).__name__}, which may hold state"
+            return
+        if any(is_tensor(leaf) and not leaf.numel() for leaf in leaves):
+            observed.empty += 1
             return
         signature = (
             fingerprint(module),
