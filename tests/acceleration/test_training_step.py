@@ -213,6 +213,17 @@ def test_a_compiled_loss_gets_logits(keep_all: Make) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    "read", [lambda logits: logits + 0, lambda logits: F.cross_entropy(logits, logits.argmax(-1))]
+)
+def test_a_write_to_the_hidden_states_raises(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    hidden, head = torch.randn(9, 16), nn.Linear(16, VOCABULARY)
+    rows = DeferredLogits.of(Head(hidden, head.weight, head.bias))[2:].float()
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        read(rows)
+
+
 class _Penalty(torch.autograd.Function):
     """Autograd calls it with the logits themselves."""
 
