@@ -298,6 +298,15 @@ def test_shards_of_fsdp_lie_apart_again(model: Model, x: torch.Tensor, keep_all:
         distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_modules_are_left_alone(model: Model, x: torch.Tensor, keep_all: Make) -> None:
+    model.norm = torch.jit.script(nn.LayerNorm(WIDTH))
+    before = model(x)
+    fast = keep_all(model, x)
+    assert {site.path for site in fast.kept} == {"mlp"}
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
 def test_an_expert_that_gets_no_rows(x: torch.Tensor, keep_all: Make) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

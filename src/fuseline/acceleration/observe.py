@@ -175,24 +175,18 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
             shared[signature] = Sample(*pytree.tree_map(_copied, (args, kwargs)))
         observed.samples[signature] = shared[signature]
 
-    handles = [
-        module.register_forward_pre_hook(look, with_kwargs=True, prepend=False)
-        for module in model.modules()
-        if module is not model
-    ]
-    handles += [
-        module.register_forward_hook(leave, always_call=True)
-        for module in model.modules()
-        if module is not model
-    ]
-    try:
+    # Hooks cannot be put on what torch.jit scripted; its code is not looked at.
+    watched = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+    with contextlib.ExitStack() as stack:
+        for module in watched:
+            handle = module.register_forward_pre_hook(look, with_kwargs=True, prepend=False)
+            stack.callback(handle.remove)
+        for module in watched:
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         with _calls_seen(told), flow:
             output = call_model(model, batch)
             if loss is not None:
                 loss(output, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return Observation(seen, flow.relus, classes, output)
 
 
