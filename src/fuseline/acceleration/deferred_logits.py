@@ -171,9 +171,9 @@ class _Waiting(torch.autograd.Function):
         wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
         if grads[0] is None:
             return (None,) * 5
-        leaves = [None if t is None else t.detach().requires_grad_() for t in given]
+        leaves = {i: t.detach().requires_grad_() for i, t in enumerate(given) if t is not None}
         with torch.enable_grad(), torch.autocast(device, ctx.autocast, enabled=ctx.autocast is not None):
-            logits = replace(head, hidden=leaves[0], weight=leaves[1], bias=leaves[2]).logits()
+            logits = replace(head, hidden=leaves[0], weight=leaves[1], bias=leaves.get(2)).logits()
             found = iter(torch.autograd.grad(logits, [leaves[i] for i in wanted], grads[0]))
         return (*(next(found) if i in wanted else None for i in range(3)), None, None)
 
