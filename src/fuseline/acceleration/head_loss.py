@@ -63,7 +63,7 @@ def study_head(
         assert isinstance(head, nn.Linear)
         if not is_wanted(observed.paths, wanted.only, wanted.skip):
             continue
-        site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
+        site: Site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
         compiled = _is_compiled_with_others(model, observed.path)
         losses = [] if compiled else _losses(model, batch, head, wanted.loss)
         if not losses:
