@@ -75,7 +75,8 @@ SEEDS: dict[str, tuple[str, Callable[[Sequence[Record]], list[str]]]] = {
     "seed-formats": ("quality", generation.quality),
     "seed-memory": ("step", seeds.memory),
     "seed-epoch": ("translation", seeds.translation_epoch),
-    "seed-compilers": ("compile", seeds.compilers),
+    "seed-compilers-gpt2": ("compile", functools.partial(seeds.compilers, "gpt2")),
+    "seed-compilers-small": ("compile", functools.partial(seeds.compilers, "shakespeare")),
     "seed-machine": ("hardware", seeds.machine),
 }
 """Tables of docs/seeds.md: each is drawn from the GPU that has most of it on record."""
@@ -143,6 +144,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "plans-cross-entropy": lambda of: plans.cross_entropy(),
     "plans-norms": lambda of: plans.norms(),
     "plans-attention": lambda of: plans.attention(),
+    "plans-small-layers": lambda of: plans.small_layers(),
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
+from fuseline.report.sections.rungs import climbs
 from tables.markdown import newest, table
 
 RUNGS = {
@@ -36,39 +36,29 @@ RUNGS = {
 def ladder(records: Sequence[Record]) -> list[str]:
     """The rungs of the climb on GPT-2 that were kept; over the best that torch does alone where that is on
     record."""
-    climb = [r for r in records if r.case.get("preset") == "gpt2" and r.case.get("mode") == "cumulative"]
-    alone = _torch_alone(climb)
-    kept = {r.case["rung"]: r for r in climb if r.metric == "iteration_ms" and r.case.get("kept")}
+    (climb,) = climbs(
+        [r for r in records if (r.case.get("preset"), r.case.get("mode")) == ("gpt2", "cumulative")]
+    )
+    beside = climb.over_torch is not None
     body = []
-    for rung, time in sorted(kept.items(), key=lambda item: int(str(item[1].case["order"]))):
-        of_rung = [r for r in climb if r.case["rung"] == rung]
-        values = {r.metric: r.value for r in of_rung}
-        speedup, batch = values.get("speedup") or 1.0, values.get("max_batch")
-        tried = any(r.case.get("verified") for r in of_rung)
+    for rung in climb.ran:
+        if not rung.kept:
+            continue
+        over_torch, batch = climb.ratio_over_torch(rung), rung.value("max_batch")
+        tried = any(r.case.get("verified") for r in rung.records.values())
         body.append(
             [
-                RUNGS.get(str(rung), str(rung)),
-                f"{time.value:.1f}",
-                f"{values['tokens_per_s']:,.0f}",
-                *([f"{speedup / alone:.2f}x"] if alone else []),
-                f"{speedup:.2f}x",
-                f"{values['peak_memory_gib']:.1f}",
+                RUNGS.get(rung.name, rung.name),
+                f"{rung.interval[0]:.1f}",
+                f"{rung.value('tokens_per_s'):,.0f}",
+                *([f"{over_torch:.2f}x" if over_torch else ""] if beside else []),
+                f"{rung.value('speedup') or 1.0:.2f}x",
+                f"{rung.value('peak_memory_gib'):.1f}",
                 (f"{batch:.0f}" if tried else f"about {batch:.0f}") if batch else "",
             ]
         )
-    over = [*(["over the best of torch alone"] if alone else []), "over plain PyTorch"]
+    over = [*(["over the best of torch alone"] if beside else []), "over plain PyTorch"]
     return table(["rung", "ms a step", "tokens/s", *over, "peak GiB", "largest batch"], body)
-
-
-def _torch_alone(climb: Sequence[Record]) -> float | None:
-    """How much faster than plain PyTorch the best is that torch does alone: of its modes the one that is
-    least behind where the climb ended."""
-    modes: dict[str, dict[str, float]] = {}
-    for r in sorted(climb, key=lambda r: r.time):
-        if r.case.get("slot") == TORCH_ALONE and r.value:
-            modes.setdefault(str(r.case["rung"]), {})[r.metric] = r.value
-    timed = [figures for figures in modes.values() if "paired_speedup" in figures and "speedup" in figures]
-    return max(timed, key=lambda figures: figures["paired_speedup"])["speedup"] if timed else None
 
 
 MODELS = {

@@ -78,6 +78,30 @@ def attention() -> list[str]:
     return [*table(head, body, left=5), "", f"{said} In bf16."]
 
 
+def small_layers() -> list[str]:
+    """Kernels of small self-attention layers forward by problem, eager and in a CUDA graph."""
+    body = []
+    arithmetics = (torch.bfloat16, {}), (torch.float32, {"tf32": True}), (torch.float32, {})
+    for batch, tokens, width, heads in (
+        (8, 10, 64, 4),
+        (8, 16, 512, 8),
+        (8, 64, 256, 4),
+        (8, 128, 512, 8),
+        (32, 128, 512, 8),
+    ):
+        cells = []
+        for dtype, options in arithmetics:
+            for captured in (False, True):
+                asked = {**options, "heads": heads, "captured": captured}
+                plans = explain("self_attention_layer", (batch, tokens, width), dtype, gpu=GPU, **asked).plans
+                kernels = [plan.kernel for plan in plans if plan.work == "forward"]
+                cells.append(", ".join(kernel.removeprefix("small_layer_") for kernel in kernels) or "none")
+        body.append([f"{batch} x {tokens} x {width}, {heads} heads", *cells])
+    kinds = [f"{name}, {how}" for name in ("bf16", "TF32", "fp32") for how in ("eager", "graph")]
+    said = "Kernels are `small_layer_...`, forward, on an H200."
+    return [*table(["batch x tokens x width", *kinds], body, left=7), "", said]
+
+
 def _by_length(op: str, prefix: str, works: tuple[str, ...]) -> list[str]:
     body = []
     for length in LENGTHS:

@@ -68,32 +68,40 @@ def masked_softmax(records: Sequence[Record]) -> list[str]:
     return table([*head, "backward, against operations", "the fastest of the others"], body)
 
 
+TRAINING = ("data", "layers", "batch", "seqlen_q", "dropout", "seed")
+"""What two trainings have in common, of which one is naive and one the fastest way."""
+
+
 def clock(records: Sequence[Record]) -> list[str]:
-    """GPT-2 by naive attention and by the fastest way: the validation loss against the clock."""
-    curves: dict[str, dict[float, float]] = {"naive": {}, "fastest": {}}
-    tokens: dict[str, float] = {}
+    """GPT-2 by naive attention and by the fastest way, on the same batches: the validation loss against the
+    clock. Of several pairs the newest."""
+    runs: dict[tuple[str, ...], dict[str, dict[float, float]]] = {}
+    tokens: dict[tuple[str, ...], dict[str, float]] = {}
     for r in sorted(records, key=lambda r: r.time):
         case = r.case
         if case.get("model") != "gpt" or case.get("embed_dim") != 768 or r.value is None:
             continue
+        same = tuple(str(case.get(key)) for key in TRAINING)
         way = "naive" if case.get("backend") == "naive" else "fastest"
         if r.metric == "validation_loss" and "training_s" in case:
-            curves[way][float(str(case["training_s"]))] = r.value
+            runs.setdefault(same, {}).setdefault(way, {})[float(str(case["training_s"]))] = r.value
         elif r.metric == "tokens_per_s":
-            tokens[way] = r.value
+            tokens.setdefault(same, {})[way] = r.value
+    pairs = [same for same, ways in runs.items() if len(ways) == len(tokens.get(same, {})) == 2]
     body = []
-    for way, points in curves.items():
-        if not points or way not in tokens:
+    for way in ("naive", "fastest"):
+        if not pairs:
             body.append([way, NOT_YET, "", "", ""])
             continue
+        curves = runs[pairs[-1]]
+        points = curves[way]
         lowest = min(points, key=lambda at: points[at])
         last = max(points)
-        naives = min(curves["naive"].values(), default=None)
-        reached = None if naives is None else seconds_to(sorted(points.items()), naives)
+        reached = seconds_to(sorted(points.items()), min(curves["naive"].values()))
         body.append(
             [
                 way,
-                f"{tokens[way]:,.0f}",
+                f"{tokens[pairs[-1]][way]:,.0f}",
                 f"{points[last]:.3f} after {last / 60:.1f} min",
                 f"{points[lowest]:.3f} after {lowest / 60:.1f} min",
                 f"{reached / 60:.1f} min" if reached else "",
@@ -208,7 +216,7 @@ def batches(records: Sequence[Record]) -> list[str]:
         batch, tried = found.get(rung, (None, False))
         told = f"{batch:.0f}" if batch is not None else NOT_YET
         body.append([name, theirs, told if tried or batch is None else f"about {told}"])
-    return table(["largest batch, 1,024 tokens, 80 GB", "theirs", "ours"], body)
+    return table(["largest batch, 1,024 tokens", "theirs, 80 GB", "ours"], body)
 
 
 def head(records: Sequence[Record]) -> list[str]:
@@ -320,31 +328,30 @@ def translation_epoch(records: Sequence[Record]) -> list[str]:
     return table(head, body)
 
 
-def compilers(records: Sequence[Record]) -> list[str]:
-    """Eager, cudagraphs and inductor on two GPTs: mean and sigma of an iteration, and MFU."""
+def compilers(model: str, records: Sequence[Record]) -> list[str]:
+    """Eager, cudagraphs and inductor on one of two GPTs: mean and sigma of an iteration, and MFU."""
     by_model: Callable[[Record], tuple[object, ...]] = lambda r: (r.case["model"],)  # noqa: E731
     means, sigmas, mfu = (
         newest(records, metric, by_model) for metric in ("iteration_mean_ms", "iteration_sigma_ms", "mfu")
     )
     body = []
-    for model, name in (("gpt2", "GPT-2"), ("shakespeare", "10.65 M parameters")):
-        theirs = {row.rung: row for row in SEED_003.rows if row.preset == model}
-        for backend in ("eager", "cudagraphs", "inductor", "max-autotune-no-cudagraphs", "max-autotune"):
-            row = theirs.get(backend)
-            ours, base = means.get((model,), {}).get(backend), means.get((model,), {}).get("eager")
-            cells = ["", "", ""]
-            if row is not None and row.low is not None and row.mfu is not None:
-                sigma = row.iteration_ms - row.low
-                faster = theirs["eager"].iteration_ms / row.iteration_ms
-                cells = [f"{row.iteration_ms:,.1f} ± {sigma:.1f} ms", f"{row.mfu:.1%}", f"{faster:.2f}x"]
-            if ours and base:
-                spread, share = sigmas[(model,)][backend], mfu[(model,)][backend]
-                cells += [f"{ours:.1f} ± {spread:.1f} ms", f"{share:.1%}", f"{base / ours:.2f}x"]
-            else:
-                cells += [NOT_YET, "", ""]
-            body.append([name, backend, *cells])
-    head = ["model", "backend", "theirs", "MFU", "against eager", "ours", "MFU", "against eager"]
-    return table(head, body, left=2)
+    theirs = {row.rung: row for row in SEED_003.rows if row.preset == model}
+    for backend in ("eager", "cudagraphs", "inductor", "max-autotune-no-cudagraphs", "max-autotune"):
+        row = theirs.get(backend)
+        ours, base = means.get((model,), {}).get(backend), means.get((model,), {}).get("eager")
+        cells = ["", "", ""]
+        if row is not None and row.low is not None and row.mfu is not None:
+            sigma = row.iteration_ms - row.low
+            faster = theirs["eager"].iteration_ms / row.iteration_ms
+            cells = [f"{row.iteration_ms:,.1f} ± {sigma:.1f} ms", f"{row.mfu:.1%}", f"{faster:.2f}x"]
+        if ours and base:
+            spread, share = sigmas[(model,)][backend], mfu[(model,)][backend]
+            cells += [f"{ours:.1f} ± {spread:.1f} ms", f"{share:.1%}", f"{base / ours:.2f}x"]
+        else:
+            cells += [NOT_YET, "", ""]
+        body.append([backend, *cells])
+    name = {"gpt2": "GPT-2", "shakespeare": "10.65 M parameters"}[model]
+    return table([name, "theirs", "MFU", "against eager", "ours", "MFU", "against eager"], body)
 
 
 def machine(records: Sequence[Record]) -> list[str]:

@@ -29,6 +29,7 @@ MODULES = {
     ),
     "models": (
         "fuseline.models.gpt",
+        "fuseline.models.gpt_block",
         "fuseline.models.gpt_config",
         "fuseline.models.llama",
         "fuseline.models.llama_config",

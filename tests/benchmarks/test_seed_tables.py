@@ -70,17 +70,19 @@ def test_masked_softmax_is_held_against_the_fastest_of_the_others(seeds: ModuleT
 
 
 def test_the_clock_of_two_trainings(seeds: ModuleType) -> None:
-    def run(backend: str, rate: float, curve: dict[float, float]) -> list[Record]:
-        case: dict[str, Scalar] = {"model": "gpt", "embed_dim": 768, "backend": backend}
+    def run(backend: str, rate: float, curve: dict[float, float], batch: int = 32) -> list[Record]:
+        case: dict[str, Scalar] = {"model": "gpt", "embed_dim": 768, "backend": backend, "batch": batch}
         points = [record("quality", "validation_loss", y, **case, training_s=x) for x, y in curve.items()]
         return [record("quality", "tokens_per_s", rate, **case), *points]
 
     records = run("naive", 200_000.0, {0.0: 11.0, 60.0: 5.0}) + run(
         "pick", 4e5, {0.0: 11.0, 60.0: 3.0, 90.0: 4.0}
     )
-    naive, fastest = seeds.clock(records)[2:]
+    alone = run("pick", 7e5, {0.0: 11.0, 45.0: 2.0}, batch=16)  # a training that has no naive one beside it
+    naive, fastest = seeds.clock(records + alone)[2:]
     assert naive == "| naive | 200,000 | 5.000 after 1.0 min | 5.000 after 1.0 min | 1.0 min |"
     assert fastest == "| fastest | 400,000 | 4.000 after 1.5 min | 3.000 after 1.0 min | 0.8 min |"
+    assert all("not on record yet" in line for line in seeds.clock(alone)[2:])
 
 
 def test_memory_of_the_training_state(seeds: ModuleType) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fuseline.cli.main import run
 from fuseline.models.llama import Llama, preset
@@ -201,3 +202,20 @@ def test_a_config_that_is_no_file_or_too_deep(
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert run([*verb, str(tmp_path), "--device", "cpu"]) == 2
     assert "nested more than 64 levels deep" in capsys.readouterr().err
+
+
+def test_more_rows_than_memory_has_room_for_are_refused_before_any_is_made(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "--model", str(whole), *ASKED, "--batch-size", str(10**12)]) == 2
+    assert "GiB on cpu" in capsys.readouterr().err
+
+
+def test_names_in_a_file_write_no_control_characters_to_the_terminal(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(whole, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["evil\n\x1b[31m"] = weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors")
+    assert r"unknown evil\n\x1b[31m." in refused(folder, capsys)

@@ -50,6 +50,17 @@ def test_attention_says_who_decides_between_libraries(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["plans"]
 
 
+def test_launches_of_a_small_layer_follow_one_another(capsys) -> None:
+    problem = ["self_attention_layer", "--shape", "8", "64", "256", "--heads", "4", "--gpu", "h200"]
+    assert run(["explain", *problem, "--captured"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("forward")] == [
+        "forward: small_layer_heads",
+        "forward: small_layer_out",
+    ]
+    assert "  64 blocks of 256 threads in clusters of 4, 117,392 bytes of shared memory a block" in lines
+
+
 def test_mistakes_are_named_in_one_line(capsys) -> None:
     assert run(["explain", "softmax", "--shape", "4", "--dtype", "int8", "--gpu", "h200"]) == 2
     assert "There is no dtype named 'int8'" in capsys.readouterr().err

@@ -89,6 +89,14 @@ def test_the_table_fits_80_columns_and_shows_the_reference_beside():
         assert said in text
 
 
+def test_times_and_rates_are_those_of_runs_in_turn():
+    """The second rung's own 50 ms were taken while something else ran; in turn it took a quarter of 80."""
+    first, second = _result("plain PyTorch", 80.0), _result("flash", 50.0, tokens_per_s=1000.0, speedup=4.0)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(results_table([first, second], "cumulative", "gpt2", 120))
+    assert console.export_text().splitlines()[-1].split() == ["flash", "20", "2500", "4.00x"]
+
+
 def test_a_wide_terminal_gets_every_column():
     console = Console(width=120, record=True, file=io.StringIO())
     result = _result("flash", 5.0, data_wait_share=0.25, max_batch=97, grad_error=0.0123, tokens_per_s=9e4)

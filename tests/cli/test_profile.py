@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fuseline.cli import profile_targets
 from fuseline.cli.main import run
+from fuseline.cli.profile_targets import Asked
 from fuseline.profiling import step
 from fuseline.profiling.ceilings import Ceilings
+from fuseline.training import translation_config, translation_train
+from fuseline.training.checkpoint import write_weights
 
 MODEL = """
 import torch
@@ -49,8 +55,12 @@ def profile(*arguments: object) -> int:
     return run(["profile", "--device", "cpu", *map(str, arguments)])
 
 
-def test_a_users_model_is_profiled_and_written(model: Path, tmp_path: Path, capsys):
+def test_a_users_model_is_profiled_and_written(model: Path, tmp_path: Path, capsys, monkeypatch):
     out = tmp_path / "out"
+    # fp8 needs a GPU: this step is said to be in it.
+    line = "2 x [32, 16], 8 rows, bf16 20 us, fp8 31: bf16, bf16 is as fast"
+    plain = profile_targets.ready
+    monkeypatch.setattr(profile_targets, "ready", lambda asked: replace(plain(asked), decided=lambda: [line]))
     assert profile(f"{model}:make", "--steps", 2, "--out", out) == 0
     printed = capsys.readouterr().out
     assert "By kind of work" in printed
@@ -61,6 +71,7 @@ def test_a_users_model_is_profiled_and_written(model: Path, tmp_path: Path, caps
     page = (out / "index.html").read_text()
     assert "Timeline of the step" in page
     assert "Roofline" in page or "above its floor" in page
+    assert f"Linear layers, forward and backward: {line}." in page
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
@@ -108,6 +119,30 @@ def test_a_decoding_step_is_profiled(tmp_path: Path, capsys, monkeypatch):
     assert any("transformer.h" in row["places"] or "h.*" in row["places"] for row in told["kernels"])
 
 
+def test_a_run_of_train_translate_takes_a_step_and_a_forward_pass(tmp_path: Path):
+    shape = translation_config.preset("tiny", num_layers=1).model_config(40)
+    write_weights(tmp_path / "best.pt", translation_train.build_model(shape), asdict(shape), "translate")
+    asked = Asked(str(tmp_path), torch.device("cpu"), batch=2, seqlen=4)
+    trained = profile_targets.ready(asked)
+    assert (trained.case["model"], trained.case["batch"], trained.case["seqlen_q"]) == ("translation", 2, 4)
+    losses = [float(trained.step()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)  # the same batch each time
+    assert profile_targets.ready(replace(asked, task="forward")).step() is None
+
+
+def test_a_translation_preset_has_the_batch_that_it_trains_with(capsys):
+    assert profile("translation-tiny", "--dry-run", "--json") == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["preset"], case["batch"], case["seqlen_q"]) == ("translation-tiny", 2048 // 64, 64)
+
+
+@pytest.mark.parametrize("name, length", [("vit", None), ("resnet50", None), ("lstm", 128)])
+def test_models_of_images_and_text_are_named(name: str, length: int | None, capsys):
+    assert profile(name, "--batch-size", 3, "--dry-run", "--json") == 0
+    case = json.loads(capsys.readouterr().out)["case"]
+    assert (case["model"], case["batch"], case.get("seqlen_q")) == (name, 3, length)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -121,6 +156,10 @@ def test_a_decoding_step_is_profiled(tmp_path: Path, capsys, monkeypatch):
         (["tiny", "--kernels", "cuda"], "There is no kind of --kernels named 'cuda'"),
         (["tiny", "--loss", "l2"], "There is no loss named 'l2'"),
         (["tiny", "--seqlen", "999"], "this model's context is 128 positions"),
+        (["vit", "--seqlen", "9"], "vit sees images"),
+        (["lstm", "--decode"], "--decode profiles GPTs and Llamas"),
+        (["translation-seed", "--seqlen", "41"], "sequences have 40 tokens at most"),
+        (["translation"], "Did you mean 'translation-"),
         (["tiny", "--batch-size", "0"], "--batch-size 0: it must be 1 or more"),
         (["tiny", "--steps", "0"], "--steps 0: record 1 or more"),
         (["json:dumps", "--batch-size", "3"], "the function that makes the batch decides"),

@@ -75,6 +75,8 @@ def test_bpe_learns_the_frequent_and_repeats_itself() -> None:
     assert ByteBPETokenizer.train(["ab"], 5000).vocab_size == 258  # no other pair is left
     with pytest.raises(InputError, match="needs 257 or more"):
         ByteBPETokenizer.train(TEXTS, 256)
+    with pytest.raises(InputError, match="1048576 ids at most"):
+        ByteBPETokenizer.train(TEXTS, 10**12)  # room for all of them would end the process
 
 
 def test_gpt2_goes_through_tiktoken(tiny_gpt2: GPT2Tokenizer) -> None:

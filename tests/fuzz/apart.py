@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = 6 * 2**30
+BUSY = 4.0  # what works may take so many times its patience while other work keeps the processors busy
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Ended:
 def apart(
     work: Callable[[], int], room: Path, *, patience_s: float, kill_after_s: float | None = None
 ) -> Ended:
-    """Run `work` in a fork, its output in `room`. It is killed when `patience_s` has passed, which `code` -14
-    tells, or on purpose after `kill_after_s`."""
+    """Run `work` in a fork, its output in `room`. It is killed when it has used processors for `patience_s`
+    or `BUSY` times as long has passed, which `code` -14 tells, or on purpose after `kill_after_s`."""
     log = room / "stderr"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,20 +66,27 @@ def apart(
             sys.stderr.flush()
             os._exit(code & 0x7F)
     began = time.monotonic()
-    wanted = patience_s if kill_after_s is None else kill_after_s
+    wanted = BUSY * patience_s if kill_after_s is None else kill_after_s
     while True:
         done, status, used = os.wait4(child, os.WNOHANG)
         if done:
             break
-        if time.monotonic() - began > wanted:
+        used_up = kill_after_s is None and _processor_s(child) > patience_s
+        if used_up or time.monotonic() - began > wanted:
             os.kill(child, signal.SIGKILL)
             _, status, used = os.wait4(child, 0)
             if kill_after_s is None:
                 return Ended(-signal.SIGALRM, _tail(log), used.ru_utime + used.ru_stime)
             break
-        time.sleep(0.002)
+        time.sleep(0.005)
     code = os.waitstatus_to_exitcode(status)
     return Ended(code, _tail(log), used.ru_utime + used.ru_stime)
+
+
+def _processor_s(child: int) -> float:
+    """Seconds of processors that `child`, which has not been waited for, has used."""
+    times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def _limit_memory() -> None:

@@ -4,6 +4,7 @@
     python tests/fuzz/run.py ops --cases 1000                 one suite
     python tests/fuzz/run.py --seconds 60                     as many cases as fit, shared among the suites
     python tests/fuzz/run.py ops --device cuda --seed 7 --jobs 16     in 16 processes
+    python tests/fuzz/run.py ops --tally FILE                 how far it is, in FILE every few seconds
     python tests/fuzz/run.py ops --seed 7 --only 1234         one case of a run
     python tests/fuzz/run.py ops --trial '{"op":"softmax",..}'  one case as a failure prints it
 
@@ -74,6 +75,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases of a suite")
+    parser.add_argument("--tally", type=Path, default=None, help="a file that holds the counts so far")
     parser.add_argument("--only", type=int, default=None, help="this case alone")
     parser.add_argument("--trial", default=None, help="this case alone, as a failure printed it")
     return parser.parse_args()
@@ -94,8 +96,9 @@ def _run(suite: Suite, options: argparse.Namespace, seconds: float) -> int:
     most = options.cases or (suite.cases if math.isinf(seconds) else sys.maxsize - options.first)
     first, until = options.first, began + seconds
     share = Share(options.seed, options.device, first, first + most, 1, until, MOST_FAILURES)
+    tally = _Tally(suite, options, began)
     if options.jobs > 1:
-        done, failures = side_by_side(find, suite.name, share, options.jobs)
+        done, failures = side_by_side(find, suite.name, share, options.jobs, tally.tell)
     else:
         done, failures = 0, 0
         for _, said in run_share(suite, share):
@@ -103,14 +106,39 @@ def _run(suite: Suite, options: argparse.Namespace, seconds: float) -> int:
             if said is not None:
                 failures += 1
                 print(said, flush=True)
-    spent = time.monotonic() - began
+            tally.tell(done, failures)
     stopped = " (stopped there)" if failures >= MOST_FAILURES else ""
-    print(
-        f"{suite.name}: {done:,} cases on {options.device} from seed {options.seed} in {spent:.0f} s, "
-        f"{failures or 'no'} failure{'s' * (failures != 1)}{stopped}",
-        flush=True,
-    )
+    print(f"{tally.line(done, failures)}{stopped}", flush=True)
+    tally.keep(done, failures)
     return failures
+
+
+class _Tally:
+    """The counts of a suite, also in a file while it runs: a run that is cut off has them."""
+
+    EVERY_S = 3.0
+
+    def __init__(self, suite: Suite, options: argparse.Namespace, began: float) -> None:
+        self._name, self._options = suite.name, options
+        self._began = self._kept = began
+        path: Path | None = options.tally
+        self._before = path.read_text() if path is not None and path.exists() else ""
+
+    def line(self, done: int, failures: int) -> str:
+        return (
+            f"{self._name}: {done:,} cases on {self._options.device} from seed {self._options.seed} in "
+            f"{time.monotonic() - self._began:.0f} s, {failures or 'no'} failure{'s' * (failures != 1)}"
+        )
+
+    def tell(self, done: int, failures: int) -> None:
+        if time.monotonic() - self._kept > self.EVERY_S:
+            self.keep(done, failures)
+
+    def keep(self, done: int, failures: int) -> None:
+        """Write the line behind those of earlier suites and runs."""
+        if self._options.tally is not None:
+            self._options.tally.write_text(f"{self._before}{self.line(done, failures)}\n")
+            self._kept = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 
@@ -116,22 +116,35 @@ class _Worker:
         return False
 
 
-def side_by_side(find: Callable[[str], Suite], name: str, share: Share, jobs: int) -> tuple[int, int]:
-    """Run the cases of `share` in `jobs` processes. Returns how many were done and how many failed.
-    `find(name)`, a function of a module, returns the suite in a process that knows nothing of it."""
+def side_by_side(
+    find: Callable[[str], Suite],
+    name: str,
+    share: Share,
+    jobs: int,
+    tell: Callable[[int, int], None] = lambda done, failed: None,
+) -> tuple[int, int]:
+    """Run the cases of `share` in `jobs` processes. Returns how many were done and how many failed, which
+    `tell` is called with meanwhile. `find(name)`, a function of a module, returns the suite in a process that
+    knows nothing of it."""
     workers = [
         _Worker(find, name, replace(share, first=share.first + i, every=jobs))
         for i in range(min(jobs, share.end - share.first))
     ]
     running = workers
     while running := [worker for worker in running if not worker.is_over()]:
-        if sum(worker.counts[1] for worker in workers) >= share.most_failures:
+        if _total(workers)[1] >= share.most_failures:
             for worker in running:
                 worker.process.kill()
                 worker.process.join()
             break
         time.sleep(0.05)
-    return sum(worker.counts[0] for worker in workers), sum(worker.counts[1] for worker in workers)
+        tell(*_total(workers))
+    return _total(workers)
+
+
+def _total(workers: Sequence[_Worker]) -> tuple[int, int]:
+    counts = [worker.counts for worker in workers]
+    return sum(done for done, _ in counts), sum(failed for _, failed in counts)
 
 
 def _work(

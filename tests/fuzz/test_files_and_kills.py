@@ -40,17 +40,19 @@ from apart import apart
 room = Path({str(tmp_path)!r})
 def crash(): os.abort()
 def hang(): time.sleep(100); return 0
+def spin():
+    while True: pass
 def trace(): raise KeyError("x")
 def hoard(): return len(bytearray(2**40))
 def fine(): print("fuseline: no", file=sys.stderr); return 2
 import json
-ended = [apart(work, room, patience_s=2) for work in (crash, hang, trace, hoard, fine)]
+ended = [apart(work, room, patience_s=0.5) for work in (crash, hang, spin, trace, hoard, fine)]
 print(json.dumps([[e.code, e.crashed] for e in ended]))
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    crash, hang, trace, hoard, fine = json.loads(said)
+    crash, hang, spin, trace, hoard, fine = json.loads(said)
     assert crash == [-6, "ended by signal SIGABRT"]
-    assert hang == [-14, "ended by signal SIGALRM"]
+    assert hang == spin == [-14, "ended by signal SIGALRM"]
     assert trace[1] == "traceback: KeyError: 'x'"
     assert "MemoryError" in hoard[1]
     assert fine == [2, None]

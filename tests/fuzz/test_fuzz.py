@@ -25,12 +25,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_half_a_minute_of_it_holds(device: str) -> None:
-    ended = run("ops", "attention", "--seconds", str(BUDGET_S), "--seed", "26", "--device", device)
+def test_half_a_minute_of_it_holds(device: str, tmp_path: Path) -> None:
+    tally = tmp_path / "tally"
+    line = ("ops", "attention", "--seconds", str(BUDGET_S), "--seed", "26", "--device", device)
+    ended = run(*line, "--tally", str(tally))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["ops", "attention"]
     assert all("no failures" in line for line in lines)
+    assert tally.read_text().splitlines() == lines
 
 
 def test_one_case_is_the_same_wherever_it_is_asked_for() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fuseline.nn
-from fuseline.models import gpt
+from fuseline.models import gpt_block
 from fuseline.models.gpt import GPT, GPTConfig
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -32,7 +32,7 @@ def model(device: str, **changes: object) -> GPT:
 @contextmanager
 def folding(on: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt, "FOLD_FROM", B * T if on else B * T + 1)
+        patch.setattr(gpt_block, "FOLD_FROM", B * T if on else B * T + 1)
         yield
 
 

@@ -11,6 +11,7 @@
 namespace {
 
 bool many_blocks = false;  // a multiprocessor holds as many as its shared memory does, else one
+bool captured = false;     // streams record a graph
 
 struct Gpu {
   int index, processors, shared_a_block, shared_a_processor, memory_gbs, clusters, major, most_cluster;
@@ -25,7 +26,7 @@ std::map<const void*, std::string>& names() {  // filled while libraries are loa
 
 void record(const void* kernel, dim3 grid, dim3 block, unsigned cluster, size_t shared) {
   char layout[128];
-  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", grid.x * grid.y, block.x, block.y, cluster, shared);
+  std::snprintf(layout, sizeof(layout), " %u %u %u %u %zu\n", grid.x * grid.y * grid.z, block.x, block.y, cluster, shared);
   launches += names().at(kernel) + layout;
 }
 
@@ -43,6 +44,7 @@ void recorder_set_gpu(const int* numbers) {
 }
 
 void recorder_hold_many_blocks() { many_blocks = true; }
+void recorder_capture(int into_a_graph) { captured = into_a_graph != 0; }
 
 // What was launched since the last call, a launch a line: mangled name, blocks, threads in x and y, blocks of a cluster, bytes of
 // shared memory.
@@ -51,6 +53,14 @@ const char* recorder_take() {
   taken.swap(launches);
   launches.clear();
   return taken.c_str();
+}
+
+// The mangled names of all kernels of the library, a name a line.
+const char* recorder_kernels() {
+  static std::string all;
+  all.clear();
+  for (const auto& [kernel, name] : names()) all += name + "\n";
+  return all.c_str();
 }
 
 void** __cudaRegisterFatBinary(void*) {
@@ -157,6 +167,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 

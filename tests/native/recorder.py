@@ -18,13 +18,17 @@ class Recorder:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        library.recorder_take.restype = ctypes.c_char_p
+        library.recorder_take.restype = library.recorder_kernels.restype = ctypes.c_char_p
 
     def set(self, index: int, gpu: Gpu, most_cluster: int) -> None:
         major = 9 if gpu.warpgroups else 10 if gpu.clusters else 8
         shared = gpu.shared_per_block, gpu.shared_per_processor
         numbers = (index, gpu.processors, *shared, gpu.memory_gbs, int(gpu.clusters), major, most_cluster)
         self.library.recorder_set_gpu((ctypes.c_int * len(numbers))(*numbers))
+
+    def kernels(self) -> set[str]:
+        """The mangled names of all kernels that could be launched."""
+        return set(self.library.recorder_kernels().decode().split())
 
     def launched(self, function: str, *arguments: object) -> tuple[str, int, int, int, int]:
         """Mangled name, blocks, threads of a block, blocks of a cluster, bytes of shared memory."""

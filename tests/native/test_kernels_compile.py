@@ -23,7 +23,6 @@ HOST_ONLY = (
     "errors.cu",
     "norms.cu",
     "quant_linear.cu",
-    "small_layer.cu",
     "tuning.cu",
 )
 FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")

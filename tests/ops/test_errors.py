@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuseline import ops
+from fuseline.errors import InputError
 
 X = torch.randn(2, 3, 4)
 
@@ -74,3 +75,13 @@ def test_the_compiler_sees_the_same_refusal() -> None:
         ops.layer_norm(fake, 5)
     with pytest.raises(ValueError, match="does not broadcast"):
         ops.softmax(fake, mask=torch.ones(3, 5, device="meta"))
+
+
+def test_refusals_of_second_derivatives_lead_to_a_reference():
+    """They name `fuseline.ops.get(op)`, which says where the reference of an op without a record is."""
+    with pytest.raises(InputError, match=r'attention\(\.\.\., backend="math"\)'):
+        ops.get("attention")
+    with pytest.raises(InputError, match=r"`reference` of the module fuseline\.ops\."):
+        ops.get("self_attention_layer")
+    q = torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda q: ops.attention(q, q, q, causal=True, backend="math"), q)

@@ -273,6 +273,84 @@ def test_a_decoding_step_spreads_a_context_over_blocks(shape, options, blocks, c
     assert explain("decode_attention", (1, 32, 96), gpu="h200").plans[0].kernel == ""
 
 
+ONE = ["small_layer_forward"]
+TWO = ["small_layer_heads", "small_layer_out"]
+LAYER_BACKWARD = ["small_layer_heads_backward", "small_layer_remaining"]
+
+
+@pytest.mark.parametrize(
+    "shape, options, forward, backward",
+    [
+        ((8, 10, 64), {"heads": 4}, ONE, LAYER_BACKWARD),
+        ((8, 16, 512), {}, ONE, LAYER_BACKWARD),
+        ((8, 16, 512), {"captured": True}, TWO, LAYER_BACKWARD),
+        ((8, 16, 512), {"dtype": torch.float32}, TWO, LAYER_BACKWARD),
+        ((8, 128, 512), {}, TWO, LAYER_BACKWARD),
+        (
+            (8, 128, 512),
+            {"kv_heads": 2},
+            TWO,
+            [LAYER_BACKWARD[0], "small_layer_sum_heads", LAYER_BACKWARD[1]],
+        ),
+        ((8, 128, 512), {"gpu": "b200"}, ONE, LAYER_BACKWARD),
+        ((8, 128, 512), {"dtype": torch.float32}, [""], [""]),
+        ((8, 128, 512), {"gpu": "a100"}, [""], [""]),
+        ((8, 128, 512), {"dtype": torch.float16}, [""], [""]),
+        ((8, 129, 512), {}, [""], [""]),
+    ],
+)
+def test_small_layers_go_by_size_and_capture(shape, options, forward, backward) -> None:
+    plans = explain("self_attention_layer", shape, **{"gpu": "h200", **options}).plans
+    assert [plan.kernel for plan in plans if plan.work == "forward"] == forward
+    assert [plan.kernel for plan in plans if plan.work == "backward"] == backward
+    assert plans[0].reason
+
+
+def test_a_small_layers_scratch_is_of_the_projections_gradient() -> None:
+    def scratch(**options: int) -> int:
+        plans = explain("self_attention_layer", (8, 128, 512), gpu="h200", **options).plans
+        return next(plan.workspace_bytes for plan in plans if plan.work == "backward")
+
+    assert scratch() == 8 * 128 * 3 * 512 * 2
+    assert scratch(kv_heads=2) == 8 * 128 * (512 + 2 * 128 + 2 * 512) * 2, "and keys and values by query head"
+
+
+@pytest.mark.parametrize(
+    "width, options, threads",
+    [
+        (768, {}, 768),
+        (1024, {"layers": 24, "heads": 16}, 512),
+        (1024, {"layers": 65, "heads": 16}, 0),
+        (768, {"head_dim": 96}, 0),
+        (768, {"gpu": "l40s"}, 0),
+        (768, {"dtype": torch.float32}, 0),
+        (4096, {"heads": 32, "head_dim": 128}, 0),
+    ],
+)
+def test_whole_steps_are_of_small_models(width, options, threads) -> None:
+    (plan,) = explain("decode_step", (1, width), **{"gpu": "h200", **options}).plans
+    assert plan.reason
+    assert (plan.kernel, plan.threads_per_row) == ("decode_step" if threads else "", threads)
+    assert plan.blocks == (132 if threads else 0)
+
+
+def test_what_a_gate_adds_to_a_whole_step_is_counted() -> None:
+    plain, gated = (
+        explain("decode_step", (1, 768), gpu="h200", ffn_dim=2048, swiglu=swiglu).plans[0]
+        for swiglu in (False, True)
+    )
+    assert gated.shared_bytes - plain.shared_bytes == 12 * 16 * 4, "a bias of each of 16 rows, in 12 layers"
+    assert gated.workspace_bytes == plain.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    "shape, gpu, cluster", [((1, 50257), "h200", 8), ((64, 50257), "h200", 2), ((1, 50257), "a100", 1)]
+)
+def test_few_long_rows_of_logits_are_shared(shape, gpu, cluster) -> None:
+    (plan,) = explain("argmax_step", shape, gpu=gpu).plans
+    assert (plan.kernel, plan.blocks_per_row, plan.blocks) == ("argmax_step", cluster, shape[0] * cluster)
+
+
 OPTIONS: dict[str, dict[str, list[float]]] = {
     "softmax": {
         "causal": [False, False, True],
@@ -375,6 +453,9 @@ def test_an_explanation_reads_well() -> None:
         (("attention", (1, 4, 4, 8)), {"masked": True, "bias": True}, "has one mask"),
         (("decode_attention", (4, 4)), {}, r"\[B, H, D\]"),
         (("decode_attention", (1, 4, 64)), {"cache": "fp4"}, "Did you mean 'fp8'"),
+        (("self_attention_layer", (4, 4)), {}, r"that of x, \[B, S, E\]"),
+        (("self_attention_layer", (1, 4, 64)), {"kv_heads": 3}, "does not divide 8 heads"),
+        (("decode_step", (2, 768)), {}, "computes one row"),
     ],
 )
 def test_mistakes_are_named(arguments, options, said) -> None:

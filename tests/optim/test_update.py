@@ -299,3 +299,14 @@ def test_the_norm_of_no_gradients_is_refused_as_shapes_are_asked_for() -> None:
     grads = [torch.empty(3, device="meta", dtype=torch.bfloat16)]
     norm = torch.ops.fuseline.gradient_norm(grads, arrived)
     assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, "meta")
+
+
+def test_a_profiler_finds_clipping_among_the_optimizers_work():
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.full_like(weight, 3.0)
+    update = Update(torch.optim.AdamW([weight]), grad_clip=1.0)
+    with torch.profiler.profile() as recorded:
+        update()
+    (norm,) = [event for event in recorded.events() if event.name == "aten::_foreach_norm"]
+    assert norm.cpu_parent is not None
+    assert norm.cpu_parent.name == "Optimizer.step#AdamW.clip"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuseline.profiling.kinds import KINDS, is_generated, kind_of, operations_in
+from fuseline.profiling.text import few
 from fuseline.profiling.trace import Call
 
 KERNELS = {
@@ -135,3 +136,10 @@ def test_generated_names_list_their_operations():
     assert operations_in("graph_3_cpp_fused_gelu_0") == "gelu"
     assert not is_generated("nvjet_sm90_tst")
     assert set(KERNELS.values()) | set(OPS.values()) == set(KINDS)
+
+
+def test_a_sentence_names_three_places_and_counts_the_rest():
+    assert few("h.*.ln_1, h.*.ln_2, ln_f") == "h.*.ln_1, h.*.ln_2, ln_f"
+    assert few("layer1.*.conv1, layer1.*.conv2, fc, layer4.*.conv3, the model") == (
+        "layer1.*.conv1, layer1.*.conv2, fc and 2 more"
+    )

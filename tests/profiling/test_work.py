@@ -137,3 +137,13 @@ def native_ops():
     if not native.ready("cpu"):
         pytest.skip(f"the native library is not loaded: {native.status().torch.reason}")
     return torch.ops.fuseline
+
+
+def test_a_convolution_is_a_product_at_each_place_forward_and_for_each_gradient():
+    x, weight, bias = ((8, 64, 56, 56), FP32), ((128, 32, 3, 3), FP32), ((128,), FP32)
+    settings = ("[1, 1]", "[2, 2]", "[1, 1]", "2")  # padding, stride, dilation, groups
+    each = 2 * 8 * 128 * 28 * 28 * 32 * 9
+    assert work_of("aten::mkldnn_convolution", "", inputs(x, weight, bias, concrete=settings)).flops == each
+    grad = ((8, 128, 28, 28), FP32)
+    rest = ("[128]", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2", "[False, True, True]")
+    assert work_of("aten::convolution_backward", "", inputs(grad, x, weight, concrete=rest)).flops == each

@@ -8,6 +8,7 @@ import torch
 
 from fuseline import report
 from fuseline.records import Record, describe
+from fuseline.report.blocks import Words
 from fuseline.report.sections import loss_clock
 
 CASE = {"model": "gpt", "data": "a-text", "seed": 1, "steps": 40}
@@ -65,6 +66,16 @@ def test_two_runs_of_a_model_stand_beside_each_other_against_the_clock(tmp_path:
     assert "Loss against the clock: a-text" in page
     assert page.count("Training: gpt on a-text") >= 2
     assert (tmp_path / "loss-clock-1.png").exists()
+
+
+def test_a_run_past_its_best_is_said_to_be() -> None:
+    fast = {0.0: 6.0, 60.0: 2.5, 90.0: 2.75, 120.0: 2.7, 150.0: 3.0}
+    (section,) = loss_clock.sections(
+        [*clocked("naive", {0.0: 6.0, 60.0: 4.0, 90.0: 4.5}), *clocked("pick", fast)]
+    )
+    assert [block.text for block in section.blocks if isinstance(block, Words)] == [
+        "backend pick: the validation loss was lowest, 2.50, after 1.00 minutes, and 3.00 at the end."
+    ]
 
 
 def test_one_run_and_runs_of_two_texts_are_not_compared() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fuseline import native
 from fuseline.training.config import TrainConfig, preset
 from fuseline.training.metrics import METRICS, read_metrics
 
@@ -102,8 +103,13 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainConfig]:
-    """Makes a configuration that trains in a moment, with a cache of its own."""
-    monkeypatch.setenv("FUSELINE_CACHE", str(tmp_path / "cache"))
+    """Makes a configuration that trains in a moment, with a cache of its own. The libraries in it are
+    everybody's: other processes of a test would compile them anew."""
+    cache, libraries = tmp_path / "cache", native.cache_dir() / "lib"
+    cache.mkdir()
+    if libraries.is_dir():
+        (cache / "lib").symlink_to(libraries)
+    monkeypatch.setenv("FUSELINE_CACHE", str(cache))
     return lambda **overrides: make_small_config(text_file, **overrides)
 
 

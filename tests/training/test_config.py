@@ -41,6 +41,7 @@ def test_a_config_survives_being_written_down(name: str) -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"steps": -5}, "steps is -5"),
         ({"minutes": 0.0}, "minutes is 0.0"),
+        ({"patience": 3, "eval_interval": 0}, "patience 3 counts validations"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"beta2": 1.0}, "beta2 is 1.0"),
         ({"grad_clip": -1.0}, "grad_clip is -1.0"),

@@ -46,7 +46,10 @@ def torchrun(
 
 
 def test_two_processes_learn_what_one_does_and_one_writes(small: Make, course: Make, tmp_path: Path) -> None:
-    config = small(steps=8, dropout=0.0, accumulation=4, eval_interval=4, precision="fp32", execution="eager")
+    ours = {"norm": "fuseline", "loss": "fuseline-linear"}
+    config = small(
+        steps=8, dropout=0.0, accumulation=4, eval_interval=4, precision="fp32", execution="eager", **ours
+    )
     alone = train(config, folder=tmp_path / "one")
     done = torchrun(2, config, tmp_path / "two", "--json")
     assert done.returncode == 0, done.stderr

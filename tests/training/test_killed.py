@@ -74,5 +74,6 @@ def test_on_a_gpu(small: Make, course: Make, tmp_path: Path, execution: str) -> 
         batch_size=16,
         precision="bf16",
         execution=execution,
+        deterministic=True,
     )
     assert_killed_is_whole(config, tmp_path, "cuda", course)

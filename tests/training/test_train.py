@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from fuseline.cli.train_progress import TrainProgress
 from fuseline.data.tokenizers import load_tokenizer
 from fuseline.errors import InputError
+from fuseline.training import execution as execution_module
+from fuseline.training import preparation, translation_config, translation_train
 from fuseline.training import run as run_module
 from fuseline.training.checkpoint import load_checkpoint, load_weights
+from fuseline.training.config import preset
+from fuseline.training.distributed import Group
 from fuseline.training.reporter import Pace, Plan, Silent, TrainResult
 from fuseline.training.train import train
 
@@ -134,6 +140,24 @@ def test_a_second_ctrl_c_does_not_wait(small: Make, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(small(), Impatient(), folder=tmp_path / "run")
     assert load_checkpoint(tmp_path / "run" / "latest.pt").step == 0
+
+
+def test_a_run_that_overfits_ends_when_its_patience_does(
+    small: Make, course: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is held out says the letters backward: the better a model knows the others, the worse it is."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcd" * 300 + "dcba" * 35)
+    shown = TrainProgress(Console(width=100))
+    result = train(small(data=str(text), steps=10**6, patience=3), shown, folder=tmp_path / "run")
+    losses = {e["step"]: e["loss"] for e in course(tmp_path / "run") if e["kind"] == "validation"}
+    best = min(losses, key=lambda step: losses[step])
+    assert (result.outcome, result.best_step, result.step) == ("patience", best, best + 3 * 6)
+    assert all(loss > losses[best] for step, loss in losses.items() if step > best)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"no validation since step {best} was better" in told
+    again = train(small(data=str(text), steps=10**6), folder=tmp_path / "run", resume=True)
+    assert (again.outcome, again.step) == ("patience", result.step + 6)
 
 
 def test_minutes_end_it_with_a_validation(small: Make, tmp_path: Path) -> None:
@@ -264,3 +288,52 @@ def test_determinism_is_put_back_as_it_was(small: Make, tmp_path: Path) -> None:
         train(small(deterministic=deterministic), Looking(), folder=tmp_path / str(deterministic))
     assert seen == [True, False]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "device, processes, kernels, given, decided",
+    [
+        ("cuda", 1, True, {}, ("graph", "fuseline", "fuseline-linear", False)),
+        ("cuda", 1, True, {"deterministic": True}, ("graph", "fuseline", "fuseline-linear", True)),
+        ("cuda", 1, True, {"norm": "torch"}, ("inductor-graph", "torch", "float32", False)),
+        ("cuda", 1, True, {"execution": "inductor"}, ("inductor", "torch", "float32", False)),
+        ("cuda", 1, True, {"loss": "logits"}, ("graph", "fuseline", "logits", False)),
+        ("cuda", 1, True, {"precision": "fp32"}, ("inductor-graph", "torch", "float32", False)),
+        ("cuda", 1, False, {}, ("inductor-graph", "torch", "float32", False)),
+        ("cuda", 2, True, {}, ("inductor", "torch", "float32", False)),
+        ("cpu", 1, True, {}, ("eager", "torch", "float32", True)),
+    ],
+)
+def test_auto_takes_the_fastest_step_of_the_device(
+    device: str,
+    processes: int,
+    kernels: bool,
+    given: dict[str, Any],
+    decided: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preparation.native, "ready", lambda device_type: kernels)
+    monkeypatch.setattr(execution_module, "_triton_compiles", lambda: True)
+    group = Group(rank=0, world_size=processes, device=torch.device(device))
+    config = preparation.resolved(preset("gpt2", **{"precision": "bf16", **given}), group)
+    assert (config.execution, config.norm, config.loss, config.deterministic) == decided
+    assert config.model_config(50257).norm == config.norm
+
+
+def test_a_plan_compiles_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(device_type: str) -> bool:
+        raise AssertionError("it would compile them now")
+
+    monkeypatch.setattr(preparation.native, "ready", build)
+    monkeypatch.setattr(preparation.native, "unbuilt", lambda: ["fuseline_kernels"])
+    group = Group(rank=0, world_size=1, device=torch.device("cuda"))
+    config = preset("gpt2", precision="bf16")
+    assert preparation.resolved(config, group, compiles=False).norm == "fuseline"
+    with pytest.raises(AssertionError, match="compile them now"):
+        preparation.resolved(config, group)
+
+
+def test_a_translation_is_repeatable_on_a_cpu_and_where_it_is_asked_for() -> None:
+    for device, asked, found in (("cpu", None, True), ("cuda", None, False), ("cuda", True, True)):
+        config = translation_config.preset("tiny", precision="bf16", deterministic=asked)
+        assert translation_train.resolved(config, torch.device(device)).deterministic is found

@@ -30,8 +30,8 @@ FEW_ROWS = (4, 32, 128, 512)
 FEW_ROWS_LENGTHS = (128, 768, 1024, 4096, 16384, 65536)
 CPU_LENGTHS = (128, 1024)
 # 256 MiB a matrix on a GPU: several times its L2. On a processor small enough to be done in a minute.
-GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26}
-CPU_ELEMENTS = {"bfloat16": 2**20, "float16": 2**20, "float32": 2**20}
+GPU_ELEMENTS = {"bfloat16": 2**27, "float16": 2**27, "float32": 2**26, "mixed": 2**26}
+CPU_ELEMENTS = dict.fromkeys(GPU_ELEMENTS, 2**20)
 LOSS_ROWS = 8192  # tokens of a batch: with a vocabulary beside them, the logits are large enough
 
 
@@ -40,7 +40,7 @@ class Options(Recorded, Seeded):
     ops: tuple[str, ...] = ()
     """Ops to measure: softmax, layer_norm, ... All if none is named."""
     precision: tuple[str, ...] = ("bf16", "fp32")
-    """bf16, fp16, fp32."""
+    """bf16, fp16, fp32, or mixed: norms as autocast calls them, bf16 beside a float32 stream."""
     lengths: tuple[int, ...] = ()
     """Row lengths. A matrix has as many rows as make 256 MiB on a GPU, 2^20 elements on a processor."""
     drawn: int | None = None
@@ -100,8 +100,9 @@ def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
 
 
 def _dtypes(options: Options) -> tuple[str, ...]:
-    """torch's names of the precisions asked for."""
-    return tuple(TORCH_NAMES[checked(name, TORCH_NAMES)] for name in split_names(options.precision))
+    """torch's names of the precisions asked for; mixed is none of torch's."""
+    known = {**TORCH_NAMES, "mixed": "mixed"}
+    return tuple(known[checked(name, known)] for name in split_names(options.precision))
 
 
 def _bench(options: Options) -> OpsBench:

@@ -21,10 +21,13 @@ from fuseline.ops.plans import explain
 class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
     """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding, quant_linear, layer_norm, rms_norm, or
-    a norm behind add_ or dropout_add_, such as add_rms_norm; attention, decode_attention."""
+    a norm behind add_ or dropout_add_, such as add_rms_norm; attention, decode_attention,
+    self_attention_layer, decode_step, argmax_step."""
     shape: tuple[int, ...]
     """Sizes of the input, of embedding those of the output. The op runs over the last dimension. Of
-    attention: sequences, heads, queries and head dim of q; of decode_attention without queries."""
+    attention: sequences, heads, queries and head dim of q; of decode_attention without queries. Of
+    self_attention_layer: sequences, tokens and width; of decode_step: 1 and the width; of argmax_step:
+    sequences and vocabulary."""
     dtype: str = "bf16"
     """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
@@ -68,8 +71,29 @@ class Options:
     """Of norms: weight and bias are float32."""
     x_bias: bool = False
     """Of norms behind dropout_add_: the branch has a bias."""
+    heads: int = 0
+    """self_attention_layer and decode_step: heads of queries. Default: 8 and 12."""
     kv_heads: int = 0
-    """attention: heads of keys and values. Default: as many as of queries."""
+    """attention, self_attention_layer, decode_step: heads of keys and values. Default: as many as of
+    queries."""
+    head_dim: int = 0
+    """self_attention_layer and decode_step: elements of a head. Default: width / heads, and 64."""
+    out_dim: int = 0
+    """self_attention_layer: width of the result. Default: the width of the input."""
+    shared: bool = False
+    """self_attention_layer: one projection for all heads."""
+    tf32: bool = False
+    """self_attention_layer in fp32: products in TF32."""
+    captured: bool = False
+    """self_attention_layer: into a CUDA graph."""
+    layers: int = 12
+    """decode_step: layers of the model."""
+    ffn_dim: int = 0
+    """decode_step: width inside the MLP. Default: four times the width."""
+    vocab_size: int = 50257
+    """decode_step: rows of the head."""
+    swiglu: bool = False
+    """decode_step: the MLP is gated by SwiGLU."""
     keys: int = 0
     """attention: keys of a sequence. Default: as many as queries; of decode_attention 4096."""
     window: int = -1

@@ -98,7 +98,7 @@ def run(options: Options) -> int:
     # Prompts are checked before a model is loaded that may take minutes.
     vocabulary = _vocabulary(options, path)
     sampling = _sampling(options)
-    prompts = [ids for ids in _prompts(options, vocabulary) for _ in range(options.batch_size)]
+    prompts = _prompts(options, vocabulary)
     longest = max(map(len, prompts))
     config = text_generator.config_of(path, options.preset)
     place = None if options.draft is None else _place(options.draft)
@@ -107,7 +107,8 @@ def run(options: Options) -> int:
     capacity = longest + new_tokens
     if config is not None:
         check_prompts(prompts, new_tokens, config.block_size, config.vocab_size)
-    wanted = text_generator.Wanted(len(prompts), longest, capacity, options.cache)
+    batch = len(prompts) * options.batch_size
+    wanted = text_generator.Wanted(batch, longest, capacity, options.cache)
     draft = None
     if place is not None:
         if config is not None and draft_config is not None:
@@ -116,7 +117,7 @@ def run(options: Options) -> int:
         draft = text_generator.memory(*place, dtype=dtype, wanted=wanted)
     if options.dry_run:
         name = options.preset or path
-        print(f"{name} on {device} would write {new_tokens} tokens after {len(prompts)} prompt(s).")
+        print(f"{name} on {device} would write {new_tokens} tokens after {batch} prompt(s).")
         return 0
     if options.save is not None:
         check_folder(options.save, "--save")
@@ -135,6 +136,8 @@ def run(options: Options) -> int:
         draft=draft,
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
+    # Not before the memory that so many take was found free.
+    prompts = [ids for ids in prompts for _ in range(options.batch_size)]
     check_room(generator.model, prompts, new_tokens)
     if options.save is not None:
         tokenizer = _tokenizer_file(options, path)

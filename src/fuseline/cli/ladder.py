@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("fuseline-ladder")
 # What to type after the ladder, each with what it gives.
 NEXT = """What to try next:
-  fuseline train gpt              train a GPT on text: checkpoints, samples, curves
-  fuseline accelerate             what can be made faster in a model of your own, proved before the swap
-  fuseline profile                where a training step's time goes
-  fuseline report fuseline-ladder draw the records again; `fuseline --help` lists every verb"""
+  fuseline train gpt    train a GPT on text: checkpoints, samples, curves
+  fuseline accelerate   what can be made faster in a model of your own, proved before the swap
+  fuseline profile      where a training step's time goes
+  fuseline report {out}   draw the records again; `fuseline --help` lists every verb"""
 DEFAULT_PRESET = {"cpu": "tiny", "cuda": "gpt2"}
 
 
@@ -67,7 +67,7 @@ def run(options: Options) -> int:
     print_outcome(outcome, settings)
     print(f"Records: {records_path}\nPage:    {page}")
     if options.model is None:
-        print(f"\n{NEXT}")
+        print(f"\n{NEXT.format(out=records_path.parent)}")
     return 0
 
 

@@ -10,7 +10,7 @@ import tyro
 
 from fuseline.cli.options import Recorded, Seeded
 
-DEFAULT_BUDGET = {"cpu": "3m", "cuda": "8m"}
+DEFAULT_BUDGET = {"cpu": "150s", "cuda": "8m"}
 MODEL_BUDGET = {"cpu": "5m", "cuda": "8m"}
 
 
@@ -47,7 +47,7 @@ class Options(Recorded, Seeded):
     separated by spaces or commas. All rungs if none is named."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
     """Time for the whole ladder: 4, 90s, 1.5h or none. Rungs that find no time are listed; the first build of
-    the native library does not count. Default: 3 minutes on a CPU (5 with --model), 8 on a GPU."""
+    the native library does not count. Default: 2.5 minutes on a CPU (5 with --model), 8 on a GPU."""
     steps: int = 20
     """The most steps in a timed run; fewer if the budget is short."""
     runs: int = 5

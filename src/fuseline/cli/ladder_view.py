@@ -46,7 +46,8 @@ class LadderView:
         self._live = Live(Group(self._ladder, self._rung), console=self._console, transient=True)
         self._climbed: TaskID | None = None
         self._timed = self._rung.add_task("", total=None, loss="", visible=False)
-        self._name, self._losses = "", [0.0]
+        self._name = ""
+        self._first: dict[tuple[str, str | None], RungResult] = {}  # of each way up
 
     def __enter__(self) -> LadderView:
         return self
@@ -106,6 +107,7 @@ class LadderView:
             if result.measurement.out_of_budget:
                 self.say(f"  {result.name:<{NAME_WIDTH}}{result.reason}")
             return  # what cannot run here is told in one line at the end
+        result = result.beside(self._first.setdefault((result.mode, result.combination), result))
         paired = result.measurement.figures.get("paired_speedup")
         gain = f"  {_ratio(paired)} against {result.baseline}" if paired else ""
         left_out = "" if result.kept or result.slot == TORCH_ALONE else ", left out"
@@ -164,9 +166,10 @@ def results_table(results: Sequence[RungResult], title: str, preset: str, width:
 
     `over torch` is the speedup over the best that torch does alone, `over plain` that over the first rung,
     `step` the paired one over the rung it is compared with, `err` the gradient's error against fp32, `wait`
-    the share of time spent waiting for batches.
+    the share of time spent waiting for batches. Times are the first rung's over `over plain`.
     """
     ran = [result for result in results if result.iteration_ms is not None]
+    ran = [result.beside(ran[0]) for result in ran]
     columns = {
         heading: [cell(result) for result in ran] for heading, cell in _columns(title, preset, ran).items()
     }

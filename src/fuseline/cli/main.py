@@ -199,4 +199,7 @@ def _overview() -> str:
 
 
 def _complain(message: str) -> None:
-    print(f"fuseline: {message}", file=sys.stderr)
+    """Say it in one line. What a file says of itself, and an error quotes, does not reach a terminal as line
+    breaks or control characters."""
+    said = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    print(f"fuseline: {said}", file=sys.stderr)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +38,7 @@ DEFAULT_TARGET = {"cpu": "tiny", "cuda": "gpt2"}
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")] = "auto"
-    """A preset (gpt2, shakespeare, llama3.2-1b, ..), the folder of a run of `fuseline train gpt`, or
+    """A preset (gpt2, llama3.2-1b, translation-seed, vit, ..), the folder of a run of `fuseline train`, or
     MODULE:FUNCTION; auto: gpt2 on a GPU, else tiny."""
     forward: bool = False
     """The forward pass alone, without gradients."""
@@ -49,7 +49,8 @@ class Options(Recorded, Seeded):
     seqlen: int | None = None
     """Tokens a sequence (default: the preset's). With --decode, tokens in the cache (default: 256)."""
     precision: str = "auto"
-    """fp32, tf32, bf16, fp16; auto: bf16 on a GPU that has it, else fp32."""
+    """fp32, tf32, bf16, fp16, or fp8 (bf16, linear layers in fp8 where faster); auto: bf16 on a GPU that has
+    it, else fp32."""
     execution: str = "eager"
     """eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph."""
     kernels: str = "fuseline"
@@ -151,7 +152,7 @@ def _profiled(options: Options, ready: object) -> Profile:
 
     try:
         with console.status("building") as status:
-            return profile_step(
+            profile = profile_step(
                 ready.step,
                 ready.device,
                 model=ready.model,
@@ -163,8 +164,14 @@ def _profiled(options: Options, ready: object) -> Profile:
                 steps=options.steps,
                 observe=tell,
             )
+            return replace(profile, notes=(*profile.notes, *_about_fp8(ready.decided())))
     finally:
         ready.close()
+
+
+def _about_fp8(decided: Sequence[str]) -> tuple[str, ...]:
+    """Which linear layers compute in fp8, and which stay in bf16."""
+    return (f"Linear layers, forward and backward: {'; '.join(decided)}.",) if decided else ()
 
 
 def _told(case: Mapping[str, Scalar], device: torch.device) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, matmul_format
+from fuseline.cli import profile_models
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
 from fuseline.models import gpt_config, llama_config
@@ -74,7 +75,8 @@ class Asked:
 @dataclass(frozen=True)
 class Ready:
     """`step` to profile; `unrecorded` the same launched kernel by kernel, where `step` replays a graph;
-    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it."""
+    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it; `decided`
+    says after the first step which linear layers compute in fp8, where that was asked for."""
 
     step: Callable[[], object]
     case: dict[str, Scalar]
@@ -85,6 +87,7 @@ class Ready:
     precision: str = "fp32"
     eager: bool = True
     close: Callable[[], None] = field(default=lambda: None)
+    decided: Callable[[], list[str]] = field(default=list)
 
 
 def case_of(asked: Asked) -> dict[str, Scalar]:
@@ -97,6 +100,8 @@ def case_of(asked: Asked) -> dict[str, Scalar]:
     }
     if _is_user_code(asked.target):
         return {"model": asked.target, **case}
+    if (other := profile_models.find(asked)) is not None:
+        return {**other.case, **case}
     config = _config(asked)
     batch, seqlen = _shape(asked, config)
     llama = isinstance(config, llama_config.LlamaConfig)
@@ -119,6 +124,11 @@ def ready(asked: Asked) -> Ready:
         work = user_code.load(asked.target).to(asked.device)
         return _trained(asked, case, work) if asked.task == "train" else _forward(asked, case, work)
     torch.manual_seed(asked.seed)
+    if (other := profile_models.find(asked)) is not None:
+        work = other.make().to(asked.device)
+        if asked.task == "train":
+            return _trained(asked, case, work)
+        return _forward(asked, case, replace(work, tensors=work.tensors[:-1]))
     config = _config(asked)
     batch, seqlen = _shape(asked, config)
     if asked.task == "decode":
@@ -167,7 +177,7 @@ def _config(asked: Asked) -> Any:
     elif path.exists():
         config = text_generator.config_of(path, None)
     else:
-        known = [*gpt_config.PRESETS, *llama_config.PRESETS]
+        known = [*gpt_config.PRESETS, *llama_config.PRESETS, *profile_models.NAMES]
         raise InputError(
             f"{unknown_name('preset or checkpoint', asked.target, known)} A function of your own is named "
             "MODULE:FUNCTION."
@@ -234,6 +244,7 @@ def _trained(asked: Asked, case: dict[str, Scalar], work: user_code.Work) -> Rea
         asked.precision,
         _runs_modules(asked.execution),
         step.close,
+        list if step.fp8 is None else step.fp8.summary,
     )
 
 

@@ -16,6 +16,10 @@ from rich.text import Text
 from fuseline.training.reporter import Pace, Plan, TrainResult
 
 _SECONDS_BETWEEN_LINES = 5.0
+_REPEATABLE = {
+    True: "repeatable to the bit",
+    False: "not repeatable to the bit (--deterministic True would be)",
+}
 
 
 class TrainProgress:
@@ -72,6 +76,14 @@ class TrainProgress:
     def ended(self, result: TrainResult) -> None:
         self.close()
         self._console.print(result_table(result))
+        if result.outcome == "patience":
+            self._console.print(
+                f"Stopped at step {result.step}: no validation since step {result.best_step} was better. If "
+                "the loss of training still fell, the model overfits its text from there on. "
+                f"best.pt has the weights of step {result.best_step}.",
+                highlight=False,
+                soft_wrap=True,
+            )
         if result.outcome == "interrupted":
             self._console.print(
                 f"Stopped at step {result.step}. "
@@ -91,6 +103,7 @@ def plan_table(plan: Plan) -> Table:
     rows = [
         ("model", f"{plan.parameters / 1e6:.2f}M parameters, {plan.vocab_size} tokens in its vocabulary"),
         ("device", f"{plan.device}, {plan.processes} process(es), {plan.precision}, {plan.execution}"),
+        ("kernels", f"{plan.kernels}; {_REPEATABLE[plan.deterministic]}"),
         ("steps", f"{plan.start} to {plan.steps}, {plan.tokens_per_step:,} tokens each"),
         ("memory", f"about {plan.memory_bytes / 2**30:.2f} GiB a process"),
         ("folder", str(plan.folder)),

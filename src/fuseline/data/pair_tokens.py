@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fuseline.data.parallel import SPLITS, ParallelCorpus
-from fuseline.data.tokenizers import parsed_tokenizer
+from fuseline.data.tokenizers import check_largest, parsed_tokenizer
 from fuseline.errors import InputError
 from fuseline.files.schema import read_object
 from fuseline.files.writing import write_text
@@ -44,6 +44,7 @@ class PairTokenizer:
         """Learn merges until there are `vocab_size` ids, or the texts have no pair left to merge."""
         if vocab_size < _SMALLEST_VOCAB:
             raise InputError(f"vocab_size is {vocab_size}; shared BPE needs {_SMALLEST_VOCAB} or more.")
+        check_largest(vocab_size)
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +31,9 @@ from fuseline.native.cache import content_key, make_once
 
 Progress = Callable[[int, "int | None"], None]
 """Called with the bytes of text tokenized so far and the total (None if unknown)."""
+
+_Batch = list[tuple[bool, str]]
+"""Pieces of documents, each with whether it begins a document."""
 
 _FORMAT = "fuseline tokens 1"
 # Characters that the tokenizer gets at a time; it spreads them over the cores.
@@ -119,13 +124,12 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Prog
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     count = num_bytes = 0
     with (folder / "tokens.bin").open("wb") as file:
-        for batch in _batches(corpus.documents):
-            texts = [text for _, text in batch]
-            for (begins, _), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+        for batch, encoded in _encoded(tokenizer, _batches(corpus.documents)):
+            for (begins, _), ids in zip(batch, encoded, strict=True):
                 piece = np.asarray(end + ids if begins and count else ids, dtype)
                 file.write(piece.tobytes())
                 count += len(piece)
-            num_bytes += sum(len(text.encode()) for text in texts)
+            num_bytes += sum(len(text.encode()) for _, text in batch)
             if progress is not None:
                 progress(num_bytes, corpus.num_bytes)
     if not count:
@@ -142,9 +146,23 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Prog
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
-    """Pieces of the documents in batches, each with a flag that says whether it begins a document."""
-    batch: list[tuple[bool, str]] = []
+def _encoded(tokenizer: Tokenizer, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, list[list[int]]]]:
+    """Each batch with its tokens, in order. Two are encoded at a time while others are read and written: the
+    last long document of one would leave most cores without work."""
+    with ThreadPoolExecutor(2) as pool:
+        ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
+        for batch in batches:
+            ahead.append((batch, pool.submit(tokenizer.encode_batch, [text for _, text in batch])))
+            if len(ahead) > 2:
+                before, tokens = ahead.popleft()
+                yield before, tokens.result()
+        for before, tokens in ahead:
+            yield before, tokens.result()
+
+
+def _batches(documents: Iterable[str]) -> Iterator[_Batch]:
+    """The documents in batches of their pieces."""
+    batch: _Batch = []
     characters = 0
     for document in documents:
         for i, piece in enumerate(_pieces(document)):

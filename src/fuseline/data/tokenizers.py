@@ -25,7 +25,15 @@ TRAINING_CHARACTERS = 50_000_000
 
 _DEFAULT_BPE_VOCAB = 1000
 _SMALLEST_BPE_VOCAB = 257  # every byte and the end of a text
+# Room for as many is taken before the first merge is learned.
+LARGEST_BPE_VOCAB = 2**20
 _FORMAT = "fuseline tokenizer 1"
+
+
+def check_largest(vocab_size: int) -> None:
+    """Raise `InputError` for a vocabulary that is larger than any in use."""
+    if vocab_size > LARGEST_BPE_VOCAB:
+        raise InputError(f"vocab_size is {vocab_size}; BPE learns {LARGEST_BPE_VOCAB} ids at most.")
 
 
 class Tokenizer(Protocol):
@@ -100,6 +108,7 @@ class ByteBPETokenizer:
                 f"vocab_size is {vocab_size}; byte-level BPE needs {_SMALLEST_BPE_VOCAB} or more: "
                 "every byte and the end of a text."
             )
+        check_largest(vocab_size)
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()

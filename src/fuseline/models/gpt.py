@@ -1,4 +1,4 @@
-"""GPT-2, whole: read it from top to bottom and you know the model.
+"""GPT-2: read it and its blocks (`gpt_block.py`) from top to bottom and you know the model.
 
 A GPT guesses the next token from those before it. Each token becomes a vector of C numbers, to which a vector
 for its position is added. L blocks then each do two things, and add what they find to the running vectors
@@ -19,253 +19,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fuseline.nn
 from fuseline import ops
 from fuseline.errors import InputError, unknown_name
+from fuseline.models.gpt_block import Block, add_norm, dropout_p, is_replaced, make_dropout, make_norm
 from fuseline.models.gpt_config import PRESETS, GPTConfig, preset
-from fuseline.models.heads import Attend, Heads
+from fuseline.models.heads import Attend
 from fuseline.nn import branch
-from fuseline.nn.feed_forward import autocast_to, feed_forward, is_plain
-from fuseline.nn.folded_norm import Folded, can_fold, fold
-from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.nn.feed_forward import is_plain
 from fuseline.ops.embedding import embedding_and_table
-from fuseline.ops.layer_norm import layer_norm_and_input
 from fuseline.ops.philox import draw_seed
 
-__all__ = ["GPT", "MLP", "PRESETS", "Attention", "Block", "GPTConfig", "Transformer", "preset"]
+__all__ = ["GPT", "PRESETS", "GPTConfig", "Transformer", "preset"]
 
 IGNORE_INDEX = -1
-FOLD_FROM = 16384  # tokens a call, with which a step of either preset took as long as without (H200)
-
-
-def _norm(config: GPTConfig) -> nn.Module:
-    kind = fuseline.nn.LayerNorm if config.norm == "fuseline" else nn.LayerNorm
-    return kind(config.embed_dim, eps=1e-5, bias=config.bias)
-
-
-class Found(NamedTuple):
-    """What a branch adds to the stream: dropout(y + bias), y [B, T, C] and bias [C].
-
-    A fused norm that reads the sum next adds the bias and drops in the same pass, and its backward gives the
-    bias its gradient.
-    """
-
-    y: Tensor
-    bias: Tensor | None = None
-    dropout_p: float = 0.0
-
-
-def _narrow(x_BTC: Tensor) -> torch.dtype | None:
-    """The dtype that branches multiply in, where that is not the stream's."""
-    device = x_BTC.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
-
-
-def _affine(norm: nn.LayerNorm, affine: bool) -> tuple[Tensor | None, Tensor | None]:
-    return (norm.weight, norm.bias) if affine else (None, None)
-
-
-def _first_norm(norm: nn.Module, x_BTC: Tensor, affine: bool) -> tuple[Tensor, Tensor]:
-    """The norm before the first branch, and the stream. If fused it leaves in the dtype that the branch
-    multiplies in."""
-    if not is_plain(norm, fuseline.nn.LayerNorm):
-        return norm(x_BTC), x_BTC
-    shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
-    return layer_norm_and_input(x_BTC, shape, weight, bias, eps, out_dtype=_narrow(x_BTC))
-
-
-def _add_norm(
-    norm: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None, affine: bool = True
-) -> tuple[Tensor, Tensor]:
-    """What a branch found, added to the stream: the norm of the sum, and the sum. One pass if fused, in which
-    the norm leaves in the dtype that the branch came in. `seed`, if it is given, fixes what is dropped. Not
-    `affine`: without the norm's weight and bias."""
-    if found is None:
-        return _first_norm(norm, x_BTC, affine)
-    if isinstance(norm, fuseline.nn.LayerNorm):
-        shape, (weight, bias), eps = norm.normalized_shape, _affine(norm, affine), norm.eps
-        if found.bias is None and found.dropout_p == 0.0:
-            return ops.add_layer_norm(found.y, x_BTC, shape, weight, bias, eps)
-        x_bias = found.bias if found.bias is None or weight is None else found.bias.to(weight.dtype)
-        return ops.dropout_add_layer_norm(
-            found.y, x_BTC, shape, weight, bias, eps, x_bias=x_bias, p=found.dropout_p, seed=seed
-        )
-    x_BTC = _added(found, x_BTC)
-    return norm(x_BTC), x_BTC
-
-
-def _added(found: Found, x_BTC: Tensor) -> Tensor:
-    y_BTC = found.y if found.bias is None else found.y + found.bias
-    return x_BTC + F.dropout(y_BTC, found.dropout_p)
-
-
-def _add_norm_and_branch(
-    norm: nn.Module, branch: nn.Module, found: Found | None, x_BTC: Tensor, seed: Tensor | None
-) -> tuple[Tensor, Found]:
-    """The stream with what the branch before found, and what `branch` finds in its norm."""
-    if not (is_plain(branch, Attention) or is_plain(branch, MLP)) or _is_replaced(branch):
-        # One with hooks, a wrapper or a compiled call is called as a module.
-        y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed)
-        return x_BTC, Found(branch(y_BTC))
-    first, folded = branch.folds() if _is_worth_folding(x_BTC) else None, None
-    if first is not None and is_plain(norm, fuseline.nn.LayerNorm) and can_fold(norm, first):
-        folded = fold(norm, first)
-    y_BTC, x_BTC = _add_norm(norm, found, x_BTC, seed, affine=folded is None)
-    return x_BTC, branch.found(y_BTC, folded)
-
-
-def _is_worth_folding(x_BTC: Tensor) -> bool:
-    """Whether the weight and bias of a norm go into the layer behind it: norm and layer then keep one tensor
-    of 16 bits for their gradients, and not one of 32 bits beside it. Folding reads and writes weights."""
-    return torch.is_grad_enabled() and _narrow(x_BTC) is not None and x_BTC.shape[:-1].numel() >= FOLD_FROM
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether a call of the module runs something else than its class's `forward`."""
-    return "forward" in module.__dict__ or module._compiled_call_impl is not None
-
-
-def _leaves_to_norm(projection: nn.Module, dropout: nn.Module) -> bool:
-    """Whether a branch may leave its last bias and dropout to the next norm: nothing else listens to them."""
-    linear = is_plain(projection, nn.Linear) or is_plain(projection, Fp8Linear)
-    return linear and (is_plain(dropout, nn.Dropout) or is_plain(dropout, nn.Identity))
-
-
-def _product(linear: nn.Linear, x: Tensor) -> Tensor:
-    """x W^T, without the bias."""
-    return linear.product(x) if isinstance(linear, Fp8Linear) else ops.linear(x, linear.weight)
-
-
-def _dropout_p(dropout: nn.Module) -> float:
-    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-
-
-def _dropout(config: GPTConfig) -> nn.Module:
-    # nn.Dropout(0.0) still launches kernels while training; Identity launches none.
-    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-
-
-class Attention(nn.Module):
-    """Causal self-attention: position t takes a weighted mean of the values of positions 0..t."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.fused = config.norm == "fuseline"
-        self.backend = config.attention
-        self.dropout_p = config.dropout
-        self.c_attn = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
-        self.resid_dropout = _dropout(config)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.resid_dropout(self.c_proj(self._gathered(x_BTC)))
-
-    def found(self, x_BTC: Tensor, folded: Folded | None = None) -> Found:
-        """`folded`: c_attn with what x's norm left out, if `folds` named it."""
-        if self.fused and _leaves_to_norm(self.c_proj, self.resid_dropout):
-            y_BTC = _product(self.c_proj, self._gathered(x_BTC, folded))
-            return Found(y_BTC, self.c_proj.bias, _dropout_p(self.resid_dropout))
-        return Found(self(x_BTC))
-
-    def folds(self) -> nn.Linear | None:
-        """The layer that can take the weight and bias of the norm ahead, if there is one."""
-        plain = is_plain(self.c_attn, nn.Linear) and _leaves_to_norm(self.c_proj, self.resid_dropout)
-        return self.c_attn if self.fused and self.training and plain else None
-
-    def _gathered(self, x_BTC: Tensor, folded: Folded | None = None) -> Tensor:
-        plain = self.fused and is_plain(self.c_attn, nn.Linear)
-        weight, bias = folded or (self.c_attn.weight, self.c_attn.bias)
-        return ops.attention_packed(
-            ops.linear(x_BTC, weight, bias) if plain else self.c_attn(x_BTC),
-            self.num_heads,
-            causal=True,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            backend=self.backend,
-        )
-
-
-class MLP(nn.Module):
-    """Two linear layers with a GELU between, four times as wide inside."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
-        self.gelu = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
-        self.fused = config.norm == "fuseline"
-        self.c_proj = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
-        self.dropout = _dropout(config)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        if self._is_one_op():
-            return self.dropout(feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate))
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x_BTC))))
-
-    def found(self, x_BTC: Tensor, folded: Folded | None = None) -> Found:
-        """`folded`: c_fc with what x's norm left out, if `folds` named it."""
-        if not (self.fused and _leaves_to_norm(self.c_proj, self.dropout)):
-            return Found(self(x_BTC))
-        if folded is not None:
-            y_BTC = ops.mlp(*autocast_to(x_BTC, *folded, self.c_proj.weight, None), self.gelu.approximate)
-        elif self._is_one_op():
-            y_BTC = feed_forward(x_BTC, self.c_fc, self.c_proj, self.gelu.approximate, with_second_bias=False)
-        else:
-            y_BTC = _product(self.c_proj, self.gelu(self.c_fc(x_BTC)))
-        return Found(y_BTC, self.c_proj.bias, _dropout_p(self.dropout))
-
-    def folds(self) -> nn.Linear | None:
-        """The layer that can take the weight and bias of the norm ahead, if there is one."""
-        plain = is_plain(self.c_fc, nn.Linear) and _leaves_to_norm(self.c_proj, self.dropout)
-        return self.c_fc if plain and self._is_one_op() else None
-
-    def together(self) -> tuple[nn.Linear, ...]:
-        """The layers that are one op in training."""
-        return (self.c_fc, self.c_proj) if self._is_one_op() else ()
-
-    def _is_one_op(self) -> bool:
-        """In training both layers are one op if fused: GELU and its gradient stand at products' ends."""
-        linear = any(
-            is_plain(self.c_fc, kind) and is_plain(self.c_proj, kind) for kind in (nn.Linear, Fp8Linear)
-        )
-        return self.fused and self.training and linear and is_plain(self.gelu, nn.GELU)
-
-
-class Block(nn.Module):
-    """One layer: attention, then the MLP, each reading a normed copy of the stream and adding to it."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.ln_1 = _norm(config)
-        self.attn = Attention(config)
-        self.ln_2 = _norm(config)
-        self.mlp = MLP(config)
-
-    def forward(
-        self, x_BTC: Tensor, found: Found | None = None, seeds: Sequence[Tensor | None] = (None, None)
-    ) -> tuple[Tensor, Found | None]:
-        """The stream, and what the MLP found, which the next norm adds to it; `found` is that of the layer
-        before. `seeds` fix what each of the two norms drops; they draw their own where they are None.
-
-        A block that is wrapped or listened to adds it itself: FSDP frees its parameters when it is done."""
-        x_BTC, found = _add_norm_and_branch(self.ln_1, self.attn, found, x_BTC, seeds[0])
-        x_BTC, found = _add_norm_and_branch(self.ln_2, self.mlp, found, x_BTC, seeds[1])
-        return (x_BTC, found) if is_plain(self, Block) else (_added(found, x_BTC), None)
-
-    def continued(self, x_BTC: Tensor, layer: int, attend: Attend, config: GPTConfig) -> Tensor:
-        """The same without dropout, `attend` gathering from positions that need not be here."""
-        attn, mlp, fused = self.attn, self.mlp, config.norm == "fuseline"
-        heads = Heads(config.num_heads, config.num_heads, config.head_dim, fused=fused)
-        y_BTC = attend(layer, branch(attn.c_attn, x_BTC, norm=self.ln_1, fused=fused), heads)
-        x_BTC = branch(attn.c_proj, y_BTC, residual=x_BTC, fused=fused)
-        inner = branch(mlp.c_fc, x_BTC, norm=self.ln_2, activation=config.activation, fused=fused)
-        return branch(mlp.c_proj, inner, residual=x_BTC, fused=fused)
 
 
 class Transformer(nn.Module):
@@ -277,9 +49,9 @@ class Transformer(nn.Module):
         self.fused = config.norm == "fuseline"
         self.wte = nn.Embedding(config.padded_vocab_size, config.embed_dim)
         self.wpe = nn.Embedding(config.block_size, config.embed_dim)
-        self.drop = _dropout(config)
+        self.drop = make_dropout(config)
         self.h = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
-        self.ln_f = _norm(config)
+        self.ln_f = make_norm(config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return self.with_table(tokens_BT)[0]
@@ -294,7 +66,7 @@ class Transformer(nn.Module):
             )
         seeds = self._seeds(tokens_BT.device)
         if self.fused and is_plain(self.wte, nn.Embedding) and is_plain(self.wpe, nn.Embedding):
-            p, tables = _dropout_p(self.drop), (self.wte.weight, self.wpe.weight)
+            p, tables = dropout_p(self.drop), (self.wte.weight, self.wpe.weight)
             seed = seeds[0] if p else None
             x_BTC, table_VC = embedding_and_table(tokens_BT, *tables, p=p, seed=seed)
         else:
@@ -304,12 +76,12 @@ class Transformer(nn.Module):
         found = None
         for layer, block in enumerate(self.h):
             x_BTC, found = block(x_BTC, found, seeds[2 * layer : 2 * layer + 2])
-        return _add_norm(self.ln_f, found, x_BTC, seeds[-1])[0], table_VC
+        return add_norm(self.ln_f, found, x_BTC, seeds[-1])[0], table_VC
 
     def _seeds(self, device: torch.device) -> Sequence[Tensor | None]:
         """Of the embedding and of the norms after branches: drawn in one kernel where ops drop."""
         count = 2 * len(self.h) + 1
-        drops = self.fused and _dropout_p(self.drop) > 0
+        drops = self.fused and dropout_p(self.drop) > 0
         return draw_seed(device, count).split(1) if drops else [None] * count
 
 
@@ -377,7 +149,7 @@ class GPT(nn.Module):
     def _fused_loss(self, tokens_BT: Tensor, targets_N: Tensor) -> Tensor:
         """The head and its loss as one op; the logits are never stored whole."""
         body, head_VC = self.transformer, self.lm_head.weight
-        if head_VC is body.wte.weight and is_plain(body, Transformer) and not _is_replaced(body):
+        if head_VC is body.wte.weight and is_plain(body, Transformer) and not is_replaced(body):
             x_BTC, head_VC = body.with_table(tokens_BT)
         else:
             x_BTC = body(tokens_BT)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseline.models.gpt import GPT
-from fuseline.models.gpt import Block as GPTBlock
+from fuseline.models.gpt_block import Block as GPTBlock
 from fuseline.models.llama import Block as LlamaBlock
 from fuseline.models.llama import Llama
 from fuseline.ops.decode_step import StepModel

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from fuseline.native import direct
 from fuseline.ops.dropout_add_norm import (
+    AUTOCAST,
     Pair,
     added,
     flops,
@@ -130,6 +131,7 @@ ADD_LAYER_NORM = register(
         cases=_CASES,
         bytes_moved=layer_norm_bytes,
         flops=flops,
+        mixed=AUTOCAST,
     )
 )
 
@@ -143,5 +145,6 @@ ADD_RMS_NORM = register(
         cases=_CASES,
         bytes_moved=rms_norm_bytes,
         flops=flops,
+        mixed=AUTOCAST,
     )
 )

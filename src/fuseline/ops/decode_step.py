@@ -92,6 +92,7 @@ def workspace(model: StepModel) -> Tensor | None:
         model.head_dim,
         model.ffn_dim,
         model.vocab_size,
+        model.activation,
     )
     return torch.zeros(size, dtype=torch.uint8, device=head.device) if size else None
 

@@ -207,26 +207,39 @@ def layer_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
     """The forward moves x, residual, y, sum, weight, bias and x's bias.
 
     The backward moves the gradients of y and sum, sum, the gradient of residual, weight, the gradients of all
-    vectors, and for each row a mean and a standard deviation. With dropout the gradient of x is one more
-    tensor.
+    vectors, and for each row a mean and a standard deviation. With dropout, and where residual is wider than
+    x, the gradient of x is one more tensor.
     """
     means = 0 if direction == "fw" else math.prod(case.shape[:-1])
-    return rms_norm_bytes(case, itemsize, direction) + case.shape[-1] * itemsize + means * 4
+    bias = case.shape[-1] * _itemsizes(case, itemsize)[0]
+    return rms_norm_bytes(case, itemsize, direction) + bias + means * 4
 
 
 def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
     """The same as for LayerNorm, without bias and mean."""
-    forward = direction == "fw"
-    tensors = 4 if forward or not case.options.get("p") else 5
+    forward, (vector, stream) = direction == "fw", _itemsizes(case, itemsize)
+    apart = stream != itemsize or bool(case.options.get("p"))
+    row = 2 * itemsize + 2 * stream if forward else (1 + apart) * itemsize + 3 * stream
     vectors = (1 if forward else 2) + bool(case.options.get("x_bias"))
     deviations = 0 if forward else math.prod(case.shape[:-1])
-    return (math.prod(case.shape) * tensors + case.shape[-1] * vectors) * itemsize + deviations * 4
+    return math.prod(case.shape) * row + case.shape[-1] * vectors * vector + deviations * 4
+
+
+def _itemsizes(case: Case, itemsize: int) -> tuple[int, int]:
+    """Of weight and bias, and of residual."""
+    affine = case.options.get("affine_dtype")
+    stream = max(itemsize, 4) if case.options.get("wide_residual") else itemsize
+    return itemsize if affine is None else affine.itemsize, stream
 
 
 def flops(case: Case, direction: str) -> int:
     """With dropout it includes the Philox rounds: 120 integer operations for eight elements, each way."""
     per_element = (10 if direction == "fw" else 17) + (15 if case.options.get("p") else 0)
     return math.prod(case.shape) * per_element
+
+
+AUTOCAST = {"wide_residual": True, "affine_dtype": torch.float32}
+"""The stream and the weights of a model under autocast are in float32, its branches in 16 bits."""
 
 
 def _sweep(rows: int, n: int) -> Case:
@@ -265,6 +278,7 @@ DROPOUT_ADD_LAYER_NORM = register(
         bytes_moved=layer_norm_bytes,
         flops=flops,
         sweep=_sweep,
+        mixed=AUTOCAST,
     )
 )
 

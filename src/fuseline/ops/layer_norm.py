@@ -138,9 +138,21 @@ def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
     a mean and a standard deviation.
     """
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
-    tensors = 2 if direction == "fw" else 3
+    row, vector = row_bytes(case, itemsize, direction)
     rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)
-    return (math.prod(case.shape) + n) * tensors * itemsize + rows * 8
+    return math.prod(case.shape) * row + n * vector * (2 if direction == "fw" else 3) + rows * 8
+
+
+def row_bytes(case: Case, itemsize: int, direction: str) -> tuple[int, int]:
+    """Bytes for each element of x, with y and their gradients, and those of an element of weight or bias."""
+    wide = max(itemsize, 4) if case.options.get("narrowed") else itemsize
+    affine = case.options.get("affine_dtype")
+    row = wide + itemsize + (0 if direction == "fw" else wide)
+    return row, itemsize if affine is None else affine.itemsize
+
+
+AUTOCAST = {"narrowed": True, "affine_dtype": torch.float32}
+"""The first norm of a model under autocast reads the float32 stream and leaves in 16 bits."""
 
 
 def _flops(case: Case, direction: str) -> int:
@@ -182,5 +194,6 @@ LAYER_NORM = register(
         ),
         bytes_moved=_bytes_moved,
         flops=_flops,
+        mixed=AUTOCAST,
     )
 )

@@ -65,11 +65,12 @@ def _inputs(
     options = dict(case.options)
     C = case.shape[-1]
     D, has_bias, turned = options.pop("out", C), options.pop("bias", True), options.pop("turned", False)
+    kept = torch.promote_types(dtype, torch.float32) if options.pop("fp32_weights", False) else dtype
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     arguments: dict[str, Any] = {
         "x": torch.randn(case.shape, **draw).to(dtype),
-        "weight": (torch.randn(D, C, **draw) / math.sqrt(max(1, C))).to(dtype),
-        "bias": torch.randn(D, **draw).to(dtype) if has_bias else None,
+        "weight": (torch.randn(D, C, **draw) / math.sqrt(max(1, C))).to(kept),
+        "bias": torch.randn(D, **draw).to(kept) if has_bias else None,
     }
     if turned:
         arguments["weight"] = arguments["weight"].t().contiguous().t()
@@ -96,7 +97,7 @@ LINEAR = register(
         differentiable=("x", "weight", "bias"),
         cases=(
             Case("40 rows of 24", (40, 24)),
-            Case("three dimensions", (2, 9, 16), {"out": 40}),
+            Case("three dimensions, float32 weights", (2, 9, 16), {"out": 40, "fp32_weights": True}),
             Case("a turned weight", (12, 16), {"out": 24, "turned": True}),
             Case("no bias", (33, 16), {"bias": False, "out": 8}),
             Case("odd sizes", (7, 9), {"out": 5}),

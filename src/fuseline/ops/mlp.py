@@ -90,16 +90,17 @@ def _inputs(
     embed_dim = case.shape[-1]
     inner, out = options.pop("inner", 4 * embed_dim), options.pop("out", embed_dim)
     biases = options.pop("biases", (True, True))
+    kept = torch.promote_types(dtype, torch.float32) if options.pop("fp32_weights", False) else dtype
     draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, **draw) / math.sqrt(max(1, columns))).to(dtype)
+        return (torch.randn(rows, columns, **draw) / math.sqrt(max(1, columns))).to(kept)
 
     arguments: dict[str, Any] = {"x": torch.randn(case.shape, **draw).to(dtype)}
     arguments["weight_1"] = matrix(inner, embed_dim)
-    arguments["bias_1"] = torch.randn(inner, **draw).to(dtype) if biases[0] else None
+    arguments["bias_1"] = torch.randn(inner, **draw).to(kept) if biases[0] else None
     arguments["weight_2"] = matrix(out, inner)
-    arguments["bias_2"] = torch.randn(out, **draw).to(dtype) if biases[1] else None
+    arguments["bias_2"] = torch.randn(out, **draw).to(kept) if biases[1] else None
     return {**arguments, **options}
 
 
@@ -133,7 +134,7 @@ MLP = register(
         differentiable=("x", "weight_1", "bias_1", "weight_2", "bias_2"),
         cases=(
             Case("40 rows of 24", (40, 24)),
-            Case("three dimensions", (2, 9, 16)),
+            Case("three dimensions, float32 weights", (2, 9, 16), {"fp32_weights": True}),
             Case("error function", (33, 16), {"approximate": "none"}),
             Case("no biases", (33, 16), {"biases": (False, False)}),
             Case("the second bias alone", (7, 9), {"biases": (False, True), "inner": 31, "out": 5}),

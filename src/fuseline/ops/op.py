@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fuseline.errors import unknown_name
+from fuseline.errors import InputError, unknown_name
 from fuseline.ops import transforms
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -43,8 +43,9 @@ class Op:
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
     `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
     `rows` rows of length n, and `lengths` are the row lengths to measure where the general ones make no
-    sense. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on the number of
-    threads.
+    sense. `mixed`: options of that case in mixed precision, as models under autocast call the op; None where
+    an op knows no such thing. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on
+    the number of threads.
     `casts`: under autocast the op casts its inputs, as torch's linear does; other ops keep their input's
     dtype.
     """
@@ -60,6 +61,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sweep: Callable[[int, int], Case] = _matrix
     lengths: tuple[int, ...] = ()
+    mixed: Mapping[str, Any] | None = None
     by_blas: bool = False
     casts: bool = False
 
@@ -70,6 +72,11 @@ def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:
 
 
 _REGISTRY: dict[str, Op] = {}
+# Ops without a record, for which errors point here too: what their reference is.
+_UNREGISTERED = {
+    "attention": 'fuseline.ops.attention(..., backend="math")',
+    "self_attention_layer": "the function `reference` of the module fuseline.ops.self_attention_layer",
+}
 
 
 def register(op: Op) -> Op:
@@ -87,7 +94,12 @@ def registered() -> tuple[Op, ...]:
 
 
 def get(name: str) -> Op:
-    """The op of that name. If there is none, `InputError` suggests the nearest names."""
+    """The op of that name. If there is none, `InputError` suggests the nearest names, or says what the
+    reference of an op without a record is."""
+    if name in _UNREGISTERED:
+        raise InputError(
+            f"fuseline.ops.{name} has no record. Its reference in plain PyTorch is {_UNREGISTERED[name]}."
+        )
     if name not in _REGISTRY:
         raise unknown_name("op", name, _REGISTRY)
     return _REGISTRY[name]

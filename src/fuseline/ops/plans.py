@@ -5,7 +5,8 @@
 For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and device. The
 launcher launches what that function says. `explain` asks the same function, which is also compiled into
 `libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Of attention these are our own kernels;
-`fuseline.picker.explain` says whether another library's are taken instead.
+`fuseline.picker.explain` says whether another library's are taken instead. Of a self-attention layer they
+are those of `implementation="fused"`.
 """
 
 from __future__ import annotations
@@ -144,10 +145,11 @@ def explain(
 
     Args:
         op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", "embedding", "quant_linear", or a norm:
-            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_"; "attention" or
-            "decode_attention".
+            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_"; "attention",
+            "decode_attention", "self_attention_layer", "decode_step" or "argmax_step".
         shape: of the input, [..., N]; of embedding, of the output; of attention, of q: [B, H, T, D], and of
-            decode_attention, [B, H, D].
+            decode_attention, [B, H, D]; of self_attention_layer, of x: [B, S, E]; of decode_step, of the
+            stream: [1, C]; of argmax_step, of the logits: [B, V].
         dtype: float32, float16 or bfloat16; of norms that of y, and of the branch that is added.
         gpu: a name in `GPUS`, or a `Gpu`; by default the current CUDA device.
         address: of the tensors, modulo 128 bytes; 0 for whole tensors, which torch allocates aligned.
@@ -162,7 +164,10 @@ def explain(
             `kv_heads`, `keys` (by default as many as query rows), `causal`, `window` (keys to the left),
             `masked` (a boolean mask over [B, 1, 1, S]), `bias` (an additive one over [1, H, T, S], whose
             gradient is computed), `dropout`, and `sequences` (the B sequences are packed into one row);
-            of decode_attention: `kv_heads`, `keys` (positions) and `cache` ("same", "int8" or "fp8").
+            of decode_attention: `kv_heads`, `keys` (positions) and `cache` ("same", "int8" or "fp8"); of
+            self_attention_layer: `heads`, `kv_heads`, `head_dim` (by default E / heads), `out_dim`,
+            `shared` (one projection for all heads), `tf32` and `captured` (into a CUDA graph); of
+            decode_step: `layers`, `heads`, `kv_heads`, `head_dim`, `ffn_dim`, `vocab_size` and `swiglu`.
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
     elements, for a dtype or address that kernels do not take, for an unknown GPU, and where the native core
@@ -375,15 +380,10 @@ def attention_plans(problem: Problem, gpu: Gpu, work: str) -> tuple[Plan, ...]:
     mask_dims = [p.mask != "none" and name in p.mask_dims for name in "bhts"]
     packed = [p.sequences, p.max_seqlen_q, p.max_seqlen_k]
     options = float(p.soft_cap), p.dropout_p, p.sinks, p.mask == "float_grad", work == "backward"
-    kernels, reason, (workspace, *numbers) = torch.ops.fuseline.plan_attention(
+    planned = torch.ops.fuseline.plan_attention(
         gpu.numbers(), sizes, kinds, [p.window_left, p.window_right], mask_dims, packed, *options
     )
-    plans = []
-    for i, kernel in enumerate(kernels):
-        blocks, threads, shared = numbers[3 * i : 3 * i + 3]
-        plans.append(Plan(work, kernel, "", blocks, threads, 0, 1, shared))
-    first = replace(plans[0], reason=reason, workspace_bytes=workspace) if plans else Plan(work, "", reason)
-    return (first, *plans[1:])
+    return _launches(work, *planned)
 
 
 _CACHES = ("same", "int8", "fp8")
@@ -401,6 +401,56 @@ def _decode_attention(q: _Rows, kv_heads: int = 0, keys: int = 4096, cache: str 
     )
 
 
+def _self_attention_layer(
+    x: _Rows,
+    heads: int = 8,
+    kv_heads: int = 0,
+    head_dim: int = 0,
+    out_dim: int = 0,
+    shared: bool = False,
+    tf32: bool = False,
+    captured: bool = False,
+) -> tuple[Plan, ...]:
+    if len(x.shape) != 3:
+        raise InputError(f"shape is {list(x.shape)}; self_attention_layer's is that of x, [B, S, E].")
+    if heads < 1 or heads % (kv_heads or heads):
+        raise InputError(f"kv_heads is {kv_heads}, which does not divide {heads} heads.")
+    B, S, E = x.shape
+    sizes = [B, S, E, heads, kv_heads or heads, head_dim or E // heads, out_dim or E]
+    given = x.gpu.numbers(), sizes, DTYPES.index(x.dtype), bool(tf32), bool(shared), bool(captured)
+
+    def plans(work: str) -> tuple[Plan, ...]:
+        return _launches(work, *torch.ops.fuseline.plan_self_attention_layer(*given, work == "backward"))
+
+    return plans("forward") + plans("backward")
+
+
+def _decode_step(
+    x: _Rows,
+    layers: int = 12,
+    heads: int = 12,
+    kv_heads: int = 0,
+    head_dim: int = 64,
+    ffn_dim: int = 0,
+    vocab_size: int = 50257,
+    swiglu: bool = False,
+) -> tuple[Plan, ...]:
+    if x.count != 1:
+        raise InputError(f"shape is {list(x.shape)}; decode_step computes one row, of shape [1, C].")
+    sizes = [layers, x.length, heads, kv_heads or heads, head_dim, ffn_dim or 4 * x.length, vocab_size]
+
+    def ask(refused: int) -> _Planned:
+        return torch.ops.fuseline.plan_decode_step(
+            x.gpu.numbers(), sizes, DTYPES.index(x.dtype), bool(swiglu)
+        )
+
+    return (_plan("step", ask),)
+
+
+def _argmax_step(logits: _Rows) -> tuple[Plan, ...]:
+    return (_plan("step", lambda refused: torch.ops.fuseline.plan_argmax_step(*logits.arguments)),)
+
+
 NORMS = tuple(f"{of}{kind}_norm" for of in ("", "add_", "dropout_add_") for kind in ("layer", "rms"))
 
 PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
@@ -413,6 +463,9 @@ PLANNED: dict[str, Callable[..., tuple[Plan, ...]]] = {
     "quant_linear": _quant_linear,
     "attention": _attention,
     "decode_attention": _decode_attention,
+    "self_attention_layer": _self_attention_layer,
+    "decode_step": _decode_step,
+    "argmax_step": _argmax_step,
     **{name: _norm(name) for name in NORMS},
 }
 """The ops that `explain` knows; each takes the rows and the op's own options."""
@@ -430,6 +483,18 @@ def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
         other = _plan(work, ask, refusable)
         fallback = other.fallback or other  # which itself may need a cluster that is too large
     return Plan(work, kernel, reason, blocks, threads, rows, cluster, shared, workspace, wide, fallback)
+
+
+def _launches(work: str, kernels: Sequence[str], reason: str, numbers: Sequence[int]) -> tuple[Plan, ...]:
+    """Launches that follow one another; the first names the reason and the workspace of all."""
+    if not kernels:
+        return (Plan(work, "", reason),)
+    workspace, *rest = numbers
+    plans = []
+    for i, kernel in enumerate(kernels):
+        blocks, threads, cluster, shared = rest[4 * i : 4 * i + 4]
+        plans.append(Plan(work, kernel, "", blocks, threads, 0, cluster, shared))
+    return (replace(plans[0], reason=reason, workspace_bytes=workspace), *plans[1:])
 
 
 def _count(number: int, what: str) -> str:

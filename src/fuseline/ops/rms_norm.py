@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from fuseline import native
 from fuseline.errors import InputError
 from fuseline.native import direct
+from fuseline.ops.layer_norm import AUTOCAST, row_bytes
 from fuseline.ops.op import Case, Op, register
 
 
@@ -110,9 +111,9 @@ def _inputs(
 def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
     """The same as for LayerNorm, without bias and mean."""
     n = math.prod(case.options.get("normalized_shape", case.shape[-1:]))
-    tensors = 2 if direction == "fw" else 3
+    row, vector = row_bytes(case, itemsize, direction)
     rows = 0 if direction == "fw" else math.prod(case.shape) // max(1, n)
-    return (math.prod(case.shape) * tensors + n * (tensors - 1)) * itemsize + rows * 4
+    return math.prod(case.shape) * row + n * vector * (1 if direction == "fw" else 2) + rows * 4
 
 
 def _flops(case: Case, direction: str) -> int:
@@ -150,5 +151,6 @@ RMS_NORM = register(
         ),
         bytes_moved=_bytes_moved,
         flops=_flops,
+        mixed=AUTOCAST,
     )
 )

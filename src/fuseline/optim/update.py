@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -59,11 +61,18 @@ class Update:
     def _by_itself(self) -> None:
         if self.grad_clip:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.grad_clip)
+            with self._named("clip"):
+                nn.utils.clip_grad_norm_(parameters, self.grad_clip)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
+
+    def _named(self, part: str) -> contextlib.AbstractContextManager[object]:
+        """A profiler counts what runs within among the optimizer's work."""
+        return torch.autograd.profiler.record_function(
+            f"Optimizer.step#{type(self.optimizer).__name__}.{part}"
+        )
 
     @torch.no_grad()
     def _in_one_launch(self, found: Gathered) -> None:
@@ -71,7 +80,7 @@ class Update:
         infinite = None
         if self.scaler is not None:
             (infinite,) = self.scaler._found_inf_per_device(optimizer).values()
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        with self._named("step"):
             norm = torch.ops.fuseline.gradient_norm(found.grads, of_norm) if self.grad_clip else None
             torch.ops.fuseline.adamw(
                 *(found.weights, found.grads, found.exp_avgs, found.exp_avg_sqs, found.steps),

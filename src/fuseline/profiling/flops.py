@@ -51,8 +51,8 @@ def _linear(shapes: Shapes, values: Mapping[str, Any]) -> float:
 
 
 def _convolution(shapes: Shapes, values: Mapping[str, Any]) -> float:
-    """Without padding or stride known exactly: as many outputs as the input has places over the stride."""
-    x, weight = _first(shapes, "input"), _first(shapes, "weight")
+    """Each place of the output is a product of the weight [out, in / groups, ...] with what it covers."""
+    x, weight = _first(shapes, "input", "self"), _first(shapes, "weight")
     stride = values.get("stride") or [1] * (len(x) - 2)
     padding = values.get("padding") or [0] * (len(x) - 2)
     dilation = values.get("dilation") or [1] * (len(x) - 2)
@@ -61,6 +61,14 @@ def _convolution(shapes: Shapes, values: Mapping[str, Any]) -> float:
         for size, k, s, p, d in zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
     ]
     return 2.0 * x[0] * math.prod(places) * math.prod(weight)
+
+
+def _convolution_backward(shapes: Shapes, values: Mapping[str, Any]) -> float:
+    """As many for each gradient wanted, of the input and of the weight, as the forward takes."""
+    grad, weight = _first(shapes, "grad_output"), _first(shapes, "weight")
+    wanted = values.get("output_mask") or [True] * 3
+    each = 2.0 * math.prod(grad) / grad[1] * math.prod(weight)
+    return each * (bool(wanted[0]) + bool(wanted[1]))
 
 
 def _attention(products: int, causal: str = "is_causal", time: int = -2) -> Formula:
@@ -132,6 +140,7 @@ FORMULAS: Mapping[str, Formula] = {
     "aten::convolution_overrideable": _convolution,
     "aten::cudnn_convolution": _convolution,
     "aten::mkldnn_convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_flash_attention": _attention(2),
     "aten::_scaled_dot_product_efficient_attention": _attention(2),
     "aten::_scaled_dot_product_cudnn_attention": _attention(2),

@@ -10,6 +10,7 @@ from fuseline.profiling.profile import WAITING, Profile, Row
 
 MOST = 20
 NAME = 64
+PLACES = 3  # that a sentence names
 MIB = 2**20
 
 
@@ -43,7 +44,7 @@ def next_thing(profile: Profile) -> str:
     waiting = profile.waiting_ms
     if kernels and (kernels[0].saving_ms or 0.0) >= waiting:
         row = kernels[0]
-        where = f" ({row.places})" if row.places else ""
+        where = f" ({few(row.places)})" if row.places else ""
         above = f"{row.ms:.3g} ms, {row.saving_ms:.3g} ms above its floor"
         return f"Next: {short(row.name)[:NAME]}{where}, {row.kind}: {above}."
     if waiting > 0:
@@ -52,6 +53,13 @@ def next_thing(profile: Profile) -> str:
         who = "the GPU waits for the host" if profile.on_gpu else "Python runs between the ops"
         return f"Next: {who} for {waiting:.3g} ms of the step{where}."
     return ""
+
+
+def few(places: str) -> str:
+    """The first of these places, and how many others there are."""
+    named = places.split(", ")
+    left = len(named) - PLACES
+    return ", ".join(named[:PLACES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _kinds(profile: Profile) -> str:

@@ -160,9 +160,9 @@ def peek_shape(path: Path) -> GPTConfig | None:
     return settings_of(GPTConfig, checked_values(WeightsSaid, content, str(path))["model_config"], path)
 
 
-def is_ours(path: Path) -> bool:
-    """Whether the file at `path` was written by `save_checkpoint` or `save_weights`."""
-    return load_torch(path, whole=False).get("format") in (FORMATS["gpt"], WEIGHTS_FORMATS["gpt"])
+def is_ours(path: Path, kind: str = "gpt") -> bool:
+    """Whether the file at `path` holds a run or the weights of a model of `kind`."""
+    return load_torch(path, whole=False).get("format") in (FORMATS[kind], WEIGHTS_FORMATS[kind])
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: Path) -> None:

@@ -35,7 +35,7 @@ class RunConfig(Protocol):
     @property
     def execution(self) -> str: ...
     @property
-    def deterministic(self) -> bool: ...
+    def deterministic(self) -> bool | None: ...
     @property
     def tensorboard(self) -> bool: ...
     @property
@@ -81,7 +81,7 @@ def conduct(
         interruption = stack.enter_context(interruptible())
         config = settle(folder, group)
         compiled = find_execution(config.execution, group.device).backend is not None
-        stack.enter_context(deterministic(config.deterministic, compiled=compiled))
+        stack.enter_context(deterministic(bool(config.deterministic), compiled=compiled))
         stack.enter_context(_explained(lambda: too_large(config, group)))
         listener = reporter if reporter is not None and group.is_first else Silent()
         reset_peak_memory(group.device)

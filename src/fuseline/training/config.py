@@ -39,11 +39,16 @@ class TrainConfig:
     bias: bool = described(False, "biases in linear layers and norms")
     vocab_multiple: int = described(1, "pad the embedding's rows to a multiple of this")
     attention: str = described("pick", "attention backend; pick: the fastest known")
-    norm: str = described("torch", "who computes LayerNorm: torch or fuseline")
+    norm: str = described(
+        "auto",
+        "who computes norms, MLPs and the sums around them: torch or fuseline; auto: fuseline on a GPU in 16 "
+        "bits where nothing is compiled by torch.compile, else torch",
+    )
     loss: str = described(
-        "float32",
+        "auto",
         "the cross-entropy in training: float32 (torch's), logits (torch's, in their dtype), fuseline, or "
-        "fuseline-linear (without all logits in memory)",
+        "fuseline-linear (without all logits in memory); auto: fuseline-linear with norms by fuseline, else "
+        "float32",
     )
     activation: str = described("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
 
@@ -52,6 +57,9 @@ class TrainConfig:
     steps: int = described(300, "optimizer steps")
     minutes: Optional[float] = described(
         None, "stop after this much training time (compiling, validating and saving not counted)"
+    )
+    patience: Optional[int] = described(
+        None, "stop after this many validations in a row that found no lower loss"
     )
     learning_rate: float = described(1e-3, "highest learning rate")
     min_learning_rate: float = described(1e-4, "learning rate at the end of the cosine")
@@ -75,7 +83,9 @@ class TrainConfig:
         "inductor-graph; "
         "auto: the fastest that this machine can do",
     )
-    deterministic: bool = described(True, "repeatable to the bit, also over a resume")
+    deterministic: Optional[bool] = described(
+        None, "repeatable to the bit, also over a resume (default: on a CPU, where it costs nothing)"
+    )
     seed: int = described(1337, "seed of weights, batches, dropout and samples")
 
     log_interval: int = described(10, "steps between two looks at the device")
@@ -94,7 +104,7 @@ class TrainConfig:
         check_bounds(
             self,
             least={**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)},
-            positive=("minutes", "checkpoint_seconds", "learning_rate"),
+            positive=("minutes", "patience", "checkpoint_seconds", "learning_rate"),
             shares=("beta1", "beta2"),
             not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
         )
@@ -105,10 +115,16 @@ class TrainConfig:
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
                 "between 0 and 1."
             )
+        if self.patience is not None and not self.eval_interval:
+            raise InputError(
+                f"patience {self.patience} counts validations, and with eval_interval 0 there is none before "
+                "the last step. Give an interval, or leave patience out."
+            )
         self.model_config(self.vocab_size or 1)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """The model's part, for a vocabulary of that size."""
+        """The model's part, for a vocabulary of that size. An `auto` that is not decided yet stands for
+        torch's kernels."""
         return GPTConfig(
             block_size=self.block_size,
             vocab_size=vocab_size,
@@ -119,10 +135,15 @@ class TrainConfig:
             bias=self.bias,
             vocab_multiple=self.vocab_multiple,
             attention=self.attention,
-            norm=self.norm,
+            norm="torch" if self.norm == "auto" else self.norm,
             activation=self.activation,
-            loss=self.loss,
+            loss="float32" if self.loss == "auto" else self.loss,
         )
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels compute the step, in words."""
+        return f"norms and MLPs by {self.norm}, cross-entropy {self.loss}, attention {self.attention}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,6 +155,7 @@ FREE_ON_RESUME = frozenset(
     {
         "steps",
         "minutes",
+        "patience",
         "arena",
         "execution",
         "deterministic",

@@ -32,7 +32,7 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         check_vacant(folder)
     group = Group(rank=0, world_size=1, device=torch.device(device))
     check_corpus(config.data)
-    config = resolved(config, group)
+    config = resolved(config, group, compiles=False)
     check_machine(config, group)
     vocab_size = config.vocab_size or _VOCAB_SIZES[config.tokenizer]
     with torch.device("meta"):
@@ -44,6 +44,8 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         processes=1,
         precision=config.precision,
         execution=config.execution,
+        kernels=config.kernels,
+        deterministic=bool(config.deterministic),
         parameters=parameters,
         vocab_size=vocab_size,
         steps=config.steps,

@@ -66,14 +66,15 @@ def _why_cuda(name: str) -> str:
     return "records CUDA graphs"
 
 
-def fastest_execution(device: torch.device, processes: int) -> str:
-    """What `auto` stands for: eager on a CPU; on a GPU the compiled step as one graph, or what of that can
-    be had (one process trains; Triton finds the C compiler and the Python headers that it needs)."""
+def fastest_execution(device: torch.device, processes: int, *, fused: bool = False) -> str:
+    """What `auto` stands for: eager on a CPU; on a GPU the eager step as one graph where its kernels are
+    `fused` already, else the compiled step as one graph, or what of that can be had (one process trains;
+    Triton finds the C compiler and the Python headers that it needs)."""
     if device.type != "cuda":
         return "eager"
     if processes > 1:
         return "inductor" if _triton_compiles() else "eager"
-    return "inductor-graph" if _triton_compiles() else "graph"
+    return "inductor-graph" if _triton_compiles() and not fused else "graph"
 
 
 def _triton_compiles() -> bool:

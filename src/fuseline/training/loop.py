@@ -34,6 +34,8 @@ class LoopConfig(Protocol):
     @property
     def minutes(self) -> float | None: ...
     @property
+    def patience(self) -> int | None: ...
+    @property
     def log_interval(self) -> int: ...
     @property
     def eval_interval(self) -> int: ...
@@ -123,8 +125,8 @@ class Loop:
                 self._sample()
             if interrupted or save_by_clock or self._is_multiple(config.checkpoint_interval):
                 self._save()
-            if interrupted or out_of_time:
-                outcome = "interrupted" if interrupted else "time"
+            if interrupted or out_of_time or self._is_patience_up():
+                outcome = "interrupted" if interrupted else "time" if out_of_time else "patience"
                 break
             run.stopwatch.start()
         if outcome != "interrupted" and self._validated_step != run.taken:
@@ -178,6 +180,13 @@ class Loop:
         """The clocks' wishes are the first process's, a signal's any process's."""
         wishes = self.group.gathered(self._wishes())
         return any(signalled for signalled, _, _ in wishes), wishes[0][1], wishes[0][2]
+
+    def _is_patience_up(self) -> bool:
+        """Whether no validation was the best for as long as the configuration has patience."""
+        config, run = self.config, self.run
+        if config.patience is None or not self._is_multiple(config.eval_interval):
+            return False
+        return run.taken - run.best_step >= config.patience * config.eval_interval
 
     def _look(self) -> None:
         """Wait for the steps queued so far, take their losses, tell how fast they went. The clock stops."""

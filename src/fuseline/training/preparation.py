@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fuseline import native
 from fuseline.acceleration.precision import check_precision, compute_dtype
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
@@ -79,17 +80,36 @@ def prepared(
     return run
 
 
-def resolved(config: TrainConfig, group: Group) -> TrainConfig:
-    """`config` with every `auto` decided for the machine in hand."""
-    on_gpu = group.device.type == "cuda"
-    choices: dict[str, object] = {}
-    if config.precision == "auto":
-        choices["precision"] = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
-    if config.execution == "auto":
-        choices["execution"] = fastest_execution(group.device, group.world_size)
+def resolved(config: TrainConfig, group: Group, *, compiles: bool = True) -> TrainConfig:
+    """`config` with every `auto` decided for the machine in hand. On a GPU this compiles the kernels if they
+    are not there yet, unless `compiles` is False: then it is taken for granted that they will be.
+
+    In 16 bits the fastest step of one process is our kernels recorded as one graph. Where torch.compile is
+    asked for, or several processes train, all kernels are torch's, which it fuses.
+    """
+    device = group.device
+    on_gpu = device.type == "cuda"
+    precision, execution, norm = config.precision, config.execution, config.norm
+    if precision == "auto":
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
+    in_16_bits = compute_dtype(precision) != torch.float32
+    ours = norm == "fuseline" or (norm == "auto" and on_gpu and in_16_bits and _has_kernels(compiles))
+    if execution == "auto":
+        execution = fastest_execution(device, group.world_size, fused=ours)
+    if norm == "auto":
+        norm = "fuseline" if ours and find_execution(execution, device).backend is None else "torch"
+    choices: dict[str, object] = {"precision": precision, "execution": execution, "norm": norm}
+    if config.loss == "auto":
+        choices["loss"] = "fuseline-linear" if norm == "fuseline" else "float32"
+    if config.deterministic is None:
+        choices["deterministic"] = not on_gpu
     if config.decay_steps is None:
         choices["decay_steps"] = config.steps
     return changed(config, choices)
+
+
+def _has_kernels(compiles: bool) -> bool:
+    return (not compiles and bool(native.unbuilt())) or native.ready("cuda")
 
 
 def check_vacant(folder: Path) -> None:

@@ -10,13 +10,16 @@ from typing import Optional, Protocol
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is about to do. `memory_bytes` is an estimate; `start` the step it begins at."""
+    """What a run is about to do. `kernels` says whose kernels compute the step, in words; `deterministic`
+    whether it is repeatable to the bit; `memory_bytes` is an estimate; `start` the step it begins at."""
 
     folder: Path
     device: str
     processes: int
     precision: str
     execution: str
+    kernels: str
+    deterministic: bool
     parameters: int
     vocab_size: int
     steps: int
@@ -47,7 +50,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `outcome` is finished, time (the minutes were up) or interrupted."""
+    """How a run ended. `outcome` is finished, time (the minutes were up), patience (so many validations found
+    no better weights) or interrupted."""
 
     outcome: str
     folder: Path

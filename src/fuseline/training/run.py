@@ -152,6 +152,8 @@ class Run:
             processes=self.group.world_size,
             precision=self.config.precision,
             execution=self.config.execution,
+            kernels=self.config.kernels,
+            deterministic=bool(self.config.deterministic),
             parameters=parameters,
             vocab_size=self.dataset.vocab_size,
             steps=self.config.steps,

@@ -56,6 +56,9 @@ class TranslateConfig:
     minutes: Optional[float] = described(
         None, "stop after this much training time (compiling, validating and saving not counted)"
     )
+    patience: Optional[int] = described(
+        None, "stop after this many validations in a row that found no better weights"
+    )
     learning_rate: float = described(3e-3, "highest learning rate")
     min_learning_rate: float = described(3e-5, "learning rate at the end of the cosine")
     warmup_steps: int = described(100, "steps of linear warm-up")
@@ -77,7 +80,9 @@ class TranslateConfig:
         "eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph; auto: graph on a GPU "
         "(a compiler would compile every length anew)",
     )
-    deterministic: bool = described(True, "repeatable to the bit, also over a resume")
+    deterministic: Optional[bool] = described(
+        None, "repeatable to the bit, also over a resume (default: on a CPU, where it costs nothing)"
+    )
     seed: int = described(1337, "seed of weights, batches and dropout")
 
     log_interval: int = described(20, "steps between two looks at the device")
@@ -93,13 +98,21 @@ class TranslateConfig:
         check_bounds(
             self,
             least=dict.fromkeys(("max_tokens", "accumulation", "log_interval", "beams", "bpe_variants"), 1),
-            positive=("steps", "minutes", "checkpoint_seconds", "learning_rate", "epochs", "eval_epochs"),
+            positive=(
+                *("steps", "minutes", "patience", "checkpoint_seconds", "learning_rate"),
+                *("epochs", "eval_epochs"),
+            ),
             shares=("beta1", "beta2", "bpe_dropout", "average"),
             not_negative=("min_learning_rate", "warmup_steps", "weight_decay", "grad_clip", "length_penalty"),
         )
         check_seed(self.seed)
         check_optimizer_state(self.optimizer_state, self.precision)
         self.model_config(self.vocab_size)
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels compute the step, in words."""
+        return "fused ops of fuseline" if self.fused else f"unfused: {self.unfused}"
 
     def model_config(self, vocab_size: int) -> TranslationConfig:
         """The model's part, for a vocabulary of that size."""
@@ -113,6 +126,7 @@ FREE_ON_RESUME = frozenset(
         "epochs",
         "steps",
         "minutes",
+        "patience",
         "arena",
         "execution",
         "deterministic",

@@ -41,6 +41,7 @@ class Intervals:
 
     steps: int
     minutes: Optional[float]
+    patience: Optional[int]
     log_interval: int
     eval_interval: int
     checkpoint_seconds: Optional[float]
@@ -193,6 +194,8 @@ class TranslationRun:
             processes=self.group.world_size,
             precision=self.settings.precision,
             execution=self.settings.execution,
+            kernels=self.settings.kernels,
+            deterministic=bool(self.settings.deterministic),
             parameters=self.parameters,
             vocab_size=self.dataset.tokenizer.vocab_size,
             steps=self.config.steps,

@@ -86,6 +86,8 @@ def resolved(config: TranslateConfig, device: torch.device) -> TranslateConfig:
         choices["precision"] = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "fp32"
     if config.execution == "auto":
         choices["execution"] = "graph" if on_gpu else "eager"
+    if config.deterministic is None:
+        choices["deterministic"] = not on_gpu
     config = changed(config, choices)
     check_precision(config.precision, device)
     find_execution(config.execution, device)
@@ -269,6 +271,7 @@ def _intervals(config: TranslateConfig, batches_per_epoch: int) -> Intervals:
     return Intervals(
         steps=steps,
         minutes=config.minutes,
+        patience=config.patience,
         log_interval=config.log_interval,
         eval_interval=max(1, math.ceil(config.eval_epochs * per_epoch)),
         checkpoint_seconds=config.checkpoint_seconds,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
+from fuseline.bench.ladder.closing import between
 from fuseline.bench.ladder.combinations import find_combination
 from fuseline.bench.ladder.events import RungStarted
 from fuseline.bench.ladder.model_spec import MODEL_COURSE, MODEL_RUNGS, RECORDED, ModelSpec
@@ -78,6 +82,29 @@ def test_the_ends_of_the_climb_are_compared_in_turn(climb, base):
     assert (confirmed.name, confirmed.order) == ("flash", 2)
     assert confirmed.measurement.figures["speedup"].n == 9
     assert confirmed.value("iteration_ms") == results[2].value("iteration_ms")
+
+
+def _with_speedup(result: RungResult, *figure: float) -> RungResult:
+    figures = {**result.measurement.figures, "speedup": Figure(*figure)}
+    return replace(result, measurement=replace(result.measurement, figures=figures))
+
+
+def test_what_the_ends_in_turn_say_is_shared_out_by_how_sure_each_ratio_is(climb, base):
+    """Through the rungs flash is at 4x, in turn at 3x: the more of that is bf16's, the wider its interval is
+    beside that of both. Fused AdamW and math were dropped, and stay 10% and 20% behind what they were
+    compared with."""
+    names = ("bf16", "math", "flash", "fused-adamw")
+    made, _, _ = climb(_ms({("bf16", "naive", "unfused"): 50.0, ("bf16", "flash", "unfused"): 25.0}))
+    results = list(made.cumulative(base, _rungs(*names)))
+    spans = ((2.0, 1.8, 2.2), (1.6, 1.5, 1.7), (4.0, 3.59, 4.43), (3.6, 3.2, 4.0))
+    results = [results[0], *(_with_speedup(r, *span) for r, span in zip(results[1:], spans, strict=True))]
+    confirmed = _with_speedup(results[3], 3.0, 2.9, 3.1)
+    closed = {r.name: r.value("speedup") for r in between(results, confirmed)}
+    assert set(closed) == {"bf16", "math", "fused-adamw"}
+    share = (math.log(2.2 / 1.8) / math.log(4.43 / 3.59)) ** 2
+    assert closed["bf16"] == pytest.approx(2.0 * 0.75**share)
+    assert closed["math"] == pytest.approx(0.8 * closed["bf16"])
+    assert closed["fused-adamw"] == pytest.approx(0.9 * 3.0)
 
 
 def test_a_comparison_that_was_disturbed_is_not_taken(climb, base, monkeypatch):
@@ -268,6 +295,17 @@ def test_a_combination_pairs_each_row_with_the_one_before(climb):
     assert larger.value("speedup") is None
 
 
+def test_a_combination_is_run_in_its_order_as_far_as_time_reaches(climb):
+    """Its rows have names of rungs that gain much, and no time is kept for those: the first one is what all
+    are compared with."""
+    base = baseline("gpt2")
+    made, _, _ = climb(lambda spec: 50.0, budget=130.0, cost=40.0, fixed=lambda spec: 60.0)
+    results = list(made.combination(find_combination("seed-001"), base))
+    ran = [r.name for r in results if r.reason is None]
+    assert ran == ["naive", "math"]
+    assert all(r.measurement.out_of_budget for r in results[2:])
+
+
 def test_speedups_are_paired_ratios_multiplied(climb, base):
     """The machine slows down threefold after the first rung: medians would say that nothing was gained."""
     ms = {"naive": 300.0, "efficient": 150.0}
@@ -336,11 +374,35 @@ def test_on_a_cpu_the_largest_gains_are_tried_first_and_time_is_kept_for_the_com
     names = ("padded-vocabulary", "fused-loss", "fused-adamw", "inductor", "flash")
     results = list(made.cumulative(base.with_({"vocab_size": 1001}), _rungs(*names)))
     assert [r.name for r in results] == [
-        *("plain PyTorch", "flash", "fused-adamw", "padded-vocabulary", "fused-loss", "inductor"),
+        *("plain PyTorch", "fused-adamw", "flash", "padded-vocabulary", "fused-loss", "inductor"),
     ]
     assert [r.name for r in results if r.reason] == ["fused-loss"]
     assert "60 s of them for rungs that gain more" in results[4].reason
     assert results[4].measurement.out_of_budget
+
+
+def test_on_a_cpu_too_slow_for_all_the_quick_gains_come_before_the_compiler(cpu, base, scripted):
+    """A busy machine: 69 s before a compiled step is timed, once in the climb and once for torch alone, and
+    13 for any other. Time that is kept for the compiler is not taken from bf16."""
+
+    def fixed(spec):
+        return 69.0 if spec.is_compiled else 13.0
+
+    measurer = scripted(
+        _ms({("bf16", "naive", "unfused"): 60.0, ("bf16", "naive", "fused"): 50.0}), cost=25.0
+    )
+    measurer.fixed = fixed
+    able = replace(cpu, bf16="matrix units")
+    made = Climb(able, measurer, Budget(150.0, measurer.clock), lambda event: None, second_baseline=True)
+    results = list(
+        made.cumulative(base, _rungs("padded-vocabulary", "bf16", "flash", "fused-adamw", "inductor"))
+    )
+    assert [r.name for r in results if r.reason is None][:4] == [
+        "plain PyTorch",
+        "bf16",
+        "fused-adamw",
+        "inductor",
+    ]
 
 
 def test_no_time_is_kept_for_what_comes_too_late_anyway(cpu, base, scripted):
@@ -350,7 +412,7 @@ def test_no_time_is_kept_for_what_comes_too_late_anyway(cpu, base, scripted):
     measurer = scripted(lambda spec: 100.0, cost=4.0, fixed=fixed)
     made = Climb(cpu, measurer, Budget(50.0, measurer.clock), lambda event: None, second_baseline=True)
     results = list(made.cumulative(base, _rungs("fused-adamw", "inductor", "flash")))
-    assert [r.name for r in results if r.reason is None] == ["plain PyTorch", "flash", "fused-adamw"]
+    assert [r.name for r in results if r.reason is None] == ["plain PyTorch", "fused-adamw", "flash"]
     assert measurer.seconds[1] > 0.0
 
 

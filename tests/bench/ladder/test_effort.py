@@ -56,6 +56,11 @@ def test_runs_that_were_to_spare_are_given_up_when_the_time_is_spent():
     assert len(_run(10.0, probed=0.01, taken=lambda run: 1.0)[0]) == 5
 
 
+def test_steps_that_take_far_longer_than_the_probe_said_end_after_three_runs():
+    assert _run(10.0, probed=0.1, taken=lambda run: 8.0, limit=20.0)[0][3:] == []
+    assert len(_run(10.0, probed=0.1, taken=lambda run: 8.0)[0]) == 5
+
+
 def test_a_probe_that_was_too_slow_is_not_believed_for_long():
     steps, _ = _run(21.0, probed=1.0, taken=lambda run: 0.05)
     assert steps[0] < 5

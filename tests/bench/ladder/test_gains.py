@@ -11,10 +11,9 @@ from fuseline.bench.ladder.model_spec import MODEL_RUNGS
 from fuseline.bench.ladder.rungs import Rung, find_rung
 from fuseline.records import read
 
-RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "ladder-nvidia-h100-80gb-hbm3.jsonl"
+RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "ladder-nvidia-h100-80gb-hbm3.jsonl.xz"
 
 
-@pytest.mark.skipif(not RECORDS.is_file(), reason="the committed ladder has moved")
 def test_the_list_for_a_gpu_is_what_the_records_say() -> None:
     best: dict[str, float] = {}
     for record in read(RECORDS):
@@ -34,8 +33,10 @@ def test_every_name_is_a_rung() -> None:
     "later, rung, kept",
     [
         ("inductor", "padded-vocabulary", True),
-        ("inductor", "flash", True),  # what wraps all others comes before any of them
-        ("fused-adamw", "flash", False),
+        ("inductor", "bf16", False),  # a minute of compiling, where seconds gain as much
+        ("inductor", "flash", True),
+        ("fused-adamw", "flash", True),
+        ("flash", "fused-adamw", False),
         ("fused-adamw", "padded-vocabulary", True),
         ("fused-loss", "padded-vocabulary", False),
         ("inductor", "inductor", False),

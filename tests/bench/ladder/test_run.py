@@ -10,6 +10,8 @@ import pytest
 
 from fuseline.bench import ladder
 from fuseline.bench.ladder.events import LossPoint, RungEnded, RungStarted, Started
+from fuseline.bench.ladder.machine import Machine
+from fuseline.bench.ladder.run import kept_seconds
 from fuseline.errors import InputError
 from fuseline.records import append, read
 
@@ -169,3 +171,21 @@ def test_the_plan_says_what_would_run_and_why_not(settings):
 def test_settings_that_cannot_be_are_refused(settings, change, said):
     with pytest.raises(InputError, match=said):
         ladder.plan(dataclasses.replace(settings, **change))
+
+
+@pytest.mark.parametrize(
+    "rungs, max_batch, seconds",
+    [
+        (("seed-001",), "kept", 20.0),  # all of it is compiled
+        (("seed-003",), "kept", 20.0 + 15.0),  # but for eager
+        ((), "kept", 20.0 + 5 * 15.0),
+        ((), "fit", 20.0),
+    ],
+)
+def test_time_is_kept_for_as_many_trials_of_batches_as_there_may_be(
+    rungs: tuple[str, ...], max_batch: str, seconds: float, tmp_path: Path
+) -> None:
+    mode = "combination" if rungs else "cumulative"
+    settings = ladder.Settings("gpt2", "cuda", tmp_path, mode=mode, rungs=rungs, max_batch=max_batch)
+    machine = Machine(device="cuda", name="a GPU", bf16="tensor cores")
+    assert kept_seconds(settings, settings.base, machine) == seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fuseline.bench.ops import seed_shapes
 from fuseline.bench.ops.accuracy import errors_of
 from fuseline.bench.ops.bound import Computation
 from fuseline.bench.ops.seed_shapes import COMPOSED, MASKS, SHAPES, Shape
-from fuseline.bench.peers import PEERS
+from fuseline.bench.peers import PEERS, inductor
 from fuseline.cli.main import run as command
 from fuseline.errors import InputError
 from fuseline.records import read
@@ -43,7 +44,9 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         Shape("layer_norm", (8, 32)),
     )
     monkeypatch.setattr(seed_shapes, "QUICK", shapes)
-    options = ["--seed-shapes", "--quick", "--peers", "eager,apex", "--out", str(tmp_path)]
+    # What the compiler generates does not matter here; that it is at work does.
+    monkeypatch.setattr(inductor.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    options = ["--seed-shapes", "--quick", "--peers", "eager,inductor,apex", "--out", str(tmp_path)]
     assert command(["bench", "ops", "--device", "cpu", *options]) == 0
     printed = capsys.readouterr().out
     assert "softmax, scaled, causal" in printed
@@ -53,6 +56,8 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for op in ("softmax", "layer_norm"):
         for direction in ("fw", "bw"):
             assert ("eager", op, direction, "paired_speedup") in found
+            assert ("eager", op, direction, "launches") in found
+            assert ("inductor", op, direction, "paired_speedup") in found
             assert ("composed", op, direction, "paired_speedup") in found
             assert ("fuseline", op, direction, "time_us") in found
     assert (tmp_path / "index.html").read_text().count("softmax, forward, scaled, causal") == 1

@@ -12,10 +12,12 @@ from fuseline import native
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ops import Effort, OpsBench, run
 from fuseline.bench.ops import suite as suite_module
+from fuseline.bench.ops.bound import bind_inputs
 from fuseline.bench.ops.measure import BrokenDeviceError, CaseResult, measure_case
 from fuseline.bench.ops.plan import Place
 from fuseline.bench.peers import PEERS
 from fuseline.errors import InputError
+from fuseline.native.kernels import NORMS
 from fuseline.ops import get, registered
 from fuseline.records import read
 
@@ -49,6 +51,17 @@ def test_places_are_every_op_at_every_dtype_and_length() -> None:
         for name, sizes in (("bfloat16", [(64, 64), (1, 5000)]), ("float32", [(32, 64), (1, 5000)]))
         for rows, n in sizes
     ]
+
+
+def test_mixed_precision_is_a_float32_stream_beside_branches_of_16_bits() -> None:
+    places = [*bench(dtypes=("bfloat16", "mixed"), elements={"bfloat16": 64, "mixed": 64}).places()]
+    mixed = [place for place in places if place.mixed]
+    assert {place.op.name for place in mixed} == set(NORMS)
+    assert all(place.key()["dtype"] == "mixed" and place.dtype is torch.bfloat16 for place in mixed)
+    (place,) = [place for place in mixed if (place.op.name, place.n) == ("add_layer_norm", 64)]
+    inputs = bind_inputs(place.op, place.case, place.dtype, CPU, 0).inputs
+    found = {name: inputs[name].dtype for name in ("x", "residual", "weight")}
+    assert found == {"x": torch.bfloat16, "residual": torch.float32, "weight": torch.float32}
 
 
 def test_rows_given_are_measured_in_graphs_alone_and_an_ops_own_lengths_stand_for_the_general_ones() -> None:

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 
 from fuseline.bench.ops.accuracy import errors_of
 from fuseline.bench.ops.bound import Computation, bind_inputs
+from fuseline.bench.ops.plan import Place
 from fuseline.bench.peers import PEERS, UnsupportedError, find_peers
 from fuseline.bench.peers.peer import why_not_importable
 from fuseline.errors import InputError
 from fuseline.ops import Case, Op, get, registered
+from fuseline.ops.op import outputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -33,6 +35,24 @@ def test_softmax_and_layer_norm_are_computed(name: str) -> None:
     norm = inputs_of("layer_norm")
     expected = F.layer_norm(norm["x"], (24,), norm["weight"], norm["bias"])  # type: ignore[arg-type]
     torch.testing.assert_close(peer.bind(get("layer_norm"), norm)(), expected)
+
+
+@pytest.mark.parametrize("name", [op.name for op in registered() if op.mixed is not None])
+def test_eager_does_the_same_work_in_mixed_precision(name: str) -> None:
+    """Results of the same dtypes: what is not rounded to 16 bits is another result."""
+    op = get(name)
+    case = Place(op, torch.bfloat16, 6, 40, mixed=True).case
+    bound = bind_inputs(op, case, torch.bfloat16, CPU, 0).without_dropout()
+    found, wanted = (
+        outputs(call) for call in (PEERS["eager"].bind(op, bound.inputs)(), op.reference(**bound.inputs))
+    )
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in wanted]
+    assert found[0].dtype is torch.bfloat16
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    if name == "layer_norm":
+        with pytest.raises(UnsupportedError, match="liger has no out_dtype"):
+            PEERS["liger"].bind(op, bound.inputs)
 
 
 def test_eager_runs_torchs_own_function_and_the_reference_for_options_that_has_not() -> None:

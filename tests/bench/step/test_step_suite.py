@@ -98,9 +98,9 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
         StepBench(torch.device("cpu"), cases, ("nobody",))
     empty = tmp_path / "model.py"
     empty.write_text("x = 1")
-    bench = StepBench(torch.device("cpu"), cases, ("nanogpt-eager",), 1, 1, nanogpt=empty)
-    with pytest.raises(InputError, match="no GPT and GPTConfig"):
-        run(bench, tmp_path / "out.jsonl", lambda case, peer, phase: None)
+    for file, told in ((empty, "no GPT and GPTConfig"), (tmp_path / "none.py", "there is no such file")):
+        with pytest.raises(InputError, match=told):
+            StepBench(torch.device("cpu"), cases, nanogpt=file)
 
 
 def test_lengths_drawn_at_random_stand_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

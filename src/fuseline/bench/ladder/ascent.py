@@ -10,6 +10,7 @@ import torch
 
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.climb import Climb
+from fuseline.bench.ladder.closing import between
 from fuseline.bench.ladder.effort import Effort
 from fuseline.bench.ladder.events import Observer, RungEnded, Started
 from fuseline.bench.ladder.learner import Learner
@@ -66,7 +67,8 @@ def ascend(
             # A comparison that came to nothing has trained all the same.
             losses = _new_losses(outcome, workload.learner, confirmed or outcome.results[-1], now)
             append(path, losses)
-            for result in ([confirmed] if confirmed else []) + climb.torch_beside(confirmed):
+            closed = [confirmed, *between(outcome.results, confirmed)] if confirmed else []
+            for result in closed + climb.torch_beside(confirmed):
                 append(path, _new_ratios(result, outcome.put(result), now))
     finally:
         measurer.close()

@@ -342,6 +342,7 @@ def _over_first(result: RungResult, before: RungResult | None, first: RungResult
         return result
     paired = result.measurement.figures.get("paired_speedup")
     known = None if before is None else before.measurement.figures.get("speedup")
-    so_far = Figure(1.0, 1.0, 1.0) if before is first else known
-    over = ratio(theirs, mine) if paired is None or so_far is None else product(so_far, paired)
+    if paired is not None and before is first:
+        return _with_figures(result, speedup=paired)
+    over = ratio(theirs, mine) if paired is None or known is None else product(known, paired)
     return _with_figures(result, speedup=over)

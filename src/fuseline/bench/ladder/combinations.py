@@ -11,6 +11,8 @@ from fuseline.bench.ladder.rungs import NO_LEVER, Rung, why_not
 from fuseline.bench.ladder.spec import RunSpec
 from fuseline.errors import InputError
 
+COMBINATION = "combination"  # the slot of all rows
+
 # What nanoGPT's bench does in every row unless the row says otherwise.
 NANOGPT: Mapping[str, Any] = {
     "precision": "bf16",
@@ -40,7 +42,7 @@ class Combination:
     rows: Mapping[str, tuple[Row, ...]]
 
     def rungs(self, preset: str, machine: Machine) -> list[Rung]:
-        """The rows for `preset` as rungs of the slot `combination`; `InputError` if there are none."""
+        """The rows for `preset` as rungs of the slot `COMBINATION`; `InputError` if there are none."""
         rows = self.rows.get(preset) or self.rows.get("any")
         if rows is None:
             raise InputError(
@@ -52,7 +54,7 @@ class Combination:
         return [
             Rung(
                 name=row.name,
-                slot="combination",
+                slot=COMBINATION,
                 lever=row.lever,
                 summary=", ".join(f"{k} {v}" for k, v in row.change.items()),
                 change={**NANOGPT, **row.change, **fallback, **({"batch": row.batch} if row.batch else {})},

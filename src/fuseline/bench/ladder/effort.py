@@ -13,6 +13,7 @@ from fuseline.bench.ladder.contender import LEAD_IN
 # have been for nothing.
 GRACE_SECONDS = 5.0
 MOST_RUNS = 2  # times as many as asked for
+LEAST_RUNS = 3  # where steps turn out to take so long that more would go beyond the limit
 
 
 class OutOfTimeError(Exception):
@@ -28,7 +29,8 @@ class Effort:
 
 
 class Pace:
-    """Steps for one run after another, such that all of them end in `seconds`.
+    """Steps for one run after another, such that all of them end in `seconds`, and those after the third do
+    not begin beyond `limit`.
 
     `pair_seconds` is what a probe says one step of all that is being timed takes. A machine that has other
     things to do proves it wrong: what the runs themselves take is what counts from then on.
@@ -53,6 +55,7 @@ class Pace:
             )
         self._effort, self._pair_seconds, self._clock = effort, pair_seconds, clock
         self._end = clock() + seconds
+        self._last = clock() + max(limit, GRACE_SECONDS)
         whole = pair_seconds * (LEAD_IN + effort.steps)
         spare = effort.runs if math.isinf(seconds) else int(seconds / whole)
         self.runs = max(effort.runs, min(MOST_RUNS * effort.runs, spare))
@@ -61,6 +64,8 @@ class Pace:
         for run in range(self.runs):
             begin = self._clock()
             if run >= self._effort.runs and begin >= self._end:
+                return
+            if run >= min(LEAST_RUNS, self._effort.runs) and begin >= self._last:
                 return
             mine = (self._end - begin) / (self.runs - run)
             steps = max(1, int(min(self._effort.steps, mine / self._pair_seconds - LEAD_IN)))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fuseline.bench.ladder.combinations import COMBINATION
 from fuseline.bench.ladder.rungs import Rung
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
 # On a GPU: the rungs whose paired ratio is 1.1 or more in one of the committed ladders of an H100 (gpt2,
 # shakespeare), the largest first. No ladder of a CPU is on record: those are what is expected to pay there. A
-# compiled step takes most of a minute on a CPU before its first timed step, so all else is tried before it.
+# compiled step takes most of a minute on a CPU before its first timed step, so all else is tried before it,
+# if there is time for both.
 LARGEST_GAINS: dict[str, tuple[str, ...]] = {
-    "cpu": ("bf16", "flash", "fused-adamw", "inductor"),
+    "cpu": ("bf16", "fused-adamw", "inductor", "flash"),
     "cuda": (
         *("tf32", "fused-softmax", "padded-vocabulary", "cudagraphs", "reduce-overhead"),
         *("bf16", "fused-loss", "efficient", "inductor", "16-bit-loss"),
@@ -24,13 +26,23 @@ _WRAPPERS = ("execution", TORCH_ALONE)
 
 
 def is_kept_for(later: Rung, rung: Rung, device: str) -> bool:
-    """Whether time is kept for `later` rather than spent on `rung`: for the largest gains, and before all
-    others for what wraps them, a compiled step and before that a recorded one."""
+    """Whether time is kept for `later` rather than spent on `rung`: for what gains more. On a GPU that is all
+    of the largest gains, and before all others what wraps them, a compiled step and before that a recorded
+    one. The rows of a named set are all as important, and so is what others are compared with."""
     if is_set_aside_first(later):
-        return rung.slot != "baseline"
-    if rung.slot in ("baseline", *_WRAPPERS) or not _gains_much(later, device):
+        return rung.slot not in ("baseline", COMBINATION)
+    if rung.slot in ("baseline", COMBINATION, *_WRAPPERS) or not _gains_much(later, device):
         return False
+    if device == "cpu":
+        return _place(later) < _place(rung)
     return later.slot in _WRAPPERS or not _gains_much(rung, device)
+
+
+def _place(rung: Rung) -> int:
+    """Among the largest gains on a CPU, where torch alone is what a compiler gains."""
+    known = LARGEST_GAINS["cpu"]
+    name = "inductor" if rung.slot == TORCH_ALONE else rung.name
+    return known.index(name) if name in known else len(known)
 
 
 def _gains_much(rung: Rung, device: str) -> bool:
@@ -49,9 +61,4 @@ def by_expected_gain(rungs: Sequence[Rung], device: str) -> list[Rung]:
     others (execution) last. On a GPU, where time reaches for all of them, slot by slot as they are."""
     if device != "cpu":
         return list(rungs)
-    known = LARGEST_GAINS["cpu"]
-
-    def place(rung: Rung) -> tuple[bool, int]:
-        return rung.slot == "execution", known.index(rung.name) if rung.name in known else len(known)
-
-    return sorted(rungs, key=place)
+    return sorted(rungs, key=lambda rung: (rung.slot == "execution", _place(rung)))

@@ -193,7 +193,9 @@ class StepMeasurer:
         for _ in range(REPEATS):
             # A machine that is busy with something else: measured again until the answer is narrow.
             spent = time.monotonic() - begin
-            left = REPEATED_SHARE * seconds - spent
+            left = min(REPEATED_SHARE * seconds, limit) - spent
+            pair_ms = found.pair_ms
+            self._least_seconds = pair_ms / 1e3 * self._effort.runs * (LEAD_IN + 1)
             if not _is_wide(found) or left < self._least_seconds:
                 break
             again = Pace(self._effort, pair_ms / 1e3, left, left)

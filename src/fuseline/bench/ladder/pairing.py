@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import median
 
 from fuseline.bench.ladder.contender import LEAD_IN, BatchSource, Contender
 from fuseline.bench.ladder.learner import Learner
@@ -20,6 +21,11 @@ class Runs:
     losses: list[tuple[int, float]] = field(default_factory=list)
     taken: int = 0
     data_wait_share: float = 0.0
+
+    @property
+    def pair_ms(self) -> float:
+        """What a step of each takes, one after the other."""
+        return median(self.new) + (median(self.old) if self.old else 0.0)
 
     def add(self, more: Runs) -> None:
         """Put the runs that `more` made after these behind them."""

@@ -11,6 +11,7 @@ from fuseline.bench.ladder.spec import RunSpec, Spec
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
 from fuseline.timing import Ratio, Summary
+from fuseline.timing.flops import CONVENTIONS
 
 # An interval whose end is so many times its beginning says that something else kept the machine busy.
 WIDE = 1.25
@@ -50,8 +51,14 @@ def product(first: Figure, second: Figure) -> Figure:
 
 def inverse(figure: Figure) -> Figure:
     """1 / figure, a ratio read the other way."""
-    low = None if figure.high is None else 1 / figure.high
-    return Figure(1 / figure.value, low, None if figure.low is None else 1 / figure.low, figure.n)
+    low, high = (1 / end if end else None for end in (figure.high, figure.low))
+    return Figure(1 / figure.value, low, high, figure.n)
+
+
+def scaled(figure: Figure, by: float) -> Figure:
+    """figure * by, a number without an error of its own."""
+    ends = (None if end is None else end * by for end in (figure.low, figure.high))
+    return Figure(figure.value * by, *ends, figure.n)
 
 
 def ratio(old: Figure, new: Figure) -> Figure:
@@ -62,6 +69,26 @@ def ratio(old: Figure, new: Figure) -> Figure:
         (old.high or old.value) / (new.low or new.value),
         min(old.n, new.n),
     )
+
+
+RATES = ("tokens_per_s", *CONVENTIONS)
+
+
+def in_turn(figures: Mapping[str, Figure], first_ms: float) -> dict[str, Figure]:
+    """A rung's figures with its time, and the rates that follow from it, as runs in turn have them: the first
+    rung's time over the speedup. Its own milliseconds were taken minutes after those of the first one, when
+    the machine may have been faster or slower, and would contradict the ratios. Without a speedup they
+    stand."""
+    time, speedup = figures.get("iteration_ms"), figures.get("speedup")
+    if time is None or speedup is None or not speedup.value:
+        return dict(figures)
+    shown = scaled(inverse(speedup), first_ms)
+    rates = {
+        name: scaled(speedup, figures[name].value * time.value / first_ms)
+        for name in RATES
+        if name in figures
+    }
+    return {**figures, "iteration_ms": shown, **rates}
 
 
 @dataclass(frozen=True)
@@ -121,6 +148,14 @@ class RungResult:
     def value(self, metric: str) -> float | None:
         figure = self.measurement.figures.get(metric)
         return None if figure is None else figure.value
+
+    def beside(self, first: RungResult) -> RungResult:
+        """With its time and rates as `in_turn` has them, for all that shows rungs beside each other."""
+        theirs = first.iteration_ms
+        if theirs is None or self is first:
+            return self
+        figures = in_turn(self.measurement.figures, theirs.value)
+        return replace(self, measurement=replace(self.measurement, figures=figures))
 
     def case(self) -> dict[str, Scalar]:
         case: dict[str, Scalar] = {

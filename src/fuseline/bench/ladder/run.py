@@ -11,7 +11,7 @@ from fuseline.bench.ladder.ascent import RECORDS, ascend, earlier
 from fuseline.bench.ladder.budget import Budget
 from fuseline.bench.ladder.events import Observer, Preparing, Stage
 from fuseline.bench.ladder.learner import Learner, TrainingState
-from fuseline.bench.ladder.machine import examine
+from fuseline.bench.ladder.machine import Machine, examine
 from fuseline.bench.ladder.settings import Outcome, Settings
 from fuseline.bench.ladder.spec import RunSpec
 from fuseline.bench.ladder.text import Text, trained_model
@@ -54,7 +54,7 @@ def run(settings: Settings, observer: Observer) -> Outcome:
         for stream in (sources.training, sources.held_out):
             stream(base.batch, base.seqlen)  # a text too short for it is refused here, not rung by rung
         workload = GPTWorkload(device, machine.name, sources, learner)
-        left = budget.less(_kept_seconds(settings, device))
+        left = budget.less(kept_seconds(settings, base, machine))
         outcome = ascend(settings, workload, base, machine, left, known, observer)
     outcome.sections = sections(base, device, settings.seed, budget, observer)
     append(path, outcome.sections)
@@ -82,9 +82,17 @@ def _fresh(base: RunSpec, device: torch.device) -> TrainingState:
         return TrainingState.of(GPT(base.config))
 
 
-def _kept_seconds(settings: Settings, device: torch.device) -> float:
-    trials = settings.max_batch in ("kept", "all") and device.type == "cuda"
-    return KEPT_SECONDS[device.type] + (TRIALS_KEPT_FOR * TRIAL_SECONDS[False] if trials else 0.0)
+def kept_seconds(settings: Settings, base: RunSpec, machine: Machine) -> float:
+    """Seconds for what comes after the climb. Trials of batches are kept for as far as rungs are eager: a
+    trial of a compiled one takes as long as several rungs, and gets what is left."""
+    kept = KEPT_SECONDS["cuda" if machine.is_cuda else "cpu"]
+    if settings.max_batch not in ("kept", "all") or not machine.is_cuda:
+        return kept
+    selection = settings.selection
+    rows = [row for c in selection.combinations for row in c.rungs(base.preset, machine)]
+    rungs = [settings.course.baseline, *selection.rungs] if selection.rungs else []
+    eager = sum(not base.with_(rung.change).is_compiled for rung in (*rows, *rungs))
+    return kept + min(eager, TRIALS_KEPT_FOR) * TRIAL_SECONDS[False]
 
 
 def _look_at_model(

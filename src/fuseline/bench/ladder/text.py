@@ -16,7 +16,8 @@ from fuseline.bench.ladder.workload import Sources
 from fuseline.data.batches import BatchLoader
 from fuseline.data.corpora import load_corpus
 from fuseline.data.token_files import TokenDataset, prepare
-from fuseline.generation.sampling import sample
+from fuseline.generation.choice import Sampling
+from fuseline.generation.generate import generate
 from fuseline.models.gpt import GPT
 
 VALIDATION_BATCHES = 4
@@ -84,13 +85,14 @@ class Text:
 
     def continuation(self, model: GPT) -> str:
         """What the model writes after the beginning of the validation text (that beginning included)."""
-        prompt = torch.tensor(self.dataset.validation[:PROMPT_TOKENS].astype("int64"), device=self.device)
-        generator = torch.Generator(self.device).manual_seed(self.seed)
-        tokens = sample(model, prompt[None], SAMPLE_TOKENS, temperature=0.8, top_k=50, generator=generator)[
-            0
-        ].tolist()
+        prompt = self.dataset.validation[:PROMPT_TOKENS].astype("int64").tolist()
+        room = model.config.block_size - len(prompt)
+        sampling = Sampling(temperature=0.8, top_k=min(50, model.config.vocab_size))
+        (written,) = generate(
+            model, [prompt], min(SAMPLE_TOKENS, room), sampling=sampling, seed=self.seed, graphs=False
+        )
         # A model of 50257 rows can name ids that a smaller tokenizer does not have.
-        return self.dataset.tokenizer.decode([t for t in tokens if t < self.vocab_size])
+        return self.dataset.tokenizer.decode([t for t in (*prompt, *written) if t < self.vocab_size])
 
 
 def trained_model(base: RunSpec, state: TrainingState, device: torch.device) -> GPT:

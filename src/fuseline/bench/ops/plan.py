@@ -15,24 +15,34 @@ from fuseline.errors import InputError, unknown_name
 from fuseline.ops import Case, Op, get, registered
 from fuseline.records.record import Scalar
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MIXED = "mixed"
+"""bfloat16 as autocast gives it to norms: beside a float32 stream, with float32 weights."""
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    MIXED: torch.bfloat16,
+}
 OWN_MULTIPLE = 16  # of lengths drawn for an op with lengths of its own: heads, widths, vocabularies
 CHECKED_ELEMENTS = 2**28  # float64 of more, and of what its gradient takes, is more than a GPU holds
 
 
 @dataclass(frozen=True)
 class Place:
-    """One op at one dtype on `rows` rows of length n."""
+    """One op at one dtype, or in `mixed` precision, on `rows` rows of length n."""
 
     op: Op
     dtype: torch.dtype
     rows: int
     n: int
     drawn: bool = False
+    mixed: bool = False
 
     @property
     def case(self) -> Case:
-        return self.op.sweep(self.rows, self.n)
+        case = self.op.sweep(self.rows, self.n)
+        extra = (self.op.mixed or {}) if self.mixed else {}
+        return replace(case, options={**case.options, **extra})
 
     @property
     def fewer(self) -> Place | None:
@@ -46,7 +56,7 @@ class Place:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return MIXED if self.mixed else str(self.dtype).removeprefix("torch.")
 
     def key(self) -> dict[str, Scalar]:
         """The place as it stands in records."""
@@ -122,8 +132,8 @@ class OpsBench:
                 drawn = self._drawn_of(op)
                 for n in (*self._lengths_of(op), *drawn):
                     for rows in self._rows_of(op, name, n):
-                        if dtype in op.dtypes:
-                            yield Place(op, dtype, rows, n, drawn=n in drawn)
+                        if dtype in op.dtypes and (name != MIXED or op.mixed is not None):
+                            yield Place(op, dtype, rows, n, drawn=n in drawn, mixed=name == MIXED)
 
     def _lengths_of(self, op: Op) -> tuple[int, ...]:
         return op.lengths if op.lengths and self.own_lengths else self.lengths

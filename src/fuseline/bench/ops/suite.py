@@ -81,7 +81,7 @@ def run(bench: OpsBench, out: Path, observe: Observer) -> Outcome:
         Warmup(bench.device, bench.jobs, bench.seed) as warmup,
         torch._inductor.config.patch("autotune_local_cache", False),
     ):
-        for _, group in itertools.groupby(places, key=lambda place: (place.op.name, place.dtype)):
+        for _, group in itertools.groupby(places, key=lambda place: (place.op.name, place.dtype_name)):
             of_op = list(group)
             missing = [place for place in of_op if earlier.wanted(place, here, bench.only_captured)]
             done += len(of_op) - len(missing)

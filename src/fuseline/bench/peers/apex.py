@@ -41,6 +41,7 @@ class Apex:
     def bind(self, op: Op, inputs: Inputs) -> Call:
         if op.name not in _BINDERS:
             raise UnsupportedError(f"apex has no {op.name}")
+        refuse_options("apex", inputs, out_dtype=None)
         return _BINDERS[op.name](inputs)
 
 

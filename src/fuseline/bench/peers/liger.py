@@ -42,6 +42,7 @@ class Liger:
     def bind(self, op: Op, inputs: Inputs) -> Call:
         if op.name not in _BINDERS:
             raise UnsupportedError(f"liger has no {op.name}")
+        refuse_options("liger", inputs, out_dtype=None)
         return _BINDERS[op.name](inputs)
 
 
@@ -77,6 +78,8 @@ def _add_rms_norm(inputs: Inputs) -> Call:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
     x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
+    if residual.dtype != x.dtype:
+        raise UnsupportedError("liger's residual RMSNorm takes one dtype")
     return functools.partial(
         LigerFusedAddRMSNormFunction.apply, x, residual, weight, norm_eps(inputs), 0.0, "llama", True
     )

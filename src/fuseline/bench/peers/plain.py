@@ -61,12 +61,19 @@ def _softmax(inputs: Mapping[str, Any]) -> Callable[..., Tensor]:
     return softmax
 
 
-def _layer_norm(x: Tensor, **arguments: Any) -> Tensor:
-    return F.layer_norm(x, **arguments)
+def _layer_norm(x: Tensor, *, out_dtype: torch.dtype | None = None, **arguments: Any) -> Tensor:
+    return F.layer_norm(x, **arguments).to(out_dtype or x.dtype)
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = None, **_: object) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:] if weight is None else weight.shape, weight, eps)
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **_: object,
+) -> Tensor:
+    y = F.rms_norm(x, x.shape[-1:] if weight is None else weight.shape, weight, eps)
+    return y.to(out_dtype or x.dtype)
 
 
 def _add_layer_norm(
@@ -79,14 +86,14 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    return F.layer_norm(total, shape, weight, bias, eps), total
+    return F.layer_norm(total, shape, weight, bias, eps).to(x.dtype), total
 
 
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float | None = None, **_: object
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return _rms_norm(total, weight, eps), total
+    return _rms_norm(total, weight, eps, x.dtype), total
 
 
 def _dropout(x: Tensor, x_bias: Tensor | None, p: float, training: bool) -> Tensor:
@@ -103,7 +110,8 @@ def _dropout_add_layer_norm(
     seed: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _add_layer_norm(_dropout(x, x_bias, p, training), residual, *arguments, **options)
+    y, total = _add_layer_norm(_dropout(x, x_bias, p, training), residual, *arguments, **options)
+    return y.to(x.dtype), total
 
 
 def _dropout_add_rms_norm(
@@ -116,7 +124,8 @@ def _dropout_add_rms_norm(
     seed: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _add_rms_norm(_dropout(x, x_bias, p, training), residual, *arguments, **options)
+    y, total = _add_rms_norm(_dropout(x, x_bias, p, training), residual, *arguments, **options)
+    return y.to(x.dtype), total
 
 
 def _dropout_alone(

@@ -54,6 +54,7 @@ class Quack:
     def bind(self, op: Op, inputs: Inputs) -> Call:
         if op.name not in _BINDERS:
             raise UnsupportedError(f"quack has no {op.name}")
+        refuse_options("quack", inputs, out_dtype=None)
         return _BINDERS[op.name](inputs)
 
 

@@ -38,6 +38,7 @@ class TransformerEngine:
     def bind(self, op: Op, inputs: Inputs) -> Call:
         if op.name not in _BINDERS:
             raise UnsupportedError(f"transformer-engine has no {op.name}")
+        refuse_options("transformer-engine", inputs, out_dtype=None)
         return _BINDERS[op.name](inputs)
 
 

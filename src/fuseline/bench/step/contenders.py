@@ -130,7 +130,7 @@ def build(case: StepCase, change: dict[str, Any]) -> GPT | Llama:
 
 
 def _nanogpt(name: str, case: StepCase, device: torch.device, file: Path, grad_clip: float) -> Contender:
-    source, config = _load(file), case.gpt
+    source, config = nanogpt_source(file), case.gpt
     with contextlib.redirect_stdout(io.StringIO()):  # it counts its parameters aloud
         model = source.GPT(
             source.GPTConfig(
@@ -168,7 +168,8 @@ def _nanogpt(name: str, case: StepCase, device: torch.device, file: Path, grad_c
     return Contender(name, model, step, loss, torch._dynamo.reset)
 
 
-def _load(file: Path) -> ModuleType:
+def nanogpt_source(file: Path) -> ModuleType:
+    """nanoGPT's model.py as a module; `InputError` if the file is none."""
     if not file.is_file():
         raise InputError(f"--nanogpt {file}: there is no such file. Name nanoGPT's model.py.")
     spec = importlib.util.spec_from_file_location("nanogpt_model", file)

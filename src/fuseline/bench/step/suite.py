@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from fuseline.acceleration.precision import matmul_format
 from fuseline.bench.step.case import StepCase
-from fuseline.bench.step.contenders import NANOGPT_MODES, PEERS, Contender, build, make, why_not
+from fuseline.bench.step.contenders import (
+    NANOGPT_MODES,
+    PEERS,
+    Contender,
+    build,
+    make,
+    nanogpt_source,
+    why_not,
+)
 from fuseline.errors import InputError
 from fuseline.records import Record, append, describe
 from fuseline.timing import paired_ratio, peak_memory_gib, reset_peak_memory, summarize, synchronize
@@ -48,6 +56,8 @@ class StepBench:
             raise InputError(f"Unknown peers: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
         if self.rounds < 1 or self.steps < 1:
             raise InputError(f"{self.rounds} rounds of {self.steps} steps: a time needs one of each.")
+        if self.nanogpt is not None:
+            nanogpt_source(self.nanogpt)  # before other contenders are built and timed for minutes
 
 
 @dataclass

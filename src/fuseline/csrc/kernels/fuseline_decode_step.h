@@ -2,6 +2,7 @@
 #ifndef FUSELINE_DECODE_STEP_H
 #define FUSELINE_DECODE_STEP_H
 
+#include "fuseline_attention.h"
 #include "fuseline_quant.h"
 
 #ifdef __cplusplus
@@ -45,6 +46,9 @@ typedef struct {
 /* Bytes of workspace, or a negative code if this cannot be computed. Two launches must not share one at a time. */
 FUSELINE_API int64_t fuseline_decode_step_workspace(const fuseline_step* call);
 FUSELINE_API int fuseline_decode_step(const fuseline_step* call, void* stream);
+
+/* What that call would launch on the current device, and why or why not. */
+FUSELINE_API int fuseline_decode_step_explain(const fuseline_step* call, fuseline_attention_plan* plan);
 
 #ifdef __cplusplus
 }

@@ -8,7 +8,7 @@
 #ifndef FUSELINE_SMALL_LAYER_H
 #define FUSELINE_SMALL_LAYER_H
 
-#include "fuseline_kernels.h"
+#include "fuseline_attention.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -44,13 +44,18 @@ typedef struct {
   void *grad_qkv, *grad_kv, *grad_x, *grad_qkv_weight, *grad_qkv_bias, *grad_out_weight, *grad_out_bias;
 } fuseline_small_layer_gradients;
 
-/* Whether the kernels run this layer on the current device: 1 or 0. Looks at sizes and dtype alone. */
+/* Whether the kernels run this layer on the current device: 1 or 0. Looks at sizes and dtype, and at pointers that are not null. */
 FUSELINE_API int fuseline_small_layer_fits(const fuseline_small_layer* layer, int backward);
 
 /* Answer FUSELINE_UNSUPPORTED for what does not fit. */
 FUSELINE_API int fuseline_small_layer_forward(const fuseline_small_layer* layer, void* stream);
 FUSELINE_API int fuseline_small_layer_backward(const fuseline_small_layer* layer,
                                                const fuseline_small_layer_gradients* gradients, void* stream);
+
+/* The plan on the current device of the backward with these gradients, of which only what is null counts, or where `gradients` is
+ * null of the forward on the stream. */
+FUSELINE_API int fuseline_small_layer_explain(const fuseline_small_layer* layer, const fuseline_small_layer_gradients* gradients,
+                                              void* stream, fuseline_attention_plan* plan);
 
 /* Whether what is launched on the stream now goes into a graph: 1 or 0. */
 FUSELINE_API int fuseline_is_captured(void* stream);

@@ -45,14 +45,14 @@ int code_of(c10::string_view activation) {
 
 // Bytes of workspace, 0 if the device cannot take a step of such a model in one launch.
 int64_t decode_step_workspace(const Tensor& like, int64_t num_layers, int64_t embed_dim, int64_t heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t ffn_dim, int64_t vocab_size) {
+                              int64_t head_dim, int64_t ffn_dim, int64_t vocab_size, c10::string_view activation) {
     if (like.scalar_type() != at::kHalf && like.scalar_type() != at::kBFloat16) return 0;
     const c10::DeviceGuard guard(like.device());
     const auto call = std::make_unique<fuseline_step>();
     call->num_layers = num_layers, call->embed_dim = embed_dim, call->heads = heads, call->kv_heads = kv_heads;
     call->head_dim = head_dim, call->ffn_dim = ffn_dim, call->vocab_size = vocab_size;
     call->dtype = kernel_dtype(like, kName);
-    call->norm = FUSELINE_NORM_RMS, call->activation = FUSELINE_ACTIVATION_GELU;
+    call->norm = FUSELINE_NORM_RMS, call->activation = code_of(activation);
     static const auto bytes = FUSELINE_KERNEL(fuseline_decode_step_workspace);
     return std::max<int64_t>(0, bytes(call.get()));
 }
@@ -152,7 +152,7 @@ TORCH_LIBRARY_FRAGMENT(fuseline, m) {
                       "Tensor? norm_bias, Tensor head, int heads, int vocab_size, int window, float eps, float scale, str norm_kind, "
                       "str activation) -> Tensor", decode_step_cuda, decode_step_meta);
     m.def("decode_step_workspace(Tensor like, int num_layers, int embed_dim, int heads, int kv_heads, int head_dim, "
-          "int ffn_dim, int vocab_size) -> int");
+          "int ffn_dim, int vocab_size, str activation) -> int");
     m.impl("decode_step_workspace", torch::dispatch(c10::DispatchKey::CUDA, decode_step_workspace));
 }
 

@@ -6,15 +6,18 @@
 #include <string>
 #include <tuple>
 
+#include "plans/argmax_step.h"
 #include "plans/attention_backward.h"
 #include "plans/cross_entropy.h"
 #include "plans/decode_attention.h"
+#include "plans/decode_step.h"
 #include "plans/embedding.h"
 #include "plans/gelu.h"
 #include "plans/glu.h"
 #include "plans/linear.h"
 #include "plans/norm_backward.h"
 #include "plans/norm_forward.h"
+#include "plans/small_layer.h"
 #include "plans/softmax.h"
 
 namespace fuseline::plans_op {
@@ -225,8 +228,20 @@ std::vector<int64_t> norm_layout(at::IntArrayRef device, int64_t n, int64_t elem
     return numbers;
 }
 
-// Launches by name; the reason; bytes of workspace, and of each launch blocks, threads and bytes of shared memory.
+// Launches by name; the reason; bytes of workspace, and of each launch blocks, threads, blocks of a cluster and bytes of shared
+// memory.
 using PlannedLaunches = std::tuple<std::vector<std::string>, std::string, std::vector<int64_t>>;
+
+template <class Plan>
+PlannedLaunches launches_of(const Plan& plan) {
+    PlannedLaunches said{{}, plan.reason, {int64_t(plan.workspace)}};
+    for (const auto& by : plan) {
+        std::get<0>(said).emplace_back(name_of(by.kernel));
+        const int64_t numbers[] = {by.shape.grid, by.shape.threads, by.shape.cluster, int64_t(by.shape.shared)};
+        std::get<2>(said).insert(std::get<2>(said).end(), numbers, numbers + 4);
+    }
+    return said;
+}
 
 // A call of whole tensors; all gradients of q, k and v are wanted. `sizes`: batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim.
 // `kinds`: dtype, causal, mask. `window`: left, right. `mask_dims`: those of batch, heads, queries and keys in which the mask has
@@ -251,15 +266,24 @@ PlannedLaunches attention(at::IntArrayRef device, at::IntArrayRef sizes, at::Int
     g.grad_out = g.grad_q = g.grad_k = g.grad_v = at;
     if (mask_gradient) g.grad_mask = at;
     if (sinks) c.sinks = g.grad_sinks = reinterpret_cast<float*>(at);
-    const AttentionPlan plan = backward ? plan_attention_backward(g, device_of(device))
-                                        : plan_attention_forward(c, device_of(device));
-    PlannedLaunches said{{}, plan.reason, {int64_t(plan.workspace)}};
-    for (const AttentionLaunch& by : plan) {
-        std::get<0>(said).emplace_back(name_of(by.kernel));
-        const int64_t numbers[] = {by.shape.grid, by.shape.threads, int64_t(by.shape.shared)};
-        std::get<2>(said).insert(std::get<2>(said).end(), numbers, numbers + 3);
+    return launches_of(backward ? plan_attention_backward(g, device_of(device)) : plan_attention_forward(c, device_of(device)));
+}
+
+// `sizes`: batch, seqlen, embed_dim, num_heads, num_kv_heads, head_dim, out_dim. `shared`: one projection for all heads.
+// `captured`: into a graph. All gradients are wanted, of two biases as well.
+PlannedLaunches self_attention_layer(at::IntArrayRef device, at::IntArrayRef sizes, int64_t dtype, bool tf32, bool shared,
+                                     bool captured, bool backward) {
+    TORCH_CHECK_VALUE(sizes.size() == 7, "a self-attention layer has 7 sizes, not ", sizes.size(), ".");
+    fuseline_small_layer layer{};
+    layer.batch = sizes[0], layer.seqlen = sizes[1], layer.embed_dim = sizes[2], layer.num_heads = sizes[3];
+    layer.num_kv_heads = sizes[4], layer.head_dim = sizes[5], layer.out_dim = sizes[6];
+    layer.dtype = int(dtype), layer.tf32 = tf32, layer.shared_projection = shared;
+    const Device on = device_of(device);
+    if (!backward) {
+        return launches_of(plan_small_layer_forward(layer, on, [=] { return captured; }, EstimatedSmallLayers{on}));
     }
-    return said;
+    void* const at = reinterpret_cast<void*>(int64_t(1) << 40);
+    return launches_of(plan_small_layer_backward(layer, {at, at, at, at, at, at, at, at}, on));
 }
 
 // `sizes`: batch, heads, kv_heads, head_dim, and the most positions of a row. `cache`: a fuseline_cache_kind.
@@ -274,9 +298,34 @@ Planned decode_attention(at::IntArrayRef device, at::IntArrayRef sizes, int64_t 
             {plan.shape.grid, plan.shape.threads, 0, plan.shape.cluster, 0, 0, plan.partials * int64_t(sizeof(float)), 0}};
 }
 
+// `sizes`: layers, embed_dim, heads, kv_heads, head_dim, ffn_dim, vocab_size. Plans are the same for every norm, and for every
+// activation but SwiGLU.
+Planned decode_step(at::IntArrayRef device, at::IntArrayRef sizes, int64_t dtype, bool swiglu) {
+    TORCH_CHECK_VALUE(sizes.size() == 7, "a decoding step has 7 sizes, not ", sizes.size(), ".");
+    fuseline_step call{};
+    call.num_layers = sizes[0], call.embed_dim = sizes[1], call.heads = sizes[2], call.kv_heads = sizes[3];
+    call.head_dim = sizes[4], call.ffn_dim = sizes[5], call.vocab_size = sizes[6], call.dtype = int(dtype);
+    call.norm = FUSELINE_NORM_RMS, call.activation = swiglu ? FUSELINE_ACTIVATION_SWIGLU : FUSELINE_ACTIVATION_GELU;
+    const StepPlan plan = plan_decode_step(call, device_of(device));
+    if (plan.code != 0) return {"", plan.reason, {}};
+    return {"decode_step", plan.reason,
+            {plan.shape.grid, plan.shape.threads, 0, 1, int64_t(plan.shape.shared), 0, plan.workspace, 0}};
+}
+
+// Logits [rows, n], which may begin anywhere.
+Planned argmax_step(at::IntArrayRef device, int64_t rows, int64_t n, int64_t element_size) {
+    check(rows, n, element_size, 0);
+    const ArgmaxStepPlan plan = plan_argmax_step(rows, n, int(element_size), device_of(device));
+    return by_rows("argmax_step", plan.reason, plan.shape, 0);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("plan_self_attention_layer(int[] device, int[] sizes, int dtype, bool tf32, bool shared, bool captured, "
+          "bool backward) -> (str[], str, int[])", self_attention_layer);
+    m.def("plan_decode_step(int[] device, int[] sizes, int dtype, bool swiglu) -> (str, str, int[])", decode_step);
+    m.def("plan_argmax_step(int[] device, int rows, int n, int element_size) -> (str, str, int[])", argmax_step);
     m.def("plan_attention(int[] device, int[] sizes, int[] kinds, int[] window, bool[] mask_dims, int[] packed, float soft_cap, "
           "float dropout, bool sinks, bool mask_gradient, bool backward) -> (str[], str, int[])", attention);
     m.def("plan_decode_attention(int[] device, int[] sizes, int dtype, int cache) -> (str, str, int[])", decode_attention);

@@ -287,7 +287,10 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _window(window: Window) -> tuple[int, int]:
     if window is None:
         return -1, -1
-    left, right = (window, window) if isinstance(window, int) else window
+    ends = window if isinstance(window, tuple | list) else (window, window)
+    if len(ends) != 2 or not all(isinstance(end, int | torch.SymInt) for end in ends):
+        raise InputError(f"attention: window={window!r} is not a number of keys, nor two (left, right).")
+    left, right = ends
     if left < -1 or right < -1:
         raise InputError(f"attention: window=({left}, {right}) has an end below -1. -1 means no end.")
     return left, right

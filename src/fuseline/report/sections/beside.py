@@ -87,6 +87,43 @@ def chart(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Dr
     )
 
 
+def gains(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Drawing | None:
+    """Their bars and ours as what each row gained over its own first one, which compares where GPU or batch
+    do not; None unless ours ran the first row and another of theirs."""
+    theirs_of, published = rows_for(reference, preset)
+    rows = [row for row in published if row.batch == published[0].batch]
+    ours = {rung.name: rung for rung in climb.ran}
+    shared = [row for row in rows if row.rung in ours]
+    if len(shared) < 2 or shared[0] is not rows[0]:
+        return None
+    first = ours[rows[0].rung]
+    theirs = tuple(_gain(row.rung, rows[0].iteration_ms / row.iteration_ms) for row in rows)
+    mine = tuple(_gain(row.rung, *_over(first, ours[row.rung])) for row in shared)
+    drawn = Bars(
+        f"{climb.subject}: what each row gained, theirs and ours",
+        Axis("times as fast as the first row"),
+        (
+            BarGroup(f"theirs: {theirs_of}, {reference.hardware}, {reference.software}", theirs),
+            BarGroup(f"ours: {climb.subject}, {first.time.device if first.time else ''}", mine),
+        ),
+    )
+    reading = "Longer is faster. Models' batches, GPUs and software differ: compare ratios, not times."
+    told = source(climb.of("iteration_ms"), samples="n (runs)", subject=climb.subject)
+    return Drawing(Figure(name, drawn, reading, told))
+
+
+def _over(first: Rung, rung: Rung) -> tuple[float, float | None, float | None]:
+    """How much faster than the first row, of runs in turn where there were some."""
+    paired = rung.records.get("speedup")
+    if paired is not None and paired.value is not None:
+        return paired.value, paired.low, paired.high
+    return first.interval[0] / rung.interval[0], None, None
+
+
+def _gain(name: str, value: float, low: float | None = None, high: float | None = None) -> Bar:
+    return Bar(name, value, ratio(value), "baseline" if value == 1 else "accent", low, high)
+
+
 def unmatched(references: Sequence[ReferenceTable], climbs: Sequence[Climb]) -> list[ReferenceTable]:
     """References that no climb ran."""
     run = {climb.combination for climb in climbs}

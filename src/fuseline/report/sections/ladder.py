@@ -103,6 +103,7 @@ def _named_set(climb: Climb, preset: str, name: str) -> list[Block | None]:
     return [
         Heading(title),
         compared or ladder_figures.times(climb, name, f"{climb.subject}: the same rows, run here"),
+        beside.gains(reference, climb, preset, f"{name}-gains") if reference and not compared else None,
         beside.side_by_side(reference, climb, preset) if reference else None,
         ladder_tables.speed(climb, "What each row gained", folded=reference is not None),
         ladder_tables.not_run(climb),

@@ -73,20 +73,11 @@ def levers(rungs: Sequence[Rung]) -> tuple[Key, ...]:
 
 
 def _time_bar(rung: Rung, climb: Climb) -> Bar:
-    """The first rung's own time; of the others that time over their speed-up, which is of runs in turn: their
-    own milliseconds were taken minutes later, when the machine may have been slower or faster. The ratio that
-    is written is the one over torch alone, or over the first rung where torch alone was not timed."""
-    first, over_torch = climb.baseline, climb.ratio_over_torch(rung)
+    """The ratio that is written is the one over torch alone, or over the first rung where torch alone was not
+    timed."""
     value, low, high = rung.interval
-    text = f"{plain(value)} ms"
-    record = rung.records.get("speedup")
-    if rung is not first and first is not None and record is not None and record.value:
-        whole = first.interval[0]
-        value = whole / record.value
-        low, high = (None if v is None else whole / v for v in (record.high, record.low))
-        text = f"{plain(value)} ms · {ratio(over_torch or record.value)}"
-    elif over_torch is not None:
-        text = f"{text} · {ratio(over_torch)}"
+    over = climb.ratio_over_torch(rung) or (None if rung is climb.baseline else rung.value("speedup"))
+    text = f"{plain(value)} ms" + (f" · {ratio(over)}" if over else "")
     return Bar(rung.name, value, text, lever_role(rung.lever), low, high, faded=not rung.kept)
 
 

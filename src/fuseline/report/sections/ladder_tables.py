@@ -23,10 +23,12 @@ COST = (
     "compile_s",
     "data_wait_share",
 )
+BRACKETS = "Brackets: 95% intervals."
+IN_TURN = "Times are the first row's, over speed-ups that are of runs in turn."
 
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
-    """Every rung that ran or would have, given time, in order. `not_run` has the others."""
+    """Every rung that ran, in order. `not_run` has the others."""
     beside = Column("over torch alone", "speed-up over the best that torch does alone")
     columns = [
         Column("rung", numeric=False),
@@ -46,10 +48,12 @@ def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
             ),
             "" if rung.kept else "muted",
         )
-        for rung in climb.rungs
-        if rung.time is not None or rung.said("out_of_budget", False)
+        for rung in climb.ran
     ]
-    reading = "Brackets: 95% intervals." if climb.of("iteration_ms") else ""
+    in_turn = any(rung.value("speedup") for rung in climb.ran)
+    reading = " ".join(
+        filter(None, (BRACKETS if climb.of("iteration_ms") else "", IN_TURN if in_turn else ""))
+    )
     return table(title, columns, rows, _source(climb, SPEED), reading, folded=folded)
 
 
@@ -65,15 +69,20 @@ def work(climb: Climb, title: str) -> Table | None:
 
 
 def not_run(climb: Climb) -> Words | None:
-    """What this machine cannot run, in one line."""
+    """What there was no time for, and what this machine cannot run, in a line each."""
+    left = [rung for rung in climb.rungs if rung.time is None]
+    late = [rung for rung in left if rung.said("out_of_budget", False)]
     by_reason: dict[str, list[str]] = {}
-    for rung in climb.rungs:
-        if rung.time is None and not rung.said("out_of_budget", False):
+    for rung in left:
+        if rung not in late:
             by_reason.setdefault(rung.said("reason", "no reason recorded"), []).append(rung.name)
-    if not by_reason:
-        return None
-    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return Words(f"Not run here: {told}.")
+    lines = []
+    if late:
+        lines.append(f"Not reached in the time given: {', '.join(rung.name for rung in late)}.")
+    if by_reason:
+        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+        lines.append(f"Not run here: {told}.")
+    return Words(" ".join(lines)) if lines else None
 
 
 def cost(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
@@ -142,8 +151,6 @@ def _over_torch(rung: Rung, climb: Climb) -> Cell:
 
 
 def _outcome(rung: Rung, mode: str) -> Cell:
-    if rung.time is None:
-        return Cell("skipped", rung.said("reason", "no reason recorded"), "muted")
     against = rung.said("baseline", "")
     beside = f"against {against}" if against else ""
     if mode not in ("cumulative", "alone"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from fuseline.records import Record
-from fuseline.report.blocks import Block, Drawing, Headline, Section
+from fuseline.report.blocks import Block, Drawing, Headline, Section, Words
 from fuseline.report.charts import Axis, Figure, Line, Lines, Point
 from fuseline.report.numbers import plain, ratio, tick
 from fuseline.report.provenance import source
@@ -16,6 +16,8 @@ MODEL = ("data", "layers", "heads", "embed_dim", "seqlen_q", "seed")
 """What makes two runs comparable; they may differ in all else."""
 NOT_THE_WAY = ("section", "step", "steps", "best_step", "training_s")
 ROLES = ("baseline", "kernels", "tensor", "fuse", "quantize", "other")
+RISING = 3
+"""Validations after the lowest loss that say that it was no accident."""
 READING = (
     "Only training is on the clock: compiling, validating and saving are not. A run that sees its text often "
     "learns it by heart, and its validation loss rises again."
@@ -47,10 +49,23 @@ def _section(index: int, device: str, runs: Sequence[Sequence[Record]]) -> Secti
     blocks: list[Block | None] = [
         headline,
         Drawing(Figure(f"loss-clock-{index}", chart, READING, source(every, "", "n"))),
+        *(Words(told) for told in map(_past_its_best, curves, curves.values()) if told),
     ]
     title = f"Loss against the clock: {runs[0][0].case.get('data') or 'text'}"
     summary = f"{headline.value} {headline.words}" if headline else title
     return Section(f"loss-clock-{index}", title, device, summary, tuple(b for b in blocks if b))
+
+
+def _past_its_best(label: str, points: Sequence[tuple[float, float]]) -> str | None:
+    """Where a run was best, if `RISING` validations or more came after its lowest loss."""
+    at = min(range(len(points)), key=lambda i: points[i][1])
+    if len(points) - at <= RISING:
+        return None
+    seconds, lowest = points[at]
+    return (
+        f"{label}: the validation loss was lowest, {plain(lowest)}, after {plain(seconds / 60)} minutes, and "
+        f"{plain(points[-1][1])} at the end."
+    )
 
 
 def curve(records: Sequence[Record]) -> list[tuple[float, float]]:

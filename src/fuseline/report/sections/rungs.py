@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fuseline.bench.ladder.result import WIDE
+from fuseline.bench.ladder.result import WIDE, Figure, in_turn
 from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 from fuseline.records import Record
 from fuseline.records.record import Scalar
@@ -20,10 +21,12 @@ MODES = ("cumulative", "alone", "combination", "anchor")
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung: what was run, and its records by metric."""
+    """One rung: what was run, and its records by metric. Times and rates are as runs in turn have them (see
+    `in_turn`); `spread` is how many times its beginning the end of its own time's interval is."""
 
     case: Mapping[str, Scalar]
     records: Mapping[str, Record]
+    spread: float = 1.0
 
     def said(self, key: str, default: Said) -> Said:
         """`case[key]`, or `default` where the records do not say, or say it in another type."""
@@ -91,10 +94,7 @@ class Climb:
 
     @property
     def best(self) -> Rung | None:
-        """Where it ended: the last rung that was kept.
-
-        Each was kept for its paired ratio. Where clocks drift, medians taken minutes apart can say otherwise.
-        """
+        """Where it ended: the last rung that was kept."""
         return next((rung for rung in reversed(self.ran) if rung.kept), None)
 
     @property
@@ -147,8 +147,7 @@ class Climb:
     @property
     def is_noisy(self) -> bool:
         """Whether something else kept the machine busy: a kept rung whose time nobody can tell."""
-        intervals = [rung.interval for rung in self.ran if rung.kept]
-        return any(low and high and high / low > WIDE for _, low, high in intervals)
+        return any(rung.spread > WIDE for rung in self.ran if rung.kept)
 
     def of(self, metric: str) -> list[Record]:
         """The records of `metric` that hold a value."""
@@ -186,4 +185,24 @@ def _rungs(records: Sequence[Record]) -> tuple[Rung, ...]:
         case = {key: value for record in ordered for key, value in record.case.items()}
         rungs.append(Rung(case, {record.metric: record for record in ordered}))
     # Sorting is stable: rungs without an order stay as they were written.
-    return tuple(sorted(rungs, key=lambda rung: rung.said("order", 0)))
+    rungs.sort(key=lambda rung: rung.said("order", 0))
+    first = next((rung for rung in rungs if rung.time is not None), None)
+    return tuple(rungs if first is None else [_beside(rung, first) for rung in rungs])
+
+
+def _beside(rung: Rung, first: Rung) -> Rung:
+    """`rung` as runs in turn with the first one have it."""
+    if rung.time is None:
+        return rung
+    figures = {
+        metric: Figure(r.value, r.low, r.high, r.n)
+        for metric, r in rung.records.items()
+        if r.value is not None
+    }
+    shown = {} if rung is first else in_turn(figures, first.interval[0])
+    records = {
+        metric: replace(r, value=f.value, low=f.low, high=f.high, n=f.n) if (f := shown.get(metric)) else r
+        for metric, r in rung.records.items()
+    }
+    own = figures["iteration_ms"].spread
+    return Rung(rung.case, records, own if math.isfinite(own) else 1.0)

@@ -7,8 +7,13 @@
 #include "device/launch.cuh"
 #include "device/philox.cuh"
 #include "device/tile_product.cuh"
+#include "plans/small_layer.h"
 
 namespace fuseline {
+
+using namespace small_layer;
+
+static_assert(kBlock == kTileThreads && kLineBytes == kStepBytes);
 
 template <class E>
 struct SmallLayer {
@@ -65,21 +70,23 @@ SmallLayer<E> small_layer_of(const fuseline_small_layer& layer) {
   return a;
 }
 
-inline bool is_being_captured(void* stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return status == cudaStreamCaptureStatusActive;
+// Launches what a plan says, `grid` of its blocks.
+template <class Arguments>
+int launch_of(void (*kernel)(Arguments), const Arguments& arguments, dim3 grid, const LaunchShape& shape, const Device& device,
+              void* stream) {
+  int count = 0;
+  const cudaError_t error = resident_clusters(kernel, device, shape.threads, shape.shared, shape.cluster, count);
+  if (error != cudaSuccess) return int(error);
+  if (count == 0) return FUSELINE_UNSUPPORTED;
+  return launch_overlapping(kernel, arguments, grid, shape.threads, shape.shared, shape.cluster, stream);
 }
 
-// The launchers of an arithmetic, each compiled in a file of its own; `only_asking` whether it fits: nothing is launched.
-template <class Math>
-int run_forward(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream);
-template <class Math>
-int run_backward(const fuseline_small_layer& layer, const fuseline_small_layer_gradients* gradients, const Device& device,
-                 bool only_asking, void* stream);
+// Calls run(Math{}) with the arithmetic of a layer that has a plan.
+template <class Run>
+int with_math(const fuseline_small_layer& layer, const Run& run) {
+  if (layer.dtype == FUSELINE_BFLOAT16) return run(Sixteen<__nv_bfloat16>{});
+  return layer.tf32 ? run(Tf32{}) : run(Exact{});
+}
 
 __device__ __forceinline__ float over_quad(float value, bool largest) {
 #pragma unroll

@@ -17,25 +17,9 @@
 
 namespace fuseline {
 
-constexpr int kHeadColumns = 64;  // of a head that a block multiplies at a time
-
 template <class Math, int kRows>
 using HeadProduct = TileProduct<Math, Order::rows, Order::across, kRows, kHeadColumns, kRows >= 64 ? 2 : 1,
-                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4, kRows == 128 ? 3 : 4>;
-
-// Shared memory: q, k, v and grad of attended, kRows lines each; then the ring, whose place kRows x kRows probabilities, and
-// after them the gradients of the scores, take.
-template <class Math, int kRows>
-struct BackwardLayout {
-  using E = typename Math::Element;
-  static constexpr int kScoresPitch = kRows + 8;
-  static __host__ __device__ int pitch(int head_dim) { return padded<E>((head_dim + 15) / 16 * 16); }
-  static size_t bytes(int head_dim) {
-    constexpr int kOver = 256;  // products of narrow heads read past the last row, and drop what they get
-    const int scores = kRows * kScoresPitch * int(sizeof(E));
-    return size_t(4 * kRows * pitch(head_dim)) * sizeof(E) + std::max(scores, HeadProduct<Math, kRows>::kBytes) + kOver;
-  }
-};
+                                kRows == 16 ? 1 : kRows == 64 ? 2 : 4, head_stages(kRows)>;
 
 template <class E>
 struct SmallLayerHeads {
@@ -50,7 +34,6 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     small_layer_heads_backward(const __grid_constant__ SmallLayerHeads<typename Math::Element> of) {
 #if __CUDA_ARCH__ >= 900
   using E = typename Math::Element;
-  using Layout = BackwardLayout<Math, kRows>;
   using Product = HeadProduct<Math, kRows>;
   constexpr int kKeyTiles = kRows / 8, kSize = 16 / int(sizeof(E));
   constexpr int kTall = kRows >= 64 ? 2 : 1, kWide = kRows == 16 ? 1 : kRows == 64 ? 2 : 4;
@@ -58,14 +41,14 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
   const SmallLayer<E>& a = of.layer;
   const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
-  const int S = a.seqlen, D = a.head_dim, pitch = Layout::pitch(D);
+  const int S = a.seqlen, D = a.head_dim, pitch = padded<E>((D + 15) / 16 * 16);
   const int64_t first = int64_t(batch) * S;
   E* const q = reinterpret_cast<E*>(shared);
   E* const k = q + kRows * pitch;
   E* const v = k + kRows * pitch;
   E* const grad = v + kRows * pitch;
   E* const scratch = grad + kRows * pitch;  // the ring, then scores
-  constexpr int kScoresPitch = Layout::kScoresPitch;
+  constexpr int kScoresPitch = kRows + 8;
   const int warp = threadIdx.x / kWarp;
   // Of qkv and its gradient: where this head's part of q, k or v begins in the first row.
   const auto begin_of = [&](int part) { return a.qkv_row(first, head) + a.weight_row(head, part * D); };
@@ -229,9 +212,6 @@ struct SmallLayerRemaining {
   int blocks;
 };
 
-constexpr int kSide = 64;         // of a tile
-constexpr int kRemainingStages = 4;
-constexpr int kSumColumns = 16;   // that a block sums
 constexpr int kSumParts = kTileThreads / kSumColumns;
 
 template <class Math, Order kA>
@@ -239,6 +219,7 @@ __device__ __forceinline__ void remaining_tile(const Remaining<typename Math::El
                                                typename Math::Element* ring) {
   using E = typename Math::Element;
   using Product = TileProduct<Math, kA, Order::across, kSide, kSide, 2, 2, kRemainingStages>;
+  static_assert(Product::kBytes == kRemainingBytes);
   const int across = (p.columns + kSide - 1) / kSide;
   const int row = tile / across * kSide, column = tile % across * kSide;
   typename Product::FeedA from_a;
@@ -257,10 +238,6 @@ __device__ __forceinline__ void remaining_tile(const Remaining<typename Math::El
     if (r < p.rows && n < p.columns) store_pair(p.c + int64_t(r) * p.columns + n, left, right);
   });
 }
-
-template <class Math>
-constexpr int kRemainingBytes =
-    TileProduct<Math, Order::rows, Order::across, kSide, kSide, 2, 2, kRemainingStages>::kBytes;
 
 template <class Math>
 __global__ void __launch_bounds__(kTileThreads)
@@ -305,41 +282,25 @@ __global__ void __launch_bounds__(kTileThreads)
 // ---- launchers ----
 
 template <class Math, int kRows>
-int launch_heads(const SmallLayerHeads<typename Math::Element>& a, const Device& device, bool only_asking, void* stream) {
-  const auto kernel = small_layer_heads_backward<Math, kRows>;
-  const size_t shared = BackwardLayout<Math, kRows>::bytes(a.layer.head_dim);
-  if (shared > size_t(device.shared_a_block)) return FUSELINE_UNSUPPORTED;
-  if (only_asking) return 0;
-  int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, shared, 1, count);
-  if (error != cudaSuccess) return int(error);
-  if (count == 0) return FUSELINE_UNSUPPORTED;
-  return launch_overlapping(kernel, a, dim3(unsigned(a.layer.batch * a.layer.heads)), kTileThreads, shared, 1, stream);
+int launch_heads_backward(const SmallLayerHeads<typename Math::Element>& of, const LaunchShape& shape, const Device& device,
+                          void* stream) {
+  static_assert(HeadProduct<Math, kRows>::kBytes == ring_bytes(head_stages(kRows), kRows, kHeadColumns));
+  return launch_of(small_layer_heads_backward<Math, kRows>, of, dim3(unsigned(shape.grid)), shape, device, stream);
 }
 
 template <class Math>
-int launch_sum_heads(const SmallLayerHeads<typename Math::Element>& a, void* stream) {
-  using E = typename Math::Element;
-  const auto& layer = a.layer;
-  const int64_t vectors = int64_t(layer.batch) * layer.seqlen * 2 * layer.kv_heads * (layer.head_dim * int(sizeof(E)) / 16);
-  const dim3 grid(unsigned(divide_up(vectors, kTileThreads)));
-  return launch_overlapping(small_layer_sum_heads<Math>, a, grid, kTileThreads, 0, 1, stream);
-}
-
-template <class Math>
-int run_heads(const SmallLayerHeads<typename Math::Element>& a, const Device& device, bool only_asking, void* stream) {
-  if (a.layer.seqlen <= 16) return launch_heads<Math, 16>(a, device, only_asking, stream);
-  if (a.layer.seqlen <= 64) return launch_heads<Math, 64>(a, device, only_asking, stream);
-  if constexpr (std::is_same_v<Math, Exact>) {
-    return FUSELINE_UNSUPPORTED;
-  } else {
-    return launch_heads<Math, 128>(a, device, only_asking, stream);
+int launch_heads_backward(const SmallLayerHeads<typename Math::Element>& of, const SmallLayerLaunch& by, const Device& device,
+                          void* stream) {
+  if (by.tiles.rows == 16) return launch_heads_backward<Math, 16>(of, by.shape, device, stream);
+  if constexpr (!std::is_same_v<Math, Exact>) {
+    if (by.tiles.rows == 128) return launch_heads_backward<Math, 128>(of, by.shape, device, stream);
   }
+  return launch_heads_backward<Math, 64>(of, by.shape, device, stream);
 }
 
 template <class Math>
-int run_remaining(const SmallLayer<typename Math::Element>& a, const fuseline_small_layer_gradients& g,
-                  const Device& device, void* stream) {
+int launch_remaining(const SmallLayer<typename Math::Element>& a, const fuseline_small_layer_gradients& g,
+                     const SmallLayerPlan& plan, const LaunchShape& shape, const Device& device, void* stream) {
   using E = typename Math::Element;
   const int tokens = a.batch * a.seqlen, attended = a.heads * a.head_dim;
   // A projection that the heads share sees a token of D elements for each head of a token.
@@ -347,47 +308,38 @@ int run_remaining(const SmallLayer<typename Math::Element>& a, const fuseline_sm
   const int projected = a.shared ? 3 * a.head_dim : a.projected;
   const E* const grad_out = static_cast<const E*>(g.grad_out);
   E* const grad_qkv = static_cast<E*>(g.grad_qkv);
-  SmallLayerRemaining<E> of{};
-  int blocks = 0;
-  const auto product = [&](int which, const E* left, const E* right, void* result, int rows, int columns, int length,
-                           bool turned) {
-    of.products[which] = {left, right, static_cast<E*>(result), rows, columns, length, turned, blocks};
-    if (result) blocks += int(divide_up(rows, kSide) * divide_up(columns, kSide));
-  };
-  product(0, grad_qkv, a.qkv_weight, g.grad_x, seen, in, projected, false);
-  product(1, grad_qkv, a.x, g.grad_qkv_weight, projected, in, seen, true);
-  product(2, grad_out, a.attended, g.grad_out_weight, a.out_dim, attended, tokens, true);
-  const auto sums = [&](int which, const E* from, void* result, int rows, int columns) {
-    of.biases[which] = {from, static_cast<E*>(result), rows, result ? columns : 0, blocks};
-    if (result) blocks += int(divide_up(columns, kSumColumns));
-  };
-  sums(0, grad_qkv, g.grad_qkv_bias, seen, projected);
-  sums(1, grad_out, g.grad_out_bias, tokens, a.out_dim);
-  if (blocks == 0) return 0;
-  const auto kernel = small_layer_remaining<Math>;
-  int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, size_t(kRemainingBytes<Math>), 1, count);
-  if (error != cudaSuccess) return int(error);
-  return launch_overlapping(kernel, of, dim3(unsigned(blocks)), kTileThreads, kRemainingBytes<Math>, 1, stream);
+  const auto to = [](void* result) { return static_cast<E*>(result); };
+  int first[5] = {};
+  for (int i = 1; i < 5; ++i) first[i] = first[i - 1] + plan.remaining[i - 1];
+  const SmallLayerRemaining<E> of{
+      {{grad_qkv, a.qkv_weight, to(g.grad_x), seen, in, projected, false, first[0]},
+       {grad_qkv, a.x, to(g.grad_qkv_weight), projected, in, seen, true, first[1]},
+       {grad_out, a.attended, to(g.grad_out_weight), a.out_dim, attended, tokens, true, first[2]}},
+      {{grad_qkv, to(g.grad_qkv_bias), seen, g.grad_qkv_bias ? projected : 0, first[3]},
+       {grad_out, to(g.grad_out_bias), tokens, g.grad_out_bias ? a.out_dim : 0, first[4]}}};
+  return launch_of(small_layer_remaining<Math>, of, dim3(unsigned(shape.grid)), shape, device, stream);
 }
 
 template <class Math>
-int run_backward(const fuseline_small_layer& layer, const fuseline_small_layer_gradients* gradients,
-                 const Device& device, bool only_asking, void* stream) {
+int launch_backward(const fuseline_small_layer& layer, const fuseline_small_layer_gradients& g, const SmallLayerPlan& plan,
+                    const Device& device, void* stream) {
   using E = typename Math::Element;
-  SmallLayerHeads<E> heads{small_layer_of<E>(layer), nullptr, nullptr, nullptr};
-  const bool grouped = heads.layer.heads != heads.layer.kv_heads;
-  if (!only_asking) {
-    heads.grad_out = static_cast<const E*>(gradients->grad_out);
-    heads.grad_qkv = static_cast<E*>(gradients->grad_qkv);
-    if (grouped) heads.grad_kv = static_cast<E*>(gradients->grad_kv);
-    if (grouped && heads.grad_kv == nullptr) return FUSELINE_UNSUPPORTED;
+  const bool grouped = layer.num_heads != layer.num_kv_heads;
+  const SmallLayerHeads<E> of{small_layer_of<E>(layer), static_cast<const E*>(g.grad_out), static_cast<E*>(g.grad_qkv),
+                              grouped ? static_cast<E*>(g.grad_kv) : nullptr};
+  int code = 0;
+  for (const SmallLayerLaunch& by : plan) {
+    if (code != 0) return code;
+    const LaunchShape& shape = by.shape;
+    if (by.kernel == SmallLayerKernel::heads_backward) {
+      code = launch_heads_backward<Math>(of, by, device, stream);
+    } else if (by.kernel == SmallLayerKernel::sum_heads) {
+      code = launch_of(small_layer_sum_heads<Math>, of, dim3(unsigned(shape.grid)), shape, device, stream);
+    } else {
+      code = launch_remaining<Math>(of.layer, g, plan, shape, device, stream);
+    }
   }
-  int code = run_heads<Math>(heads, device, only_asking, stream);
-  if (code != 0 || only_asking) return code;
-  if (grouped) code = launch_sum_heads<Math>(heads, stream);
-  if (code != 0) return code;
-  return run_remaining<Math>(heads.layer, *gradients, device, stream);
+  return code;
 }
 
 }  // namespace fuseline

@@ -18,10 +18,6 @@
 
 namespace fuseline {
 
-constexpr int kProjected = 192;  // columns of q, k, v that a block makes at a time
-constexpr int kMostProjected = 384;
-constexpr int kOutColumns = 64;
-
 // Rows of 16 of a warp and columns of 8, by the block's rows.
 template <int kRows>
 struct InShape {
@@ -32,9 +28,8 @@ struct OutShape {
   static constexpr int kTall = kRows / 32 + (kRows == 16), kWide = kRows == 16 ? 1 : 2;
 };
 
-// Stages of the ring: few rows are a matter of bytes in flight, many of shared memory.
 template <class Math, int kRows>
-constexpr int kForwardStages = kRows <= 32 ? 4 : kRows == 128 && !kSixteen<Math> ? 2 : 3;
+constexpr int kForwardStages = forward_stages(kRows, sizeof(typename Math::Element));
 
 template <class Math, int kRows>
 using ProjectionIn = TileProduct<Math, Order::rows, Order::rows, kRows, kProjected, InShape<kRows>::kTall,
@@ -42,31 +37,6 @@ using ProjectionIn = TileProduct<Math, Order::rows, Order::rows, kRows, kProject
 template <class Math, int kRows>
 using ProjectionOut = TileProduct<Math, Order::rows, Order::rows, kRows, kOutColumns, OutShape<kRows>::kTall,
                                   OutShape<kRows>::kWide, kForwardStages<Math, kRows>>;
-
-// Shared memory: q, k, v, and what products of narrow heads read past their last row, and drop; then the ring, whose place
-// weights of the output projection take later, and what they multiply.
-constexpr int kReadPast = 256;  // bytes; apart from the ring, which is written meanwhile
-
-struct ForwardLayout {
-  int pitch;       // of q, k, v
-  int held_pitch;  // of the weights, and of the rows attended to, if these are held
-  bool holds;
-  size_t bytes;
-};
-
-template <class Math, int kRows>
-ForwardLayout forward_layout(int heads_each, int head_dim, int attended, int most_bytes) {
-  using E = typename Math::Element;
-  ForwardLayout layout{};
-  layout.pitch = padded<E>((3 * heads_each * head_dim + 15) / 16 * 16);
-  layout.held_pitch = padded<E>((attended + 15) / 16 * 16);
-  const size_t projected = size_t(kRows) * layout.pitch * sizeof(E) + kReadPast;
-  const size_t held = size_t(kRows + kOutColumns) * layout.held_pitch * sizeof(E);
-  const size_t ring = ProjectionIn<Math, kRows>::kBytes;
-  layout.holds = projected + std::max(ring, held) <= size_t(most_bytes);
-  layout.bytes = projected + (layout.holds ? std::max(ring, held) : ring);
-  return layout;
-}
 
 template <class E>
 struct SmallLayerForward {
@@ -237,50 +207,26 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
 // ---- launcher ----
 
-// How a layer is laid over blocks: heads that a block has at a time, and blocks of a cluster.
-struct ForwardPlan {
-  int heads_each, workers;
-};
-
-inline ForwardPlan forward_plan(const fuseline_small_layer& layer) {
-  const int H = int(layer.num_heads), D = int(layer.head_dim);
-  ForwardPlan plan{layer.shared_projection ? 1 : std::max(1, std::min(H, 64 / D)), 1};
-  while (H % plan.heads_each != 0) --plan.heads_each;
-  while (plan.workers * 2 <= std::min(H / plan.heads_each, kMaxCluster)) plan.workers *= 2;
-  return plan;
-}
-
 template <class Math, int kRows>
-int launch_forward(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream) {
-  SmallLayerForward<typename Math::Element> of{small_layer_of<typename Math::Element>(layer), {}};
+int launch_forward(const fuseline_small_layer& layer, const SmallLayerPlan& plan, const Device& device, void* stream) {
+  static_assert(ProjectionIn<Math, kRows>::kBytes == forward_ring(kRows, sizeof(typename Math::Element)));
+  const LaunchShape& shape = plan.launches[0].shape;
+  SmallLayerForward<typename Math::Element> of{small_layer_of<typename Math::Element>(layer), plan.forward};
   auto& a = of.layer;
-  const ForwardPlan plan = forward_plan(layer);
-  a.heads_each = plan.heads_each, a.workers = plan.workers;
+  a.heads_each = plan.heads_each, a.workers = shape.cluster;
   a.rounds = int(divide_up(a.heads / a.heads_each, a.workers)), a.by_workers = Divisor(uint32_t(a.workers));
-  constexpr int kTables = kMostProjected * 8 + kOutColumns * 4;
-  const int most = device.shared_a_block - kTables;
-  of.layout = forward_layout<Math, kRows>(a.heads_each, a.head_dim, a.heads * a.head_dim, most);
-  if (of.layout.bytes > size_t(most)) return FUSELINE_UNSUPPORTED;
-  if (only_asking) return 0;
-  const auto kernel = small_layer_forward<Math, kRows>;
-  int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, of.layout.bytes, a.workers, count);
-  if (error != cudaSuccess) return int(error);
-  if (count == 0) return FUSELINE_UNSUPPORTED;
-  return launch_overlapping(kernel, of, dim3(unsigned(a.batch * a.workers)), kTileThreads, of.layout.bytes, a.workers, stream);
+  return launch_of(small_layer_forward<Math, kRows>, of, dim3(unsigned(shape.grid)), shape, device, stream);
 }
 
 template <class Math>
-int run_in_one_launch(const fuseline_small_layer& layer, const Device& device, bool only_asking, void* stream) {
-  if (layer.seqlen <= 16) return launch_forward<Math, 16>(layer, device, only_asking, stream);
-  if (layer.seqlen <= 32) return launch_forward<Math, 32>(layer, device, only_asking, stream);
-  if (layer.seqlen <= 64) return launch_forward<Math, 64>(layer, device, only_asking, stream);
-  // Without tensor cores so many rows are the composition's: 166 us, where torch's own product and attention take 83.
-  if constexpr (std::is_same_v<Math, Exact>) {
-    return FUSELINE_UNSUPPORTED;
-  } else {
-    return launch_forward<Math, 128>(layer, device, only_asking, stream);
+int launch_forward(const fuseline_small_layer& layer, const SmallLayerPlan& plan, const Device& device, void* stream) {
+  const int rows = plan.launches[0].tiles.rows;
+  if (rows == 16) return launch_forward<Math, 16>(layer, plan, device, stream);
+  if (rows == 32) return launch_forward<Math, 32>(layer, plan, device, stream);
+  if constexpr (!std::is_same_v<Math, Exact>) {
+    if (rows == 128) return launch_forward<Math, 128>(layer, plan, device, stream);
   }
+  return launch_forward<Math, 64>(layer, plan, device, stream);
 }
 
 }  // namespace fuseline

@@ -6,8 +6,8 @@
 
 #include "device/chunk_product.cuh"
 #include "device/overlap.cuh"
-#include "small_layer_wgmma.h"
 #include "device/tensor_map.h"
+#include "small_layer.cuh"
 
 namespace fuseline {
 
@@ -17,8 +17,7 @@ struct SmallLayerOut {
   const E* bias;
   E* out;
   int tokens, out_dim;
-  int stages, chunks;  // of k
-  int barriers;        // where these begin in shared memory, bytes
+  OutLayout layout;
 };
 
 template <class Product>
@@ -30,9 +29,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
 
   const int row = blockIdx.y * kRows, column = blockIdx.x * kColumns;
-  uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.barriers);
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + of.layout.barriers);
   float* const biases = reinterpret_cast<float*>(barriers + 2 * kMostChunks);
-  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.stages, of.chunks};
+  const ChunkRing ring{shared_address(memory), barriers, barriers + kMostChunks, of.layout.stages, of.layout.chunks};
   if (threadIdx.x == kTileThreads - 1) fetch_tensor_map(&of.weight), fetch_tensor_map(&of.attended);
   Product::begin(ring);
   __syncthreads();
@@ -79,51 +78,43 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 
 // ---- launcher ----
 
-template <class Product>
-int launch_out(const fuseline_small_layer& layer, const Device& device, void* stream) {
+template <class Math, const ChunkTiles& kTiles>
+using OutProduct = ChunkProduct<Math, kTiles.rows, kTiles.columns, kTiles.tall, kTiles.wide, kTiles.splits>;
+
+template <class Product, const ChunkTiles& kTiles>
+int launch_out(const fuseline_small_layer& layer, const SmallLayerPlan& plan, const Device& device, void* stream) {
   using E = typename Product::Element;
-  constexpr int kRows = Product::kRows, kColumns = Product::kColumns;
+  static_assert(Product::kStage == kTiles.stage_bytes() && Product::kSumBytes == kTiles.sum_bytes());
+  static_assert(kMostChunks == kMostRingStages);
+  const LaunchShape& shape = plan.launches[1].shape;
   SmallLayerOut<E> of{};
   of.bias = static_cast<const E*>(layer.out_bias), of.out = static_cast<E*>(layer.out);
-  of.tokens = int(layer.batch * layer.seqlen), of.out_dim = int(layer.out_dim);
+  of.tokens = int(tokens_of(layer)), of.out_dim = int(layer.out_dim), of.layout = plan.out;
   const int64_t k = layer.num_heads * layer.head_dim, line = k * int64_t(sizeof(E));
-  of.chunks = int(divide_up(line, kChunkBytes));
-  constexpr int kBehind = kMostChunks * 16 + kColumns * 4;
-  of.stages = Product::stages(of.chunks, device.shared_a_block - kBehind);
-  if (of.stages < std::min(of.chunks, Product::kSplitsOfChunks)) return FUSELINE_UNSUPPORTED;
-  of.barriers = std::max(of.stages * Product::kStage, Product::kSumBytes);
-  const size_t bytes = size_t(of.barriers + kBehind);
-
-  const auto kernel = small_layer_out<Product>;
-  int count = 0;
-  const cudaError_t error = resident_clusters(kernel, device, kTileThreads, bytes, 1, count);
-  if (error != cudaSuccess) return int(error);
-  if (count == 0) return FUSELINE_UNSUPPORTED;
-  const dim3 grid(unsigned(divide_up(of.out_dim, kColumns)), unsigned(divide_up(of.tokens, kRows)));
   constexpr bool kTf32 = std::is_same_v<typename Product::Arithmetic, Tf32>;
   int code = make_tensor_map(of.attended,
-                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kRows, layer.dtype, kTf32});
+                             {layer.attended, k, of.tokens, 1, line, line * of.tokens, kTiles.rows, layer.dtype, kTf32});
   if (code != 0) return code;
-  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kColumns, layer.dtype,
+  code = make_tensor_map(of.weight, {layer.out_weight, k, of.out_dim, 1, line, line * of.out_dim, kTiles.columns, layer.dtype,
                                      kTf32});
   if (code != 0) return code;
-  return launch_overlapping(kernel, of, grid, kTileThreads, bytes, 1, stream);
+  const unsigned across = unsigned(divide_up(of.out_dim, kTiles.columns));
+  return launch_of(small_layer_out<Product>, of, dim3(across, unsigned(shape.grid) / across), shape, device, stream);
 }
 
-// The largest tiles of which there are enough for most multiprocessors.
+// By products of warps.
 template <class Math>
-int run_out(const fuseline_small_layer& layer, const Device& device, void* stream) {
-  const auto enough = [&](int64_t rows, int64_t columns) {
-    return divide_up(layer.batch * layer.seqlen, rows) * divide_up(layer.out_dim, columns) * 4 >= 3 * device.processors;
-  };
-  if constexpr (std::is_same_v<Math, Exact>) {  // for which shared memory is read too often with few rows
-    if (enough(64, 64)) return launch_out<ChunkProduct<Math, 64, 64, 1, 4, 1>>(layer, device, stream);
-    if (enough(32, 32)) return launch_out<ChunkProduct<Math, 32, 32, 1, 4, 4>>(layer, device, stream);
+int launch_out(const fuseline_small_layer& layer, const SmallLayerPlan& plan, const Device& device, void* stream) {
+  const ChunkTiles& tiles = plan.launches[1].tiles;
+  if constexpr (std::is_same_v<Math, Exact>) {
+    if (tiles.rows == kOutLarge.rows) return launch_out<OutProduct<Math, kOutLarge>, kOutLarge>(layer, plan, device, stream);
+    if (tiles.columns == kOutSquare.columns) {
+      return launch_out<OutProduct<Math, kOutSquare>, kOutSquare>(layer, plan, device, stream);
+    }
   } else {
-    if (enough(64, 64) && device.warpgroups) return out_by_warpgroups<Math>(layer, device, stream);
-    if (enough(16, 64)) return launch_out<ChunkProduct<Math, 16, 64, 1, 4, 4>>(layer, device, stream);
+    if (tiles.rows == kOutFlat.rows) return launch_out<OutProduct<Math, kOutFlat>, kOutFlat>(layer, plan, device, stream);
   }
-  return launch_out<ChunkProduct<Math, 32, 16, 2, 2, 8>>(layer, device, stream);
+  return launch_out<OutProduct<Math, kOutSmall>, kOutSmall>(layer, plan, device, stream);
 }
 
 }  // namespace fuseline

@@ -15,6 +15,7 @@
 #include "device/launch.cuh"
 #include "device/meeting.cuh"
 #include "fuseline_argmax_step.h"
+#include "plans/argmax_step.h"
 
 namespace fuseline {
 namespace {
@@ -109,16 +110,10 @@ __global__ void __launch_bounds__(kMostThreads) argmax_step(const ArgmaxStep a) 
 // ---- launcher ----
 
 template <class T>
-int run(ArgmaxStep& a, int64_t rows, const Device& device, void* stream) {
-  const int64_t vectors = divide_up(a.n, kVector<T>);
-  a.cluster = 1;
-  while (device.clusters && a.cluster < kMaxCluster && vectors > int64_t(a.cluster) * kMostThreads &&
-         rows * a.cluster * 2 <= device.processors) {
-    a.cluster *= 2;
-  }
-  const int64_t threads = divide_up(divide_up(vectors, a.cluster), kWarp) * kWarp;
-  return launch(argmax_step<T>, a, rows * a.cluster, dim3(unsigned(std::min<int64_t>(threads, kMostThreads))), 0,
-                a.cluster, stream, device.clusters);
+int run(ArgmaxStep a, int64_t rows, const Device& device, void* stream) {
+  const LaunchShape shape = plan_argmax_step(rows, a.n, sizeof(T), device).shape;
+  a.cluster = shape.cluster;
+  return launch(argmax_step<T>, a, shape, device, stream);
 }
 
 }  // namespace
@@ -132,6 +127,6 @@ int fuseline_argmax_step(const void* logits, int64_t* tokens, int64_t* lengths, 
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return int(error);
-  ArgmaxStep a{logits, tokens, lengths, stride, int(n), 1};
+  const ArgmaxStep a{logits, tokens, lengths, stride, int(n), 1};
   return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(a, rows, device, stream); });
 }

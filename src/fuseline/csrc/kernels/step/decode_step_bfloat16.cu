@@ -4,6 +4,6 @@
 
 namespace fuseline {
 
-FUSELINE_DECODE_STEP(__nv_bfloat16)
+template int launch_step<__nv_bfloat16>(const StepArguments&, const StepPlan&, void*);
 
 }  // namespace fuseline

@@ -4,6 +4,6 @@
 
 namespace fuseline {
 
-FUSELINE_DECODE_STEP(__half)
+template int launch_step<__half>(const StepArguments&, const StepPlan&, void*);
 
 }  // namespace fuseline

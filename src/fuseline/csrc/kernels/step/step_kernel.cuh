@@ -168,12 +168,13 @@ __device__ __forceinline__ void fetch_biases(const StepArguments& a, const StepL
   using T = typename Shape::Element;
   const int grid = int(gridDim.x);
 #pragma unroll 1
-  for (int at = threadIdx.x; at < a.num_layers * a.biases; at += Shape::kThreads) {
-    const StepLayer& w = layers[at / a.biases];
-    const int place = at % a.biases;
-    const int index = (place >= a.biases_at[kOut]) + (place >= a.biases_at[kUp]) + (place >= a.biases_at[kDown]);
+  for (int at = threadIdx.x; at < a.num_layers * a.layout.biases; at += Shape::kThreads) {
+    const StepLayer& w = layers[at / a.layout.biases];
+    const int place = at % a.layout.biases;
+    const int(&begin)[4] = a.layout.biases_at;
+    const int index = (place >= begin[kOut]) + (place >= begin[kUp]) + (place >= begin[kDown]);
     const StepProduct of = a.products[index];
-    const int each = (of.rows + grid - 1) / grid, i = place - a.biases_at[index];
+    const int each = (of.rows + grid - 1) / grid, i = place - begin[index];
     const int row = int(blockIdx.x) + grid * (i % each);
     const char* const from = index == kQkv ? w.qkv_bias : index == kOut ? w.out_bias : index == kUp ? w.up_bias : w.down_bias;
     const bool there = from && row < of.rows && i < each * of.parts;
@@ -212,10 +213,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   uint32_t number = *a.to.steps * uint32_t(a.num_layers);  // of the layer before
   // Addresses are worked out where they are wanted: registers are what this kernel has least of.
   StepLayer* const layers = step_layers<Shape>();
-  const auto stream = [&] { return reinterpret_cast<float*>(shared + a.at_stream); };
-  const auto x = [&] { return reinterpret_cast<T*>(shared + a.at_x); };
-  const auto gathered = [&] { return reinterpret_cast<T*>(shared + a.at_gathered); };
-  const auto inner = [&] { return reinterpret_cast<T*>(shared + a.at_inner); };
+  const auto stream = [&] { return reinterpret_cast<float*>(shared + a.layout.at_stream); };
+  const auto x = [&] { return reinterpret_cast<T*>(shared + a.layout.at_x); };
+  const auto gathered = [&] { return reinterpret_cast<T*>(shared + a.layout.at_gathered); };
+  const auto inner = [&] { return reinterpret_cast<T*>(shared + a.layout.at_inner); };
   // Out of the parameters, which come a line of 8 pointers at a time from HBM: a line to a warp.
   constexpr int kPointers = sizeof(StepLayer) / sizeof(char*), kLine = 8;
   for (int line = thread / kWarp * kLine; line < a.num_layers * kPointers; line += kWarps * kLine) {
@@ -233,11 +234,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
     if (a.position_table) asm volatile("prefetch.global.L2 [%0];" ::"l"(places + thread * 64));
   }
   prefetch_norms<Shape>(a, layers);
-  fetch_biases<Shape>(a, layers, reinterpret_cast<float*>(shared + a.at_biases));
+  fetch_biases<Shape>(a, layers, reinterpret_cast<float*>(shared + a.layout.at_biases));
   // What the end of a row does not fill of its last piece is multiplied by zeros.
-  for (int i = a.embed_dim + thread; i < a.embed_room; i += kThreads) x()[i] = from_float<T>(0.f);
-  for (int i = a.heads * Shape::kHeadDim + thread; i < a.heads_room; i += kThreads) gathered()[i] = from_float<T>(0.f);
-  for (int i = a.ffn_dim + thread; i < a.ffn_room; i += kThreads) inner()[i] = from_float<T>(0.f);
+  for (int i = a.embed_dim + thread; i < a.layout.embed_room; i += kThreads) x()[i] = from_float<T>(0.f);
+  for (int i = a.heads * Shape::kHeadDim + thread; i < a.layout.heads_room; i += kThreads) gathered()[i] = from_float<T>(0.f);
+  for (int i = a.ffn_dim + thread; i < a.layout.ffn_room; i += kThreads) inner()[i] = from_float<T>(0.f);
   for (int i = thread; i < a.embed_dim; i += kThreads) {
     const float place = a.position_table ? to_float(places[i]) : 0.f;
     stream()[i] = to_float(table[i]) + place;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
   for (int layer = 0; layer < a.num_layers; ++layer) {
     const StepLayer& w = layers[layer];
     const auto bias = [&](int product, int i) {
-      return reinterpret_cast<const float*>(shared + a.at_biases)[layer * a.biases + a.biases_at[product] + i];
+      return reinterpret_cast<const float*>(shared + a.layout.at_biases)[layer * a.layout.biases + a.layout.biases_at[product] + i];
     };
     prefetch_heads<Shape>(a, w, work);
     prefetch_norms<Shape>(a, layer + 1 < a.num_layers ? layers + layer + 1 : nullptr);
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
     multiply<Shape>(kUp, x(), weights, partial, [&](int row, int i, float sum, float other) {
       sum += bias(kUp, i);
       if (a.activation == FUSELINE_ACTIVATION_SWIGLU) {
-        sum = Silu<T>::value(sum) * (other + bias(kUp, (a.biases_at[kDown] - a.biases_at[kUp]) / 2 + i));
+        sum = Silu<T>::value(sum) * (other + bias(kUp, (a.layout.biases_at[kDown] - a.layout.biases_at[kUp]) / 2 + i));
       } else if (a.activation == FUSELINE_ACTIVATION_GELU) {
         sum = GeluErf<T>::value(sum);
       } else {
@@ -317,21 +318,23 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
 #endif
 }
 
-// ---- launchers ----
+// ---- launcher ----
 
-template <class Shape>
-int launch_step(StepArguments& a, const Device& device, void* stream) {
-  const auto kernel = decode_step<Shape>;
-  const int shared = Shape::lay_out(a);
+template <class T>
+int launch_step(const StepArguments& a, const StepPlan& plan, void* stream) {
+  const bool narrow = a.head_dim == 64, three = plan.vectors == 3;
+  const auto kernel = narrow ? (three ? decode_step<StepShape<T, 64, 3>> : decode_step<StepShape<T, 64, 4>>)
+                             : (three ? decode_step<StepShape<T, 128, 3>> : decode_step<StepShape<T, 128, 4>>);
+  const int shared = int(plan.shape.shared);
   const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return int(raised);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;  // all blocks are resident, or the launch fails
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(a.blocks));
-  config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = size_t(shared);
+  config.gridDim = dim3(unsigned(plan.shape.grid));
+  config.blockDim = dim3(unsigned(plan.shape.threads));
+  config.dynamicSmemBytes = plan.shape.shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
@@ -339,15 +342,5 @@ int launch_step(StepArguments& a, const Device& device, void* stream) {
   const cudaError_t last = cudaGetLastError();
   return int(launched != cudaSuccess ? launched : last);
 }
-
-// 0, an error of CUDA's, or FUSELINE_UNSUPPORTED where no shape takes the model.
-template <class T>
-int run_step(StepArguments& a, const Device& device, void* stream);
-
-#define FUSELINE_DECODE_STEP(T)                                                                               \
-  template <>                                                                                                 \
-  int run_step<T>(StepArguments & a, const Device& device, void* stream) {                                    \
-    return with_shape<T>(a, device, [&](auto shape) { return launch_step<decltype(shape)>(a, device, stream); }); \
-  }
 
 }  // namespace fuseline

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "device/quant_copies.cuh"
-#include "step_plan.cuh"
+#include "step_arguments.cuh"
 #include "device/vector.cuh"
 
 namespace fuseline {
 
-// Shared memory of the launch: the ring, units, layers, and what StepShape::lay_out says.
+// Shared memory of the launch: the ring, units, layers, and what StepLayout says.
 __device__ __forceinline__ char* step_shared() {
   extern __shared__ __align__(16) char shared[];
   return shared;

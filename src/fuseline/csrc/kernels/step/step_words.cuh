@@ -1,7 +1,7 @@
 // A whole decoding step (step_kernel.cuh): elements that blocks hand to each other, each with its layer's number.
 #pragma once
 
-#include "step_plan.cuh"
+#include "step_arguments.cuh"
 
 namespace fuseline {
 
