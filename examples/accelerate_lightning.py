@@ -49,7 +49,9 @@ class Classifier(lightning.LightningModule):
 
 def main(steps: int = 4) -> None:
     rows = torch.utils.data.TensorDataset(torch.randn(16, 8, 32), torch.randint(5, (16,)))
-    trainer = lightning.Trainer(max_steps=steps, callbacks=[Accelerate()], logger=False)
+    trainer = lightning.Trainer(
+        max_steps=steps, callbacks=[Accelerate()], logger=False, enable_checkpointing=False
+    )
     trainer.fit(Classifier(), torch.utils.data.DataLoader(rows, batch_size=4))
 
 

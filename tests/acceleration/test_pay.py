@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fuseline.acceleration import judge
+from fuseline.acceleration import judge, kept_proofs
 from fuseline.acceleration.accelerate import accelerate_by
 from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.pay import Clock, Verdict
@@ -118,6 +118,10 @@ def test_proofs_and_times_are_kept_between_runs(kept_apart: Path, monkeypatch: p
     assert len(fast.kept) == 3
     assert fast.whole is not None
     assert clock.asked == 0
+    with monkeypatch.context() as other:
+        other.setattr(kept_proofs, "libraries", lambda: ("fuseline_torch-of-other-sources",))
+        with pytest.raises(AssertionError, match="proved again"):
+            by(GivenClock(2.0), model())
     for file in kept_apart.glob("*.json"):
         file.write_text("{ half a file")
     with pytest.raises(AssertionError, match="proved again"):

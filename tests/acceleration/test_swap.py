@@ -298,6 +298,34 @@ def test_shards_of_fsdp_lie_apart_again(model: Model, x: torch.Tensor, keep_all:
         distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_modules_are_left_alone(model: Model, x: torch.Tensor, keep_all: Make) -> None:
+    model.norm = torch.jit.script(nn.LayerNorm(WIDTH))
+    before = model(x)
+    fast = keep_all(model, x)
+    assert {site.path for site in fast.kept} == {"mlp"}
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
+def test_an_expert_that_gets_no_rows(x: torch.Tensor, keep_all: Make) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Gated(), Gated()])
+
+        def forward(self, x: torch.Tensor, first: int = 5) -> torch.Tensor:
+            return torch.cat([self.experts[0](x[:, :first]), self.experts[1](x[:, first:])], 1)
+
+    model = Experts()
+    before = model(x), model(x, 2), model(x, 0)
+    fast = keep_all(model, x)
+    said = {site.path: (site.status, site.reason) for site in fast.sites if site.kind == "gated_mlp"}
+    assert said["experts.0"][0] == "kept"
+    assert said["experts.1"] == ("refused", "the batch calls it with empty tensors only")
+    for ours, theirs in zip((model(x), model(x, 2), model(x, 0)), before, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
 def test_a_shared_module_is_one_site(x: torch.Tensor, keep_all: Make) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -92,6 +92,9 @@ def test_losses_and_weights_are_those_of_a_loop(
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=2e-4)
     assert fast.report().declined == 0
+    assert sum(fast.report().eager.values()) == (len(groups) if device == "cpu" else 0)
+    if device == "cpu":
+        assert f"{len(groups)} of the steps and compiled calls were not recorded" in str(fast.report())
     step.close()
 
 
@@ -211,6 +214,17 @@ def test_a_compiled_loss_gets_logits(keep_all: Make) -> None:
     step = fast.training_step(torch.optim.SGD(model.parameters(), lr=0.0), precision="fp32")
     assert float(step(batch)) == pytest.approx(expected.item(), rel=1e-5)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "read", [lambda logits: logits + 0, lambda logits: F.cross_entropy(logits, logits.argmax(-1))]
+)
+def test_a_write_to_the_hidden_states_raises(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    hidden, head = torch.randn(9, 16), nn.Linear(16, VOCABULARY)
+    rows = DeferredLogits.of(Head(hidden, head.weight, head.bias))[2:].float()
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="written to in place"):
+        read(rows)
 
 
 class _Penalty(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
+MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and this call has a shape that none of them has"
 
 
 class CompiledCall(InForms):
@@ -34,6 +36,7 @@ class CompiledCall(InForms):
         self._never = "" if self.device.type == "cuda" else f"the model is on {self.device.type}"
         self.reason = self._never
         self.choice: Choice | None = None
+        self.eager_calls: Counter[str] = Counter()
         self._forms = forms
         self._masks = MasksLeftOut()
         self._full: Hashable = ()  # masks of the call that hide nothing
@@ -53,8 +56,10 @@ class CompiledCall(InForms):
             return self._eagerly(call)
         if self._refused:
             self.reason = self._refused.get(self._form(call), "")
-        if self.reason or (len(self._graph) >= MOST_GRAPHS and not self._graph.has(call, self._full)):
+        if self.reason:
             return self._eagerly(call)
+        if len(self._graph) >= MOST_GRAPHS and not self._graph.has(call, self._full):
+            return self._eagerly(call, MANY_SHAPES)
         try:
             if self.choice is None:
                 self.choice = self._choose(call)
@@ -95,7 +100,8 @@ class CompiledCall(InForms):
 
         return choose([plain, *self._forms()], seconds_of, why_wrong)
 
-    def _eagerly(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _eagerly(self, call: tuple[tuple[Any, ...], dict[str, Any]], reason: str = "") -> Any:
+        self.eager_calls[reason or self.reason] += 1
         with self._in_form(None):
             return self._run(call)
 

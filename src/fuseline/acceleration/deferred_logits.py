@@ -119,17 +119,32 @@ taken: list[HeadLoss] | None = None
 """Where losses are written down while somebody looks (`head_loss.py`)."""
 
 
+WRITTEN = (
+    "The hidden states or the weights of a head were written to in place after it was called and before its "
+    "logits were read: Fuseline computes logits where they are read. Read them before, write to a copy, or "
+    "leave the head out with skip=."
+)
+
+
 @dataclass
 class _Memory:
-    """What the logits and all views of them share: the head, and the logits once somebody has read them."""
+    """What the logits and all views of them share: the head, the versions of the tensors that it was called
+    with, and the logits once somebody has read them."""
 
     head: Head
+    seen: tuple[tuple[torch.Tensor, int], ...]
     logits: torch.Tensor | None = None
 
     def computed(self) -> torch.Tensor:
         if self.logits is None:
+            self.check()
             self.logits = self.head.logits()
         return self.logits
+
+    def check(self) -> None:
+        """`RuntimeError` where the head would now give other logits."""
+        if any(tensor._version != version for tensor, version in self.seen):
+            raise RuntimeError(WRITTEN)
 
 
 class _Waiting(torch.autograd.Function):
@@ -156,9 +171,9 @@ class _Waiting(torch.autograd.Function):
         wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
         if grads[0] is None:
             return (None,) * 5
-        leaves = [None if t is None else t.detach().requires_grad_() for t in given]
+        leaves = {i: t.detach().requires_grad_() for i, t in enumerate(given) if t is not None}
         with torch.enable_grad(), torch.autocast(device, ctx.autocast, enabled=ctx.autocast is not None):
-            logits = replace(head, hidden=leaves[0], weight=leaves[1], bias=leaves[2]).logits()
+            logits = replace(head, hidden=leaves[0], weight=leaves[1], bias=leaves.get(2)).logits()
             found = iter(torch.autograd.grad(logits, [leaves[i] for i in wanted], grads[0]))
         return (*(next(found) if i in wanted else None for i in range(3)), None, None)
 
@@ -181,7 +196,9 @@ class DeferredLogits(torch.Tensor):
     def of(head: Head) -> DeferredLogits:
         dtype = torch.float32 if head.wide else _product_dtype(head)
         layout = torch.empty(head.shape(), dtype=dtype, device="meta")
-        return DeferredLogits._made(head, _Memory(head), (), layout)
+        given = (t for t in (head.hidden, head.weight, head.bias) if t is not None and not t.is_inference())
+        seen = tuple((tensor, tensor._version) for tensor in given)
+        return DeferredLogits._made(head, _Memory(head, seen), (), layout)
 
     @staticmethod
     def _made(head: Head, memory: _Memory, views: tuple[View, ...], layout: torch.Tensor) -> DeferredLogits:
@@ -211,7 +228,7 @@ class DeferredLogits(torch.Tensor):
         layout = func(self._layout, *args)
         if layout is self._layout or layout._is_view():
             return self._made(head, self._memory, (*self._views, (func, args)), layout)
-        return self._made(head, _Memory(head), (), layout)
+        return self._made(head, _Memory(head, self._memory.seen), (), layout)
 
     @classmethod
     def __torch_function__(
@@ -256,6 +273,7 @@ def _loss(
         return None
     if target.dtype not in (torch.int64, torch.int32) or target.shape != input.shape[:-1]:
         return None
+    input._memory.check()
     loss = HeadLoss(input._head, target, weight, ignore_index, reduction, label_smoothing)
     if taken is not None:
         taken.append(loss)

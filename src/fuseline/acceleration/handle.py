@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,10 +47,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class Report:
-    """`sites` in the model's order. Printed, it has a line for each site that ran its original, and
-    totals."""
+    """`sites` in the model's order; `eager`: how many training steps and compiled calls ran eagerly, by
+    reason. Printed, it has a line for each site that ran its original, and totals."""
 
     sites: tuple[Runs, ...]
+    eager: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def declined(self) -> int:
@@ -59,7 +62,8 @@ class Report:
         return sum(runs.taken for runs in self.sites)
 
     def __str__(self) -> str:
-        return report_text([(f"{r.path} ({r.kind})", r.taken, r.declined) for r in self.sites])
+        runs = [(f"{r.path} ({r.kind})", r.taken, r.declined) for r in self.sites]
+        return report_text(runs, self.eager)
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Acceleration:
     _call: CompiledCall | None = field(default=None, repr=False)
     _on_undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
     _configs: list[Any] = field(default_factory=list, repr=False)
+    _steps: weakref.WeakSet[TrainingStep] = field(default_factory=weakref.WeakSet, repr=False)
 
     def __str__(self) -> str:
         return table(self.sites, self.whole, self.notes)
@@ -183,14 +188,17 @@ class Acceleration:
         return self.model
 
     def report(self) -> Report:
-        """How often each kept site has run Fuseline's op, and how often and why it ran the original."""
+        """How often each kept site has run Fuseline's op, and how often and why it ran the original; how many
+        steps and compiled calls were not recorded."""
         standing: list[tuple[str, str, Layer | StandIn | AttentionMark]] = [
             *((path, kind, change.counter) for (path, kind), change in self._changes.items()),
             *((path, "attention", mark) for path, (_, mark) in self._marked.items()),
         ]
-        return Report(
-            tuple(Runs(path, kind, runs.taken, dict(runs.declined)) for path, kind, runs in standing)
-        )
+        eager: Counter[str] = Counter() if self._call is None else Counter(self._call.eager_calls)
+        for step in self._steps:
+            eager.update(step.eager_steps)
+        sites = (Runs(path, kind, runs.taken, dict(runs.declined)) for path, kind, runs in standing)
+        return Report(tuple(sites), dict(eager))
 
     def training_step(
         self,
@@ -213,7 +221,7 @@ class Acceleration:
         the step: a compiler has nothing else to fuse. The fastest form is kept, and `step.choice` has the
         times. `compiled=True` always tries it, and with `compiled=False` nothing is compiled.
         """
-        return TrainingStep(
+        step = TrainingStep(
             self.model,
             lambda batch: self._prepared(batch, compiled is not False, loss),
             optimizer,
@@ -224,6 +232,8 @@ class Acceleration:
             loss=loss,
             every_form=compiled is True,
         )
+        self._steps.add(step)
+        return step
 
     def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes, in

@@ -63,13 +63,12 @@ def study_head(
         assert isinstance(head, nn.Linear)
         if not is_wanted(observed.paths, wanted.only, wanted.skip):
             continue
+        site: Site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
         compiled = _is_compiled_with_others(model, observed.path)
         losses = [] if compiled else _losses(model, batch, head, wanted.loss)
         if not losses:
-            reason = COMPILED if compiled else READ
-            left = left or Site(observed.path, KIND, REFUSED, reason, OP, also=observed.paths[1:])
+            left = left or replace(site, status=REFUSED, reason=COMPILED if compiled else READ)
             continue
-        site = Site(observed.path, KIND, FOUND, IN_STEP, OP, also=observed.paths[1:])
         reason = why_not_passed(head, observed.path)
         numbers = KeptRecipe(refused=reason) if reason else _judged(losses[0], wanted, clock)
         if numbers.refused:

@@ -4,6 +4,7 @@ dtypes, how it was called, the recipes, the GPU and the versions of what compute
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -43,8 +44,15 @@ def proof_key(*parts: object) -> str:
     """A name for what a proof is of."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     loaded = native.ready("cuda" if torch.cuda.is_available() else "cpu")
-    text = "\n".join(map(str, (*parts, device, torch.__version__, __version__, loaded)))
+    text = "\n".join(map(str, (*parts, device, torch.__version__, __version__, loaded, libraries())))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def libraries() -> tuple[str, ...]:
+    """The folders of the native libraries, which are named after what they were built from."""
+    status = native.status()
+    return tuple(one.path.parent.name for one in (status.torch, status.kernels) if one.path is not None)
 
 
 def folder() -> Path:

@@ -63,6 +63,8 @@ class Observed:
     samples: dict[Any, Sample] = field(default_factory=dict)
     """One for each signature that it was called with."""
     calls: int = 0
+    empty: int = 0
+    """Calls with nothing, as of an expert that no row goes to: there is nothing to look at."""
     attends: bool = False
     """Whether its own code calls torch's attention."""
     writes_attention: bool = False
@@ -159,6 +161,9 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         if strange:
             observed.reason = f"it is called with a {type(strange[0]).__name__}, which may hold state"
             return
+        if any(is_tensor(leaf) and not leaf.numel() for leaf in leaves):
+            observed.empty += 1
+            return
         signature = (
             fingerprint(module),
             str(pytree.tree_structure((args, kwargs))),
@@ -170,24 +175,18 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
             shared[signature] = Sample(*pytree.tree_map(_copied, (args, kwargs)))
         observed.samples[signature] = shared[signature]
 
-    handles = [
-        module.register_forward_pre_hook(look, with_kwargs=True, prepend=False)
-        for module in model.modules()
-        if module is not model
-    ]
-    handles += [
-        module.register_forward_hook(leave, always_call=True)
-        for module in model.modules()
-        if module is not model
-    ]
-    try:
+    # Hooks cannot be put on what torch.jit scripted; its code is not looked at.
+    watched = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+    with contextlib.ExitStack() as stack:
+        for module in watched:
+            handle = module.register_forward_pre_hook(look, with_kwargs=True, prepend=False)
+            stack.callback(handle.remove)
+        for module in watched:
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         with _calls_seen(told), flow:
             output = call_model(model, batch)
             if loss is not None:
                 loss(output, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return Observation(seen, flow.relus, classes, output)
 
 

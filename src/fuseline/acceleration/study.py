@@ -38,6 +38,7 @@ WRITTEN_OUT = (
     "torch's function is called, or transformers' table of functions is asked"
 )
 NOT_CALLED = "the batch does not call it"
+EMPTY = "the batch calls it with empty tensors only"
 
 
 @dataclass
@@ -134,9 +135,9 @@ def _not_called(seen: Sequence[Observed], candidates: Sequence[Candidate], wante
     """Modules like those that were recognized, which the batch went by: dropped layers, another branch."""
     known = {fingerprint(one.module): one.verdict.kind for one in candidates}
     return [
-        Site(one.path, known[alike], REFUSED, NOT_CALLED, also=one.paths[1:])
+        Site(one.path, known[alike], REFUSED, EMPTY if one.calls else NOT_CALLED, also=one.paths[1:])
         for one in seen
-        if not one.calls
+        if one.calls == one.empty
         and is_wanted(one.paths, wanted.only, wanted.skip)
         and (alike := fingerprint(one.module)) in known
     ]

@@ -52,11 +52,16 @@ def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
     return sorted(groups.values(), key=lambda group: ORDER.get(group[1].status, 9))
 
 
-def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]]) -> str:
-    """One line for each reason why a site ran its original, then the totals."""
+def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]], eager: Mapping[str, int]) -> str:
+    """One line for each reason why a site ran its original, or a step or a call was not recorded, then the
+    totals."""
     lines = []
     for site, _, declined in runs:
         lines += [f"{site}: {count} times its own code: {reason}" for reason, count in declined.items()]
+    lines += [
+        f"{count} of the steps and compiled calls were not recorded: {reason}"
+        for reason, count in eager.items()
+    ]
     taken = sum(count for _, count, _ in runs)
     left = sum(sum(declined.values()) for _, _, declined in runs)
     lines.append(f"{taken} calls ran Fuseline's ops, {left} the model's own code.")

@@ -8,6 +8,7 @@ layers that the host skips at random), it runs eagerly, and `execution` and `rea
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ from fuseline.timing import ran_out_of_memory
 MOST_GRAPHS = 8
 """Recordings that are kept: of batches in more shapes than that, the rest run eagerly."""
 
+MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and this batch has a shape that none of them has"
 MOST_SETTINGS = 4
 """Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
 as numbers, so that a schedule of them would record every step."""
@@ -77,6 +79,7 @@ class TrainingStep(InForms):
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
+        eager_steps: how many steps ran eagerly, by reason.
         choice: the form that is used, and the milliseconds of each form; None before the first step.
         fp8: which linear layers compute in fp8, and why not the others (`fp8.summary()`); None for other
             precisions.
@@ -123,6 +126,7 @@ class TrainingStep(InForms):
         if precision == "fp8" and fp8 is None:
             fp8 = Fp8Layers(model, clock=Clock(recorded=not self.reason))
         self.fp8 = fp8
+        self.eager_steps: Counter[str] = Counter()
         self._graph: StepGraph | None = None
         self._rates: LearningRates | None = None
         self._masks = MasksLeftOut()
@@ -188,7 +192,7 @@ class TrainingStep(InForms):
             self._give_up("the optimizer's settings beside the learning rate change from step to step")
             return self._eagerly(batches)
         if len(self._graph) >= MOST_GRAPHS and not self._graph.has(batches, also):
-            return self._eagerly(batches)
+            return self._eagerly(batches, MANY_SHAPES)
         try:
             if self.choice is None:
                 self.choice = self._choose(batches)
@@ -257,7 +261,8 @@ class TrainingStep(InForms):
         self.optimizer.zero_grad(set_to_none=True)
         return [loss.detach(), *given]
 
-    def _eagerly(self, batches: tuple[Any, ...]) -> torch.Tensor:
+    def _eagerly(self, batches: tuple[Any, ...], reason: str = "") -> torch.Tensor:
+        self.eager_steps[reason or self.reason] += 1
         with self._in_form(None):
             return self._run(batches)
 

@@ -103,7 +103,7 @@ def _key(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) -> str:
 
 def _described(model: nn.Module) -> Iterator[object]:
     """What the time of a model depends on: its modules with their numbers and shapes, and their code."""
-    kinds: dict[type, None] = {}
+    kinds: dict[type[nn.Module], None] = {}
     for path, module in model.named_modules():
         kinds.setdefault(type(module))
         numbers = [(name, value) for name, value in attributes(module) if not callable(value)]
