@@ -20,7 +20,7 @@ def acceleration(records: Sequence[Record]) -> list[str]:
     at_random = _lines([r for r in records if r.case.get("drawn")])
     lines = _lines(listed)
     if at_random:
-        lines += ["", "The same at lengths drawn at random, at which nothing was chosen:", "", *at_random]
+        lines += ["", "The same at lengths drawn at random, at which no kernel was tuned:", "", *at_random]
     return [*lines, "", source(records)] if lines else []
 
 
