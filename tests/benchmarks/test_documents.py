@@ -184,7 +184,7 @@ def test_lengths_drawn_at_random_have_a_table_of_their_own(documents: ModuleType
     case = {**usual[0].case, "seqlen_q": 411, "drawn": True}
     at_random = [a_record(case=case), a_record(peer="eager", value=70.0, case=case)]
     lines = documents.accelerations.acceleration([*usual, *at_random])
-    place = lines.index("The same at lengths drawn at random, at which nothing was chosen:")
+    place = lines.index("The same at lengths drawn at random, at which no kernel was tuned:")
     assert [line for line in lines if "x 411" in line] == [lines[place + 4]]
     assert "70.00" in lines[place + 4]
     front = documents.front.steps([*usual, *at_random])
